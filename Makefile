@@ -4,20 +4,20 @@ BIN := $(VENV)/bin
 MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml deploy/kubernetes/*/*.yaml))
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# Nothing but what the lock names, which is everything. Little of it is ever imported: that is compiled once, below.
+# Installs exactly what the lock lists. Without bytecode: few modules are ever imported, and the import below compiles those.
 LOCKED := install --no-compile --no-deps --require-hashes -r
 UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
-# Tests start hundreds of programs, each of which would compile the project anew.
+# Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
 
-help: ## Show the targets
-	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+help: ## List the targets
+	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/python
@@ -31,20 +31,20 @@ $(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/python
 	$(PIP) --python .venv-$*/bin/python $(LOCKED) $<
 	@touch $@
 
-setup: $(VENV)/.ready ## Make the environment from the lock
+setup: $(VENV)/.ready ## Create .venv from the lock file
 
-protos: .venv-protos/.ready ## Write generated/ from protos/
+protos: .venv-protos/.ready ## Generate the Python code in generated/ from protos/
 	find generated -name '*_pb2*' -delete
 	PATH="$(CURDIR)/.venv-protos/bin:$$PATH" .venv-protos/bin/python -m grpc_tools.protoc -I protos \
 		--python_out=generated --grpc_python_out=generated --mypy_out=quiet:generated --mypy_grpc_out=quiet:generated $(PROTOS)
 
-sync-client: setup ## Write the client for threads from the one for event loops
+sync-client: setup ## Generate the synchronous client from the async client
 	$(BIN)/python gateway/unasync.py
 
-release-protos: setup ## Replace the image that buf breaking compares with (only at a release, or before the first one)
+release-protos: setup ## Replace the baseline of `buf breaking` (only for a release, or before the first one)
 	$(BIN)/buf build -o protos/released.binpb
 
-lock: ## Resolve the lock files anew
+lock: ## Update the lock files
 	$(PIP) install uv
 	$(UV) pyproject.toml --extra dev -o requirements/dev.lock
 	$(UV) requirements/protos.in -o requirements/protos.lock
@@ -54,7 +54,7 @@ lock: ## Resolve the lock files anew
 	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
-demo: setup ## Run a rollout over gRPC and HTTP against a strict trainer, and show who wrote every token
+demo: setup ## Run rollouts over gRPC and HTTP with a strict trainer; show the author of every token
 	$(BIN)/rollout demo
 
 HTTP_PORT ?= 9000
@@ -66,7 +66,7 @@ PORTS = --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --trainer-port $(TRAIN
 up: setup ## Start a server and a strict trainer in the background (HTTP_PORT=, GRPC_PORT=, TRAINER_PORT=)
 	@$(LOCAL) up $(PORTS)
 
-down: setup ## Stop them
+down: setup ## Stop the server and the trainer of `make up`
 	@$(LOCAL) down
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
@@ -74,28 +74,28 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
 	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-trl/.ready ## Test all that users are promised (8 minutes on two cores)
+test: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests except the thorough ones (8 minutes on two cores)
 	$(PYTEST) -m "not thorough"
 
-test-all: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests, bursts, fuzzers and every chat template too
+test-all: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests, including load bursts, fuzzers and every chat template
 	$(PYTEST)
 
-bench: setup ## Measure CPU per turn against a floor server
+bench: setup ## Measure CPU per turn, compared with a minimal server
 	$(BIN)/python -m bench
 
-bench-tokens: setup ## Measure what the tokens of a turn cost as the history grows (DIRS="...": of these tokenizers)
+bench-tokens: setup ## Measure CPU per turn for tokens as the history grows (DIRS="...": tokenizer directories)
 	$(BIN)/python -m bench.tokens $(DIRS)
 
-bench-dialects: setup ## Measure a turn in each form that trainers speak (DIRS=: with this tokenizer)
+bench-dialects: setup ## Measure CPU per turn for each trainer protocol (DIRS=: tokenizer directory)
 	$(BIN)/python -m bench.dialects $(DIRS)
 
-hostile: setup ## Attack a fresh server with everything in tests/hostile/attacks, then with 100,000 fuzzed inputs (ARGS="...")
+hostile: setup ## Run all attacks of tests/hostile/attacks on a new server, then 100,000 fuzzed inputs (ARGS="...")
 	$(BIN)/python -m tests.hostile $(ARGS)
 
-hostile-templates: setup ## Play random chat templates and conversations against the renderer (SEED=, BOUNDARIES=)
+hostile-templates: setup ## Test the renderer with random chat templates and conversations (SEED=, BOUNDARIES=)
 	$(BIN)/python -m tests.hostile.templates --boundaries $(or $(BOUNDARIES),20000) --seed $(or $(SEED),1) --jobs 2
 
-format: setup ## Check the format of Python and protos
+format: setup ## Check the formatting of Python and protos
 	$(BIN)/ruff format --check .
 	$(BIN)/buf format --diff --exit-code
 
@@ -107,13 +107,13 @@ lint: setup ## Lint Python and protos
 types: setup ## Check types
 	$(BIN)/mypy server gateway tests/typing
 
-oldest: .venv-oldest/.ready ## Run the contract tests on the oldest grpcio and protobuf that the generated code supports
+oldest: .venv-oldest/.ready ## Run the contract tests with the oldest supported grpcio and protobuf
 	PYTHONPATH=generated:server .venv-oldest/bin/python -m pytest tests/contract -p no:cacheprovider
 
-docs: setup ## Write the tables of settings in docs/
+docs: setup ## Generate the settings tables in docs/
 	$(BIN)/python deploy/settings_tables.py
 
-transformers4: .venv-transformers4/.ready ## Run the tests of tokens on the last transformers before 5
+transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4
 	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider
 
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
@@ -121,10 +121,10 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
-environments: ## Make all environments that `check` needs, at the same time
+environments: ## Create all environments that `make check` needs, in parallel
 	@$(MAKE) --no-print-directory -j5 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready .venv-trl/.ready
 
-check: environments ## Everything that a landing needs (25 minutes on two cores)
+check: environments ## Run all tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target types transformers4 oldest format lint deploy-checks
 	@$(MAKE) --no-print-directory test-all
 
@@ -133,7 +133,7 @@ check: environments ## Everything that a landing needs (25 minutes on two cores)
 	.venv-mutants/bin/python -m pip install --quiet --disable-pip-version-check cosmic-ray==8.7.0 pytest hypothesis
 	@touch $@
 
-mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (half an hour)
+mutants: .venv-mutants/.ready ## Run mutation tests of the core; list surviving mutants (30 minutes)
 	rm -rf build/mutants && mkdir -p build/mutants/rollout_server build/mutants/tests
 	touch build/mutants/rollout_server/__init__.py
 	cp -r server/rollout_server/core build/mutants/rollout_server/
@@ -144,7 +144,7 @@ mutants: .venv-mutants/.ready ## Mutate the core and list what no test noticed (
 		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
 		&& cr-report --surviving-only --show-diff mutants.sqlite
 
-mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what no test noticed (an hour)
+mutants-tokens: setup .venv-mutants/.ready ## Run mutation tests of the renderer; list surviving mutants (1 hour)
 	rm -rf build/mutants-tokens && mkdir -p build/mutants-tokens/tests/edge && ln -sfn ../../shared build/shared
 	cp -r server/rollout_server build/mutants-tokens/
 	cp -r tests/__init__.py tests/support build/mutants-tokens/tests/
@@ -156,5 +156,5 @@ mutants-tokens: setup .venv-mutants/.ready ## Mutate the renderer and list what 
 		&& cosmic-ray baseline mutants.toml && cosmic-ray exec mutants.toml mutants.sqlite \
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
-clean: ## Remove environments and caches
+clean: ## Delete environments and caches
 	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-trl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

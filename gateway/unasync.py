@@ -19,16 +19,18 @@ HEADER: Final = "# Generated from {} by gateway/unasync.py. Change that file, th
 
 #: Sentences of docstrings. Each must occur, so that none is left behind when a docstring changes.
 SENTENCES: Final = {
-    "The client and its streams of events for an event loop.": "The client and its streams of events for threads.",
-    " `gateway/unasync.py` writes `rollout_client._sync` from this package.": "",
-    "The client for event loops.": "The client for threads.",
-    "for one event loop: the one in which it is first used.": "for programs without an event loop.",
-    "What `Client` offers, to be awaited; `list`, `run` and `watch` are iterated with `async for`.": (
-        "Threads may share it; forked processes may not."
+    "Client and event streams for asyncio.": "Client and event streams for synchronous code.",
+    " `gateway/unasync.py` generates `rollout_client._sync` from this package.": "",
+    "Client for asyncio.": "Client for synchronous code.",
+    "Client of a rollout server, bound to the event loop that uses it first.": (
+        "Client of a rollout server for synchronous code."
     ),
-    "Events as an asynchronous iterator.": "Events as an iterator.",
-    "Ends the iteration and detaches from the rollout.": (
-        "Ends the iteration and detaches from the rollout. May be called from any thread."
+    "It has the methods of `Client` as coroutines; iterate over `list`, `run` and `watch` with `async for`.": (
+        "Threads may share it. It does not survive a fork: make one in each process."
+    ),
+    "Event streams as asynchronous iterators.": "Event streams as iterators.",
+    "End the iteration and detach from the rollout.": (
+        "End the iteration and detach from the rollout. May be called from any thread."
     ),
 }
 #: Regular expressions of code, applied in order.

@@ -1,4 +1,4 @@
-"""What all suites share: which tests are thorough, examples that may take their time, and a table of what each suite took."""
+"""Configuration for all suites: the mark `thorough`, hypothesis settings, and a table of the time per suite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Libraries that say on stderr what no test failed for: PyTorch is not installed, a connection was closed.
+# Silence library warnings on stderr that are unrelated to test failures: PyTorch is not installed, a connection was closed.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -26,28 +26,28 @@ THOROUGH = re.compile(
     )""",
     re.VERBOSE,
 )
-"""Slow and rare: `make check` runs them, `make test` does not."""
+"""Slow tests, which only `make check` runs; `make test` does not."""
 
-# How fast a machine is at the moment is no fault of what is tested.
+# A slow machine must not fail a test, so examples have no deadline.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is thorough."""
+    """Mark thorough tests."""
     for item in items:
         if THOROUGH.match(item.nodeid):
             item.add_marker(pytest.mark.thorough)
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector need not look through it again and again."""
+    """Freeze imported objects so that the garbage collector does not scan them again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Seconds and tests of each folder of `tests/`, set-up and tear-down included."""
+    """Print seconds and test count per folder of `tests/`, set-up and tear-down included."""
     seconds: dict[str, float] = defaultdict(float)
     tests: dict[str, int] = defaultdict(int)
     for reports in terminalreporter.stats.values():
@@ -63,7 +63,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def _suite(module: Path) -> str:
-    """The folder that a module stands in: of `edge` and `gateway` the room, else the package."""
+    """Return the suite of a test file: its top folder, with one more level for `edge` and `gateway`."""
     if len(module.parts) <= 2:
         return module.stem
     return "/".join(module.parts[1:-1][: 2 if module.parts[1] in ("edge", "gateway") else 1])

@@ -1,4 +1,4 @@
-"""The benchmarks work, and their trainers judge: no figure is asserted that depends on the machine."""
+"""The benchmarks run and their trainers judge. No figure that depends on the machine is asserted."""
 
 from __future__ import annotations
 

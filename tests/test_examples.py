@@ -1,4 +1,4 @@
-"""The examples, each tried as its README says, in its own folder."""
+"""The examples, run in their folders as their READMEs say."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["here", "invoke"]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/agent.py"))
-# As its README says, but without plugins that happen to be here, and cost a process a second.
+# The README's command, without installed plugins that cost each process a second.
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest")
 
 

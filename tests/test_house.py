@@ -1,4 +1,4 @@
-"""The house's rules, held by its sources: who may import whom, what the core may not touch, how large things get."""
+"""Rules of the source tree: allowed imports, purity of the core, and sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANYTHING = "anything"
 _OURS = ("rollout_server", "pytest_rollout", "rollout_gateway", "rollout_client", "osmosis")
 _AUTHORS = {f"rollout_server.{name}" for name in ("core", "runtime", "agent", "tool")}
 
-# Who may import whom, also inside functions. The longest name that fits decides; a module without a room fails.
+# Allowed imports per package, also inside functions. The longest matching name applies; a module without an entry fails.
 ROOMS: dict[str, set[str]] = {
     "rollout_server.core": {"rollout_server.core"},
     "rollout_server.runtime": {"rollout_server.core", "rollout_server.runtime"},
@@ -40,11 +40,11 @@ ROOMS: dict[str, set[str]] = {
         "osmosis",
         THIRD,
     },
-    # What users write against.
+    # The API for agent authors.
     "rollout_server.agent": {*_AUTHORS, THIRD},
     "rollout_server.tool": {*_AUTHORS, THIRD},
     "rollout_server.calculator": _AUTHORS,
-    # The earlier SDK's names. Its `create_app` is a composition root of its own, its `testing` stands in for trainers.
+    # The earlier SDK's names. Its `create_app` is another composition root; its `testing` is a mock trainer.
     "rollout_server.sdk": {*_AUTHORS, "rollout_server.sdk", THIRD},
     "rollout_server.sdk.server": {
         *_AUTHORS,
@@ -62,14 +62,14 @@ ROOMS: dict[str, set[str]] = {
     },
     "rollout_server.settings": {"rollout_server.core", "rollout_server.settings", THIRD},
     "rollout_server.logs": {"rollout_server.inspection.escape", THIRD},
-    # The trainer that judges us counts for itself: nothing of the server's is in it.
+    # The strict trainer judges the server independently, so it imports nothing of the server.
     "rollout_server.testing": {"rollout_server.testing", "osmosis", THIRD},
-    # A server and a strict trainer for the tests of authors, who reach it through the plugin.
+    # A server and a strict trainer for authors' tests, which use it through the pytest plugin.
     "rollout_server.local_stack": {ANYTHING},
     "pytest_rollout": {"rollout_server", "rollout_server.local_stack", "rollout_server.testing", THIRD},
-    # It looks at rollouts as any client does.
+    # It reads rollouts like any other client.
     "rollout_server.inspection": {"rollout_server.inspection", "rollout_client", "osmosis", THIRD},
-    # Looks at templates as the renderer does; no server is needed for it.
+    # It inspects templates with the renderer's code, without a server.
     "rollout_server.tokencheck": {
         "rollout_server.core",
         "rollout_server.runtime.errors",
@@ -78,7 +78,7 @@ ROOMS: dict[str, set[str]] = {
         "rollout_server.tokencheck",
         THIRD,
     },
-    # What the commands for authors are made of. Rollouts are asked for over a client, as anybody asks for them.
+    # The implementation of the authors' commands. It starts rollouts through the client library.
     "rollout_server.authoring": {
         *_AUTHORS,
         "rollout_server.authoring",
@@ -98,20 +98,21 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.embedded_gateway": {ANYTHING},
     "rollout_server.standalone_gateway": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
-    # The public names, and `serve`, which goes to the composition root.
+    # The public names, and `serve`, which imports the composition root.
     "rollout_server": {*_AUTHORS, "rollout_server.app"},
     # The gateway only translates.
     "rollout_gateway": {"rollout_gateway", "rollout_client.errors", "osmosis", THIRD},
     "rollout_client": {"rollout_client", "osmosis", THIRD},
-    # Writes the client for threads.
+    # The generator of the synchronous client.
     "unasync": set(),
 }
 
-# Generated messages outside edge/rpc, where wire turns them into values: a client needs its stub, a journal has its own package.
+# Generated messages outside edge/rpc, where wire converts them to core values. A client needs its stub; a journal has its
+# own package.
 STUBS_ALSO_IN = ("rollout_server.edge.",)
 JOURNAL = "rollout_server.edge.journal"
 
-# No clock, no chance, no tasks, no log, no I/O. What else the core may use of the standard library is added here, on purpose.
+# No clock, randomness, tasks, logging or I/O. Add further modules of the standard library here deliberately.
 PURE = "__future__ array bisect collections dataclasses enum functools hashlib itertools json math re types typing urllib.parse"
 IMPURE_CALLS = {"open", "print", "input", "eval", "exec", "__import__"}
 
@@ -131,7 +132,7 @@ HEAVY = ("transformers", "torch", "grpc")
 
 
 def modules() -> dict[str, Path]:
-    """Our modules by name."""
+    """The project's modules by name."""
     found = {}
     for root in SOURCES:
         for path in sorted(root.rglob("*.py")):
@@ -145,7 +146,7 @@ CORE = [name for name in MODULES if name.startswith("rollout_server.core")]
 
 
 def offenders(found: Mapping[str, set[str]]) -> dict[str, list[str]]:
-    """The modules in which something was found, all of them, for a test's message."""
+    """All modules with findings, for a test's message."""
     return {name: sorted(each) for name, each in found.items() if each}
 
 
@@ -156,7 +157,7 @@ def tree(name: str) -> ast.Module:
 
 @cache
 def imports(name: str) -> frozenset[str]:
-    """What a module imports, anywhere in it; `from a import b` as "a.b"."""
+    """The imports of a module, anywhere in it; `from a import b` as "a.b"."""
     found: set[str] = set()
     package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(tree(name)):
@@ -180,7 +181,7 @@ def room(name: str) -> str | None:
 
 
 def origin(imported: str) -> str:
-    """Where an imported name comes from: the standard library, third parties, or one of us (then itself)."""
+    """The origin of an imported name: the standard library, third parties, or a project module (then itself)."""
     top = imported.split(".", maxsplit=1)[0]
     if top in _OURS:
         return imported
@@ -210,7 +211,7 @@ def test_every_module_has_a_room_and_imports_what_its_room_may() -> None:
 
 
 def test_the_rules_can_be_broken() -> None:
-    """The checks above see what they forbid."""
+    """The checks above detect violations."""
     assert room("rollout_server.nowhere") is None
     assert room("rollout_server.edge.wire.event") == "rollout_server.edge.wire"
     assert not is_allowed("rollout_server.runtime.log.Log", ROOMS["rollout_server.core"])
@@ -228,7 +229,7 @@ def test_the_rules_can_be_broken() -> None:
 
 
 def impurities(name: str) -> set[str]:
-    """What a module imports, calls or awaits that the core may not."""
+    """Imports, calls and awaits of a module that are forbidden in the core."""
     standard = {i for i in imports(name) if origin(i) == STANDARD}
     found = {i for i in standard if not any(within(i, pure) for pure in PURE.split())}
     nodes = list(ast.walk(tree(name)))
@@ -259,7 +260,7 @@ def test_nothing_rebinds_a_global() -> None:
 
 
 def lines(name: str) -> int:
-    """How many lines of a module are not blank."""
+    """Number of non-blank lines of a module."""
     return sum(bool(line.strip()) for line in MODULES[name].read_text(encoding="utf-8").splitlines())
 
 
@@ -269,7 +270,7 @@ def test_a_module_can_be_read_in_one_sitting() -> None:
 
 
 def test_exceptions_are_still_needed() -> None:
-    """What has become small enough is taken off the list."""
+    """Remove a module from the list once it is small enough."""
     assert [name for name in LARGER if lines(name) <= LINES] == []
 
 
@@ -278,7 +279,7 @@ def functions(name: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """The names of all parameters but the object or class itself."""
+    """Names of all parameters except `self` and `cls`."""
     given = function.args
     named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
     return [n for n in named if n not in ("self", "cls")]
@@ -306,13 +307,13 @@ def test_importing_what_authors_use_is_light() -> None:
 
 
 def imports_at_top(name: str) -> set[str]:
-    """What a module imports when it is imported itself."""
+    """Imports at the top level of a module."""
     at_top = {alias.name for node in tree(name).body if isinstance(node, ast.Import) for alias in node.names}
     return at_top | {str(node.module) for node in tree(name).body if isinstance(node, ast.ImportFrom)}
 
 
 def test_model_libraries_are_imported_where_they_are_used() -> None:
-    """They take seconds to load, so no module does at its top."""
+    """They take seconds to load, so no module imports them at the top level."""
     heavy = {
         name: {i for i in imports_at_top(name) if i.split(".")[0] in ("transformers", "torch")} for name in MODULES
     }
@@ -320,7 +321,7 @@ def test_model_libraries_are_imported_where_they_are_used() -> None:
 
 
 def test_the_rooms_are_the_ones_there_are() -> None:
-    """A package of ours that the build knows is among those looked at."""
+    """Every package of the build is among the checked ones."""
     tops = {m.name for root in SOURCES for m in pkgutil.iter_modules([str(root)])}
     assert tops <= {name.split(".")[0] for name in MODULES} | {"rollout_client"}
     assert {"rollout_server", "rollout_gateway"} <= tops

@@ -1,4 +1,4 @@
-"""Names that a stranger understands: one class name for one class, small folders, no words of our own."""
+"""Rules for names: a class name stands for one class, folders are small, and private words are forbidden."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from osmosis.rollout.v1 import event_pb2
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("server/rollout_server", "server/pytest_rollout", "gateway/rollout_gateway", "gateway/rollout_client")
-# The earlier SDK's names are not ours to choose.
+# The earlier SDK determines these names.
 SDK = ROOT / "server/rollout_server/sdk"
 
 MODULES_OF_A_FOLDER = 15
@@ -27,7 +27,7 @@ PRIVATE_WORDS = frozenset(
         saying words answer answers answered""",
     )
 )
-# Records and events have the names that the contract gives them; the others are names that users type.
+# The contract determines the names of records and events; users type the other ones.
 CONTRACT = frozenset(event_pb2.DESCRIPTOR.message_types_by_name) | {"_apply_asked", "_apply_answered"}
 PUBLIC = frozenset({"answer", "answers"})  # FinishedRollout.answer, ScriptedModel.answers
 
@@ -87,7 +87,7 @@ def test_the_gateway_is_small() -> None:
 
 
 def imports(path: Path, tree: ast.Module, package: str) -> Iterator[str]:
-    """Modules that a module imports when it is imported itself, and for its types."""
+    """Modules that a module imports at import time or for its types."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(package):
             yield node.module

@@ -1,9 +1,10 @@
-"""The README's snippets, run as they are written, save for the ports."""
+"""The README's snippets, run as written except for the ports."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,14 +20,18 @@ from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.cli.conftest import here
+from tests.cli.conftest import Invoke, here, invoke
+from tests.edge.engine.rolling import CALL
+from tests.support.engine_model import EngineModel
+from tests.support.engines import VllmEngine, serving
 from tests.support.processes import environment
 
-__all__ = ["here"]
+__all__ = ["here", "invoke"]
 
-# Plugins that happen to be here, and cost a process a second each time.
+# Installed plugins that are not needed and cost each process a second.
 FOREIGN = "-p no:schemathesis -p no:hypothesispytest"
-README = (Path(__file__).parent.parent / "README.md").read_text()
+README_PATH = Path(__file__).parent.parent / "README.md"
+README = README_PATH.read_text()
 
 
 def blocks(language: str, containing: str) -> list[str]:
@@ -36,7 +41,7 @@ def blocks(language: str, containing: str) -> list[str]:
 
 @pytest.fixture
 async def ports() -> AsyncIterator[dict[str, str]]:
-    """The README's addresses, and those of a server and a trainer that run here."""
+    """The README's addresses, mapped to a server and a trainer that run here."""
     settings = Settings(
         _env_file=None, host="127.0.0.1", http_port=0, grpc_port=0, tokenizers={"Qwen/Qwen3-8B": TOY_TOKENIZER}
     )
@@ -68,14 +73,22 @@ async def test_the_request_for_curl(ports: dict[str, str]) -> None:
     assert "16" in answer["final_messages"][-1]["content"]
 
 
-async def test_the_python_client(ports: dict[str, str], tmp_path: Path) -> None:
-    (block,) = blocks("python", "rollout_client")
-    output = await run_python(with_ports(block, ports), tmp_path)
-    *events, last = output.strip().splitlines()
-    assert events[0] == "1 accepted"
-    assert events[-1].endswith("finished")
-    assert "42" in last
-    assert r"\x01" in last or "1, 1" in last
+async def test_the_engine(ports: dict[str, str], tmp_path: Path) -> None:
+    (block,) = blocks("python", "Target(")
+    engine = VllmEngine(EngineModel([CALL, "16\n#### 16"]), model_name="Qwen/Qwen3-8B")
+    async with serving(engine):
+        output = await run_python(with_ports(block, ports).replace("http://localhost:8000", engine.url), tmp_path)
+    trained = sum(len(each.ids) for each in engine.model.seen)
+    assert output.startswith(f"reward 1.0 - {trained} of ")
+
+
+async def test_the_trainer_learns(tmp_path: Path) -> None:
+    (block,) = blocks("python", "def learn")
+    assert block in (README_PATH.parent / "examples" / "reinforce.py").read_text()
+    means = [float(line.rpartition(" ")[2]) for line in (await run_python(block, tmp_path)).splitlines()]
+    assert len(means) == 15
+    assert means[0] < 0.5
+    assert sum(means[-3:]) / 3 > 0.9
 
 
 async def test_the_agent_is_served(here: Path) -> None:
@@ -89,8 +102,20 @@ async def test_the_agent_is_served(here: Path) -> None:
     assert [tool.name for tool in served.tools] == ["temperature"]
 
 
+def test_the_agents_first_reward(here: Path, invoke: Invoke) -> None:
+    (block,) = blocks("python", "class Weather")
+    (here / "weather.py").write_text(block)
+    (commands,) = blocks("sh", "rollout run weather.py")
+    program, *arguments = shlex.split(commands.splitlines()[0], comments=True)
+    assert program == "rollout"
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stdout
+    assert "21.5" in result.stdout
+    assert "reward 1\n" in result.stdout
+
+
 def test_the_first_project(tmp_path: Path) -> None:
-    """The block for authors, line by line, in a shell."""
+    """The block for agent authors, run line by line in a shell."""
     (block,) = blocks("sh", "rollout new")
     env = environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", PYTEST_ADDOPTS=FOREIGN)
     done = subprocess.run(

@@ -1,7 +1,11 @@
-"""A client of rollout servers over gRPC, for threads (`Client`) and event loops (`AsyncClient`).
+"""gRPC client of a rollout server: `Client` for synchronous code, `AsyncClient` for asyncio.
 
-Beside the standard library it needs grpcio, protobuf and googleapis-common-protos, so it lives beside a trainer's own pins. Calls
-return the messages of the contract (`osmosis.rollout.v1`); calls that fail raise `RolloutError`.
+The package depends only on grpcio, protobuf and googleapis-common-protos, so it fits into a trainer's environment. Calls return
+protobuf messages of the package `osmosis.rollout.v1`. A call that fails raises `RolloutError`.
+
+    with Client("localhost:50051") as client:
+        started = client.start(messages=[...], completions="http://localhost:9001", tokenizer="Qwen/Qwen3-8B")
+        train_on = samples(client.wait(started.uid, timeout=600, view="samples"))
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What differs between an event loop and threads: how a gRPC channel is opened, called, waited for and closed.
+"""gRPC channels for asyncio (`AsyncChannel`) and for threads (`SyncChannel`), with the same methods.
 
-All else is written once, in `_async`. `gateway/unasync.py` writes `_sync` from it, where `SyncChannel` replaces `AsyncChannel`.
+Only this module differs between the two clients. All other code is written once, in `_async`. `gateway/unasync.py` generates
+`_sync` from it and replaces `AsyncChannel` by `SyncChannel`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)
 _CLOSED: Final = "the client is closed"
 _FORKED: Final = (
-    "the client was made in another process, and gRPC's connections do not survive a fork; make one in each process, "
-    "after it was forked"
+    "the client was created in another process, and gRPC connections do not survive a fork; make one in each process, "
+    "after the fork"
 )
-_ANOTHER_LOOP: Final = "the client belongs to the event loop in which it was first used; make one in each loop"
+_ANOTHER_LOOP: Final = "the client is bound to the event loop that used it first; make one in each loop"
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 EventResponse: TypeAlias = RunRolloutResponse | WatchRolloutResponse
@@ -46,7 +47,7 @@ AsyncEventCall: TypeAlias = (
 
 
 class EventCall(Protocol):
-    """A stream of events from the server."""
+    """A server-streaming call in the shape of grpc's synchronous API: an iterator of responses."""
 
     def cancel(self) -> object: ...
     def initial_metadata(self) -> object: ...
@@ -54,11 +55,11 @@ class EventCall(Protocol):
 
 
 class AsyncChannel:
-    """A channel for one event loop. gRPC ties channels to a loop, so ours is opened when one runs."""
+    """gRPC channel for one event loop. gRPC binds a channel to the running loop, so the first call opens it."""
 
     def __init__(self, settings: Settings, channel: grpc.aio.Channel | None) -> None:
         self.settings = settings
-        # Read here, since it reads files.
+        # Read now, not at the first call: reading PEM files would block the event loop.
         self._credentials = settings.credentials() if channel is None else None
         self._own = channel is None
         self._channel = channel
@@ -69,7 +70,10 @@ class AsyncChannel:
 
     @property
     def grpc_channel(self) -> grpc.aio.Channel:
-        """The channel, for stubs of other services. Raises RuntimeError where nothing can be called."""
+        """The channel, for stubs of other services.
+
+        Raises RuntimeError if the client is closed, or belongs to another process or event loop.
+        """
         self.check()
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
@@ -81,7 +85,7 @@ class AsyncChannel:
 
     @property
     def stub(self) -> RolloutServiceAsyncStub:
-        """The rpcs. Raises RuntimeError where nothing can be called."""
+        """The stub of RolloutService. Raises RuntimeError as `grpc_channel` does."""
         channel = self.grpc_channel
         if self._stub is None:
             self._stub = RolloutServiceStub(channel)
@@ -91,35 +95,35 @@ class AsyncChannel:
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
         request: _Q,
-        timeout: float | None,  # noqa: ASYNC109 - a deadline that the server is told
+        timeout: float | None,  # noqa: ASYNC109 - sent to the server as the deadline
         metadata: Metadata,
     ) -> _A:
-        """The response to one request. Raises grpc.RpcError."""
+        """Send one request and return its response. `timeout` is in seconds. Raises grpc.RpcError."""
         return await rpc_result(method(request, timeout=timeout, metadata=metadata))
 
     async def read(self, call: AsyncEventCall) -> EventResponse | None:
-        """The next item of a stream; None after the last one. Raises grpc.RpcError."""
+        """Return the next item of a stream, or None after the last one. Raises grpc.RpcError."""
         item = await rpc_result(call.read())
         return item if isinstance(item, EventResponse) else None
 
     async def initial_metadata(self, call: AsyncEventCall) -> object:
-        """What the server sends before the first item; empty where the call failed, which the first read then raises."""
+        """Return the headers of the response. They are empty if the call failed; the first `read` raises its error."""
         return await rpc_result(call.initial_metadata())
 
     def check(self) -> None:
-        """Raises RuntimeError where nothing can be called."""
+        """Raise RuntimeError if the client is closed, or was created in another process."""
         if self._closed:
             raise RuntimeError(_CLOSED)
         if os.getpid() != self._process:
             raise RuntimeError(_FORKED)
 
     async def pause(self, seconds: float) -> None:
-        """Sleeps. Raises RuntimeError where the client was closed meanwhile."""
+        """Sleep. Raises RuntimeError afterwards if the client was closed during the sleep."""
         await asyncio.sleep(seconds)
         self.check()
 
     async def close(self) -> None:
-        """Ends calls that are under way, and closes the channel if it is ours."""
+        """Close the client. If it opened its channel, close the channel and cancel its open calls."""
         self._closed = True
         if self._own and self._channel is not None:
             await self._channel.close()
@@ -132,7 +136,7 @@ class AsyncChannel:
 
 
 class SyncChannel:
-    """A channel that threads may share."""
+    """gRPC channel that threads may share."""
 
     def __init__(self, settings: Settings, channel: grpc.Channel | None) -> None:
         self.settings = settings
@@ -145,31 +149,31 @@ class SyncChannel:
     def unary(
         self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, timeout: float | None, metadata: Metadata
     ) -> _A:
-        """The response to one request. Raises grpc.RpcError."""
+        """Send one request and return its response. `timeout` is in seconds. Raises grpc.RpcError."""
         return method(request, timeout=timeout, metadata=metadata)
 
     def read(self, call: EventCall) -> EventResponse | None:
-        """The next item of a stream; None after the last one. Raises grpc.RpcError."""
+        """Return the next item of a stream, or None after the last one. Raises grpc.RpcError."""
         return next(call, None)
 
     def initial_metadata(self, call: EventCall) -> object:
-        """What the server sends before the first item; empty where the call failed, which the first read then raises."""
+        """Return the headers of the response. They are empty if the call failed; the first `read` raises its error."""
         return call.initial_metadata()
 
     def check(self) -> None:
-        """Raises RuntimeError where nothing can be called."""
+        """Raise RuntimeError if the client is closed, or was created in another process."""
         if self._closed.is_set():
             raise RuntimeError(_CLOSED)
         if os.getpid() != self._process:
             raise RuntimeError(_FORKED)
 
     def pause(self, seconds: float) -> None:
-        """Sleeps. Raises RuntimeError as soon as the client is closed."""
+        """Sleep. Raises RuntimeError as soon as another thread closes the client."""
         if self._closed.wait(seconds):
             raise RuntimeError(_CLOSED)
 
     def close(self) -> None:
-        """Ends calls that are under way, and closes the channel if it is ours."""
+        """Close the client. If it opened its channel, close the channel and cancel its open calls."""
         self._closed.set()
         if self._own:
             self._channel.close()
@@ -182,7 +186,11 @@ class SyncChannel:
 
 
 async def rpc_result(work: Awaitable[_T]) -> _T:
-    """Waits for a call. One that was cancelled while its task was not ends with a grpc.RpcError, as it does in threads."""
+    """Await a gRPC call. A call that was cancelled raises grpc.RpcError, unless the current task is being cancelled.
+
+    grpc.aio raises CancelledError also if only the call was cancelled, for example because the channel was closed. That error
+    must not pass for a cancellation of the task. The synchronous API raises grpc.RpcError there.
+    """
     try:
         return await work
     except asyncio.CancelledError:
@@ -190,9 +198,11 @@ async def rpc_result(work: Awaitable[_T]) -> _T:
         if task is not None and task.cancelling():
             raise
         empty = grpc.aio.Metadata()
-        raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, empty, empty, "the call was cancelled here") from None
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.CANCELLED, empty, empty, "the call was cancelled by this client"
+        ) from None
 
 
 def refuse_pickling(client: object) -> NoReturn:
-    """Raises TypeError: a connection stays in its process, and a key out of pickles."""
+    """Raise TypeError: a connection cannot move to another process, and a pickle must not contain an API key."""
     raise TypeError(f"{type(client).__name__} cannot be pickled or copied; make one in each process")

@@ -1,7 +1,4 @@
-"""The messages that rollouts bring back, as plain Python values.
-
-The messages of the contract are typed and returned as they are; here is what they do not offer by themselves.
-"""
+"""Conversion of a conversation's protobuf messages to dictionaries in the shape of OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -18,7 +15,17 @@ JsonObject: TypeAlias = dict[str, Any]
 
 
 def messages(source: Outcome | RolloutSpec | Iterable[Message]) -> list[JsonObject]:
-    """Messages as dictionaries, in the shape that OpenAI-style endpoints know. Raises ValueError for one that is no JSON object."""
+    """Return messages as dictionaries in the shape of OpenAI's chat completions API.
+
+    Messages in JSON form are parsed and keep all their keys. Typed messages are converted.
+
+    Args:
+        source: an outcome or a spec, for its `messages`, or protobuf messages. An outcome contains messages in the views
+            "messages", "samples" and "full".
+
+    Raises:
+        ValueError: a message in JSON form is not a JSON object.
+    """
     listed = source.messages if isinstance(source, Outcome | RolloutSpec) else source
     return [_message(message) for message in listed]
 

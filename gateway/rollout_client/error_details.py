@@ -1,4 +1,4 @@
-"""Reads the rich status of a failed gRPC call: the google.rpc.Status in its trailing metadata, and the details in it."""
+"""Rich status of a failed gRPC call: the google.rpc.Status in its trailing metadata, and the status's details."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Detail = TypeVar("_Detail", bound=Message)
 
 
 class FailedCall(Protocol):
-    """The part of grpc.Call and grpc.aio.AioRpcError that is the same."""
+    """The methods that grpc.Call and grpc.aio.AioRpcError have in common."""
 
     def code(self) -> StatusCode: ...
     def details(self) -> str | None: ...
@@ -24,7 +24,7 @@ class FailedCall(Protocol):
 
 
 def rich_status(error: FailedCall) -> Status:
-    """The status with its details; an empty one where there is none that can be read."""
+    """Return the rich status of an error; an empty Status if it has none or it cannot be parsed."""
     for key, value in error.trailing_metadata() or ():
         if key == STATUS_KEY and isinstance(value, bytes):
             try:
@@ -35,7 +35,7 @@ def rich_status(error: FailedCall) -> Status:
 
 
 def find_detail(status: Status, into: _Detail) -> _Detail | None:
-    """The first detail of the type of `into`, parsed into it; None where there is none, or it cannot be parsed."""
+    """Parse the first detail of the type of `into` into it and return it; None if there is none or it cannot be parsed."""
     for detail in status.details:
         if detail.Is(into.DESCRIPTOR):
             try:
@@ -47,6 +47,6 @@ def find_detail(status: Status, into: _Detail) -> _Detail | None:
 
 
 def retry_after(status: Status) -> float | None:
-    """Seconds to wait before the next attempt, 0 or more, from the status's RetryInfo; None where it has none."""
+    """Return the seconds to wait before the next attempt, 0 or more, from the RetryInfo detail; None without one."""
     retry = find_detail(status, RetryInfo())
     return max(0.0, duration_seconds(retry.retry_delay)) if retry is not None else None

@@ -1,7 +1,7 @@
-"""What a call may fail with: one exception type with code, fields and retry advice, and a subclass for what callers tell apart.
+"""Exceptions of failed calls: `RolloutError` with status code, fields and retry advice, and a subclass per kind of failure.
 
-The server puts a google.rpc.ErrorInfo of its domain into every status of its own. A status without one was made on the way:
-by gRPC on either side, or by a proxy.
+The server adds a google.rpc.ErrorInfo with its domain to every status it creates. A status without one comes from gRPC on either
+side, or from a proxy.
 """
 
 from __future__ import annotations
@@ -21,30 +21,35 @@ if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 DOMAIN: Final = "rollout.osmosis"
-# gRPC's own words for a message over the limit of either side; RESOURCE_EXHAUSTED means "later" everywhere else.
+# gRPC reports an oversized message as RESOURCE_EXHAUSTED, with this text. Otherwise the code means "retry later".
 _OVERSIZE: Final = "message larger than max"
 
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """One field of a request that is wrong: its path, such as `spec.messages[0].role`, and what to do about it."""
+    """One invalid field of a request.
+
+    Args:
+        field: path of the field, such as "spec.messages[0].role".
+        description: what is wrong with it and how to correct it.
+    """
 
     field: str
     description: str
 
 
 class RolloutError(Exception):
-    """A call that failed. (A rollout that was accepted and then went wrong is no error: its outcome says what happened.)
+    """A failed call. A rollout that was accepted and fails later raises no exception: its outcome has a `failure`.
 
     Args:
-        code: the gRPC status.
-        message: for a person.
-        reason: a stable word of the server's, such as "ROLLOUT_NOT_FOUND"; empty where the status was made on the way.
-        fields: the fields of the request that are wrong.
-        retry_after: seconds after which the server expects to have room; None where it does not say.
-        request_id: of the call, as it stands in the server's log.
+        code: gRPC status code.
+        message: description for people.
+        reason: stable error code of the server, such as "ROLLOUT_NOT_FOUND"; empty if gRPC or a proxy created the status.
+        fields: invalid fields of the request.
+        retry_after: seconds to wait before a retry; None if the server gave no time.
+        request_id: id of the call, under which the server logs it.
 
-    `attempts` counts the requests that were sent without success.
+    The attribute `attempts` counts the attempts that failed in a row.
     """
 
     def __init__(
@@ -68,12 +73,12 @@ class RolloutError(Exception):
 
     @property
     def from_server(self) -> bool:
-        """The server said so itself; otherwise gRPC or a proxy did."""
+        """Whether the server created this status. If not, gRPC or a proxy did."""
         return bool(self.reason)
 
     @property
     def retryable(self) -> bool:
-        """The same call may well succeed later. The client has then tried already, for as long as it was allowed to."""
+        """Whether the same call may succeed later. The client has already retried it as `Retry` and the timeout allow."""
         if self.from_server:
             busy = self.code is StatusCode.RESOURCE_EXHAUSTED and self.retry_after is not None
             return busy or self.code is StatusCode.UNAVAILABLE
@@ -92,7 +97,7 @@ class RolloutError(Exception):
         return f"{text} [{', '.join(where)}]"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors travel between processes, as those of workers do."""
+        """Support pickling, so that worker processes can raise these errors in their parent."""
         return _unpickled, (type(self), self.message, dict(self.__dict__))
 
 
@@ -103,60 +108,63 @@ def _unpickled(kind: type[RolloutError], message: str, state: Mapping[str, objec
 
 
 class InvalidRequest(RolloutError):
-    """Fields of the request are wrong; `fields` names each."""
+    """Fields of the request are invalid; `fields` lists them."""
 
 
 class Unauthenticated(RolloutError):
-    """The server wants an API key, or does not know this one."""
+    """The API key is missing or unknown to the server."""
 
 
 class PermissionDenied(RolloutError):
-    """The API key does not allow this."""
+    """The API key does not permit this call."""
 
 
 class NotFound(RolloutError):
-    """There is no such rollout or agent, or it is another caller's. Finished rollouts are forgotten after a while."""
+    """The rollout or agent does not exist, or belongs to another caller. Finished rollouts expire after a retention time."""
 
 
 class Conflict(RolloutError):
-    """The request id is known with another payload."""
+    """The request id was already used with a different spec."""
 
 
 class NotPossible(RolloutError):
-    """This server cannot run such a rollout, or the rollout's state does not allow the call."""
+    """The server cannot run this rollout, or the rollout's state does not allow the call."""
 
 
 class EventsGone(RolloutError):
-    """The events asked for are not kept. `oldest` and `newest` are the sequence numbers that are, None where unknown."""
+    """The requested events are not stored. They were dropped, or the sequence number lies beyond the last event.
+
+    `oldest` and `newest` are the sequence numbers of the first and last stored event; None if unknown.
+    """
 
     oldest: int | None = None
     newest: int | None = None
 
 
 class Busy(RolloutError):
-    """Too many rollouts wait; `retry_after` says for how long to stay away."""
+    """The server is at capacity. `retry_after` is the number of seconds to wait."""
 
 
 class TooLarge(RolloutError):
-    """The request is larger than the server takes; see `max_request_bytes` of `server_info()`."""
+    """The message exceeds a size limit. For requests it is `server_info().max_request_bytes`."""
 
 
 class Unavailable(RolloutError):
-    """The server cannot be reached, starts, or drains; or the connection broke. What was sent may or may not have been done."""
+    """The server is unreachable, starting or draining, or the connection broke. The request may have been executed."""
 
 
 class DeadlineExceeded(RolloutError, TimeoutError):
-    """The call's time was over. The rollout goes on."""
+    """The call's timeout expired. The rollout continues."""
 
 
 class NotFinished(DeadlineExceeded):
-    """A wait was over before the rollout was. `rollout` is its latest known state, None where the server never answered."""
+    """`wait` timed out before the rollout finished. `rollout` is its last known state; None without any response."""
 
     rollout: Rollout | None = None
 
 
 class ServerFault(RolloutError):
-    """A fault of the server's; its text is in the server's log under `request_id`."""
+    """Internal error of the server. The server logs the details under `request_id`."""
 
 
 _ERROR_CLASSES: Final[Mapping[StatusCode, type[RolloutError]]] = MappingProxyType(
@@ -177,12 +185,12 @@ _ERROR_CLASSES: Final[Mapping[StatusCode, type[RolloutError]]] = MappingProxyTyp
     }
 )
 _CODES: Final[Mapping[int, StatusCode]] = MappingProxyType({each.value[0]: each for each in StatusCode})
-# What gRPC reports when a connection breaks or a stream is reset, if nobody on this side cancelled the call.
+# Codes with which gRPC reports a broken connection or a reset stream, provided this side did not cancel the call.
 _BROKEN: Final = frozenset({StatusCode.UNAVAILABLE, StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.CANCELLED})
 
 
 def failure_of(error: grpc.RpcError, request_id: str) -> RolloutError:
-    """The exception for a call that failed; `request_id` is the one that was sent with it."""
+    """Return the exception for a failed call. `request_id` is the id that was sent, in case the status has none."""
     call = cast(FailedCall, error)
     status = rich_status(call)
     info, bad = find_detail(status, ErrorInfo()), find_detail(status, BadRequest())
@@ -203,7 +211,13 @@ def failure_of(error: grpc.RpcError, request_id: str) -> RolloutError:
 
 
 def refusal_error(code: int, message: str, reason: str) -> RolloutError:
-    """The exception for what a server refused within a stream, with a google.rpc.Code and a word of ours as the reason."""
+    """Return the exception for a refusal inside a stream.
+
+    Args:
+        code: a google.rpc.Code. RESOURCE_EXHAUSTED is retryable at once.
+        message: description for people.
+        reason: error code, chosen by this client.
+    """
     status = _CODES.get(code, StatusCode.UNKNOWN)
     later = 0.0 if status is StatusCode.RESOURCE_EXHAUSTED else None
     return _error_class(status, message, from_server=True)(status, message, reason=reason, retry_after=later)

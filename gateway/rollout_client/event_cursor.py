@@ -1,7 +1,7 @@
-"""Where a reader of events is, and how it goes on after a cut. Pure: the streams of the clients call and sleep.
+"""Position of a reader in a rollout's events, and how it resumes after a lost connection. No I/O: the streams call and sleep.
 
-A rollout is started once; from then on it is followed by its uid, after the last event seen. So nothing is lost or repeated, and a
-server that has forgotten the rollout says so instead of running another one.
+A rollout is started once. Later connections watch its uid, after the last event received. No event is lost or repeated, and a
+server that has forgotten the rollout returns NOT_FOUND instead of running it a second time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _EARLY: Final = "the server ended the stream before the rollout had finished"
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A rollout that was accepted, or found under the same request id.
+    """Result of `start`: a rollout that was accepted, or found under the same request id.
 
     Args:
-        rollout: as it was then, in view "basic".
-        attached: it had been accepted before.
-        tools: what its model is to be told of.
+        rollout: its state at that time, in view "basic".
+        attached: True if an earlier request had already started it.
+        tools: the tools that are offered to the model.
     """
 
     rollout: Rollout
@@ -46,43 +46,43 @@ class Started:
 
     @classmethod
     def from_response(cls, response: StartRolloutResponse) -> Started:
-        """The rollout of a response to a start."""
+        """Convert the response of StartRollout."""
         return cls(response.rollout, response.attached, tuple(response.tools))
 
     @property
     def uid(self) -> str:
-        """The rollout's id on the server."""
+        """The server's id of the rollout."""
         return self.rollout.uid
 
 
 class StreamState:
-    """What a stream of events knows of its rollout."""
+    """What an event stream knows about its rollout."""
 
     _cursor: EventCursor
 
     @property
     def uid(self) -> str:
-        """The rollout's id on the server; empty until a rollout that is to be started has started."""
+        """The server's id of the rollout; empty until the rollout has started."""
         return self._cursor.uid
 
     @property
     def last_sequence(self) -> int:
-        """The sequence number of the last event that came; 0: none did."""
+        """Sequence number of the last event received; 0 before the first, or `after_sequence` if that was given."""
         return self._cursor.last_sequence
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome, in as much detail as the events were asked for; None until `finished` has come."""
+        """The outcome, in the detail requested for events; None until the event `finished` was received."""
         return self._cursor.outcome
 
 
 class EventCursor:
-    """The reader of one rollout's events.
+    """Reader state for one rollout's events.
 
     Args:
-        watch: how to watch; its uid is empty until the rollout has started.
-        attempts: for how long to go on without progress.
-        run: how to start the rollout, for one that is to be started.
+        watch: the request that watches the rollout; its uid is empty until the rollout has started.
+        attempts: retry state.
+        run: the request that starts the rollout; None to watch an existing one.
     """
 
     def __init__(self, watch: WatchRolloutRequest, attempts: Attempts, run: RunRolloutRequest | None = None) -> None:
@@ -96,39 +96,39 @@ class EventCursor:
 
     @property
     def uid(self) -> str:
-        """The rollout's; empty until it has started."""
+        """The server's id of the rollout; empty until it has started."""
         return self._watch.uid
 
     @property
     def last_sequence(self) -> int:
-        """Of the last event seen."""
+        """Sequence number of the last event received."""
         return self._watch.after_sequence
 
     def run_request(self) -> RunRolloutRequest | None:
-        """What starts the rollout; None once it has started, then it is watched."""
+        """Return the request that starts the rollout; None once it has started, then use `watch_request`."""
         return None if self.started is not None else self._run
 
     def watch_request(self) -> WatchRolloutRequest:
-        """What goes on after the last event seen."""
+        """Return the request for the events after the last one received."""
         return self._watch
 
     def timeout(self) -> float | None:
-        """Seconds that the next call has."""
+        """Return the timeout of the next call in seconds; None: no limit."""
         return self._attempts.timeout
 
     def on_connect(self) -> None:
-        """The server has answered, if not yet with an item."""
+        """Note that the server accepted the stream, even if no item has arrived."""
         self._attempts.on_connect()
 
     def take(self, item: RunRolloutResponse | WatchRolloutResponse) -> RolloutEvent | None:
-        """The event in an item; None where there is none, or it was seen before."""
+        """Process an item and return its event; None if it has no event or a repeated one."""
         self._attempts.on_progress()
         if isinstance(item, RunRolloutResponse) and item.HasField("started"):
             self.started = Started.from_response(item.started)
             self._watch.uid = self.started.uid
             return None
         event = item.event
-        # Those with the number 0 are not recorded, and come when they come.
+        # Sequence 0 marks live events (such as the queue position), which the server does not record or repeat.
         if event.sequence:
             if event.sequence <= self._watch.after_sequence:
                 return None
@@ -140,7 +140,7 @@ class EventCursor:
         return event
 
     def on_failure(self, failure: RolloutError) -> float:
-        """Seconds to pause after a cut; raises the failure where it is final."""
+        """Return the seconds to pause before reconnecting. Raises the failure if it is final."""
         try:
             return self._attempts.on_failure(failure)
         except RolloutError:
@@ -148,7 +148,10 @@ class EventCursor:
             raise
 
     def on_end(self, request_id: str) -> float:
-        """Seconds to pause after a stream that ended by itself. Without an event it is over: none comes after the last one."""
+        """Return the seconds to pause after the server ended the stream without `finished`.
+
+        If a watch ended without any event, the iteration is complete: it began after the last event.
+        """
         if not self._seen and self.run_request() is None:
             self.over = True
             return 0.0

@@ -1,7 +1,7 @@
-"""Python values as fields of the contract's messages, checked before anything is sent.
+"""Conversion of Python values to protobuf fields, checked before anything is sent.
 
-One rule serves all messages: a keyword is the name of a field, without the `_json` at its end. What is wrong raises TypeError or
-ValueError with the place it stands at. Values are never repeated in these texts, since some of them are secrets.
+One rule applies to all messages: a keyword is the name of a field without the suffix `_json`. A wrong value raises TypeError or
+ValueError with its path, such as `sampling.stop[0]`. Error texts omit the values, because some are secrets.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _INTEGERS: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
         FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
     }
 )
-#: Messages for which a text may stand, and the field that it is.
+#: Messages that may be given as a str, and the field that the str sets.
 _NAMED: Final = MappingProxyType({Target.DESCRIPTOR.full_name: "url", Tokenizer.DESCRIPTOR.full_name: "name"})
 _M = TypeVar("_M", bound=AnyMessage)
 
 
 def build(kind: type[_M], fields: Mapping[str, object], where: str = "") -> _M:
-    """A message with these fields; None leaves one unset. `where` goes before the names in error texts."""
+    """Create a message with these fields; None leaves a field unset. `where` is the path before the names in error texts."""
     message = kind()
     fill(message, fields, where)
     return message
 
 
 def fill(message: AnyMessage, fields: Mapping[str, object], where: str = "") -> None:
-    """Sets fields of a message."""
+    """Set fields of a message, as `build` does. Raises TypeError and ValueError that name the field."""
     for key, value in fields.items():
         field, one_of_many = _field(message, key, where)
         if value is not None:
@@ -56,26 +56,26 @@ def fill(message: AnyMessage, fields: Mapping[str, object], where: str = "") -> 
 
 
 def enum_values(kind: EnumDescriptor) -> Mapping[str, int]:
-    """The values of an enum by their words: ROLLOUT_VIEW_FULL is "full"."""
+    """Return the numbers of an enum by the lower-case names that callers use: ROLLOUT_VIEW_FULL is "full"."""
     prefix = kind.values_by_number[0].name.removesuffix(_UNSPECIFIED)
     return {value.name.removeprefix(prefix).lower(): value.number for value in kind.values if value.number != 0}
 
 
 def keywords(message: type[AnyMessage]) -> frozenset[str]:
-    """The keywords for a message's fields."""
+    """Return the keywords for a message's fields."""
     return frozenset(name.removesuffix(_JSON) for name in message.DESCRIPTOR.fields_by_name)
 
 
 def _field(message: AnyMessage, key: object, where: str) -> tuple[FieldDescriptor, bool]:
-    """The field of a keyword, and whether the keyword is the singular of a list's name."""
+    """Return the field of a keyword, and whether the keyword is the singular of a repeated field's name."""
     if not isinstance(key, str):
-        raise TypeError(f"{where or 'keywords '}: names of fields are texts, not {_kind(key)}")
+        raise TypeError(f"{where or 'keywords '}: field names must be str, not {_kind(key)}")
     known = message.DESCRIPTOR.fields_by_name
     for name, one_of_many in ((key, False), (key + _JSON, False), (key + "s", True)):
         if name in known and (not one_of_many or known[name].is_repeated):
             return cast(FieldDescriptor, known[name]), one_of_many
     close = difflib.get_close_matches(key, keywords(type(message)), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(sorted(keywords(type(message))))}"
+    hint = f"; did you mean {close[0]!r}?" if close else f"; use one of {', '.join(sorted(keywords(type(message))))}"
     raise TypeError(f"unknown argument {where + key!r}{hint}")
 
 
@@ -121,34 +121,37 @@ def _message(kind: type[AnyMessage], value: object, where: str) -> AnyMessage:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
         return build(kind, value, where + ".")
-    forms = " a text," if name in _NAMED else ""
+    forms = " a str," if name in _NAMED else ""
     raise TypeError(f"{where} must be{forms} a mapping of its fields or a {kind.__name__}, not {_kind(value)}")
 
 
 def _chat(value: object, where: str) -> Message:
-    """A message of the conversation. A text is its JSON form, verbatim."""
+    """Convert a message of the conversation. A str is its JSON form and is sent unchanged."""
     if isinstance(value, ChatMessage):
         return Message(chat=value)
     return Message(json=json_text(value, where))
 
 
 def text(value: object, where: str) -> str:
-    """A text that UTF-8 can carry."""
+    """Check a str that UTF-8 can encode. Raises TypeError and ValueError that name `where`."""
     if not isinstance(value, str):
         raise TypeError(f"{where} must be a str, not {_kind(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{where} holds half of a surrogate pair, which UTF-8 cannot carry") from None
+        raise ValueError(f"{where} contains half of a surrogate pair, which UTF-8 cannot encode") from None
     return value
 
 
 def json_text(value: object, where: str) -> str:
-    """A JSON object's text: that of a mapping, or a text as it is."""
+    """Return the text of a JSON object: a mapping is serialized, a str is returned unchanged.
+
+    Raises TypeError for other types, ValueError for NaN, infinities, cycles and excessive nesting.
+    """
     if isinstance(value, str):
         return text(value, where)
     if not isinstance(value, Mapping):
-        raise TypeError(f"{where} must be a mapping or the text of a JSON object, not {_kind(value)}")
+        raise TypeError(f"{where} must be a mapping or a str with a JSON object, not {_kind(value)}")
     try:
         written = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
     except TypeError as error:
@@ -156,13 +159,13 @@ def json_text(value: object, where: str) -> str:
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     except ValueError as error:
-        # Its texts are about NaN, infinities, and values that hold themselves.
+        # The messages of json.dumps name NaN, infinities and circular references, never the content.
         raise ValueError(f"{where}: {error}") from None
     return text(written, where)
 
 
 def number(value: object, where: str) -> float:
-    """A finite number."""
+    """Check a finite number. Raises TypeError and ValueError that name `where`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{where} must be a number, not {_kind(value)}")
     try:
@@ -175,11 +178,11 @@ def number(value: object, where: str) -> float:
 
 
 def duration(value: object, where: str) -> Duration:
-    """A Duration of seconds or of a timedelta, exact to the nanosecond: 2.3 is 2 s and 300,000,000 ns."""
+    """Convert seconds or a timedelta to a Duration, exact to the nanosecond: 2.3 is 2 s and 300,000,000 ns."""
     if isinstance(value, timedelta):
         nanos = value // timedelta(microseconds=1) * 1000
     else:
-        # Decimal reads the number as it is written. In binary 2.3 * 1e9 is 2299999999.9999995.
+        # Decimal(repr(...)) uses the number as written. As a float, 2.3 * 1e9 is 2299999999.9999995.
         nanos = round(Decimal(repr(number(value, where))).scaleb(9))
     if abs(nanos) > _LONGEST_DURATION * 1_000_000_000:
         raise ValueError(f"{where} must be at most {_LONGEST_DURATION} s")
@@ -189,7 +192,7 @@ def duration(value: object, where: str) -> Duration:
 
 
 def duration_seconds(duration: Duration) -> float:
-    """The seconds of a Duration."""
+    """Return a Duration in seconds."""
     return duration.ToNanoseconds() / 1_000_000_000
 
 
@@ -213,12 +216,12 @@ def _enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
 
 def _labels(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{where} must be a mapping of texts, not {_kind(value)}")
+        raise TypeError(f"{where} must be a mapping of str to str, not {_kind(value)}")
     return {text(key, f"a key of {where}"): text(each, f"{where}[{key!r}]") for key, each in value.items()}
 
 
 def _list(field: FieldDescriptor, value: object, where: str) -> Iterable[object]:
-    """The items of a list. A text is no list of letters: it is the only item, or a mistake."""
+    """Return the items of a list. A str is never split into letters: it is the only item, or an error for messages."""
     if isinstance(value, str) and field.message_type is None:
         return [value]
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | AnyMessage):

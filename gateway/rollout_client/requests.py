@@ -1,4 +1,4 @@
-"""What the methods of both clients send, made of their arguments. Raises TypeError and ValueError, which name the argument."""
+"""Requests of both clients, built from their methods' arguments. Raises TypeError and ValueError that name the argument."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ DeliveryState: TypeAlias = Literal["pending", "acknowledged", "refused", "expire
 
 
 class SelectionFields(TypedDict, total=False):
-    """Conditions that a rollout meets, all of them. Of a list one is enough; its singular takes one value.
+    """Filter for rollouts. A rollout matches if it meets every condition; a list condition is met by any of its values.
 
-    `labels` are among a rollout's. `all` selects every rollout of the caller's, and `callers` other than oneself need an admin key.
+    A singular name takes one value of the list: `uid="u"` is `uids=["u"]`. `labels` must all be present on the rollout.
+    `all=True` selects every rollout of the caller. `callers` other than yourself require an admin key.
     """
 
     uid: str
@@ -58,18 +59,18 @@ class SelectionFields(TypedDict, total=False):
 def run_request(
     spec: RolloutSpec | None, fields: Mapping[str, object], after_sequence: int, detail: Detail
 ) -> RunRolloutRequest:
-    """The request that starts a rollout and streams its events after `after_sequence`."""
+    """Build the request that starts a rollout and streams its events after `after_sequence`."""
     start = start_request(spec, fields)
     return build(RunRolloutRequest, {"start": start, "after_sequence": after_sequence, "detail": detail})
 
 
 def watch_request(uid: str, after_sequence: int, detail: Detail) -> WatchRolloutRequest:
-    """The request for the events of a rollout after `after_sequence`."""
+    """Build the request for the events of a rollout after `after_sequence`."""
     return build(WatchRolloutRequest, {"uid": text(uid, "uid"), "after_sequence": after_sequence, "detail": detail})
 
 
 def event_cursor(request: RunRolloutRequest | WatchRolloutRequest, timeout: float | None, retry: Retry) -> EventCursor:
-    """The reader of a stream."""
+    """Create the reader state for a stream. `timeout` is in seconds for the whole stream; None: no limit."""
     attempts = Attempts(retry, timeout_or_infinity(timeout))
     if isinstance(request, WatchRolloutRequest):
         return EventCursor(request, attempts)
@@ -78,42 +79,42 @@ def event_cursor(request: RunRolloutRequest | WatchRolloutRequest, timeout: floa
 
 
 def long_poll(uid: str, view: View, timeout: float | None, retry: Retry) -> LongPoll:
-    """A wait for a rollout's end."""
+    """Create the sequence of long polls that waits for a rollout's end. `timeout` is in seconds; None: no limit."""
     return LongPoll(
         build(WaitRolloutRequest, {"uid": text(uid, "uid"), "view": view}), timeout_or_infinity(timeout), retry
     )
 
 
 def get_request(uid: str, view: View) -> GetRolloutRequest:
-    """The request for one rollout, with as much of it as `view` says."""
+    """Build the request for one rollout; `view` selects how much of it is returned."""
     return build(GetRolloutRequest, {"uid": text(uid, "uid"), "view": view})
 
 
 def cancel_request(uid: str | None, fields: Mapping[str, object], reason: str) -> CancelRolloutsRequest:
-    """The request that cancels rollouts. Raises ValueError where nothing is selected."""
+    """Build the request that cancels rollouts. Raises ValueError if nothing is selected."""
     return build(CancelRolloutsRequest, {"selection": cancel_selection(uid, fields), "reason": reason})
 
 
 def cancel_selection(uid: str | None, fields: Mapping[str, object]) -> Selection:
-    """The rollouts to end: at least one condition."""
+    """Build the selection of rollouts to cancel. Raises ValueError without any condition."""
     chosen = build(Selection, {"uid": uid, **fields} if uid is not None else fields)
     if chosen == Selection():
-        raise ValueError("nothing is selected; give a uid or a condition, or all=True for all rollouts of yours")
+        raise ValueError("nothing is selected; give a uid or a condition, or all=True to cancel all your rollouts")
     return chosen
 
 
 def acknowledge_request(uid: str) -> AcknowledgeOutcomeRequest:
-    """The request that acknowledges the outcome of a rollout."""
+    """Build the request that acknowledges the outcome of a rollout."""
     return build(AcknowledgeOutcomeRequest, {"uid": text(uid, "uid")})
 
 
 def tools_request(agent: str) -> ListToolsRequest:
-    """The request for the tools of an agent; an empty name stands for the default agent."""
+    """Build the request for the tools of an agent; an empty name means the default agent."""
     return build(ListToolsRequest, {"agent": agent})
 
 
 class Pages:
-    """Rollouts page by page. Pure: whoever iterates asks for `request` and calls `take` with the response."""
+    """Paging state of `list`. No I/O: the caller sends `request` and passes the response to `take`, while `more` is True."""
 
     def __init__(self, page_size: int, view: str, fields: Mapping[str, object]) -> None:
         self.request = build(ListRolloutsRequest, {"page_size": page_size, "view": view})
@@ -121,7 +122,7 @@ class Pages:
         self.more = True
 
     def take(self, page: ListRolloutsResponse) -> Iterator[Rollout]:
-        """The rollouts of a page."""
+        """Return the rollouts of a page, and prepare the request for the next one."""
         fill(self.request, {"page_token": page.next_page_token})
         self.more = bool(page.next_page_token)
         return iter(page.rollouts)

@@ -1,4 +1,4 @@
-"""When to try again, and when to give up. Pure: the clients sleep and call."""
+"""Retry policy: when to retry a call, and when to give up. No I/O: the clients sleep and call."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from typing import Final
 from rollout_client.errors import DeadlineExceeded, RolloutError
 
 _LOG = logging.getLogger("rollout_client")
-# Longer ones, which a server may ask for, are more than threads can sleep.
+# Upper bound in seconds for a pause that a server requests. Threads cannot sleep for arbitrarily long.
 _LONGEST_PAUSE: Final = 86_400
-# A deadline in centuries is more than gRPC can send.
+# In seconds. gRPC cannot encode a deadline that is centuries away, so longer timeouts are sent as no timeout.
 _LONGEST_TIMEOUT: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How a server that fails is tried again. All in seconds.
+    """Retry policy: exponential backoff with jitter. All values are in seconds.
 
-    Every call is safe to repeat: the contract lets anybody retry them, `start` and `run` thanks to their request id.
+    Every call is idempotent and can be retried; `start` and `run` carry a request id for this purpose.
 
     Args:
-        patience: for how long in a row the server may fail, also infinite; 0: every failure is raised at once.
-        first: the pause after the first failure. It doubles with each one, and a part of it is left to chance.
-        longest: the longest pause of our own. A server that asks for a longer one gets it.
+        patience: give up after this time without a success; may be infinite. 0: never retry.
+        first: backoff after the first failure. It doubles with each further failure. A random part of up to half is subtracted.
+        longest: upper bound of the backoff. A longer pause that the server requests is honoured.
+
+    Raises ValueError for a negative value, or for `first` or `longest` above 86,400 s.
     """
 
     patience: float = 60.0
@@ -48,13 +50,13 @@ DEFAULT_RETRY: Final = Retry()
 
 
 class Attempts:
-    """The attempts of one call or stream.
+    """Retry state of one call or stream.
 
     Args:
-        retry: the rules.
-        timeout: seconds for everything together, infinite for no limit.
-        clock: monotonic seconds.
-        chance: a number from 0 to 1 for the jitter.
+        retry: the policy.
+        timeout: seconds for all attempts together; infinite: no limit.
+        clock: returns monotonic seconds.
+        chance: returns a random number from 0 to 1, for the jitter.
     """
 
     def __init__(
@@ -81,21 +83,21 @@ class Attempts:
 
     @property
     def timeout(self) -> float | None:
-        """The same for gRPC, where None is no limit."""
+        """Timeout of the next attempt in seconds, as gRPC takes it: None means no limit."""
         return self.left if self.left < _LONGEST_TIMEOUT else None
 
     def on_connect(self) -> None:
-        """A stream came about. It is progress if it holds."""
+        """Note that a stream was established. If it stays open for `longest` seconds, it counts as progress."""
         self._connected_since = self._clock()
 
     def on_progress(self) -> None:
-        """Something arrived, so the next failure is the first in a row."""
+        """Note that something was received, so the next failure is the first of a new series."""
         self._failures, self._last = 0, None
 
     def on_failure(self, failure: RolloutError) -> float:
-        """Seconds to pause before the next attempt. Raises the failure where there is to be none.
+        """Return the seconds to pause before the next attempt. Raises the failure if there is to be none.
 
-        Where a call's time ends while the server fails, the server's failure is raised: it says more.
+        If the timeout expires during a retry, the failure of the previous attempt is raised: it names the cause.
         """
         now = self._clock()
         if self._connected_since is not None and now - self._connected_since >= self._retry.longest:
@@ -112,12 +114,13 @@ class Attempts:
         if not failure.retryable or given_up:
             raise failure
         level = logging.WARNING if self._failures == 1 else logging.DEBUG
-        _LOG.log(level, "trying again in %.2g s: %s", pause, failure)
+        _LOG.log(level, "call failed, retrying in %.2g s: %s", pause, failure)
         return pause
 
     def _pause(self, failure: RolloutError) -> float:
-        # The exponent is bounded because a float is not.
+        # The exponent is bounded: 2.0 ** 1024 raises OverflowError.
         longest = min(self._retry.longest, self._retry.first * 2.0 ** min(self._failures - 1, 60))
         if failure.retry_after is not None:
+            # Never earlier than the server requested; the jitter spreads clients that were refused together.
             return min(failure.retry_after + self._chance() * longest, _LONGEST_PAUSE)
         return (0.5 + 0.5 * self._chance()) * longest

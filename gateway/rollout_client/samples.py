@@ -1,7 +1,7 @@
-"""Training samples: what an outcome brings back for a trainer, one for each segment of its ledger.
+"""Training samples of an outcome: one per segment of its ledger.
 
-A sample needs no further thought: its prompt does not train, of its response exactly the tokens do whose mask is 1, and what
-does not hold together is refused before anybody trains on it.
+The prompt of a sample is masked. In the response, exactly the tokens with mask 1 train. Inconsistent samples raise ValueError, so
+none of them can reach the optimizer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollout_client.proto_fields import enum_values
 MODEL: Final = "model"
 PROMPT: Final = "prompt"
 ENVIRONMENT: Final = "environment"
-#: For a value of a later version of the contract.
+#: Name of an enum value that a newer server added.
 _OTHER: Final = "unspecified"
 
 
@@ -38,16 +38,16 @@ _CATEGORIES: Final = _enum_names(FailureCategory.DESCRIPTOR)
 
 @dataclass(frozen=True, slots=True)
 class SampleSpan:
-    """A run of tokens with one author, from one turn.
+    """Consecutive tokens of one author from one turn.
 
     Args:
-        author: "model", or "other" for prompt, template, tool and user.
-        reason: why it does not train: "prompt", "environment", "closing" (the end token that a cut answer lacks) or "author"
-            (the agent's author masked it out); None: it trains.
-        turn: from 1, the one whose prompt or answer it belongs to.
-        start: its first token, counted from the start of the prompt.
-        stop: behind its last token.
-        policy_version: the policy that sampled it, in the trainer's words; empty: unknown.
+        author: "model", or "other" for prompt, chat template, tool results and user messages.
+        reason: why the tokens are masked: "prompt", "environment" (tokens between two completions), "closing" (the stop token
+            that a truncated completion lacks) or "author" (masked out by the agent's author). None: they train.
+        turn: turn whose prompt or completion the tokens belong to, from 1.
+        start: index of the first token, counted from the first prompt token.
+        stop: index after the last token.
+        policy_version: policy version reported by the trainer; empty: unknown.
     """
 
     author: str
@@ -59,37 +59,41 @@ class SampleSpan:
 
     @property
     def trains(self) -> bool:
-        """The model wrote it and nobody masked it out."""
+        """Whether the tokens have mask 1: the model generated them and no author masked them out."""
         return self.author == MODEL and self.reason is None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """One training sample: a prompt that does not train, and the tokens after it, of which the last is the model's.
+    """One training sample: a masked prompt and the response after it, which ends with a generated token.
 
-    Raises ValueError for values that do not fit each other.
+    Below, T is the number of response tokens.
 
     Args:
-        segment_id: the segment of the ledger that it is.
-        prompt_ids: token ids, all masked.
-        response_ids: token ids, at least one.
-        response_mask: 1 for each response id that the model wrote and that trains, 0 for the others.
-        logprobs: one natural logarithm for each response id, 0.0 where masked; None: at least one answer came without them.
-        spans: who wrote which token of prompt and response, without gaps; None: the server did not say.
-        kind: how the segment came to be: "main", "drift", "gap", ...; empty: the server did not say.
-        parent_id: the segment that it follows; empty for the first.
-        parent_tokens: how many tokens at its start it shares with that one.
-        verified: the trainer reported every prompt of it; None: the server did not say.
+        segment_id: id of the segment within its rollout: "0", "1", ...
+        prompt_ids: token ids (int) of the first prompt; none of them trains.
+        response_ids: T token ids (int), T >= 1: completions and environment tokens.
+        response_mask: T values (int): 1 for a generated token that trains, otherwise 0.
+        logprobs: T natural logarithms (float) at the time of sampling, 0.0 where the mask is 0. None: the trainer sent none for
+            at least one completion.
+        spans: author and mask reason of every token of prompt and response, without gaps. None: the server did not send them.
+        kind: why the segment was opened: "main", "drift", "gap", "compaction", "subagent" or "branch"; empty: not sent.
+        parent_id: id of the segment that it continues; empty for the first.
+        parent_tokens: number of leading tokens shared with the parent segment.
+        verified: True if the trainer reported every prompt. False: prompt and environment tokens are the server's rendering.
+            None: not sent.
         uid: the server's id of the rollout.
-        rollout_id: the caller's.
-        group_id: of the rollouts that are compared with each other.
-        end: how the rollout ended: "stop", "failure" or "cancellation"; empty: not known.
-        reason: why: a word of the agent's, the category of the failure, or what was said when it was cancelled.
-        truncated: the sample ends with the rollout's last answer, which was cut by length.
-        reward: of the whole rollout; None: there is none.
-        scores: named parts of it.
-        completion_ms: what the rollout spent waiting for answers, in milliseconds.
-        tool_ms: and for tools.
+        rollout_id: the caller's id of the rollout.
+        group_id: id of the rollouts of one prompt, such as a GRPO group.
+        end: how the rollout ended: "stop", "failure" or "cancellation"; empty: unknown.
+        reason: details of `end`: the stop reason, the category of the failure, or the reason of the cancellation.
+        truncated: the sample ends with the last completion of the rollout, and that completion was cut by length.
+        reward: reward of the whole rollout. None: the agent gave none.
+        scores: named components of the reward.
+        completion_ms: time the rollout waited for completions, in milliseconds.
+        tool_ms: time the rollout waited for tools, in milliseconds.
+
+    Raises ValueError if lengths, mask, logprobs and spans contradict each other.
     """
 
     segment_id: str
@@ -120,18 +124,25 @@ class TrainingSample:
 
 
 def samples(source: Outcome | Rollout) -> list[TrainingSample]:
-    """The training samples of an outcome or a finished rollout, nearly always one.
+    """Return the training samples of an outcome or of a finished rollout, usually one.
 
-    They are there in the views "samples" and "full". Of a rollout that failed or was cancelled they hold what there was until
-    then. A segment in which the model wrote nothing is no sample.
+        for sample in samples(client.wait(uid, view="samples")):
+            assert len(sample.response_ids) == len(sample.response_mask)
 
-    Raises ValueError for a rollout that has not finished, and where ids, mask, logprobs and spans contradict each other: such
-    a sample would train on the wrong tokens.
+    A rollout that failed or was cancelled has samples of everything before that point. A segment without generated tokens has no
+    sample.
+
+    Args:
+        source: an outcome or rollout in view "samples" or "full"; other views contain no samples.
+
+    Raises:
+        ValueError: the rollout has not finished, or a sample is inconsistent: ids, mask, logprobs and spans contradict each
+            other, so it would train on wrong tokens.
     """
     if isinstance(source, Outcome):
         return _samples(source, Rollout())
     if not source.HasField("outcome"):
-        raise ValueError(f"rollout {source.uid!r} has not finished, so it has no samples yet")
+        raise ValueError(f"rollout {source.uid!r} has not finished, so it has no samples; wait for it first")
     return _samples(source.outcome, source)
 
 
@@ -171,7 +182,7 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
 
 
 def category_of(failure: Failure) -> str:
-    """The word of a failure's category, such as "tool"; of a later version's, "internal"."""
+    """Return the name of a failure's category, such as "tool". A category of a newer server is "internal"."""
     return _CATEGORIES.get(failure.category, _CATEGORIES[FailureCategory.FAILURE_CATEGORY_INTERNAL])
 
 
@@ -185,7 +196,7 @@ def _end(outcome: Outcome) -> tuple[str, str]:
 
 
 def _is_last(sample: Sample, spans: Sequence[SampleSpan] | None, outcome: Outcome) -> bool:
-    """Whether a sample ends with the rollout's last answer. Without spans the last sample is taken to."""
+    """Whether a sample ends with the rollout's last completion. Without spans, the last sample is assumed to."""
     if spans:
         return spans[-1].turn == outcome.metrics.turns
     return sample.segment_id == outcome.samples[-1].segment_id
@@ -208,27 +219,27 @@ def _spans(protos: Sequence[SpanProto]) -> tuple[SampleSpan, ...]:
 def _compare(sample: Sample, segment: Segment) -> None:
     written = [token for span in segment.spans for token in span.token_ids]
     if written != [*sample.prompt_ids, *sample.response_ids]:
-        raise ValueError(f"segment {segment.id!r}: its spans hold other tokens than its sample")
+        raise ValueError(f"segment {segment.id!r}: the tokens of its spans differ from those of its sample")
 
 
 def _fault_of_lists(sample: TrainingSample) -> str:
-    """What is wrong with ids, mask and logprobs."""
+    """Return what is wrong with ids, mask and logprobs, or an empty text."""
     count, values = len(sample.response_ids), sample.logprobs
     if len(sample.response_mask) != count or (values is not None and len(values) != count):
-        return "ids, mask and logprobs are not of the same length"
+        return "ids, mask and logprobs differ in length"
     if not count:
         return "the response is empty, so there is nothing to train on"
     if not {0, 1}.issuperset(sample.response_mask):
-        return "the mask holds other values than 0 and 1"
+        return "the mask contains values other than 0 and 1"
     if values is not None and any(
         value and not trains for value, trains in zip(values, sample.response_mask, strict=True)
     ):
-        return "a token that does not train has a logprob other than 0.0"
+        return "a token with mask 0 has a logprob other than 0.0"
     return ""
 
 
 def _fault_of_spans(sample: TrainingSample) -> str:
-    """What is wrong with the spans, where they are known."""
+    """Return what is wrong with the spans, if they are known, or an empty text."""
     spans = sample.spans
     if spans is None:
         return ""
@@ -239,6 +250,6 @@ def _fault_of_spans(sample: TrainingSample) -> str:
     if not spans or spans[0].stop != len(sample.prompt_ids) or spans[0].reason != PROMPT:
         return "its first span is not the prompt"
     if spans[-1].author != MODEL:
-        return "its last token is not the model's"
+        return "its last token was not generated by the model"
     mask = [int(span.trains) for span in spans[1:] for _ in range(span.start, span.stop)]
-    return "" if mask == sample.response_mask else "its mask does not follow from its spans"
+    return "" if mask == sample.response_mask else "its mask differs from the one that its spans imply"

@@ -1,4 +1,4 @@
-"""What a rollout is asked for with: keywords, or a ready RolloutSpec."""
+"""Arguments of `start` and `run`: keywords that become a RolloutSpec, and the request around it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ JsonLike: TypeAlias = Mapping[str, Any] | str
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An endpoint that the server calls.
+    """An endpoint that the server calls: a trainer, an inference engine, a receiver of outcomes or a tool service.
 
     Args:
-        url: http:, https:, grpc: or grpcs:, without user name or password: those go into `Credentials`.
-        dialect: the protocol spoken there; None: taken from the URL.
-        replays_turn_keys: a repeated turn gets the same answer there and generates nothing anew.
-        model: the model's name at an engine ("openai", "vllm" or "sglang"), which needs one; None for trainers.
+        url: http:, https:, grpc: or grpcs:, without user name and password; use `Credentials` for secrets.
+        dialect: protocol of the endpoint. "grpc": the services of osmosis.rollout.v1. "http_masked": chat completions with
+            response_mask, as in the synchronous HTTP API. "http_plain": without masks, as in the asynchronous HTTP API.
+            "openai", "vllm", "sglang": inference engines. None: derived from the URL: "grpc" for grpc: and grpcs:, otherwise
+            "http_masked", or "http_plain" for an `outcome` target.
+        replays_turn_keys: the endpoint returns the same completion for a repeated turn key instead of generating again.
+        model: model name, required by inference engines ("openai", "vllm", "sglang"). None for trainers.
     """
 
     url: str
@@ -37,12 +40,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
-    """The tokenizer and chat template of the trainer's model.
+    """Tokenizer and chat template of the model.
 
     Args:
-        name: such as "Qwen/Qwen3-8B".
-        revision: a branch, tag or commit; empty: the default one.
-        template_kwargs: switches of the chat template.
+        name: model name, such as "Qwen/Qwen3-8B".
+        revision: branch, tag or commit; empty: the default revision.
+        template_kwargs: extra arguments of the chat template, such as {"enable_thinking": False}.
     """
 
     name: str
@@ -52,7 +55,13 @@ class Tokenizer:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """Bearer tokens for the endpoints of a rollout, which travel beside its spec and are shown by nobody."""
+    """Bearer tokens for the endpoints of a rollout. They are sent beside the spec, never stored in clear and never shown.
+
+    Args:
+        completions_bearer: sent to the target `completions`.
+        outcome_bearer: sent to the target `outcome`.
+        tools_bearer: sent to the target `tools`.
+    """
 
     completions_bearer: str | None = None
     outcome_bearer: str | None = None
@@ -63,7 +72,11 @@ class Credentials:
 
 
 class Sampling(TypedDict, total=False):
-    """How the model samples. What is left out is the trainer's to decide; 0 is a value."""
+    """Sampling parameters. The trainer chooses a value that is omitted or None; 0 is a value.
+
+    `temperature` is 0 to 2, `top_p` 0 to 1. `max_tokens` bounds one completion. `stop` are texts that end a completion.
+    `logprobs` requests the logprob of each generated token. `extra` holds further parameters for the trainer or engine.
+    """
 
     temperature: float | None
     top_p: float | None
@@ -74,7 +87,12 @@ class Sampling(TypedDict, total=False):
 
 
 class Limits(TypedDict, total=False):
-    """What a rollout may use up; `time` is in seconds. What is left out is the agent's own limit, if it has one."""
+    """Limits of one rollout. The agent's own limit also applies, and the lower one holds. No turn starts once a limit is met.
+
+    `turns` counts completions (256 if neither side sets it), `generated_tokens` the generated tokens of all turns. `time` is in
+    seconds from the first turn; a rollout that exceeds it fails. `calls_per_turn` bounds the tool calls run per completion (128
+    if neither side sets it), `tool_turns` the turns with tool calls, `bytes` the size of all messages.
+    """
 
     turns: int | None
     generated_tokens: int | None
@@ -85,10 +103,28 @@ class Limits(TypedDict, total=False):
 
 
 class SpecFields(TypedDict, total=False):
-    """A rollout's spec as keywords: the fields of RolloutSpec by their names, None for unset.
+    """Keyword arguments for a RolloutSpec: its fields by name; None leaves a field unset.
 
-    `messages` are mappings, texts of JSON objects (sent as they are) or messages of the contract, all in one form. `metadata` is a
-    mapping or the text of a JSON object. `cancel_after_detach` is in seconds. An endpoint is its URL or a `Target`.
+    Keys:
+        rollout_id: the caller's name for the rollout, sent to trainers. Default: the request id.
+        group_id: id of the rollouts of one prompt.
+        agent: name of the agent; None: the server's default agent.
+        messages: the conversation so far, required: mappings, str with a JSON object (sent unchanged) or protobuf messages, all
+            in one form.
+        completions: endpoint that generates completions, required: a URL or a `Target`.
+        outcome: endpoint that receives the outcome. None: the caller reads it.
+        tools: endpoint of a ToolService with additional tools.
+        sampling: sampling parameters.
+        limits: limits of the rollout.
+        tokenizer: model name or `Tokenizer`. Required for "http_masked" targets and for token mode "tokens".
+        token_mode: "tokens": the server applies the chat template and sends token ids. "messages": the trainer applies it. None:
+            "tokens" for gRPC targets if a tokenizer is given, otherwise "messages".
+        on_drift: if the trainer's prompt differs from the ledger, "warn" and continue, or "fail". None: the server's setting.
+        on_interrupt: after a restart of the server, "resume" or "fail". None: "resume" if the agent can be replayed.
+        cancel_after_detach: seconds without an attached client until the rollout is cancelled; 0: at once. None: never.
+        priority: queued rollouts with a higher value start first.
+        metadata: mapping or str with a JSON object, for agents and tools.
+        labels: str to str, for selecting rollouts.
     """
 
     rollout_id: str
@@ -111,10 +147,13 @@ class SpecFields(TypedDict, total=False):
 
 
 class StartFields(SpecFields, total=False):
-    """A spec, and what travels beside it.
+    """Keyword arguments of `start` and `run`: those of `SpecFields`, and what is sent beside the spec.
 
-    The same `request_id` and spec attach to the same rollout; one is made up where none is given. `request_memory` says how long
-    the server remembers it: "until_received" is until the outcome was acknowledged.
+    Keys:
+        request_id: idempotency key. A call with the same id and spec attaches to the same rollout. Default: a random id.
+        credentials: bearer tokens for the endpoints.
+        request_memory: "until_received": the server remembers the request id until the outcome is acknowledged. None: until it
+            forgets the rollout (an hour after its end by default).
     """
 
     request_id: str
@@ -127,31 +166,31 @@ _NEEDED: Final = ("messages", "completions")
 
 
 def rollout_spec(fields: Mapping[str, object]) -> spec_pb2.RolloutSpec:
-    """A spec from keywords. Raises TypeError and ValueError, which name the keyword."""
+    """Build a RolloutSpec from keywords (`SpecFields`). Raises TypeError and ValueError that name the keyword."""
     spec = spec_pb2.RolloutSpec()
     fill(spec, fields)
     return spec
 
 
 def start_request(spec: spec_pb2.RolloutSpec | None, fields: Mapping[str, object]) -> StartRolloutRequest:
-    """A request that may be sent as often as it takes: it has a request id.
+    """Build the request that starts a rollout. It always has a request id, so it is safe to retry.
 
-    Raises TypeError and ValueError, which name the keyword.
+    Raises TypeError and ValueError that name the keyword.
     """
     beside = {key: value for key, value in fields.items() if key in _BESIDE}
     of_spec = {key: value for key, value in fields.items() if key not in _BESIDE}
     if spec is None:
         spec = _complete(of_spec)
     elif not isinstance(spec, spec_pb2.RolloutSpec):
-        raise TypeError(f"the spec must be a RolloutSpec, not {type(spec).__name__}; fields go by keyword")
+        raise TypeError(f"the spec must be a RolloutSpec, not {type(spec).__name__}; pass its fields as keywords")
     elif of_spec:
-        raise TypeError(f"{sorted(of_spec)[0]!r} is given beside a ready RolloutSpec; set it there")
+        raise TypeError(f"{sorted(of_spec)[0]!r} is given beside a RolloutSpec; set it in the spec")
     request = StartRolloutRequest(spec=spec)
     fill(request, beside)
     if request.request_id == "":
         if beside.get("request_id") is not None:
             raise ValueError(
-                "request_id is empty, so the request could not be repeated; leave it out to have one made up"
+                "request_id is empty, so the request could not be retried safely; omit it to use a random id"
             )
         request.request_id = uuid.uuid4().hex
     if not request.spec.rollout_id:

@@ -1,4 +1,4 @@
-"""Requests that are sent until they are answered. Pure: the clients send them and sleep in between."""
+"""Unary calls with retries, and long polling. No I/O: the clients send the requests and sleep in between."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ _A = TypeVar("_A", bound=Message)
 
 
 class Exchange(Generic[_Q, _A]):
-    """One request and its response."""
+    """One unary call: the same request until it succeeds or the failure is final."""
 
     def __init__(self, request: _Q, attempts: Attempts) -> None:
         self._request = request
         self._attempts = attempts
 
     def request(self) -> _Q:
-        """What the next attempt sends."""
+        """Return the request of the next attempt."""
         return self._request
 
     def timeout(self) -> float | None:
-        """Seconds that the next attempt has."""
+        """Return the timeout of the next attempt in seconds; None: no limit."""
         return self._attempts.timeout
 
     def is_complete(self, response: _A) -> bool:
-        """Whether this was the last response, or another request is to be sent."""
+        """Return True if this response is the result, False to send another request."""
         return True
 
     def on_failure(self, failure: RolloutError) -> float:
-        """Seconds to pause after a failure; raises it where it is final."""
+        """Return the seconds to pause after a failure. Raises the failure if it is final."""
         return self._attempts.on_failure(failure)
 
 
 class LongPoll(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
-    """A wait for a rollout's end, by one long poll after another.
+    """Wait for a rollout's end by consecutive long polls.
 
-    A poll is shorter than what proxies let a call take, and after a failure the polls begin short again: each that is
-    answered shows that the server is there.
+    A poll lasts at most 30 s, less than the usual call timeout of a proxy. After a failure it lasts 1 s and doubles with each
+    response, because only a response shows that the server is reachable.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class LongPoll(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
         self._rollout: Rollout | None = None
 
     def request(self) -> WaitRolloutRequest:
-        """A poll."""
+        """Return the next poll. Its timeout is the time the server waits before it responds."""
         self._poll = min(self._longest, self._left())
         self._request.timeout.CopyFrom(duration(self._poll, "timeout"))
         return self._request
 
     def timeout(self) -> float:
-        """The poll's time, and some more for the answer's way."""
+        """Return the deadline of the poll in seconds: its own time, plus slack for the network."""
         return self._poll + _SLACK
 
     def is_complete(self, response: WaitRolloutResponse) -> bool:
-        """Whether the rollout has finished. Raises `NotFinished` once the time is over."""
+        """Return True if the rollout has finished. Raises `NotFinished` once the timeout has expired."""
         self._attempts.on_progress()
         self._longest = min(2 * self._longest, _LONGEST_POLL)
         self._rollout = response.rollout
@@ -95,11 +95,13 @@ class LongPoll(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
         return False
 
     def on_failure(self, failure: RolloutError) -> float:
-        """As for any request, but a poll that gets no answer in its own time is a server that cannot be reached."""
+        """Return the seconds to pause. A poll without a response counts as an unreachable server, so it is retried."""
         self._longest = _SHORTEST_POLL
         if isinstance(failure, DeadlineExceeded):
             code, request_id = StatusCode.UNAVAILABLE, failure.request_id
-            failure = Unavailable(code, f"no answer within {self.timeout():g} s", request_id=request_id)
+            failure = Unavailable(
+                code, f"the server sent no response within {self.timeout():g} s", request_id=request_id
+            )
         if failure.retryable and self._left() <= 0:
             raise self._not_finished(failure)
         return min(self._attempts.on_failure(failure), self._left())
@@ -110,7 +112,7 @@ class LongPoll(Exchange[WaitRolloutRequest, WaitRolloutResponse]):
     def _not_finished(self, failure: RolloutError | None = None) -> NotFinished:
         text = f"the rollout {self._request.uid!r} has not finished after {self._timeout:g} s"
         if failure is not None:
-            text += f"; the server was last asked in vain: {failure}"
+            text += f"; the last request failed: {failure}"
         error = NotFinished(StatusCode.DEADLINE_EXCEEDED, text)
         error.rollout = self._rollout
         return error

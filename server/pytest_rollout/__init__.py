@@ -1,11 +1,11 @@
-"""A pytest plugin for authors of agents. It comes with the package and needs no registration.
+"""A pytest plugin for testing agents. It is installed with the package and needs no registration.
 
     def test_adds(serving, scripted_model):
         stack = serving(Calculator())
         rollout = stack.play("What is 5 plus 3?", scripted_model.calls("add", a=5, b=3).says("It is 8."))
         assert rollout.tool_results == ["8"]
 
-Nothing of the server is imported before a fixture is used: a trainer's tests run beside it without its dependencies.
+The plugin imports the server only when a fixture is used, so tests of a trainer run without the server's dependencies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def rollout_loop() -> Iterator[LoopThread]:
-    """The thread in which servers and trainers of the other fixtures run."""
+    """The thread that runs the servers and trainers of the other fixtures."""
     from rollout_server.local_stack import LoopThread
 
     with LoopThread() as loop:
@@ -33,7 +33,7 @@ def rollout_loop() -> Iterator[LoopThread]:
 
 @pytest.fixture
 def scripted_model() -> ScriptedModel:
-    """A model whose replies the test writes down."""
+    """A model whose completions the test defines."""
     from rollout_server.local_stack import ScriptedModel
 
     return ScriptedModel()
@@ -41,7 +41,7 @@ def scripted_model() -> ScriptedModel:
 
 @pytest.fixture
 def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
-    """A trainer that counts every token itself and refuses requests that are wrong, at `.url` and `.grpc_target`."""
+    """A trainer that verifies every token and refuses wrong requests. It listens at `.url` and `.grpc_target`."""
     from rollout_server.testing.trainer import StrictTrainer
 
     trainer = StrictTrainer()
@@ -54,7 +54,7 @@ def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
 
 @pytest.fixture
 def serving(rollout_loop: LoopThread, strict_trainer: StrictTrainer) -> Iterator[Callable[..., LocalStack]]:
-    """Serves agents until the test ends: `serving(agent, *more, **settings)` returns their `LocalStack`."""
+    """A function that serves agents until the test ends: `serving(agent, *more, **settings)` returns their `LocalStack`."""
     from rollout_server.local_stack import LocalStack
 
     with ExitStack() as stack:

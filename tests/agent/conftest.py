@@ -1,4 +1,4 @@
-"""Worlds on the real loop: threads do not wait for a clock that jumps."""
+"""Runtime harnesses on the real event loop: threads do not follow a virtual clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.runtime_harness import RuntimeHarness
 
 @pytest.fixture
 async def new_world() -> AsyncIterator[type[RuntimeHarness]]:
-    """Makes worlds, and holds them against the laws at the end."""
+    """A factory for harnesses, which are checked against the laws at the end."""
     made: list[RuntimeHarness] = []
 
     class Made(RuntimeHarness):

@@ -1,4 +1,4 @@
-"""Types that tools of the tests have as parameters and results."""
+"""Types of parameters and results of the tests' tools."""
 
 from __future__ import annotations
 

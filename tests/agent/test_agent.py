@@ -1,4 +1,4 @@
-"""Agents: what a class may say, what is wrong about it and when that is told, and how its judgement is taken."""
+"""Agent classes: valid attributes, errors and when they are raised, and how rewards are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def subtract(a: int, b: int) -> int:
 
 
 class Remote:
-    """A tool that is no function."""
+    """A tool that is not a function."""
 
     name = "remote"
     description = "Elsewhere"

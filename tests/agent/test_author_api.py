@@ -1,4 +1,4 @@
-"""What authors have beside turns and tools: plain functions, time, chance, effects, state, masks, tools by request."""
+"""The rest of the author API: synchronous functions, time, randomness, side effects, state, masks, tools by request."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_what_json_cannot_hold_is_named_by_its_line(
 
     rollout = new_world(Unwritable()).start()
     assert_internal(await outcome_of(rollout))
-    assert "once: the function must return what JSON can hold" in caplog.text
+    assert "once: the function's result cannot be serialized as JSON" in caplog.text
     assert "test_author_api.py:" in caplog.text
     assert observed(rollout) == []
 
@@ -148,13 +148,13 @@ async def test_an_author_masks_answers_out(new_world: type[RuntimeHarness]) -> N
     masked = [entry.record for entry in rollout.log.entries if isinstance(entry.record, Masked)]
     assert masked == [Masked(1, "dull"), Masked(1, "still dull")]
     assert mistakes == [
-        "mask: a reason is a text of 1 to 1000 characters, not blank; this is ' '",
-        "mask: the rollout has no answer of turn 3",
+        "mask: the reason is ' '; it must be a non-blank text of 1 to 1000 characters",
+        "mask: the rollout has no completion of turn 3",
     ]
 
 
 class Plain(Agent):
-    """Plays and judges in threads."""
+    """`play` and `reward` run in threads."""
 
     name = "plain"
     tools = (left,)
@@ -223,12 +223,12 @@ async def test_waiting_is_for_threads(new_world: type[RuntimeHarness], caplog: p
 
     assert_internal(await outcome_of(new_world(Confused()).start()))
     assert "run.wait is for plain functions" in caplog.text
-    assert "the play of agent confused failed at " in caplog.text
+    assert "agent confused: play() failed at " in caplog.text
     assert "test_author_api.py:" in caplog.text
 
 
 class Choosing(Agent):
-    """Goes where its request says."""
+    """Behave as the request's metadata says."""
 
     name = "choosing"
     tools = (left, right)
@@ -266,7 +266,7 @@ async def test_a_choice_that_fails_refuses_the_request_and_takes_no_place(
     assert "7 is neither a tool nor a function" in caplog.text
     assert "could not choose its tools at " in caplog.text
     masked = Target("http://trainer:1", Dialect.HTTP_MASKED)
-    with pytest.raises(NotPossible, match="never hears of the choice"):
+    with pytest.raises(NotPossible, match="cannot send that choice"):
         world.start(spec=a_spec(rollout_id="m", completions=masked, tokenizer=TokenizerName("t"), **at("left")))
     assert (world.roster.running, world.roster.queued) == (0, 0)
 

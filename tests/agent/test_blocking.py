@@ -1,4 +1,4 @@
-"""Code that holds the event loop is found, with its stack; a loop that only waits is left alone."""
+"""Code that blocks the event loop is reported with its stack; an idle loop is not."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.toy_model import until
 
 
 def hold(seconds: float) -> None:
-    """Holds whatever thread it is in, without sleeping."""
+    """Block the current thread without sleeping."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
 
 
 class Blocking(Agent):
-    """Computes where it should not."""
+    """Compute on the event loop, as an agent should not."""
 
     name = "blocking"
 
@@ -44,7 +44,7 @@ async def test_a_server_names_the_agents_line(caplog: pytest.LogCaptureFixture) 
         async for _ in run:
             pass
         assert (await client.get(run.uid)).outcome.stop.reason == "stop"
-        said = r"was held for \d+ ms at .*test_blocking\.py:\d+ in hold; all rollouts wait"
+        said = r"was blocked for \d+ ms at .*test_blocking\.py:\d+ in hold; all rollouts wait"
         await until(lambda: re.search(said, caplog.text))
     assert "in play\n    hold(0.3)" in caplog.text
 
@@ -57,10 +57,10 @@ async def test_a_place_is_told_of_once_and_a_long_one_while_it_lasts(caplog: pyt
             hold(0.1)
             await asyncio.sleep(0.02)
         assert caplog.text.count("the event loop") == 1
-        assert "was held for" in caplog.text
+        assert "was blocked for" in caplog.text
         caplog.clear()
         time.sleep(0.5)  # noqa: ASYNC251
-        assert "is held for" in caplog.text
+        assert "has been blocked for" in caplog.text
     finally:
         watch.stop()
 
@@ -69,9 +69,9 @@ async def test_code_that_lets_no_thread_run_is_found_too(caplog: pytest.LogCaptu
     watch = LoopWatch(0.02)
     watch.start()
     try:
-        for _ in range(30):  # a busy machine may not let the watching thread look in time
+        for _ in range(30):  # on a busy machine the watchdog thread may run too late
             await asyncio.sleep(0.05)
-            re.match("(a+)+b", "a" * 22)  # in C, and the interpreter's lock is held all the time
+            re.match("(a+)+b", "a" * 22)  # runs in C and holds the GIL all the time
             await asyncio.sleep(0.05)
             if found := re.search(r"the event loop .* at .*test_blocking\.py:\d+ in test_code_that_lets", caplog.text):
                 break

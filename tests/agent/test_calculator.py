@@ -1,4 +1,4 @@
-"""The calculator: its tools as trainers are told of them, its texts, and its reward."""
+"""The calculator: its tools as trainers receive them, its result texts, and its reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOOLS = {
 
 
 def told(agent: AgentProtocol) -> list[dict[str, JSON]]:
-    """The tools as a trainer is told of them."""
+    """The tools as a trainer receives them."""
     return [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""The snippets of docs/agents.md: agents that play, and tests that pass."""
+"""The snippets of docs/agents.md: the agents run and the tests pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agents start and stop with their server; one that cannot start is named with its line, one that cannot stop harms nobody."""
+"""Start and stop hooks: an agent that fails to start is reported with its line; one that fails to stop affects no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.start_requests import settings
 
 
 class Telling(Agent):
-    """Tells what is called."""
+    """Record the calls of its hooks."""
 
     def __init__(self, name: str, heard: list[str]) -> None:
         self.name = name
@@ -28,7 +28,7 @@ class Telling(Agent):
 
 
 class Broken(Agent):
-    """Fails where it is told to."""
+    """Fail in the given hook."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,11 +65,11 @@ async def test_a_stop_that_fails_is_logged_and_the_others_stop(caplog: pytest.Lo
     async with Server([Telling("one", heard), Broken("two"), Calculator()], settings()):
         pass
     assert heard == ["one starts", "one stops"]
-    assert re.search(r"the stop of agent two failed at .*test_hooks\.py:\d+", caplog.text)
+    assert re.search(r"agent two: stop\(\) failed at .*test_hooks\.py:\d+", caplog.text)
     assert "already gone" in caplog.text
 
 
 async def test_an_agent_needs_no_hooks() -> None:
-    """An agent without hooks starts and stops as well."""
+    """An agent without hooks starts and stops, too."""
     async with Server([Calculator()], settings()) as server:
         assert server.grpc_port

@@ -1,4 +1,4 @@
-"""What an agent's reward may return, and how it is taken."""
+"""Valid and invalid return values of an agent's reward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.agent.test_agent import Plain
 
 
 class Judge(Agent):
-    """Returns what it was made with."""
+    """Return a given reward."""
 
     name = "judge"
 

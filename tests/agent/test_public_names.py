@@ -1,4 +1,4 @@
-"""The public face: few names, light to import, and a version that is told once."""
+"""The public names: few, cheap to import, and with a single source for the version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A turn that is sampled in a way of its own: trainers of every dialect see it on that turn only, and so do watchers."""
+"""Sampling parameters for one turn: trainers of every protocol receive them for that turn only, and watchers see them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN = {"temperature": 0.25, "max_tokens": 64, "stop": ["THE END"], "logprobs": F
 
 
 class Careful(Agent):
-    """Is careful in its second turn of three."""
+    """Change the sampling parameters in the second of three turns."""
 
     name = "careful"
 
@@ -38,7 +38,7 @@ class Careful(Agent):
 
 
 class SamplingServer:
-    """A server, a trainer of all dialects, and clients of the server."""
+    """A server, a trainer for all protocols, and clients of the server."""
 
     def __init__(self, trainer: StrictTrainer, http: httpx.AsyncClient, client: AsyncClient) -> None:
         self.trainer = trainer
@@ -46,7 +46,7 @@ class SamplingServer:
         self.client = client
 
     def bodies(self, rollout_id: str) -> list[dict[str, Any]]:
-        """What the trainer was asked over HTTP, beside the conversation."""
+        """The HTTP requests to the trainer, without the conversation."""
         left_out = ("messages", "response_mask", "rollout_id", "model")
         bodies = [seen.body for seen in self.trainer.requests if seen.body["rollout_id"] == rollout_id]
         return [{k: v for k, v in body.items() if k not in left_out and v is not None} for body in bodies]
@@ -105,7 +105,7 @@ async def test_over_grpc_and_in_events(place: SamplingServer, tokens: bool) -> N
     assert [each.HasField("sampling") for each in asked] == [False, True, False]
     assert asked[1].sampling == seen[1].sampling
     outcome = (await place.client.get(run.uid, view="full")).outcome
-    # The turn that asked for no logprobs got none, and nobody complains of it.
+    # The turn without logprobs causes no warning.
     assert [warning.code for warning in outcome.warnings] == []
     assert place.accepted(rollout_id)
 

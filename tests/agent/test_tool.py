@@ -1,4 +1,4 @@
-"""Tools made of functions: what the model is told, what it may send, and what it reads."""
+"""Tools made of functions: their description, arguments and results as the model sees them."""
 
 from __future__ import annotations
 

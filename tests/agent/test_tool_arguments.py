@@ -1,4 +1,4 @@
-"""What the model may send, and what it is told of what it may not."""
+"""Valid arguments of tool calls, and the errors that the model receives for invalid ones."""
 
 from __future__ import annotations
 

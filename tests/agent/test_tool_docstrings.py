@@ -1,4 +1,4 @@
-"""What the model is told out of docstrings: the tool's text, and its parameters in the styles of Google, NumPy and Sphinx."""
+"""Tool and parameter descriptions from docstrings in the styles of Google, NumPy and Sphinx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an author may say of how a tool is run, and what is refused where the tool is made, with file and line."""
+"""Options of a tool (timeout, retries, cache, ...), and errors for invalid ones, with file and line."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def test_the_keywords_are_the_fields_of_a_policy() -> None:
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ({"timeout": 0}, "timeout is a positive number of seconds, not 0"),
-        ({"timeout": -1.0}, "timeout is a positive"),
-        ({"timeout": math.inf}, "timeout is a positive"),
-        ({"timeout": math.nan}, "timeout is a positive"),
-        ({"retries": 1}, "retries are for tools that may be called again: say idempotent=True"),
-        ({"retries": -1, "idempotent": True}, "retries is at least 0, not -1"),
-        ({"cache": True}, "cache is for tools that give the same again: say idempotent=True"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
+        ({"timeout": -1.0}, "timeout must be a positive"),
+        ({"timeout": math.inf}, "timeout must be a positive"),
+        ({"timeout": math.nan}, "timeout must be a positive"),
+        ({"retries": 1}, "retries need a tool that may be called again: set idempotent=True"),
+        ({"retries": -1, "idempotent": True}, "retries must be at least 0, not -1"),
+        ({"cache": True}, "cache needs a tool that returns the same result again: set idempotent=True"),
         ({"cache_seconds": 5.0, "idempotent": True}, "cache_seconds needs cache=True"),
-        ({"concurrency": 0}, "concurrency is at least 1, not 0"),
-        ({"server_concurrency": 0}, "server_concurrency is at least 1, not 0"),
-        ({"max_output_tokens": 0}, "max_output_tokens is at least 1, not 0"),
-        ({"memory_bytes": 10**9}, "memory_bytes and cpu_seconds limit a process: say process=True"),
-        ({"cpu_seconds": 1}, "memory_bytes and cpu_seconds limit a process: say process=True"),
+        ({"concurrency": 0}, "concurrency must be at least 1, not 0"),
+        ({"server_concurrency": 0}, "server_concurrency must be at least 1, not 0"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be at least 1, not 0"),
+        ({"memory_bytes": 10**9}, "memory_bytes and cpu_seconds limit a process: set process=True"),
+        ({"cpu_seconds": 1}, "memory_bytes and cpu_seconds limit a process: set process=True"),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(policy: dict[str, Any], says: str) -> None:

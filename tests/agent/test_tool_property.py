@@ -1,15 +1,15 @@
-"""What `jsonschema` accepts for the schema that the model is told is accepted by the tool, and nothing else.
+"""A tool accepts exactly the arguments that `jsonschema` accepts for its schema.
 
-Exceptions, all of them shown below:
+Exceptions, all of them tested below:
 
-| the schema says | the tool |
+| the schema | the tool |
 |---|---|
-| an integer may be written 1.0 | takes 1 only: no number changes its kind |
-| nothing of further parameters | refuses them, and names them: the model has misspelt something |
-| an optional value is left out | takes null for it, too: models write it |
-| the format of a text (date, ...) is a remark | refuses a text that is none |
-| the items of a set are unique | takes them twice and keeps one |
-| a dict has texts for keys | takes those that its keys' type can be read from |
+| allows 1.0 for an integer | accepts only 1: numbers are not converted |
+| allows further parameters | refuses them by name: the model has misspelt one |
+| lets an optional value be omitted | also accepts null for it, as models write it |
+| treats the format of a text (date, ...) as an annotation | refuses invalid texts |
+| requires unique items of a set | accepts duplicates and keeps one |
+| requires texts as keys of a dict | accepts texts that parse as its key type |
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pydantic import Field, create_model
 from rollout_server import tool
 from rollout_server.runtime.errors import ArgumentError
 from rollout_server.tool import FunctionTool
-from typing_extensions import TypedDict  # pydantic reads that of typing from Python 3.12 on
+from typing_extensions import TypedDict  # before Python 3.12, pydantic requires the one of typing_extensions
 
 GIVEN = os.environ.get("ROLLOUT_EXAMPLES", "")
 EXAMPLES = int(GIVEN) if GIVEN.isdigit() else 100
-"""Signatures. Each is called with ten sets of arguments."""
+"""Number of signatures. Each is called with ten sets of arguments."""
 
 CALLS = 10
 NAMES = ("a", "b", "title", "type", "items", "model_config")
@@ -63,7 +63,7 @@ bounds = st.integers(-3, 3)
 LENGTHS = st.integers(0, 2)
 leaves = st.one_of(
     st.sampled_from([int, float, bool, str, int | float, Colour, Level, Any]),
-    # Without 1 and True: pydantic takes one for the other where a Literal has one of them (see the exceptions).
+    # Without 1 and True: pydantic confuses them if a Literal contains one of them (see the exceptions).
     st.lists(st.sampled_from(["x", "y", 2, 3]), min_size=1, max_size=3).map(
         lambda values: Literal[tuple(values)]  # type: ignore[misc]
     ),
@@ -125,7 +125,7 @@ signatures = st.dictionaries(st.sampled_from(NAMES), st.tuples(annotations, st.b
 
 
 def tool_of(signature: Mapping[str, tuple[Any, bool]]) -> FunctionTool[..., object]:
-    """A tool with these parameters; those that are not needed are optional and None."""
+    """A tool with these parameters; optional ones default to None."""
 
     def made(**arguments: object) -> object:
         return sorted(arguments)
@@ -156,14 +156,14 @@ anything = st.recursive(
 
 @st.composite
 def members(draw: st.DrawFn, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Mostly all that are required, and some of the others."""
+    """Mostly all required members, and some of the others."""
     names = [name for name in schema["properties"] if name in schema["required"] or draw(st.booleans())]
     return {name: draw(values(schema["properties"][name])) for name in names if draw(st.integers(0, 15))}
 
 
 @st.composite
 def values(draw: st.DrawFn, schema: Mapping[str, Any]) -> Any:  # noqa: PLR0911
-    """Mostly what fits the schema, now and then something else."""
+    """Mostly values that fit the schema, sometimes others."""
     if draw(st.integers(0, 11)) == 0:
         return draw(anything)
     if "enum" in schema:

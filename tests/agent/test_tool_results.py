@@ -1,4 +1,4 @@
-"""What the model reads of a tool's result."""
+"""Tool results as the model receives them."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ async def test_how_results_are_written(result: object, content: str) -> None:
 
 @dataclass(slots=True)
 class Slotted:
-    """Has no __dict__."""
+    """A class without `__dict__`."""
 
     values: object
 
 
 def nested(levels: int) -> list[object]:
-    """A list in a list."""
+    """A list nested this deep."""
     value: list[object] = []
     for _ in range(levels):
         value = [value]

@@ -1,4 +1,4 @@
-"""What the model is told of a tool's parameters."""
+"""JSON schemas of a tool's parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server for all agents that go wrong, as long as the suite lasts."""
+"""One server for all faulty agents, for the whole suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.authoring.theatre import Honest, Theatre
 
 @pytest.fixture(scope="session")
 def theatre() -> Iterator[Theatre]:
-    """A server with an honest agent and all that are not."""
+    """A server with one correct agent and all faulty ones."""
     honest = Honest()
     agents = (honest, *wrong.wrong_agents())
     with LoopThread() as loop, LocalStack(loop, *agents, http=False, tool_output_bytes=20_000) as stage:

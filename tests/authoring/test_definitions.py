@@ -1,4 +1,4 @@
-"""What an author does wrong before anything is played is told where it is written, before a server listens."""
+"""Mistakes in an agent's definition are reported with their line before a server listens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.start_requests import settings
 
 
 class Shelf(BaseModel):
-    """Is read by one name and written by another."""
+    """A model whose validation and serialization aliases differ."""
 
     number: int = Field(validation_alias="shelf")
 
@@ -150,7 +150,7 @@ def start_that_wants_more() -> None:
         name = "started"
 
         async def start(self, server: object) -> None:  # type: ignore[override]
-            """Nobody gives it one."""
+            """A hook with a parameter that is never passed."""
 
 
 def half_of_a_letter() -> None:
@@ -220,7 +220,7 @@ WRONG = [
     (parameter_without_a_type, "tool 'untyped': parameter a needs a type"),
     (any_number_of_parameters, "tool 'add': parameter *numbers: 'int' cannot be given by name"),
     (unknown_type, "tool 'paint': name 'Colour' is not defined: its annotations are read at the top of its module"),
-    (policy_that_makes_no_sense, "retries are for tools that may be called again"),
+    (policy_that_makes_no_sense, "retries need a tool that may be called again"),
     (word_that_is_in_no_policy, "@tool takes no 'timout'; it takes timeout"),
     (process_for_a_closure, "tool 'inner': a process imports its tool"),
     (made_of_no_function, "a tool is made of a function, not of 7"),
@@ -243,7 +243,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("define", "says"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
 def test_it_is_told_at_its_own_line(define: Callable[[], None], says: str) -> None:
-    """What `rollout serve` and `rollout validate` say of it names a line inside of what is wrong."""
+    """`rollout serve` and `rollout validate` name a line inside the faulty definition."""
     with pytest.raises((TypeError, ValueError)) as caught:
         define()
     mistake = author_error(caught.value, "agent.py")
@@ -280,8 +280,8 @@ def test_two_tools_of_one_name_are_told_with_both_places() -> None:
 async def test_what_is_no_agent_is_not_served() -> None:
     for agents, says in (
         ([], "there is no agent to serve"),
-        ([First], "serve an object of it, First()"),
-        ([7], "7 is no agent"),
+        ([First], "serve an instance, First()"),
+        ([7], "7 is not an agent"),
     ):
         with pytest.raises(AgentFailed) as caught:
             async with Server(agents, settings()):  # type: ignore[arg-type]
@@ -317,19 +317,19 @@ def test_a_method_is_called_as_its_decorator_wants() -> None:
 
         @staticmethod
         def start() -> None:
-            """Needs no object."""
+            """A hook without `self`."""
 
     assert inspect.iscoroutinefunction(Judged().reward)
 
 
 class First(Agent):
-    """One of two."""
+    """One of two agents in a module."""
 
     name = "same"
 
 
 class Second(Agent):
-    """The other."""
+    """The other agent in the module."""
 
     name = "same"
 

@@ -1,4 +1,4 @@
-"""A server ends when it is told to, whatever its agents still do."""
+"""A server shuts down on a signal, whatever its agents are doing."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Slow(Agent):
 
 
 def line_of(text: str, source: str) -> int:
-    """The number of the line that holds a text."""
+    """The number of the line that contains a text."""
     (found,) = [number for number, line in enumerate(source.splitlines(), start=1) if text in line]
     return found
 
@@ -104,7 +104,7 @@ async def test_nothing_that_goes_on_holds_up_the_end(tmp_path: Path) -> None:
             assert await server.ended() == 0
     for mark in ("# tool", "# play"):
         at = f"{path}:{line_of(mark, STUBBORN)}"
-        assert f"does not give way to its cancellation at {at}; the program ends without it" in server.text
+        assert f"ignores its cancellation at {at}; the program exits without it" in server.text
     assert "Traceback" not in server.text
 
 

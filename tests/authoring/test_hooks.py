@@ -1,4 +1,4 @@
-"""Hooks that go wrong: an agent that cannot start is named and stops the server, one that cannot stop harms nobody."""
+"""Faulty hooks: an agent that fails to start is reported and stops the server; one that fails to stop affects no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ here = sys.modules[__name__]
 
 
 class Hooked(Agent):
-    """Goes wrong where it is told to."""
+    """Fail in the given hook."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Hooked(Agent):
 
 @pytest.fixture
 def runner() -> Iterator[asyncio.Runner]:
-    """A loop that waits for no clock."""
+    """A loop with virtual time."""
     with asyncio.Runner(loop_factory=JumpingLoop) as jumping:
         yield jumping
 
@@ -75,7 +75,7 @@ def test_a_start_that_fails_stops_those_before_it(runner: asyncio.Runner, name: 
 
 
 class Empty(Agent):
-    """Its start is a plain function, and raises what asyncio cannot carry from a thread."""
+    """`start` is a synchronous function and raises an exception that asyncio cannot pass on from a thread."""
 
     name = "empty"
 
@@ -96,16 +96,18 @@ def test_a_start_that_lasts_is_told_of(runner: asyncio.Runner, caplog: pytest.Lo
             await start_agents([Hooked("start-is-slow")], stack)
 
     runner.run(start())
-    assert f"still starts after 10 s at {place(here, 'start-is-slow')}; the server takes no requests" in caplog.text
+    assert (
+        f"is still starting after 10 s at {place(here, 'start-is-slow')}; the server accepts no requests" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "reads"),
     [
-        ("stop-raises", "the stop of agent stop-raises failed at {at}"),
-        ("stop-exits", "the stop of agent stop-exits failed at {at}"),
-        ("stop-never-returns", "did not end within 10 s at {at}"),
-        ("stop-swallows", "did not end within 10 s at {at}"),
+        ("stop-raises", "agent stop-raises: stop() failed at {at}"),
+        ("stop-exits", "agent stop-exits: stop() failed at {at}"),
+        ("stop-never-returns", "did not return within 10 s at {at}"),
+        ("stop-swallows", "did not return within 10 s at {at}"),
     ],
 )
 def test_a_stop_that_fails_keeps_no_other_from_stopping(

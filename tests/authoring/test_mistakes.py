@@ -1,6 +1,4 @@
-"""What an author does wrong while rollouts are played: each mistake ends its own rollout as it should, is told of by file and line,
-and does no harm to a rollout beside it.
-"""
+"""Mistakes of authors at run time: each ends only its own rollout, is reported with file and line, and harms no other rollout."""
 
 from __future__ import annotations
 
@@ -23,10 +21,10 @@ class Row:
     """A mistake, by its agent's name.
 
     Args:
-        reads: what the log has of it; `{at}` stands for file and line of what is wrong.
-        ends: the failure of its rollout, or a part of it; None: the rollout stops as it should.
-        told: what the model reads of the call, or a part of it; None: it makes none.
-        seconds: the time that the rollout has.
+        reads: texts in the log; `{at}` stands for file and line of the mistake.
+        ends: a part of its rollout's failure message; None: the rollout succeeds.
+        told: a part of the tool result that the model receives; None: there is no call.
+        seconds: the time limit of the rollout.
     """
 
     name: str
@@ -38,51 +36,62 @@ class Row:
 
 PLAY, REWARD, TIME = "agent's play failed in turn", "agent's reward failed in turn", "timeout: the rollout's"
 MISTAKES = [
-    Row("play-raises", "the play of agent play-raises failed at {at}", PLAY),
-    Row("play-raises-oddly", "the play of agent play-raises-oddly failed at {at}", PLAY),
-    Row("play-exits", "the play of agent play-exits failed at {at}", PLAY),
-    Row("play-is-interrupted", "the play of agent play-is-interrupted failed at {at}", PLAY),
-    Row("waits-for-nothing", "the play of agent waits-for-nothing failed at {at}", PLAY),
-    Row("finishes-without-a-word", "the play of agent finishes-without-a-word failed at {at}", PLAY),
-    Row("remarks-no-text", "the play of agent remarks-no-text failed at {at}", PLAY),
-    Row("appends-for-ever", "the play of agent appends-for-ever failed at {at}", PLAY),
+    Row("play-raises", "agent play-raises: play() failed at {at}", PLAY),
+    Row("play-raises-oddly", "agent play-raises-oddly: play() failed at {at}", PLAY),
+    Row("play-exits", "agent play-exits: play() failed at {at}", PLAY),
+    Row("play-is-interrupted", "agent play-is-interrupted: play() failed at {at}", PLAY),
+    Row("waits-for-nothing", "agent waits-for-nothing: play() failed at {at}", PLAY),
+    Row("finishes-without-a-word", "agent finishes-without-a-word: play() failed at {at}", PLAY),
+    Row("remarks-no-text", "agent remarks-no-text: play() failed at {at}", PLAY),
+    Row("appends-for-ever", "agent appends-for-ever: play() failed at {at}", PLAY),
     Row("reward-has-odd-scores", "a score's name is a text of at most 256 characters, not 1 ({at})", REWARD),
-    Row("task-exits", "a task called sys.exit(1) at {at}; that ends the task, not the program"),
-    Row("group-raises", "the play of agent group-raises failed at {at}", PLAY),
-    Row("reward-raises", "the reward of agent reward-raises failed at {at}", REWARD),
+    Row("task-exits", "a task called sys.exit(1) at {at}; this ends the task, not the program"),
+    Row("group-raises", "agent group-raises: play() failed at {at}", PLAY),
+    Row("reward-raises", "agent reward-raises: reward() failed at {at}", REWARD),
     Row("reward-is-nan", "returned nan, which is not a finite number ({at})", REWARD),
-    Row("reward-is-a-text", "the reward of agent reward-is-a-text failed ({at})", REWARD),
-    Row("reward-never-returns", "over: it waited at {at}", TIME, seconds=0.3),
-    Row("play-never-returns", "over: it waited at {at}", TIME, seconds=0.3),
+    Row("reward-is-a-text", "agent reward-is-a-text: reward() failed ({at})", REWARD),
+    Row("reward-never-returns", "its rollout; it was waiting at {at}", TIME, seconds=0.3),
+    Row("play-never-returns", "its rollout; it was waiting at {at}", TIME, seconds=0.3),
     Row(
-        "plain-play-never-returns", "plain-play-never-returns ({at}) had not returned when the time", TIME, seconds=0.3
+        "plain-play-never-returns",
+        "plain-play-never-returns: play() ({at}) had not returned at the time limit",
+        TIME,
+        seconds=0.3,
     ),
-    Row("returns-early", "returned while a task that it had started went on at {at}; that is cancelled"),
-    Row("samples-twice", "the play of agent samples-twice failed at {at}", PLAY),
-    Row("appends-no-message", "the play of agent appends-no-message failed at {at}", PLAY),
-    Row("appends-without-role", "the play of agent appends-without-role failed at {at}", PLAY),
-    Row("invents-calls", "the play of agent invents-calls failed at {at}", PLAY),
-    Row("calls-twice", "the play of agent calls-twice failed at {at}", PLAY, told="Unknown function"),
-    Row("calls-no-calls", "the play of agent calls-no-calls failed at {at}", PLAY),
-    Row("forks-wrongly", "the play of agent forks-wrongly failed at {at}", PLAY),
-    Row("rewrites-history", "the play of agent rewrites-history failed at {at}", PLAY),
-    Row("drops-history", "the play of agent drops-history failed at {at}", PLAY),
-    Row("keeps-what-is-no-json", "what JSON can hold: Object of type object is not JSON serializable ({at})", PLAY),
+    Row("returns-early", "returned while a task it started was still running at {at}; the task is cancelled"),
+    Row("samples-twice", "agent samples-twice: play() failed at {at}", PLAY),
+    Row("appends-no-message", "agent appends-no-message: play() failed at {at}", PLAY),
+    Row("appends-without-role", "agent appends-without-role: play() failed at {at}", PLAY),
+    Row("invents-calls", "agent invents-calls: play() failed at {at}", PLAY),
+    Row("calls-twice", "agent calls-twice: play() failed at {at}", PLAY, told="Unknown function"),
+    Row("calls-no-calls", "agent calls-no-calls: play() failed at {at}", PLAY),
+    Row("forks-wrongly", "agent forks-wrongly: play() failed at {at}", PLAY),
+    Row("rewrites-history", "agent rewrites-history: play() failed at {at}", PLAY),
+    Row("drops-history", "agent drops-history: play() failed at {at}", PLAY),
+    Row(
+        "keeps-what-is-no-json",
+        "cannot be serialized as JSON: Object of type object is not JSON serializable ({at})",
+        PLAY,
+    ),
     Row("tool-raises", "raised KeyError at {at}", told="Error: 'key'"),
     Row(
         "tool-returns-no-json",
-        "tool odd ({at}) returned what cannot be written as text",
+        "tool odd ({at}) returned a value that cannot be written as text",
         told="Error: The result of odd",
     ),
     Row("tool-never-returns", "took longer than 0.1 s at {at}", told="Error: never took longer than 0.1 s"),
     Row("plain-tool-never-returns", "tool never_plain ({at}) took longer", told="Error: never_plain took longer"),
-    Row("tool-outlasts-its-rollout", "over: it waited for tool endless ({at})", TIME, seconds=0.3),
+    Row("tool-outlasts-its-rollout", "its rollout; it was waiting for tool endless ({at})", TIME, seconds=0.3),
     Row(
         "tool-floods",
-        "tool flood ({at}) returned more than a result may have",
+        "tool flood ({at}) returned a result over the size limit",
         told="100,000,000 characters are missing]",
     ),
-    Row("tool-floods-json", "tool flood_json ({at}) returned what cannot be written", told="more than 4 MiB as JSON"),
+    Row(
+        "tool-floods-json",
+        "tool flood_json ({at}) returned a value that cannot be written",
+        told="more than 4 MiB as JSON",
+    ),
     Row("tool-prints", "", told="printed"),
     Row("tool-blocks", "ms at {at} in blocks; all rollouts wait for it", told="slept"),
     Row("tool-exits", "ended with SystemExit at {at}", told="Error: SystemExit: 1"),
@@ -92,7 +101,7 @@ MISTAKES = [
 
 
 def script(name: str) -> ScriptedModel:
-    """A model that calls the agent's tool, where it has one."""
+    """A model that calls the agent's tool, if it has one."""
     if name in wrong.CALLED:
         return ScriptedModel().calls(wrong.CALLED[name]).says("done")
     return ScriptedModel().says("one").says("two").says("three")
@@ -111,16 +120,16 @@ def test_a_mistake_is_its_authors_own(theatre: Theatre, caplog: pytest.LogCaptur
 
 
 LEFT = {
-    "play-swallows": "play {uid} does not give way to its cancellation and is left alone at {at}",
-    "play-swallows-its-end": "",  # it is told of in the same words, after another five seconds
-    "reward-swallows": "judge {uid} does not give way to its cancellation and is left alone at {at}",
-    "tool-swallows": "tool stubborn ({at}) does not give way to its cancellation and is left alone, with the places it holds",
-    "plain-play-never-returns": "the play of agent plain-play-never-returns ({at}) is still in its thread and is left alone",
+    "play-swallows": "play {uid} ignores its cancellation and is abandoned at {at}",
+    "play-swallows-its-end": "",  # the message is the same, after another five seconds
+    "reward-swallows": "judge {uid} ignores its cancellation and is abandoned at {at}",
+    "tool-swallows": "tool stubborn ({at}) ignores its cancellation and is abandoned with the slots it holds",
+    "plain-play-never-returns": "the play of agent plain-play-never-returns ({at}) is still running in its thread and is abandoned",
 }
 
 
 def test_what_does_not_give_way_is_left_alone_and_named(theatre: Theatre, caplog: pytest.LogCaptureFixture) -> None:
-    """Their rollouts have ended long before the server gives them up."""
+    """Their rollouts end long before the server abandons their tasks."""
 
     def play(name: str) -> str:
         limits = {"turns": 1} if name == "play-swallows-its-end" else {"time": 0.3}
@@ -153,7 +162,7 @@ def test_a_choice_of_tools_that_fails_refuses_the_rollout(
 
 
 def test_rollouts_share_their_agents_object(theatre: Theatre, caplog: pytest.LogCaptureFixture) -> None:
-    """What they keep in `self` is theirs together, and no mistake that a server could find."""
+    """State in `self` is shared by all rollouts. The server cannot detect this mistake."""
     with ThreadPoolExecutor(4) as pool:
         for played in pool.map(lambda _: theatre.play("tool-prints", script("tool-prints")), range(4)):
             assert (played.stop, played.tool_results) == ("stop", ["printed"])
@@ -161,9 +170,9 @@ def test_rollouts_share_their_agents_object(theatre: Theatre, caplog: pytest.Log
 
 
 def until(holds: Callable[[], bool]) -> None:
-    """Waits for what is about to be."""
+    """Poll until the condition holds."""
     for _ in range(6000):
         if holds():
             return
         time.sleep(0.01)
-    raise AssertionError("it never came to be")
+    raise AssertionError("the condition never held")

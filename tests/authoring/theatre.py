@@ -1,4 +1,4 @@
-"""A real server on which an agent goes wrong while an honest rollout is under way beside it."""
+"""A real server that runs a faulty agent while a correct rollout is in progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def add(a: int, b: int) -> int:
 
 
 class Honest(Agent):
-    """Does what it should. Its first tool call lasts until somebody lets it go on."""
+    """A correct agent. Its first tool call waits until a test releases it."""
 
     name = "honest"
 
@@ -39,7 +39,7 @@ class Honest(Agent):
         self.gates: dict[str, threading.Event] = {}
 
     async def wait(self, key: str) -> str:
-        """Waits for the other rollout."""
+        """Wait for the other rollout."""
         self.began[key].set()
         while not self.gates[key].is_set():  # noqa: ASYNC110 - the gate is opened by another thread
             await asyncio.sleep(0.005)
@@ -51,13 +51,13 @@ class Honest(Agent):
 
 @dataclass(frozen=True)
 class Theatre:
-    """The stage of one server, and its honest agent."""
+    """A server and its correct agent."""
 
     stage: LocalStack
     honest: Honest
 
     def play(self, agent: str, model: ScriptedModel, **fields: Any) -> FinishedRollout:
-        """What a rollout of the agent came to. Raises AssertionError where it did any harm to the honest one beside it."""
+        """Run a rollout of the agent and return the result. Raises AssertionError if it affected the correct one."""
         with ThreadPoolExecutor(1) as pool:
             key = uuid.uuid4().hex
             began = self.honest.began[key] = threading.Event()

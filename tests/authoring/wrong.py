@@ -1,4 +1,4 @@
-"""Agents with one mistake each. The line that their author has to mend ends with `# wrong: ` and the agent's name."""
+"""Agents with one mistake each. The faulty line ends with `# wrong: ` and the agent's name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rollout_server import Agent, Request, RewardResult, Run, tool
 from rollout_server.core.message import ToolCall
 
 LET_GO = threading.Event()
-"""Set once the tests are over: threads that never return are gone then."""
+"""Set after the tests, so that threads that never return can end."""
 
 
 async def for_ever() -> None:
-    """Never returns."""
+    """Block until the tests are over."""
     await asyncio.get_running_loop().create_future()
 
 
@@ -31,7 +31,7 @@ class PlayRaises(Agent):
 
 
 class Unshowable(Exception):
-    """Cannot even be shown."""
+    """An exception whose text cannot be formatted."""
 
     def __str__(self) -> str:
         raise LookupError
@@ -96,7 +96,7 @@ class RewardHasOddScores(Agent):
 
 
 class TaskExits(Agent):
-    """The task is nobody's: no rollout can end for it."""
+    """The task belongs to no rollout, so its exit ends none."""
 
     name = "task-exits"
 
@@ -379,7 +379,7 @@ async def leaves() -> str:
 
 
 class Fatal(BaseException):
-    """No Exception."""
+    """An exception that does not derive from Exception."""
 
 
 @tool
@@ -395,7 +395,7 @@ async def cancels() -> None:
 
 
 class ToolAgent(Agent):
-    """The default loop with one tool; several of its rollouts change the same object, and nothing comes of it."""
+    """The default loop with one tool. Concurrent rollouts change the same object, without effect."""
 
     def __init__(self, name: str, offered: Any) -> None:
         self.name = name
@@ -423,11 +423,11 @@ TOOLS: Mapping[str, Any] = {
     "tool-cancels": cancels,
 }
 CALLED = {**{name: offered.name for name, offered in TOOLS.items()}, "returns-early": "endless", "calls-twice": "add"}
-"""What the model calls, by the agent's name."""
+"""The tool that the model calls, by the agent's name."""
 
 
 def wrong_agents() -> Sequence[Agent]:
-    """All of them, made anew."""
+    """New objects of all faulty agents."""
     here = [kind for kind in vars(sys.modules[__name__]).values() if isinstance(kind, type)]
     kinds = [kind for kind in here if issubclass(kind, Agent) and "name" in vars(kind)]
     return [kind() for kind in kinds] + [ToolAgent(name, offered) for name, offered in TOOLS.items()]

@@ -1,4 +1,4 @@
-"""A project that `rollout new` made, and commands in this process."""
+"""A project made by `rollout new`, and commands that run in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory, in which one is. Modules that are imported from it are forgotten with the test."""
+    """An empty working directory. Modules imported from it are unloaded after the test."""
     path, modules = list(sys.path), set(sys.modules)
     with contextlib.chdir(tmp_path):
         yield tmp_path
@@ -34,7 +34,7 @@ def here(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def project(here: Path) -> Path:
-    """What `rollout new letter-counter` makes; one is in it."""
+    """The project of `rollout new letter-counter`, as the working directory."""
     make_project("letter-counter", here)
     os.chdir(here / "letter-counter")
     return here / "letter-counter"
@@ -42,7 +42,7 @@ def project(here: Path) -> Path:
 
 @pytest.fixture
 def invoke(here: Path) -> Invoke:
-    """`invoke(*arguments)`: a command in this process, in the empty directory."""
+    """`invoke(*arguments)`: run a command in this process, in the empty directory."""
     clean = environment()
 
     def invoked(*arguments: str, **env: str) -> Result:
@@ -53,13 +53,13 @@ def invoke(here: Path) -> Invoke:
 
 
 def document(result: Result) -> dict[str, Any]:
-    """The one JSON object on standard output."""
+    """The single JSON object on standard output."""
     found: dict[str, Any] = json.loads(result.stdout)
     return found
 
 
 def complaint(result: Result) -> str:
-    """What a command that failed says to people."""
+    """The error text of a failed command."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code in (1, 2)
     assert "Traceback" not in result.stderr

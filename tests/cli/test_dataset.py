@@ -1,4 +1,4 @@
-"""Datasets: three forms with the same rows, and what is said of those that are none."""
+"""Datasets: three formats with the same rows, and errors for invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every `rollout ...` line of README, docs and examples: the command is there, and knows the flags that are written."""
+"""Every `rollout ...` line in README, docs and examples is a valid command with valid flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE = re.compile(r"^(?:[A-Z_]+=(?:'[^']*'|\S*)\s+)*rollout (.*)$", re.MULTILINE
 
 
 def commands() -> list[str]:
-    """What stands behind `rollout`, to the end of the command."""
+    """The arguments of all `rollout` commands."""
     found = set()
     for page in PAGES:
         for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
@@ -26,7 +26,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("line", commands())
 def test_it_is_a_command(line: str, invoke: Invoke) -> None:
-    told = invoke(*shlex.split(line), "--help")  # read whole, and answered with help instead of being done
+    told = invoke(*shlex.split(line), "--help")  # --help parses the whole line and runs nothing
     assert told.exit_code == 0, told.output
 
 

@@ -1,4 +1,4 @@
-"""`rollout test`: an agent on a dataset, through the real server."""
+"""`rollout test`: run an agent on a dataset, through the real server."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_a_dataset_is_played_and_summed_up(project: Path, invoke: Invoke) -> Non
 
 
 def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> None:
-    """Only rows that changed, and those whose result was lost in the middle of its line."""
+    """`--resume` runs only changed rows, and rows whose result line is truncated."""
     (project / "counted.py").write_text(COUNTED)
     asked = ("test", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
     assert invoke(*asked).exit_code == 0
     assert (project / "asked").read_text() == "x" * 6
-    assert "--resume goes on with it" in complaint(invoke(*asked))
+    assert "use --resume to continue it" in complaint(invoke(*asked))
     assert invoke(*asked, "--resume").exit_code == 0
     assert (project / "asked").read_text() == "x" * 6
 
@@ -104,7 +104,7 @@ def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invok
     told = invoke("test", "sometimes.py", "d.jsonl", "--json")
     found = document(told)
     assert (told.exit_code, found["passed"]) == (1, False)
-    assert found["unmet"] == ["2 of 5 rollouts went wrong"]
+    assert found["unmet"] == ["2 of 5 rollouts failed"]
     summary = found["summary"]
     assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.25)
     assert summary["failures"] == {"internal": 2}
@@ -124,11 +124,11 @@ def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Inv
     assert invoke(*asked, "--min-pass-rate", "0.5").exit_code == 0
     told = invoke(*asked, "--min-pass-rate", "0.6")
     assert told.exit_code == 1
-    assert "the pass rate is 0.5; --min-pass-rate asks for 0.6" in told.stdout
+    assert "the pass rate is 0.5; --min-pass-rate requires 0.6" in told.stdout
     assert invoke(*asked, "--min-pass-rate", "0.6", "--threshold", "0.5").exit_code == 0
     written(project / "d.jsonl", [row(0, "none")])
     told = invoke(*asked, "--min-pass-rate", "0")
-    assert (told.exit_code, "the agent gives no reward" in told.stdout) == (1, True)
+    assert (told.exit_code, "the agent returned no rewards" in told.stdout) == (1, True)
 
 
 def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke) -> None:
@@ -136,7 +136,7 @@ def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke
     told = invoke("test", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
     found = document(told)
     assert (told.exit_code, found["summary"]["failures"]) == (1, {"network": 2})
-    assert "given up: --max-failures 2 is reached" in found["unmet"]
+    assert "stopped early: --max-failures 2 is reached" in found["unmet"]
 
 
 def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: Invoke) -> None:

@@ -1,4 +1,4 @@
-"""Agents by the words of a command line, and what is said of those that cannot be found or imported."""
+"""Agents named on a command line, and errors for those that cannot be found or imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--json` on each command, and what is said of a command line that is wrong."""
+"""`--json` of each command, and errors for invalid command lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_version_is_a_flag_too(invoke: Invoke) -> None:
     flag, command = invoke("--version"), invoke("version")
     assert (flag.exit_code, flag.stdout, flag.stderr) == (0, command.stdout, "")
     assert "--version" in invoke("--help").stdout
-    assert "knows who wrote every token" in invoke("--help").stdout
+    assert "multi-turn, tool-using agents" in invoke("--help").stdout
 
 
 def test_small_commands_answer(invoke: Invoke) -> None:

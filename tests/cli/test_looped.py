@@ -1,4 +1,4 @@
-"""A program's loop: gRPC stays at hand in it, whatever is collected as garbage meanwhile."""
+"""The event loop of a program: gRPC stays loaded in it, whatever the garbage collector frees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pollers() -> set[int | None]:
 
 
 async def polled() -> tuple[set[int | None], set[int | None]]:
-    """The threads that poll for gRPC while there is a channel, and once the last one is garbage."""
+    """Count gRPC's polling threads while a channel exists, and after the last one was collected."""
     channel = grpc.aio.insecure_channel("127.0.0.1:9")
     before = pollers()
     await channel.close()
@@ -24,7 +24,7 @@ async def polled() -> tuple[set[int | None], set[int | None]]:
 
 
 def test_grpc_stays_until_the_loop_is_closed() -> None:
-    gc.collect()  # what tests before this one left behind would keep it, too
+    gc.collect()  # objects of earlier tests would keep it alive, too
     before, after = run_loop(polled())
     assert len(before) == 1
     assert after == before

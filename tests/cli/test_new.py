@@ -1,4 +1,4 @@
-"""`rollout new`: the project runs as it stands."""
+"""`rollout new`: the project runs unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.conftest import Invoke, complaint, document
 
 
 def test_the_readmes_two_commands_run_as_they_stand(here: Path, invoke: Invoke) -> None:
-    """The first one, which runs the project's own tests, is run by tests/test_readme.py, in a shell."""
+    """The first command, which runs the project's own tests, is covered by tests/test_readme.py."""
     made = invoke("new", "letter-counter")
     folder = here / "letter-counter"
     shown = re.search(r"```sh\n(.*?)\n```", (folder / "README.md").read_text(), re.DOTALL)

@@ -1,4 +1,4 @@
-"""Commands that go on until they are told to stop: servers that answer in JSON, and an evaluation that is interrupted."""
+"""Commands that run until they are stopped: servers with JSON output, and an interrupted evaluation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Running:
         self.process = process
 
     async def document(self) -> dict[str, Any]:
-        """The next line, which is JSON."""
+        """The next line, parsed as JSON."""
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         assert line, await self.said()
@@ -39,18 +39,18 @@ class Running:
         return found
 
     async def rest(self) -> tuple[str, int]:
-        """Waits for the end: what else stands on standard output, and the exit code."""
+        """Wait for the exit; return the rest of standard output, and the exit code."""
         out, _ = await self.process.communicate()
         assert self.process.returncode is not None
         return out.decode(), self.process.returncode
 
     async def said_until(self, text: str) -> None:
-        """Reads standard error until a line that has the text."""
+        """Read standard error until a line that contains the text."""
         assert self.process.stderr is not None
         async for line in self.process.stderr:
             if text in line.decode():
                 return
-        raise AssertionError(f"{text!r} was never said")
+        raise AssertionError(f"standard error never contained {text!r}")
 
     async def said(self) -> str:
         """The rest of standard error."""
@@ -60,7 +60,7 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def running(*arguments: str, cwd: Path) -> AsyncIterator[Running]:
-    """`rollout ARGUMENTS`, ended with the block."""
+    """Run `rollout ARGUMENTS` and kill it at the end of the block."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *arguments,
@@ -69,7 +69,7 @@ async def running(*arguments: str, cwd: Path) -> AsyncIterator[Running]:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        # A run of the tests in the background of a shell ignores Ctrl-C, and would hand that on.
+        # A shell's background job ignores SIGINT and its children inherit that, so restore the default.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -94,8 +94,8 @@ async def test_agents_are_served_anew_when_their_file_changes(tmp_path: Path) ->
         assert await served(first["grpc_port"]) == ["one", "other"]
 
         (tmp_path / "agent.py").write_text("def broken(:\n")
-        await serving.said_until("changed: serving anew")
-        error = (await serving.document())["error"]  # the mistake is told, and the watching goes on
+        await serving.said_until("changed, restarting the server")
+        error = (await serving.document())["error"]  # the mistake is reported, and watching continues
         assert (error["file"], error["line"]) == ("agent.py", 1)
         (tmp_path / "agent.py").write_text(AGENT.format("two"))
         second = (await serving.document())["serving"]
@@ -159,7 +159,7 @@ async def test_an_evaluation_that_is_interrupted_goes_on(here: Path, invoke: Inv
         os.kill(testing.process.pid, signal.SIGINT)
         out, err = await testing.process.communicate()
     assert testing.process.returncode == 130, err.decode()
-    assert "--resume goes on with dataset.results.jsonl" in json.loads(out)["error"]["message"]
+    assert "--resume continues dataset.results.jsonl" in json.loads(out)["error"]["message"]
     assert b"Traceback" not in err
     (folder / "script.json").write_text(json.dumps({"lines": slow[0]}))
     os.chdir(folder)

@@ -1,4 +1,4 @@
-"""The HTML report: one file, no network, no script, and what models wrote is shown as text."""
+"""The HTML report: one file without network access or scripts; texts of models are escaped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOID = {"meta", "line"}
 
 
 class Tags(HTMLParser):
-    """Reads a page; every element is closed in its turn."""
+    """A parser that checks that every element is closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_message_without_text_is_shown_as_one() -> None:
 
 
 def luminance(colour: str) -> float:
-    """WCAG 2.2, relative luminance."""
+    """Relative luminance, as defined in WCAG 2.2."""
     digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
     parts = [int(digits[place : place + 2], 16) / 255 for place in (0, 2, 4)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
@@ -146,7 +146,7 @@ def test_every_colour_can_be_read_in_light_and_in_dark() -> None:
             "good": 4.5,
             "bad": 4.5,
             "bar": 3.0,
-        }.items():  # WCAG 1.4.3 and 1.4.11
+        }.items():  # contrast thresholds of WCAG 1.4.3 and 1.4.11
             for behind in ("paper", "box"):
                 dark, light = sorted((luminance(scheme[name]), luminance(scheme[behind])))
                 assert (light + 0.05) / (dark + 0.05) >= least, (name, behind)

@@ -1,4 +1,4 @@
-"""`rollout run`: one rollout, in words and in JSON, against a script and against trainers."""
+"""`rollout run`: one rollout, as text and JSON, with a script and with trainers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUESTION = "How often does the letter r occur in strawberry?"
 
 
 class Elsewhere:
-    """An event loop in a thread of its own: what commands in this one talk to."""
+    """An event loop in a separate thread, for the servers that commands of this thread call."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -47,14 +47,14 @@ class Elsewhere:
         self.thread.start()
 
     def open(self, stack: ExitStack, manager: AbstractAsyncContextManager[Any]) -> None:
-        """Enters a context there until the end of the stack."""
+        """Enter a context there until the end of the stack."""
         asyncio.run_coroutine_threadsafe(manager.__aenter__(), self.loop).result()
         stack.callback(
             lambda: asyncio.run_coroutine_threadsafe(manager.__aexit__(None, None, None), self.loop).result()
         )
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stop the thread."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
@@ -62,7 +62,7 @@ class Elsewhere:
 
 @pytest.fixture
 def elsewhere() -> Iterator[Callable[[AbstractAsyncContextManager[Any]], None]]:
-    """`elsewhere(context)`: entered in another thread, left with the test."""
+    """`elsewhere(context)`: enter a context in the other thread; it is left after the test."""
     with ExitStack() as stack:
         there = Elsewhere()
         stack.callback(there.close)
@@ -71,7 +71,7 @@ def elsewhere() -> Iterator[Callable[[AbstractAsyncContextManager[Any]], None]]:
 
 @pytest.fixture
 def trainer(elsewhere: Callable[[StrictTrainer], None]) -> StrictTrainer:
-    """A strict trainer that wants a key."""
+    """A strict trainer that requires a key."""
     script = Script((ScriptedReply(content="It is 3."),), repeat_last=True)
     strict = StrictTrainer(script=script, dialect=TrainerDialect.EITHER, api_key="sesame-open", render_tools=False)
     elsewhere(strict)
@@ -92,8 +92,8 @@ def test_a_rollout_is_told_as_it_goes(project: Path, invoke: Invoke) -> None:
         'assistant │ calls count_letter {"letter": "r", "word": "strawberry"}',
         ": 3",
         "assistant │ The letter occurs 3 times.",
-        "2 turns, 1 tool call, 0 of them failed",
-        " of the model, ",
+        "2 turns, 1 tool call (0 failed)",
+        " model, ",
         "reward 1",
         "next: rollout inspect kept",
     ):
@@ -172,13 +172,13 @@ def test_what_an_agent_does_beside_its_turns_is_told(project: Path, invoke: Invo
     assert told.exit_code == 0, told.stderr
     for said in (
         'observed  │ once {"seen": true}',
-        "masked    │ turn 1 does not train: a plan\nmasked    │ ␛[31mfinished",
-        "fork      │ segment 1, a subagent of segment 0: 1 message, without tools\nuser      │ Are you sure?",
-        "given up  │ turn 2: the agent no longer waits for its answer",
-        "fork      │ segment 2, a branch of segment 0: 2 messages, without tools\nuser      │ Another way.",
+        "masked    │ turn 1 is excluded from training: a plan\nmasked    │ ␛[31mfinished",
+        "fork      │ segment 1, a subagent of segment 0: 1 message, no tools\nuser      │ Are you sure?",
+        "given up  │ turn 2: the agent stopped waiting for the completion",
+        "fork      │ segment 2, a branch of segment 0: 2 messages, no tools\nuser      │ Another way.",
         "          │ in segment 0:\nuser      │ Go on.",
-        "fork      │ segment 3, a compaction of segment 0: 1 message, without tools\nuser      │ In short.",
-        " of the model, masked by the agent, ",
+        "fork      │ segment 3, a compaction of segment 0: 1 message, no tools\nuser      │ In short.",
+        " model (masked by the agent), ",
     ):
         assert said in told.stderr, said
     *events, _ = lines(told.stdout)
@@ -188,9 +188,11 @@ def test_what_an_agent_does_beside_its_turns_is_told(project: Path, invoke: Invo
     assert found["forked"]["origin"] == {"parent_id": "0", "parent_tokens": 0, "kind": "compaction"}
     assert found["given_up"]["segment_id"] == "1"
     seen = invoke("inspect", "kept", "--tokenizer", "toy=toy").stdout
-    assert re.search(r"segment 0 \(main\): \d+ of \d+ tokens train, \d+ of the model's are masked by the author", seen)
-    assert re.search(r"segment 2 \(branch of segment 0, which shares \d+ tokens\): ", seen)
-    assert "segment 3 (compaction of segment 0, with a prompt of its own): " in seen
+    assert re.search(
+        r"segment 0 \(main\): \d+ of \d+ tokens have mask 1, \d+ generated tokens masked by the agent", seen
+    )
+    assert re.search(r"segment 2 \(branch of segment 0, \d+ shared tokens\): ", seen)
+    assert "segment 3 (compaction of segment 0, new prompt): " in seen
 
 
 def test_a_limit_ends_it(project: Path, invoke: Invoke) -> None:
@@ -239,12 +241,12 @@ def test_an_engine_is_asked_by_its_models_name(
 
 
 WRONG = {
-    "no_prompt": ((), "--prompt TEXT or --message FILE"),
-    "both": (("--prompt", "a", "--message", "b"), "--prompt TEXT or --message FILE"),
+    "no_prompt": ((), "--prompt TEXT and --message FILE"),
+    "both": (("--prompt", "a", "--message", "b"), "--prompt TEXT and --message FILE"),
     "no_folder": (("--prompt", "a", "--out", "gone/kept.pb"), "gone/kept.pb: No such file or directory"),
     "no_file": (("--message", "gone.json"), "gone.json"),
-    "no_messages": (("--message", "agent.py"), "agent.py: this is no JSON"),
-    "no_metadata": (("--prompt", "a", "--metadata", "["), "--metadata is no JSON"),
+    "no_messages": (("--message", "agent.py"), "agent.py: this is not JSON"),
+    "no_metadata": (("--prompt", "a", "--metadata", "["), "--metadata is not JSON"),
     "no_object": (("--prompt", "a", "--metadata", "[]"), "--metadata must be a JSON object"),
     "two_models": (("--prompt", "a", "--model-url", "http://x", "--script", "y.json"), "exclude each other"),
     "no_url": (("--prompt", "a", "--model", "m"), "--model needs --model-url"),

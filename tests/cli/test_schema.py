@@ -1,4 +1,4 @@
-"""What is wrong with a tool's schema, and arguments that a schema allows."""
+"""Errors in a tool's schema, and example arguments that fit a schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing foreign reaches a terminal as it came: no escape of it is obeyed, and no line of it passes for one of ours."""
+"""Foreign text is escaped for terminals: no escape sequence takes effect, and no line can imitate the command's own output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with a strict trainer, a scripted server, and what a rollout is asked for with."""
+"""A server with a strict trainer, a scripted server, and arguments for rollouts."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class ServerAndTrainer:
 
     @property
     def port(self) -> int:
-        """Where the server listens."""
+        """The server's gRPC port."""
         return self.server.grpc_port
 
     @property
     def address(self) -> str:
-        """The same, with the host."""
+        """The server's address with host and port."""
         return f"127.0.0.1:{self.port}"
 
     def asked(self, **changes: Any) -> StartFields:
-        """Keywords for a calculation."""
+        """Keyword arguments for a calculation."""
         fields: dict[str, Any] = {
             "messages": [{"role": "user", "content": QUESTION}],
             "completions": self.trainer.url,
@@ -57,7 +57,7 @@ class ServerAndTrainer:
 
 @pytest.fixture
 async def world() -> AsyncIterator[ServerAndTrainer]:
-    """Everything real, in this event loop."""
+    """A real server and trainer, in this event loop."""
     gated, measured = Gated(), Measured()
     async with (
         Server([Calculator(), gated, measured], settings()) as server,
@@ -68,21 +68,21 @@ async def world() -> AsyncIterator[ServerAndTrainer]:
 
 @pytest.fixture
 async def line(world: ServerAndTrainer) -> AsyncIterator[TcpProxy]:
-    """A line to the server that a test may cut."""
+    """A proxy to the server that a test may break."""
     async with TcpProxy(world.port) as line:
         yield line
 
 
 @pytest.fixture
 async def far(line: TcpProxy) -> AsyncIterator[AsyncClient]:
-    """A client at the other end of the line."""
+    """A client that connects through the proxy."""
     async with AsyncClient(line.address, retry=QUICK) as client:
         yield client
 
 
 @pytest.fixture
 async def client(world: ServerAndTrainer) -> AsyncIterator[AsyncClient]:
-    """A client beside the server."""
+    """A client that connects directly."""
     async with AsyncClient(world.address, retry=QUICK) as client:
         yield client
 

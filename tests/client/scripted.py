@@ -1,4 +1,4 @@
-"""A real gRPC server that answers what a test has written down, call by call, and remembers what it was asked."""
+"""A real gRPC server with scripted responses per call, which records its requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RPCS = pb.DESCRIPTOR.services_by_name["RolloutService"].methods_by_name
 
 @dataclass(frozen=True)
 class Refusal:
-    """How a call fails: as the contract wants it, or as what gRPC itself makes, without a reason."""
+    """How a call fails: with the contract's error details, or as gRPC itself fails, without a reason."""
 
     code: grpc.StatusCode
     text: str = "refused for a reason"
@@ -37,7 +37,7 @@ class Refusal:
     domain: str = "rollout.osmosis"
 
     def trailers(self) -> tuple[tuple[str, bytes], ...]:
-        """The rich status."""
+        """The trailing metadata with the error details."""
         if not self.reason:
             return ()
         details: list[Message] = [ErrorInfo(reason=self.reason, domain=self.domain, metadata=dict(self.metadata))]
@@ -58,13 +58,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Held:
-    """An answer that never comes; `reached` is set once the call is there, `left` once its caller is gone."""
+    """A response that never arrives. `reached` is set when the call arrives, `left` when its caller has gone."""
 
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def hold(self) -> None:
-        """Waits for ever."""
+        """Wait forever."""
         self.reached.set()
         await asyncio.Event().wait()
 
@@ -74,7 +74,7 @@ Part: TypeAlias = Message | Refusal | Held
 
 @dataclass(frozen=True)
 class Seen:
-    """A call that came."""
+    """A received call."""
 
     rpc: str
     request: Any
@@ -82,14 +82,14 @@ class Seen:
 
 
 class Scripted(grpc.GenericRpcHandler):
-    """Answers each call of an rpc with the next of its lines, a sequence of parts; the last line stays."""
+    """Respond to each call of an rpc with the next of its lines, a sequence of parts; the last line repeats."""
 
     def __init__(self) -> None:
         self.seen: list[Seen] = []
         self._lines: dict[str, list[Sequence[Part]]] = defaultdict(list)
 
     def says(self, rpc: str, *lines: Sequence[Part] | Part) -> None:
-        """What an rpc answers, call by call."""
+        """Set the responses of an rpc, call by call."""
         self._lines[rpc] = [(line,) if isinstance(line, Message | Refusal | Held) else line for line in lines]
 
     def asked(self, rpc: str) -> list[Any]:
@@ -132,7 +132,7 @@ class Scripted(grpc.GenericRpcHandler):
                     await part.hold()
                 else:
                     yield part
-        finally:  # a caller may leave before the line came so far
+        finally:  # a caller may leave before this part
             for part in line:
                 if isinstance(part, Held):
                     part.left.set()
@@ -140,7 +140,7 @@ class Scripted(grpc.GenericRpcHandler):
 
 @dataclass(frozen=True)
 class Stage:
-    """A scripted server and where it listens."""
+    """A scripted server and its address."""
 
     script: Scripted
     address: str
@@ -148,7 +148,7 @@ class Stage:
 
 @asynccontextmanager
 async def scripted(credentials: grpc.ServerCredentials | None = None) -> AsyncIterator[Stage]:
-    """A scripted server on a port of its own."""
+    """A scripted server on a free port."""
     script = Scripted()
     server = grpc.aio.server(handlers=(script,))
     at = "127.0.0.1:0"
@@ -161,7 +161,7 @@ async def scripted(credentials: grpc.ServerCredentials | None = None) -> AsyncIt
 
 
 def event(sequence: int, code: str = "note") -> event_pb2.RolloutEvent:
-    """A note."""
+    """A note event."""
     return event_pb2.RolloutEvent(sequence=sequence, note=event_pb2.Note(code=code))
 
 

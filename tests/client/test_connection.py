@@ -1,4 +1,4 @@
-"""Where a client connects, how it is secured, and what it sends along with each call."""
+"""Addresses, security and metadata of a client's connection."""
 
 from __future__ import annotations
 
@@ -244,8 +244,8 @@ async def test_a_server_that_wants_to_see_a_certificate(authority: trustme.CA) -
     ("tls", "error", "named"),
     [
         ({"ca": "/nowhere/ca.pem"}, OSError, "/nowhere/ca.pem"),
-        ({"ca": b"nonsense"}, ValueError, "ca is no PEM"),
-        ({"ca": "-----BEGIN CERTIFICATE-----hush"}, ValueError, "ca is a text"),
+        ({"ca": b"nonsense"}, ValueError, "ca does not contain PEM"),
+        ({"ca": "-----BEGIN CERTIFICATE-----hush"}, ValueError, "ca is PEM content in a str"),
         ({"certificate": b"-----BEGIN"}, ValueError, "certificate and key"),
         ({"key": b"-----BEGIN hush"}, ValueError, "certificate and key"),
     ],
@@ -271,19 +271,19 @@ async def test_a_channel_of_ones_own_is_used_and_left_open(stage: Stage) -> None
             assert await client.server_info() == INFO
         async with AsyncClient(channel) as client:
             assert await client.server_info() == INFO
-            assert repr(client) == "<AsyncClient over a channel of its user>"
+            assert repr(client) == "<AsyncClient on a supplied channel>"
     assert stage.script.seen[0].metadata["authorization"] == f"Bearer {KEY}"
 
 
 @pytest.fixture
 def nowhere() -> str:
-    """An address at which nobody listens."""
+    """An address where no server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def test_an_event_loop_of_its_own(nowhere: str) -> None:
-    """A client may be made before its loop runs, and says so where another one uses it."""
+    """A client may be created before its loop runs. Use from another loop raises an error that says so."""
     client = AsyncClient(nowhere, retry=Retry(patience=0))
     with pytest.raises(Unavailable):
         asyncio.run(client.server_info(timeout=5))
@@ -317,7 +317,7 @@ async def test_a_forked_process_is_told_to_make_its_own(world: ServerAndTrainer)
 
 
 def version_of(address: str) -> str:
-    """What a worker process does."""
+    """The server's version, read by a worker process."""
     with Client(address) as client:
         return client.server_info().version
 

@@ -1,4 +1,4 @@
-"""The snippets of docs/client.md, run as they are written, save for the addresses."""
+"""The snippets of docs/client.md, run as written except for the addresses."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SAID = {
     "Start a rollout": r"5 plus 3 equals 8\. .*16.*\n\d+ \d+ of \d+\n",
     "Follow": r"1 accepted\n(?:.*\n)*\d+ finished\n[\w-]+ stop\nagain: 4\n",
-    "In an event loop": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
+    "With asyncio": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
     "Find": r"\(\)\n\['calculator'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
     "When a call fails": r"spec\.completions\.url .*\nNOT_FOUND ROLLOUT_NOT_FOUND False None \w+\nthere is no rollout",
-    "What is tried again": r"False\n0\n",
-    "Keys": r"(<Client .*>\n){4}Credentials\(\.\.\.\)",
+    "Retries": r"False\n0\n",
+    "API keys": r"(<Client .*>\n){4}Credentials\(\.\.\.\)",
 }
 
 
 @pytest.fixture
 async def addresses() -> AsyncIterator[dict[str, str]]:
-    """The page's addresses, and those of a server and a trainer that run here."""
+    """The page's addresses, mapped to a server and a trainer that run here."""
     settings = Settings(
         _env_file=None, host="127.0.0.1", http_port=0, grpc_port=0, tokenizers={"Qwen/Qwen3-8B": TOY_TOKENIZER}
     )

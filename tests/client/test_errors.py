@@ -1,4 +1,4 @@
-"""Every kind of failure as an exception: from the real server where it has the case, else from a scripted one."""
+"""Every kind of failure as an exception: from the real server if it can cause it, otherwise from a scripted one."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ async def test_it_is_tried_again_after_as_long_as_the_server_says(stage: Stage, 
 
 
 class Broken(grpc.RpcError):
-    """A status with trailers that make no sense."""
+    """A status with malformed trailing metadata."""
 
     def __init__(self, trailers: Any) -> None:
         self._trailers = trailers

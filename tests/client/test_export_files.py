@@ -1,4 +1,4 @@
-"""Samples in files."""
+"""Samples in JSON lines and Parquet files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_file_of_other_rows_is_refused(tmp_path: Path) -> None:
         read_parquet(tmp_path / "text")
 
 
-@pytest.mark.skipif(HAS_ARROW, reason="pyarrow is here")
+@pytest.mark.skipif(HAS_ARROW, reason="pyarrow is installed")
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"rollout-server\[parquet\]"):
         write_parquet([SAMPLE], tmp_path / "s")

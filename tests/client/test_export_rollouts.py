@@ -1,4 +1,4 @@
-"""Samples of rollouts that were played, against what a strict trainer counted; and docs/samples.md, run as it is written."""
+"""Samples of real rollouts, compared with a strict trainer's count; and docs/samples.md, run as written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADD = (tool_call("c1", "add", '{"a": 5, "b": 3}'),)
 
 
 async def played(world: ServerAndTrainer, client: AsyncClient, *lines: ScriptedReply | Fault) -> list[TrainingSample]:
-    """The samples of the rollout "r/1" that a script led to."""
+    """Run the rollout "r/1" with a script and return its samples."""
     if lines:
         await world.trainer.put_script("r/1", Script(lines))
     started = await client.start(**world.asked(rollout_id="r/1", group_id="g"))
@@ -60,7 +60,7 @@ async def test_every_shape_holds_what_the_trainer_counted(
 async def test_a_sampled_end_token_trains_and_one_that_closes_a_cut_turn_does_not(
     world: ServerAndTrainer, client: AsyncClient
 ) -> None:
-    """The first answer is cut and closed, the second ends itself, the last one is cut and left as it is."""
+    """The first completion is truncated and closed, the second ends with its stop token, the last is truncated and not closed."""
     (sample,) = await played(
         world,
         client,
@@ -123,7 +123,7 @@ SAID = (
 
 @pytest.fixture
 async def addresses() -> AsyncIterator[dict[str, str]]:
-    """The page's addresses, and those of a server and a trainer that run here."""
+    """The page's addresses, mapped to a server and a trainer that run here."""
     settings = Settings(
         _env_file=None, host="127.0.0.1", http_port=0, grpc_port=0, tokenizers={"Qwen/Qwen3-8B": TOY_TOKENIZER}
     )

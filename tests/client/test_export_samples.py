@@ -1,4 +1,4 @@
-"""The laws of training samples, over random ledgers and over what contradicts itself."""
+"""The laws of training samples, for random ledgers and for contradictory input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.random_rollouts import outcome_of, rollouts, span
 
 
 def written(rollout: pb.Rollout) -> list[token_pb2.Segment]:
-    """The segments in which the model wrote something."""
+    """The segments with at least one generated token."""
     return [each for each in rollout.outcome.segments if len(each.spans) > 1]
 
 
@@ -134,15 +134,15 @@ def test_nothing_known_is_no_sample_and_an_unfinished_rollout_an_error() -> None
 
 RIGHT = (span("prompt", 2), span("model", 2), span("environment", 2), span("model", 1))
 WRONG = {
-    "other_tokens": (outcome_of(*RIGHT, prompt_ids=[1, 2]), "other tokens"),
-    "no_tokens": (outcome_of(*RIGHT, response_ids=[]), "other tokens"),
-    "other_mask": (outcome_of(*RIGHT, response_mask=b"\1\1\1\0\1", logprobs=None), "does not follow"),
-    "no_bit": (outcome_of(*RIGHT, response_mask=b"\1\2\0\0\1"), "other values than 0 and 1"),
+    "other_tokens": (outcome_of(*RIGHT, prompt_ids=[1, 2]), "tokens of its spans differ"),
+    "no_tokens": (outcome_of(*RIGHT, response_ids=[]), "tokens of its spans differ"),
+    "other_mask": (outcome_of(*RIGHT, response_mask=b"\1\1\1\0\1", logprobs=None), "mask differs from"),
+    "no_bit": (outcome_of(*RIGHT, response_mask=b"\1\2\0\0\1"), "values other than 0 and 1"),
     "masked_logprob": (outcome_of(*RIGHT, logprobs=token_pb2.Logprobs(values=[-1] * 5)), "logprob other than"),
-    "trailing_environment": (outcome_of(*RIGHT[:3]), "last token is not the model's"),
+    "trailing_environment": (outcome_of(*RIGHT[:3]), "last token was not generated"),
     "two_prompts": (outcome_of(RIGHT[0], RIGHT[1], prompt_ids=[10], response_ids=[11, 10, 11], response_mask=b"\0\1\1",
                                logprobs=None), "first span is not the prompt"),
-    "short_mask": (outcome_of(*RIGHT, response_mask=b"\1"), "same length"),
+    "short_mask": (outcome_of(*RIGHT, response_mask=b"\1"), "differ in length"),
 }  # fmt: skip
 
 

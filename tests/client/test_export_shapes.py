@@ -1,4 +1,4 @@
-"""Samples in the shapes of trainers, and as dictionaries."""
+"""Samples in the formats of trainers, and as dictionaries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_client.export import from_dict, to_dict, to_trl, to_verl
 from tests.support.random_rollouts import outcome_of, rollouts, span
 
 TURNS = (span("prompt", 2), span("model", 2), span("environment", 3, turn=2), span("model", 2, turn=2))
-# As in verl/experimental/agent_loop/agent_loop.py; fields that are left out there have defaults.
+# From verl/experimental/agent_loop/agent_loop.py. Fields that are missing here have defaults there.
 VERL_FIELDS = {
     "prompt_ids",
     "response_ids",
@@ -62,7 +62,7 @@ def test_what_is_not_known_may_be_left_out() -> None:
 
 
 WRONG_VALUES: dict[str, tuple[Any, str]] = {
-    "segment_id": (7, "segment_id is not a text"),
+    "segment_id": (7, "segment_id is not a string"),
     "prompt_ids": ([1, -1], r"prompt_ids\[1\] is not an integer from 0"),
     "response_ids": ([2**31] * 7, r"response_ids\[0\] is not"),
     "response_mask": ([True] * 7, r"response_mask\[0\] is not"),
@@ -73,8 +73,8 @@ WRONG_VALUES: dict[str, tuple[Any, str]] = {
     "truncated": (None, "truncated is neither"),
     "reward": (10**400, "reward is not a finite number"),
     "scores": ({"a": "b"}, r"scores\['a'\] is not"),
-    "reason": (None, "reason is not a text"),
-    "logprob": ([0.0], "'logprob' is not known"),
+    "reason": (None, "reason is not a string"),
+    "logprob": ([0.0], "'logprob' is not a known field"),
 }
 
 
@@ -104,7 +104,7 @@ def test_verl_takes_its_fields() -> None:
 
 
 def test_nothing_of_ours_takes_the_place_of_a_column_of_verl() -> None:
-    """verl makes a column of each key; "uid" says there which samples are a group."""
+    """verl makes a column of each key, and its "uid" groups samples."""
     assert list(to_verl(sample())["extra_fields"]) == ["rollout_sample"]
 
 

@@ -1,4 +1,4 @@
-"""The client for threads is the one for event loops, translated."""
+"""The synchronous client is generated from the asynchronous one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_client import AsyncClient, AsyncEventStream, AsyncRunStream, Client
 
 
 def test_the_client_for_threads_is_what_the_one_for_event_loops_gives() -> None:
-    """If this fails: run `make sync-client`."""
+    """If this fails, run `make sync-client`."""
     committed = {path.name: path.read_text(encoding="utf-8") for path in sorted(unasync.TARGET.glob("*.py"))}
     assert committed == unasync.translate(unasync.source_texts())
 
@@ -26,7 +26,7 @@ def test_generated_modules_say_so_in_their_first_line() -> None:
 
 def test_a_sentence_that_no_docstring_has_is_an_error() -> None:
     texts = unasync.source_texts()
-    with pytest.raises(ValueError, match="Events as an asynchronous iterator"):
+    with pytest.raises(ValueError, match="Event streams as asynchronous iterators"):
         unasync.translate({name: text for name, text in texts.items() if name != "events.py"})
 
 

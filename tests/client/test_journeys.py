@@ -1,4 +1,4 @@
-"""Every method against the real server, in an event loop and in threads."""
+"""Every client method against the real server, in an event loop and in threads."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def kinds(events: list[RolloutEvent]) -> list[str | None]:
 
 
 def is_right(outcome: Outcome | None) -> bool:
-    """The calculator's answer, and a sample with a mask of both kinds."""
+    """Assert the calculator's result, and a sample with mask values 0 and 1."""
     assert outcome is not None
     (sample,) = samples(outcome)
     return "16" in messages(outcome)[-1]["content"] and set(sample.response_mask) == {0, 1}
 
 
 async def detached(client: AsyncClient, uid: str) -> bool:
-    """Whether the rollout ended because nobody listened. Looks without listening."""
+    """Whether the rollout was cancelled after its client detached. Polls without attaching."""
 
     async def has_ended() -> bool:
         return (await client.get(uid)).state == FINISHED
@@ -171,7 +171,7 @@ async def test_fifty_at_once(world: ServerAndTrainer, client: AsyncClient) -> No
 
 @pytest.fixture
 def threads(world: ServerAndTrainer) -> Iterator[Client]:
-    """A client for threads, beside the server."""
+    """A synchronous client of the server."""
     with Client(world.address) as client:
         yield client
 
@@ -224,7 +224,7 @@ async def test_threads_share_a_client(world: ServerAndTrainer, threads: Client) 
 
 
 async def test_a_stream_is_left_with_its_loop(world: ServerAndTrainer, client: AsyncClient, threads: Client) -> None:
-    """Whoever breaks out of a loop is detached, though nobody has closed anything."""
+    """Breaking out of a loop detaches, even if no stream is closed explicitly."""
     grace = world.asked(agent="gated", cancel_after_detach=0)
     async for _ in client.run(**grace):
         break
@@ -301,7 +301,7 @@ async def test_a_task_that_is_cancelled_as_its_stream_is_closed_stays_cancelled(
 
 
 async def test_a_channel_that_its_user_closes_breaks_its_calls(world: ServerAndTrainer, client: AsyncClient) -> None:
-    """As a broken connection does; the task that waits was not cancelled."""
+    """It acts like a broken connection; the waiting task is not cancelled."""
     uid = (await client.start(**world.asked(agent="gated"))).uid
     channel = grpc.aio.insecure_channel(world.address)
     of_channel = AsyncClient(channel, retry=Retry(patience=0))
@@ -331,7 +331,7 @@ with Client(sys.argv[1]) as client:
 
 
 def heeds_ctrl_c() -> None:
-    """A run of the tests in the background of a shell ignores it, and hands that on."""
+    """Restore SIGINT: a shell's background job ignores it, and child processes inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""What the client brings along: nothing but grpcio and protobuf, and the oldest of these that trainers pin will do."""
+"""The client depends only on grpcio and protobuf, and works with the oldest versions that trainers pin."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ print(version("grpcio"), version("protobuf"), len(sequences))
 
 
 async def python(where: str | Path, *arguments: str) -> str:
-    """Runs Python with nothing of ours but the client and what is generated; returns what it printed."""
+    """Run Python with only the client and the generated code importable; return its output."""
     path = os.pathsep.join(str(ROOT / name) for name in ("generated", "gateway"))
     process = await asyncio.create_subprocess_exec(
         where,
         *arguments,
-        # A proxy for the world outside, which does not stand between a trainer and its server.
+        # A proxy for external addresses, which connections to the server must not use.
         env={**os.environ, "PYTHONPATH": path, "http_proxy": "http://127.0.0.1:9", "grpc_proxy": "http://127.0.0.1:9"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

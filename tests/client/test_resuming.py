@@ -1,4 +1,4 @@
-"""Connections that break: nothing is lost, nothing comes twice, nothing is started twice. Over real sockets."""
+"""Broken connections: no event is lost or repeated, and no rollout is started twice. Over real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sequences(events: list[RolloutEvent]) -> list[int]:
 
 
 async def bytes_of_a_run(world: ServerAndTrainer) -> int:
-    """How many bytes a server sends for one run."""
+    """The number of bytes that a server sends for one run."""
     async with TcpProxy(world.port, [10**9]) as line, AsyncClient(line.address) as client:
         assert sequences([event async for event in client.run(**world.asked(), detail="messages")]) == ALL
         return line.forwarded
@@ -44,13 +44,13 @@ async def test_a_run_that_is_cut_at_any_byte(world: ServerAndTrainer, client: As
             return line.connections
 
     connections = await asyncio.gather(*(one(budget) for budget in budgets))
-    # What is sent differs by a few bytes, so the last cuts may come too late.
+    # The byte count varies slightly, so the last cuts may come too late.
     assert max(connections) == 2
     assert connections.count(2) > 0.8 * len(budgets)
 
 
 async def test_a_connection_that_carries_a_few_bytes_only(world: ServerAndTrainer) -> None:
-    """Each connection brings one event or two, then it breaks."""
+    """Each connection carries one or two events, then it breaks."""
     async with TcpProxy(world.port, [900] * 30) as line, AsyncClient(line.address, retry=QUICK) as far:
         assert sequences([event async for event in far.run(**world.asked())]) == ALL
         assert line.connections > 3
@@ -65,7 +65,7 @@ async def test_a_watch_that_is_cut_after_every_event(world: ServerAndTrainer, li
         line.cut()
         world.measured.permits.release()
     assert seen == list(range(1, 11))
-    assert line.connections >= 9  # the last two events come together
+    assert line.connections >= 9  # the last two events arrive together
 
 
 async def test_a_thread_that_is_cut_after_every_event(world: ServerAndTrainer, line: TcpProxy) -> None:
@@ -108,7 +108,7 @@ async def test_a_start_whose_reply_is_lost_gives_one_rollout(world: ServerAndTra
             started = await far.start(**world.asked(rollout_id=name, agent="gated"))
             assert [each.uid async for each in client.list(rollout_id=name)] == [started.uid]
             attached += started.attached
-    assert attached > 0  # else no reply was lost
+    assert attached > 0  # otherwise no response was lost
 
 
 async def test_a_wait_that_is_cut(world: ServerAndTrainer, line: TcpProxy, far: AsyncClient) -> None:
@@ -180,7 +180,7 @@ async def test_each_way_to_break_a_stream(stage: Stage, actor: AsyncClient) -> N
         [cuts[2]],
         [*watched(event(4)), cuts[3]],
         [draining],
-        # Of a server that repeats itself.
+        # A server that repeats an event.
         watched(event(3), event(4), event(5), finished(6)),
     )
     stage.script.says("RunRollout", [cuts[0]], [draining], [cuts[1]], [*ran(), cuts[3]])
@@ -221,7 +221,7 @@ async def test_a_stream_that_ends_too_early_goes_on(stage: Stage, actor: AsyncCl
 
 
 async def test_a_server_that_breaks_every_stream_is_given_up(stage: Stage, actor: AsyncClient) -> None:
-    """That it answers is no progress yet."""
+    """A response alone is not progress, so the client gives up."""
     stage.script.says("WatchRollout", [Refusal(StatusCode.UNAVAILABLE, "cut", reason="")])
     with pytest.raises(Unavailable):
         await anext(actor.watch(UID))

@@ -1,4 +1,4 @@
-"""When it is tried again, for how long, and what is raised in the end. On a clock of the test's own."""
+"""Retry conditions, deadlines and final errors, on a manual clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout_client.unary_retry import LongPoll
 
 @dataclass
 class Clock:
-    """Stands still until it is told to go on."""
+    """A clock that advances only on request."""
 
     now: float = 100.0
 
@@ -41,7 +41,7 @@ def busy(retry_after: float | None) -> Busy:
 
 
 def pauses(attempts: Attempts, clock: Clock) -> Iterator[float]:
-    """The pauses between failures that follow each other without delay, until it is given up."""
+    """The pauses between immediate, consecutive failures, until the client gives up."""
     while True:
         try:
             pause = attempts.on_failure(cut())
@@ -63,7 +63,7 @@ def test_a_part_of_each_pause_is_left_to_chance(clock: Clock) -> None:
 
 def test_patience_ends(clock: Clock) -> None:
     attempts = Attempts(Retry(patience=10, first=1, longest=4), clock=clock, chance=lambda: 1.0)
-    assert sum(pauses(attempts, clock)) == 7  # 1 + 2 + 4; with the next 4 it would be over
+    assert sum(pauses(attempts, clock)) == 7  # 1 + 2 + 4; the next pause of 4 would exceed the limit
 
 
 def test_years_of_failures_are_no_overflow(clock: Clock) -> None:
@@ -177,7 +177,7 @@ def wait_for(timeout: float, clock: Clock) -> LongPoll:
 
 
 def answered(waited: LongPoll, clock: Clock, state: pb.RolloutState.ValueType) -> bool:
-    """The server answers a poll at its end."""
+    """The server responds at the end of a poll."""
     clock.now += seconds(waited)
     return waited.is_complete(pb.WaitRolloutResponse(rollout=pb.Rollout(state=state)))
 
@@ -209,7 +209,7 @@ def test_a_wait_of_no_time_looks_once(clock: Clock) -> None:
 
 
 def test_after_a_failure_polls_begin_short_and_each_answer_is_progress(clock: Clock) -> None:
-    """A proxy that lets no call take longer than 15 s does not end a wait."""
+    """A proxy that limits calls to 15 s does not end a wait."""
     waited = wait_for(math.inf, clock)
     asked = []
     for _ in range(40):
@@ -231,7 +231,7 @@ def test_a_poll_without_an_answer_is_a_server_that_is_not_there(clock: Clock) ->
             clock.now += waited.timeout()
             clock.now += waited.on_failure(DeadlineExceeded(StatusCode.DEADLINE_EXCEEDED, "late"))
 
-    with pytest.raises(Unavailable, match="no answer within"):
+    with pytest.raises(Unavailable, match="no response within"):
         ask_in_vain()
 
 

@@ -1,4 +1,4 @@
-"""The retries of the client for threads, attempt by attempt, over the testing channel that comes with grpcio."""
+"""Retries of the synchronous client, attempt by attempt, on grpcio's testing channel."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def start(client: Client) -> Started:
 
 
 def refuse(channel: grpc_testing.Channel, method: object, refusal: Refusal) -> object:
-    """Ends the next call of a method with a status; returns its request."""
+    """End the next call of a method with a status; return its request."""
     _, request, call = channel.take_unary_unary(method)
     call.terminate(None, refusal.trailers(), refusal.code, refusal.text)
     return request
 
 
 def answer(channel: grpc_testing.Channel, method: object, response: object) -> object:
-    """Answers the next call of a method; returns its request."""
+    """Respond to the next call of a method; return its request."""
     _, request, call = channel.take_unary_unary(method)
     call.send_initial_metadata(())
     call.terminate(response, (), grpc.StatusCode.OK, "")

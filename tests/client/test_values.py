@@ -55,8 +55,8 @@ def test_the_typed_keywords_are_the_fields_of_the_contract(
 
 
 def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_it() -> None:
-    beside = keywords(pb.StartRolloutRequest) - {"spec"}
-    # What another protocol said is for its gateway to fill in.
+    # Only the gateway sets these two: tools in the asynchronous API's format, and the fields of another protocol.
+    beside = keywords(pb.StartRolloutRequest) - {"spec", "include_function_tools"}
     spec = keywords(spec_pb2.RolloutSpec) - {"source"}
     assert set(get_type_hints(StartFields)) == spec | beside
 
@@ -178,7 +178,7 @@ def test_one_text_is_a_list_of_one_where_texts_are_listed() -> None:
 
 
 class Number(float):
-    """What numerical libraries pass for numbers."""
+    """Like the float subclasses of numerical libraries."""
 
 
 def test_numbers_of_other_libraries() -> None:
@@ -238,7 +238,7 @@ HALF = "half \ud83d"
             "completions.dialect must be one of grpc",
         ),
         ({"completions": {"url": "http://t", "dialect": 2}}, TypeError, "completions.dialect"),
-        ({"tokenizer": ["toy"]}, TypeError, "tokenizer must be a text, a mapping of its fields or a Tokenizer"),
+        ({"tokenizer": ["toy"]}, TypeError, "tokenizer must be a str, a mapping of its fields or a Tokenizer"),
         ({"on_drift": "unspecified"}, ValueError, "on_drift must be one of warn, fail"),
         ({"metadata": {"x": object()}}, TypeError, "metadata: "),
         ({"metadata": [1]}, TypeError, "metadata"),

@@ -1,7 +1,7 @@
-"""Where a correct server differs from the recorded reference of the asynchronous dialect: each difference with its reason.
+"""Differences between a correct server and the recorded asynchronous reference implementation, each with its reason.
 
-The rules are those of `tests/golden/README.md`. A correction changes the recorded exchanges into those of a correct server;
-what the trainer answers stays recorded.
+The rules are in `tests/golden/README.md`. A correction changes the recorded exchanges into those of a correct server. The
+trainer's recorded responses stay unchanged.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ COMPLETED = "/v1/rollout/completed"
 
 @dataclass(frozen=True)
 class Correction:
-    """A known fault of the reference, and what its exchanges would be without it."""
+    """A known fault of the reference, and the exchanges without it."""
 
     reason: str
     apply: Callable[[list[Json]], list[Json]]
 
 
 def corrected(transcript: Transcript) -> Transcript:
-    """The transcript as a correct server writes it."""
+    """The transcript that a correct server produces."""
     own = CORRECTIONS.get(transcript.name)
     exchanges = json.loads(json.dumps(transcript.exchanges))
     for correction in [own, *EVERYWHERE] if own else EVERYWHERE:
@@ -36,7 +36,7 @@ def corrected(transcript: Transcript) -> Transcript:
 
 
 def outcomes(exchanges: list[Json]) -> list[Json]:
-    """The deliveries among the exchanges."""
+    """The outcome deliveries among the exchanges."""
     return [exchange for exchange in exchanges if exchange["path"] == COMPLETED]
 
 
@@ -47,7 +47,7 @@ def _with_longest_context(exchanges: list[Json]) -> list[Json]:
 
 
 def _with_tools_of_sync(exchanges: list[Json]) -> list[Json]:
-    """Accepted with the tools of the synchronous transcripts, in this dialect's shape."""
+    """Accept with the tools of the synchronous transcripts, in the asynchronous API's shape."""
     recorded = json.loads((SYNC / "tools.json").read_text())["exchanges"]
     (tools,) = [exchange["response"]["tools"] for exchange in recorded if exchange["path"] == "/tools"]
     for exchange in exchanges:
@@ -58,7 +58,7 @@ def _with_tools_of_sync(exchanges: list[Json]) -> list[Json]:
 
 
 def _first_deliveries(count: int) -> Callable[[list[Json]], list[Json]]:
-    """Only the first deliveries, which are of one outcome, are right."""
+    """Keep only the first deliveries; they belong to one outcome."""
 
     def apply(exchanges: list[Json]) -> list[Json]:
         others = [exchange for exchange in exchanges if exchange["path"] != COMPLETED]
@@ -68,7 +68,7 @@ def _first_deliveries(count: int) -> Callable[[list[Json]], list[Json]]:
 
 
 def _answered(status: int) -> Callable[[list[Json]], list[Json]]:
-    """The last call of the client is answered with another status; nobody else is called for it."""
+    """Respond to the client's last call with another status, and drop the calls that it caused."""
 
     def apply(exchanges: list[Json]) -> list[Json]:
         call = [exchange for exchange in exchanges if exchange["to"] == "server"][-1]
@@ -79,7 +79,7 @@ def _answered(status: int) -> Callable[[list[Json]], list[Json]]:
 
 
 def _answered_plainly(exchanges: list[Json]) -> list[Json]:
-    """The last turn is asked for, once more where it was refused, and ends with the answer and the outcome of `plain_answer`."""
+    """End the last turn, retried once if it was refused, with the completion and outcome of `plain_answer`."""
     plain = json.loads((INIT / "plain_answer.json").read_text())["exchanges"]
     asked, told = [exchange for exchange in plain if exchange["to"] == "trainer"]
     begun = exchanges[0]["request"]
@@ -103,7 +103,7 @@ def _with_parameters(**parameters: Json) -> Callable[[list[Json]], list[Json]]:
 
 
 def _with_outcome(**fields: Json) -> Callable[[list[Json]], list[Json]]:
-    """Other fields of the outcome; of its metrics only those that are named."""
+    """Change fields of the outcome; of its metrics only the named ones."""
 
     def apply(exchanges: list[Json]) -> list[Json]:
         for exchange in outcomes(exchanges):
@@ -115,7 +115,7 @@ def _with_outcome(**fields: Json) -> Callable[[list[Json]], list[Json]]:
 
 
 def _with_tool_texts(texts: Mapping[str, str]) -> Callable[[list[Json]], list[Json]]:
-    """Other tool results, by the ids of their calls, wherever the history shows them."""
+    """Change tool results by the ids of their calls, in every history."""
 
     def apply(exchanges: list[Json]) -> list[Json]:
         for exchange in exchanges:
@@ -138,7 +138,7 @@ EVERYWHERE = (
     Correction("max_context_tokens is always 0, not the longest prompt + answer", _with_longest_context),
     Correction("one parameter is described otherwise than in the synchronous reference's tools", _with_tools_of_sync),
 )
-"""What concerns every transcript with an outcome, or with an accepted rollout."""
+"""Corrections for every transcript with an outcome, or with an accepted rollout."""
 
 CORRECTIONS: Mapping[str, Correction] = {
     "completed_400": Correction(_TWO_VERDICTS, _first_deliveries(1)),

@@ -1,6 +1,6 @@
-"""Plays the trainer of a transcript, and compares what a server sent with what was recorded.
+"""Play a transcript's trainer, and compare the server's requests with the recorded ones.
 
-The rules of comparison are those of `tests/golden/README.md`.
+The rules of comparison are in `tests/golden/README.md`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Seen:
 
 @dataclass
 class ReplayTrainer:
-    """Answers its k-th request with the k-th recorded exchange, `hold` seconds after it came."""
+    """Respond to the k-th request with the k-th recorded exchange, `hold` seconds after it arrives."""
 
     transcript: Transcript
     hold: float = 0.0
@@ -77,7 +77,7 @@ class ReplayTrainer:
         await self._runner.cleanup()
 
     async def until(self, requests: int) -> None:
-        """Waits until so many requests have come."""
+        """Wait for this number of requests."""
         while len(self.seen) < requests:
             self._arrived.clear()
             await self._arrived.wait()
@@ -114,7 +114,7 @@ class ReplayTrainer:
 
 
 def fill(value: Json, places: Mapping[str, str]) -> Json:
-    """Puts real addresses and names where the transcript has place holders."""
+    """Replace placeholders of the transcript by real addresses and names."""
     if isinstance(value, str):
         if value.startswith(REPEAT):
             return "x" * int(value.removeprefix(REPEAT))
@@ -130,7 +130,7 @@ def fill(value: Json, places: Mapping[str, str]) -> Json:
 
 
 def plain(value: Json, volatile: frozenset[str] = frozenset()) -> Json:
-    """Without volatile and null-valued keys; error texts of tools down to their prefix; an empty mask is no mask."""
+    """Drop volatile keys and nulls, shorten error texts of tools to their prefix, and treat an empty mask as absent."""
     if isinstance(value, list):
         return [plain(item, volatile) for item in value]
     if not isinstance(value, dict):
@@ -147,7 +147,7 @@ def plain(value: Json, volatile: frozenset[str] = frozenset()) -> Json:
 
 
 def longest_context(exchanges: Sequence[Mapping[str, Json]]) -> int:
-    """The longest prompt + answer that the trainer reported, by ids or by usage."""
+    """The longest prompt plus completion that the trainer reported, by ids or by usage."""
     answers = [each["response"] for each in exchanges if each["to"] == "trainer" and each["status"] == 200]
     return max((_context(answer) for answer in answers if _has_message(answer)), default=0)
 

@@ -1,5 +1,8 @@
-"""Every transcript of the asynchronous dialect, replayed against the whole server: the same exchanges, save for what the
-transcripts mark volatile and the faults of the reference that `corrections` lists. Waits are shortened; none is measured."""
+"""Replay every transcript of the asynchronous HTTP API against the whole server.
+
+The exchanges must be equal, except for volatile values and the reference's faults in `corrections`. Waits are shortened,
+and no time is measured.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +47,12 @@ ERRORS = {
     "completed_error_500_then_ok": ("turn 1", "422"),
     "completion_params_wrong_type": ("temperature",),
 }
-"""What the message of an ERROR has to name."""
+"""Texts that the message of an ERROR must contain."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def serve() -> AsyncIterator[Serve]:
-    """`await serve(server_settings)`: one server for each set of settings, as the rollouts' ids differ."""
+    """`await serve(server_settings)`: one server per set of settings, because the transcripts' rollout ids differ."""
     running: dict[str, Server] = {}
     async with AsyncExitStack() as stack:
 
@@ -102,7 +105,10 @@ def _changes(correction: Correction, transcript: Transcript) -> bool:
 
 
 async def _play(transcript: Transcript, trainer: ReplayTrainer, client: httpx.AsyncClient) -> None:
-    """The client's calls, each once the trainer has seen what came before it; both at once where they were sent at once."""
+    """Send the client's calls, each after the trainer has received everything before it.
+
+    Concurrent calls are sent concurrently.
+    """
     if transcript.name == "duplicate_concurrent":
         await asyncio.gather(*(_call(call, transcript, trainer, client) for call in transcript.calls))
         return
@@ -140,14 +146,14 @@ def _compare_invalid(actual: Json, expected: Json, transcript: Transcript) -> No
     for error in actual["detail"]:
         assert {"type", "loc", "msg"} <= error.keys()
         assert error["msg"]
-    if transcript.name == "metadata_too_large":  # the reference names the body only
+    if transcript.name == "metadata_too_large":  # the reference names only the body
         assert [error["loc"] for error in actual["detail"]] == [["body", "metadata"]]
     elif transcript.name != "invalid_body_not_json":
         assert [error["loc"] for error in actual["detail"]] == [error["loc"] for error in expected["detail"]]
 
 
 def _settled(delivery: Mapping[str, Json]) -> Any:
-    """How the delivery of an outcome ends that is answered like this in the end."""
+    """The expected delivery state after this final response."""
     status = delivery["status"]
     if status is None or status >= 500 or status in (408, 425, 429):
         return pb.DELIVERY_STATE_EXPIRED
@@ -155,7 +161,7 @@ def _settled(delivery: Mapping[str, Json]) -> Any:
 
 
 def _resampled(transcript: Transcript) -> bool:
-    """Whether a turn was asked for again after an attempt that may have been generated."""
+    """Whether a turn was retried after an attempt that may have generated a completion."""
     asked = [exchange for exchange in transcript.callbacks if exchange["path"] != COMPLETED]
     return any(
         first["request"] == again["request"] and (first["status"] is None or first["status"] >= 500)
@@ -164,7 +170,7 @@ def _resampled(transcript: Transcript) -> bool:
 
 
 async def _quiet(server: Server, transcript: Transcript) -> list[Any]:
-    """Waits until the transcript's rollouts have ended and their outcomes are settled; the states of the deliveries."""
+    """Wait until the transcript's rollouts have ended and their deliveries are settled; return the delivery states."""
     rollout_ids = {call["request"]["rollout_id"] for call in transcript.calls if call["status"] == 202}
     metadata = (("authorization", f"Bearer {KEY}"),) if "server_api_key" in transcript.settings else ()
     if not rollout_ids:
@@ -195,7 +201,7 @@ def _compare_requests(seen: Sequence[Seen], transcript: Transcript) -> None:
 
 
 def _check_keys(seen: Sequence[Seen]) -> None:
-    """One key for each turn and its attempts; one outcome, repeated byte for byte under a key of its own."""
+    """Assert one key per turn and its attempts, and one outcome, repeated byte for byte under its own key."""
     told = [request for request in seen if request.path == COMPLETED]
     assert len({(request.raw, request.key) for request in told}) <= 1
     asked = [request for request in seen if request.path != COMPLETED]
@@ -228,7 +234,7 @@ def _compare_outcome(actual: Json, recorded: Json, transcript: Transcript) -> No
 
 
 def _check_no_turns(actual: Json, error: str | None) -> None:
-    """With max_turns 0 nobody is asked; what the agent makes of that is its own matter, but shows no insides."""
+    """With max_turns 0 no trainer is called. The agent's error may have any text, but reveals no internals."""
     assert actual["metrics"]["num_llm_calls"] == 0
     assert (error is None) == (actual["status"] == "COMPLETED")
     assert "local variable" not in (error or "")

@@ -1,5 +1,7 @@
-"""Every transcript of the synchronous dialect, replayed against the whole server: the same exchanges, save for what the
-transcripts mark volatile and the noted faults of the reference."""
+"""Replay every transcript of the synchronous HTTP API against the whole server.
+
+The exchanges must be equal, except for volatile values and the known faults of the reference.
+"""
 
 from __future__ import annotations
 
@@ -33,23 +35,23 @@ VALIDATION_ERRORS = {
     "trainer_missing_token_ids": "token_ids",
     "trainer_missing_token_ids_second_turn": "turn 2",
 }
-"""Scenarios that the reference reports as something else, and what the message must name."""
+"""Scenarios that the reference classifies differently, and the texts that the message must contain."""
 
 
 def _keep_last_answer(response: Json, transcript: Transcript) -> None:
-    """The answer that crossed max_tokens_total is missing in the reference."""
+    """The reference drops the completion that exceeds max_tokens_total."""
     response["final_messages"].append(transcript.callbacks[-1]["response"]["choices"][0]["message"])
 
 
 def _keep_call_keys(response: Json, transcript: Transcript) -> None:
-    """Unknown keys inside a tool call are dropped by the reference."""
+    """The reference drops unknown keys inside a tool call."""
     for message in response["final_messages"]:
         if message.get("tool_calls"):
             message["tool_calls"] = transcript.callbacks[0]["response"]["choices"][0]["message"]["tool_calls"]
 
 
 def _refuse_strings(response: Json, _: Transcript) -> None:
-    """add("5", "3") gives 53 in the reference."""
+    """In the reference, add("5", "3") returns 53."""
     next(m for m in response["final_messages"] if m["role"] == "tool")["content"] = "Error: Invalid arguments for "
 
 
@@ -62,10 +64,10 @@ CORRECTIONS: dict[str, Callable[[Json, Transcript], None]] = {
 OWN_MASKS = frozenset(
     {"bad_json_arguments", "arguments_not_an_object", "wrong_arguments", "unknown_tool", "string_operands"}
 )
-"""Where a tool's text is the server's own, so that the next mask is too."""
+"""Scenarios in which a tool's text is the server's own, and so is the next mask."""
 
 RECOUNTED = "trainer_422_other_tokenizer"
-"""Where a mask that is refused, with nothing generated, is sent once more as the trainer may have counted it (D8)."""
+"""A refused mask, after which nothing was generated, is sent again with the other count (D8)."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +154,7 @@ def _compare_answer(actual: Json, recorded: Json, transcript: Transcript) -> Non
     if len(transcript.calls) == 1:
         assert actual["metrics"]["max_context_tokens"] == longest_context(transcript.exchanges)
     drifted = transcript.name in ("mask_token_ids_surplus", "mask_nothing_new")
-    if transcript.name not in OWN_MASKS:  # there the recorded trainer has seen another text than this server's
+    if transcript.name not in OWN_MASKS:  # there the recorded trainer received another text than this server's
         assert [w["code"] for w in actual["extra_fields"].get("warnings", [])] == ["token_drift"] * drifted
 
 
@@ -172,7 +174,7 @@ def _compare_error(actual: Json, expected: Json, transcript: Transcript) -> None
         assert category == "network_error"
         assert "timeout" in actual["error_message"]
     elif name == "trainer_429_retry_after":
-        assert category == "trainer_server_error"  # it asked again, and nothing more was recorded
+        assert category == "trainer_server_error"  # it retried, and the transcript has no further exchange
     else:
         assert category == expected["extra_fields"]["error_category"]
         assert actual["extra_fields"].get("http_status") == expected["extra_fields"].get("http_status")

@@ -1,4 +1,4 @@
-"""Where the contract lies, and `buf` as it is run everywhere: from the environment in use."""
+"""The contract's location, and a runner for `buf` from the current environment."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RELEASED = PROTOS / "released.binpb"
 _BUF = Path(sys.executable).with_name("buf")
 
 needs_buf = pytest.mark.skipif(
-    not _BUF.exists(), reason=f"no buf beside {Path(sys.executable).name}: not a dev environment"
+    not _BUF.exists(), reason=f"no buf beside {Path(sys.executable).name}: this is not a development environment"
 )
 
 
 def buf(where: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs buf in the folder that holds buf.yaml."""
+    """Run buf in the folder that holds buf.yaml."""
     return subprocess.run([_BUF, *arguments], cwd=where, capture_output=True, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""The contract's own rules: lint, format, no breaking change; and that these checks can fail."""
+"""The contract passes lint, format and breaking-change checks, and these checks can fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_contract_is_clean(check: tuple[str, ...]) -> None:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the contract to break."""
+    """A copy of the contract that tests may break."""
     shutil.copytree(PROTOS, tmp_path / "protos")
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     return tmp_path
@@ -34,7 +34,7 @@ def copy(tmp_path: Path) -> Path:
 def edit(copy: Path, name: str, old: str, new: str) -> None:
     path = copy / "protos/osmosis/rollout/v1" / name
     text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{old!r} is to stand in {name} once"
+    assert text.count(old) == 1, f"{name} must contain {old!r} exactly once"
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""The comments are part of the contract: each rpc says which codes it returns or who may retry."""
+"""The comments are part of the contract: each rpc documents its status codes and who may retry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SERVICES = {"RolloutService", "TrainerService", "CompletionService", "OutcomeSer
 CODES = re.compile(rf"\b({'|'.join(code.name for code in grpc.StatusCode)})\b")
 RETRY = re.compile(r"\bretr(y|ied|ies)\b", re.IGNORECASE)
 
-# Places of a method in the source info of a file: field 6 of the file (services), field 2 of a service (methods).
+# Path of a method in a file's source info: field 6 of the file (services), field 2 of a service (methods).
 _SERVICE, _METHOD = 6, 2
 
 
@@ -54,7 +54,7 @@ def test_every_rpc_names_status_codes_or_retry_rights(comments: dict[str, str]) 
 
 
 def test_codes_are_spelled_as_grpc_spells_them(comments: dict[str, str]) -> None:
-    """A word in capitals right before a colon is a code; a misspelt one would promise nothing."""
+    """A word in capitals before a colon is a status code and must be spelled correctly."""
     words = {word for text in comments.values() for word in re.findall(r"\b([A-Z][A-Z_]{5,}):", text)}
     known = {code.name for code in grpc.StatusCode}
     reasons = {word for text in comments.values() for word in re.findall(r"reason ([A-Z_]+)", text)}

@@ -1,4 +1,4 @@
-"""What is committed under generated/ is what `make protos` writes, byte for byte."""
+"""The committed code in generated/ equals the output of `make protos`, byte for byte."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENVIRONMENT = ROOT / ".venv-protos"
 
 
 def written(root: Path) -> dict[str, bytes]:
-    """The generated files by path; py.typed is kept by hand."""
+    """The generated files by path, without py.typed, which is maintained by hand."""
     found = (path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {str(path.relative_to(root)): path.read_bytes() for path in found if path.name != "py.typed"}
 
@@ -27,7 +27,7 @@ def test_generated_code_is_what_make_protos_writes(tmp_path: Path) -> None:
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / ENVIRONMENT.name).symlink_to(ENVIRONMENT)
     (tmp_path / "generated").mkdir()
-    # The environment is taken as it is (-o): a test installs nothing. An outer make's settings are no concern of this one.
+    # -o: use the existing environment and install nothing. The settings of an outer make are removed.
     outside = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "-o", f"{ENVIRONMENT.name}/.ready", "protos"]
     run = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, check=False, timeout=100)

@@ -1,6 +1,6 @@
-"""The generated code on the runtime in use: it imports, its messages survive the wire, its stubs and servicers talk.
+"""The generated code works with the installed runtime: it imports, messages survive the wire, stubs call servicers.
 
-Runs in every environment from the oldest grpcio and protobuf on, so it needs nothing but these.
+It runs in every environment, from the oldest grpcio and protobuf on, so it imports nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SERVICES = {
 
 
 def message_types() -> list[Descriptor]:
-    """Every message of the contract but the entries of maps."""
+    """Every message of the contract, without map entries."""
     files = [importlib.import_module(name).DESCRIPTOR for name in MODULES if name.endswith("_pb2")]
     return [descriptor for file in files for descriptor in file.message_types_by_name.values()]
 
@@ -56,15 +56,15 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_DOUBLE: st.floats(allow_nan=False),
     FieldDescriptor.CPPTYPE_FLOAT: st.floats(
         -(2.0**99), 2.0**99, width=32
-    ),  # JSON rounds the largest one upwards, out of range
+    ),  # JSON rounds the largest value up, out of range
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
 }
-# Durations and timestamps have bounds of their own.
+# Durations and timestamps have their own bounds.
 TIMES = {"google.protobuf.Duration": st.integers(-(2**33), 2**33), "google.protobuf.Timestamp": st.integers(0, 2**33)}
 
 
 def values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
-    """Values for a field; messages as the arguments of their constructors."""
+    """Values for a field; messages as constructor arguments."""
     if field.message_type is not None:
         if field.message_type.full_name in TIMES:
             return TIMES[field.message_type.full_name].map(lambda seconds: {"seconds": seconds})
@@ -77,7 +77,7 @@ def values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
 
 
 def arguments(descriptor: Descriptor, depth: int) -> st.SearchStrategy[dict[str, Any]]:
-    """Some fields of a message, of each oneof at most one."""
+    """Some fields of a message, at most one of each oneof."""
     optional: dict[str, st.SearchStrategy[Any]] = {}
     for field in descriptor.fields:
         if field.message_type is not None and depth <= 0:
@@ -144,7 +144,7 @@ def test_an_unknown_event_of_a_newer_sender_is_skipped_and_kept() -> None:
 
 
 class Rollouts(rollout_service_pb2_grpc.RolloutServiceServicer):
-    """One unary and one streaming method; the others are left as generated."""
+    """One unary and one streaming method; the others are as generated."""
 
     def GetServerInfo(self, request: Any, context: Any) -> Any:  # noqa: N802
         return rollout_service_pb2.GetServerInfoResponse(version="1.2")
@@ -157,7 +157,7 @@ class Rollouts(rollout_service_pb2_grpc.RolloutServiceServicer):
 
 
 class Trainers(trainer_service_pb2_grpc.TrainerServiceServicer):
-    """Acknowledges every item."""
+    """Acknowledge every item."""
 
     def Train(self, request_iterator: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         for item in request_iterator:
@@ -197,7 +197,7 @@ def test_a_stream_goes_both_ways(channel: grpc.Channel) -> None:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_what_nobody_wrote_is_unimplemented(channel: grpc.Channel, name: str) -> None:
-    """Also shows that every rpc of the contract has a stub."""
+    """This also shows that every rpc of the contract has a stub."""
     stub = getattr(SERVICES[name], f"{name}Stub")(channel)
     module = importlib.import_module(SERVICES[name].__name__.removesuffix("_grpc"))
     for method in module.DESCRIPTOR.services_by_name[name].methods:

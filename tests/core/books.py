@@ -1,4 +1,4 @@
-"""What a rollout comes to, counted from what was put in: what the machine is held against."""
+"""The expected state of a rollout, computed independently from its inputs, as an oracle for the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.naive_ledger import NaiveLedger, NaiveLine
 
 @dataclass(eq=False)
 class Talk:
-    """One conversation. `called` counts the calls of its last turn."""
+    """One conversation. `called` is the number of calls in its last turn."""
 
     line: NaiveLine
     messages: list[Message]
@@ -29,7 +29,7 @@ class Talk:
 
 
 class Books:
-    """The books of one rollout."""
+    """The expected state of one rollout."""
 
     def __init__(self, limits: Limits, start: list[Message]) -> None:
         self.limits = limits
@@ -110,7 +110,7 @@ class Books:
         return talk.line.commit(turn)
 
     def skipped(self, talk: Talk, record: Answered) -> None:
-        """Once for each gap, and only beside turns whose tokens are known."""
+        """Count a turn without tokens, once per gap, and only if other turns have tokens."""
         if talk.line.segment is not None and not talk.line.missing:
             self.warnings.append(("tokens_unknown", record.turn, None))
         talk.line.skip()

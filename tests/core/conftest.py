@@ -1,4 +1,4 @@
-"""How many examples: as installed, or few and always the same (`ROLLOUT_EXAMPLES=few`), as mutation testing wants them."""
+"""The number of hypothesis examples: the default, or few fixed ones for mutation testing (`ROLLOUT_EXAMPLES=few`)."""
 
 from __future__ import annotations
 

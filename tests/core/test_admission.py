@@ -1,4 +1,4 @@
-"""Which rollouts are taken: what each dialect allows, and what the server fills in."""
+"""Admission of rollouts: what each trainer protocol allows, and which defaults the server fills in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPECS = {"grpc": GRPC, "masked": MASKED, "plain": PLAIN}
 
 
 def wrong(spec: Spec) -> dict[str, str]:
-    """What is wrong, by field."""
+    """Violations of a spec, by field."""
     return {violation.field: violation.description for violation in violations(spec, Bounds())}
 
 

@@ -1,4 +1,4 @@
-"""Digests over tokens and their authors, against the words of token.proto."""
+"""Digests over tokens and their authors, against the specification in token.proto."""
 
 from __future__ import annotations
 

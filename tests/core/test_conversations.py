@@ -1,4 +1,4 @@
-"""Several conversations in one machine: which tokens each begins with, what trains where, and what a refusal leaves alone."""
+"""Several conversations in one machine: their initial tokens, what is trained where, and what a refusal leaves unchanged."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def asks(machine: Machine, of: Conversation) -> int:
 
 
 def begun() -> Machine:
-    """One turn: prompt 101, answer 7 8."""
+    """A machine after one turn: prompt 101, completion 7 8."""
     machine = fresh()
     takes_turn(machine, 7, 8)
     return machine

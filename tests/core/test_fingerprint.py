@@ -1,4 +1,4 @@
-"""The same payload gives the same fingerprint, another payload another one."""
+"""Equal payloads have equal fingerprints; different payloads have different ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL = Spec(
 )
 ASYNCHRONOUS = replace(FULL, completions=Target("http://t", Dialect.HTTP_PLAIN))
 
-# Each field of each value in a spec, with other values for it.
+# For each field in a spec, other values that must change the fingerprint.
 OTHERS: dict[str, list[object]] = {
     "rollout_id": ["r2", "R1", " r1", "r1\u0000"],
     "messages": [(USER,), (USER, SYSTEM), (SYSTEM, USER, USER), ()],
@@ -98,7 +98,7 @@ def changed(spec: Spec, path: str, value: object) -> Spec:
 
 
 def paths(value: object, prefix: str = "") -> set[str]:
-    """The fields of a spec, those of the values in it included."""
+    """The fields of a spec, including nested ones."""
     found: set[str] = set()
     assert is_dataclass(value)
     for field in fields(value):
@@ -156,14 +156,14 @@ def test_it_is_a_versioned_sha_256() -> None:
 
 
 def test_it_stays_the_same_from_release_to_release() -> None:
-    """Journals hold it. Whoever changes this changes VERSION too."""
+    """Journals store fingerprints. A change of this value requires a new VERSION."""
     assert fingerprint(PLAIN) == "2:e4615bd171e5ecc47f5d0d7490eac2f9e1e3c16e89993d89bf348f0e0eaa5a5a"
     assert fingerprint(FULL) == "2:17e101de558aac4f57b5b5486dc2881ad6174935b859e8ee29f36b662d43d2c2"
     assert fingerprint(ASYNCHRONOUS) == "2:ef9c892012fbc76f9d490318a7ccd5c4b5d03686f0448833cac754b699fa1081"
 
 
 def rewritten(text: str) -> str:
-    """The same JSON with other white space, other escapes and the keys the other way round."""
+    """The same JSON with other white space and escapes, and reversed keys."""
     if not text:
         return text
 

@@ -169,7 +169,7 @@ def test_first_difference_is_the_length_of_what_both_begin_with(same: list[int],
 
 
 def test_words_that_leave_the_process_stay() -> None:
-    """Journals and clients know these words."""
+    """Journals and clients rely on these strings."""
     words = {kind: [member.value for member in kind] for kind in (Author, MaskReason, SegmentKind, DriftKind)}
     assert words == {
         Author: ["model", "other"],
@@ -189,7 +189,7 @@ def test_spans_of_a_long_rollout_lie_end_to_end() -> None:
 
 
 class TestWhatSamplersRead:
-    """A branch's prompt is masked as a whole, but a trainer's digest counts who wrote its tokens where they were sampled."""
+    """The prompt of a branch is masked as a whole, but a trainer's digest needs the author of each token where it was sampled."""
 
     @staticmethod
     def written(line: ConversationLedger) -> list[tuple[str, int, int, int]]:
@@ -211,7 +211,7 @@ class TestWhatSamplersRead:
         shown = [*self.HELD, ("closing", 3, 5, 6), ("environment", 3, 6, 8), ("model", 3, 8, 9)]
         assert self.written(branch) == self.written(branch.branch()) == shown
         assert branch.segment is not None
-        assert [span.stop for span in branch.segment.spans] == [8, 9], "what is handed out is one prompt"
+        assert [span.stop for span in branch.segment.spans] == [8, 9], "the whole prefix is one prompt"
         again = branch.branch()
         again.commit(Turn(4, ids(14), None, None, branch.prefix() + ids(8)))
         assert self.written(again) == [*shown, ("environment", 4, 9, 10), ("model", 4, 10, 11)]
@@ -239,7 +239,7 @@ class TestWhatSamplersRead:
 
 
 class TestLongOnes:
-    """Beyond 256, where equal numbers are no longer the same object."""
+    """Values above 256, where equal ints are not the same object in CPython."""
 
     def test_answers_and_their_logprobs(self) -> None:
         ledger = Ledger()

@@ -1,4 +1,4 @@
-"""Ids and logprobs: equal lengths, every bit kept, nothing shared."""
+"""Ids and logprobs: equal lengths, exact bits, no shared arrays."""
 
 from __future__ import annotations
 

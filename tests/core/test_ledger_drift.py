@@ -1,4 +1,4 @@
-"""What drift is called, where it lies, and what it opens."""
+"""Drift: its kind, its index, and the segment that it opens."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class TestDrift:
         segment = ledger.segments[1]
         assert segment is ledger.main.segment
         assert (segment.id, segment.origin) == ("1", Origin(SegmentKind.DRIFT, "0", drift.index))
-        assert segment.sample().prompt_ids == ids(*reported), "exactly what the model saw"
+        assert segment.sample().prompt_ids == ids(*reported), "the prompt is exactly what the model saw"
         assert (segment.sample().response_ids, segment.sample().response_mask) == (ids(30), b"\x01")
         assert spans_of(ledger)[0] == ("prompt", 2, 0, len(reported))
-        assert shown_segment(ledger.segments[0]) == first, "what was recorded stays as it is"
+        assert shown_segment(ledger.segments[0]) == first, "recorded segments do not change"
 
     def test_without_a_prediction_the_ledger_alone_was_expected(self) -> None:
         drift = begun().main.commit(Turn(2, ids(30), None, None, ids(1, 9)))

@@ -1,4 +1,4 @@
-"""The laws of the ledger where the tokens of some turns are unknown, case by case."""
+"""The laws of the ledger if the tokens of some turns are unknown, case by case."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.machine_records import begun, ids, predicts, shown_ledger, sh
 
 
 def interrupted() -> Ledger:
-    """A ledger of one turn, after which the tokens of another are missing."""
+    """A ledger of one turn, followed by a turn without tokens."""
     ledger = begun()
     ledger.main.gap = True
     return ledger
@@ -55,7 +55,7 @@ def test_after_a_gap_any_prompt_opens_a_segment_and_none_is_drift(
     assert segment.verified
     assert segment.sample().prompt_ids == ids(*reported)
     assert spans_of(ledger) == [("prompt", 3, 0, len(reported)), ("model", 3, len(reported), len(reported) + 1)]
-    assert shown_segment(ledger.segments[0]) == first, "what was recorded stays as it is"
+    assert shown_segment(ledger.segments[0]) == first, "recorded segments do not change"
 
 
 def test_the_answers_of_a_gap_are_masked_with_the_prompt_that_holds_them() -> None:
@@ -63,7 +63,7 @@ def test_the_answers_of_a_gap_are_masked_with_the_prompt_that_holds_them() -> No
     ledger.main.commit(Turn(3, ids(30), pack_logprobs([-1]), None, ids(1, 2, 3, 10, 11, 20, 12, 21)))
     samples = [segment.sample() for segment in ledger.segments]
     trained = [(s.response_ids, s.response_mask) for s in samples]
-    assert trained == [(ids(10, 11), b"\x01\x01"), (ids(30), b"\x01")], "each sampled token that is known, once"
+    assert trained == [(ids(10, 11), b"\x01\x01"), (ids(30), b"\x01")], "each known sampled token is trained once"
     assert samples[1].logprobs == pack_logprobs([-1])
 
 
@@ -108,7 +108,7 @@ def test_a_prediction_alone_cannot_close_a_gap(predicted: object) -> None:
         with pytest.raises(ValueError, match="after a gap a reported prompt is needed"):
             ledger.main.commit(Turn(3, ids(30), None, predicted))  # type: ignore[arg-type]
         assert shown_ledger(ledger) == before
-        assert ledger.main.gap is True, "the next turn is told the same"
+        assert ledger.main.gap is True, "the next turn has the same prefix"
 
 
 def test_a_turn_that_is_refused_for_its_logprobs_leaves_the_gap_open() -> None:

@@ -1,4 +1,4 @@
-"""The algebra of limits."""
+"""Combination of limits."""
 
 from __future__ import annotations
 

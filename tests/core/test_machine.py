@@ -220,7 +220,7 @@ class TestOutcome:
 
 
 def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
-    """Beyond 256 equal numbers are no longer the same object; records that come from a log never are."""
+    """Above 256, equal ints are not the same object in CPython; ints in records read from a log never are."""
     machine = fresh(Limits(turns=300, tool_turns=290))
     for turn in range(1, 301):
         asks(machine)
@@ -244,4 +244,4 @@ def test_more_turns_and_calls_than_there_are_small_numbers() -> None:
     for turn in range(300):
         takes_turn(machine, reported=ids(turn))
     assert len(machine.ledger.segments) == 300
-    assert len(takes_turn(machine, reported=ids(299))) == 2, "drift of the environment, and the answer"
+    assert len(takes_turn(machine, reported=ids(299))) == 2, "drift of the environment, then the completion"

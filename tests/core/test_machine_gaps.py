@@ -1,4 +1,4 @@
-"""The laws of the machine where a trainer sends ids for some turns only: segments, warnings, counts, and replay."""
+"""The laws of the machine if a trainer sends ids for some turns only: segments, warnings, counts, and replay."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.support.machine_records import (
 STOP = Ended(Stop("stop"))
 UNKNOWN = {"predicted": None, "token_ids": None}
 
-# What a plain trainer may send for a turn: ids and prompt, ids alone, a prompt alone, nothing.
+# What a trainer without masks may send for a turn: ids and prompt, ids alone, a prompt alone, nothing.
 KNOWN, NO_PROMPT, NO_IDS, NOTHING = "known", "no prompt", "no ids", "nothing"
 kinds = st.lists(st.sampled_from((KNOWN, NO_PROMPT, NO_IDS, NOTHING)), min_size=1, max_size=8)
 
 
 def plain_turn(machine: Machine, kind: str) -> tuple[Record, ...]:
-    """A turn of a trainer whose prompts extend each other: two tokens a turn, the second an answer."""
+    """A turn of a trainer whose prompts extend each other: two tokens per turn, the second of them a completion."""
     turn = machine.turn + 1
     prompt = ids(*range(2 * turn - 1)) if kind in (KNOWN, NO_IDS) else None
     rest: dict[str, object] = {"predicted": None, "reported": prompt, "usage": (70, 7)}
@@ -113,7 +113,7 @@ def test_a_trainer_that_begins_late_is_warned_of_once_in_its_first_turn_with_ids
 
 
 def test_a_prediction_cannot_stand_in_for_a_prompt_after_a_gap() -> None:
-    """It would begin where the unknown turn ended. Nothing of the turn is counted from the ledger, which does not hold it."""
+    """The prediction would start where the unknown turn ended. The turn is not counted, because the ledger lacks it."""
     machine = fresh()
     takes_turn(machine, 5, 6)
     takes_turn(machine, **UNKNOWN)
@@ -139,7 +139,7 @@ def test_an_answer_with_too_few_logprobs_after_a_gap_is_refused_and_leaves_no_tr
         assert_refused(machine, misfit)
         assert machine.ledger.main.gap is True
         machine.accept(replace(misfit, logprobs=None))
-        assert warnings_of(machine) == [("tokens_unknown", 2)], "told once, of the answer that was taken"
+        assert warnings_of(machine) == [("tokens_unknown", 2)], "one warning, for the accepted completion"
 
 
 def test_a_prompt_after_a_gap_is_logged_whole() -> None:
@@ -180,7 +180,7 @@ def test_the_ledger_of_a_plain_trainer_holds_the_known_turns_and_says_where_othe
     trained = [
         i for s in segments for i, bit in zip(s.sample().response_ids, s.sample().response_mask, strict=True) if bit
     ]
-    assert trained == [2 * turn - 1 for turn in known], "each known token of the model once, and no other"
+    assert trained == [2 * turn - 1 for turn in known], "each known generated token is trained once, and no other token"
     assert [segment.origin.kind for segment in segments[1:]] == [SegmentKind.GAP] * (len(begins) - 1)
     ends_of_runs = [turn + 1 for turn in known if turn + 1 not in known and turn < len(sent)]
     late = begins[:1] if begins and begins[0] > 1 else []

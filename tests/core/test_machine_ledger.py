@@ -1,4 +1,4 @@
-"""The laws of the machine, case by case: what an answer does to the ledger, and what of it is logged."""
+"""The laws of the machine, case by case: how a completion changes the ledger, and which part of it is logged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestLedger:
     def test_a_turn_copies_nothing_of_what_the_segment_holds(self) -> None:
         machine, many = fresh(), 500_000
         takes_turn(machine, 5, predicted=None, reported=ids(*range(many)))
-        takes_turn(machine, 6, reported=ids(102), shared=many + 1)  # arrays that grow leave room for the next turns
+        takes_turn(machine, 6, reported=ids(102), shared=many + 1)  # growing arrays over-allocate for the next turns
         tracemalloc.start()
         try:
             takes_turn(machine, 7, reported=ids(103), shared=many + 3)

@@ -1,4 +1,4 @@
-"""The laws of the machine, case by case: limits, and the metrics that they look at."""
+"""The laws of the machine, case by case: limits, and the metrics that they use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TestLimits:
         machine = fresh(Limits(tool_turns=2))
         for _ in range(2):
             takes_turn(machine, 5)
-            for _ in range(2):  # also when the calls of a turn come in two goes
+            for _ in range(2):  # also if the calls of a turn arrive in two batches
                 for started in starts(machine, *CALLS[:calls]):
                     machine.accept(returned(started))
         takes_turn(machine, 5)

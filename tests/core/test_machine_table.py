@@ -1,6 +1,7 @@
-"""Law 1 of the machine: each intent takes its own result or an end; anything else is our fault, says so, and changes nothing.
+"""Law 1 of the machine: an intent accepts its own result or an end. Anything else raises and changes nothing.
 
-One small rollout with all that can happen; every cut through its log is a place, and at every place every kind of record is tried.
+The test takes one small rollout with every kind of record, cuts its log at each position, and tries every kind of record
+there.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ ROLLOUT: tuple[Input, ...] = (
     Ended(Stop("stop")),
 )
 
-# Columns: how many records of the rollout have been taken. x legal, . illegal.
+# Columns: the number of records accepted so far. x is legal, . is illegal.
 TABLE = """
                   0 1 2 3 4 5 6 7 8 9 10
 Accepted          x . . . . . . . . . .
@@ -73,7 +74,7 @@ DriftFound        . . . . . . . . . . .
 """
 STATES = ["OPEN", "OPEN", "ASKING", "OPEN", "CALLING", "CALLING", "CALLING", "OPEN", "ASKING", "OPEN", "ENDED"]
 
-# Rows beside the first for the same kind of record.
+# Further rows for the same kind of record.
 FORKS = {"Branched": "Forked", "Compacted": "Forked"}
 
 # The index of the next call in its turn, by cut.
@@ -81,7 +82,7 @@ NEXT_INDEX = {4: 1, 5: 2, 6: 2, 7: 2}
 
 
 def cut(at: int) -> Machine:
-    """A machine that has taken the first records of the rollout."""
+    """A machine that has accepted the first records of the rollout."""
     machine = fresh()
     for record in ROLLOUT[:at]:
         machine.accept(record)
@@ -94,7 +95,7 @@ def _asked(machine: Machine, at: int) -> Record:
     return wish
 
 
-# A record of each kind that would fit the place but for its kind.
+# For each kind, a record whose fields all fit the position; only the kind may be illegal.
 FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "Accepted": lambda machine, at: ROLLOUT[0],
     "Asked": _asked,
@@ -123,7 +124,7 @@ def cells() -> Iterator[object]:
 
 
 def assert_goes_on(machine: Machine, at: int) -> None:
-    """The rest of the rollout happens as if nothing had been tried."""
+    """Assert that the rest of the rollout is accepted as if nothing had been tried."""
     for record in ROLLOUT[at:]:
         machine.accept(record)
     assert machine.outcome is not None
@@ -145,7 +146,7 @@ def test_every_record_at_every_place(kind: str, at: int, legal: bool) -> None:
 
 
 def test_the_table_is_whole() -> None:
-    """Every kind of record there is, at every cut, and every state among them."""
+    """The table covers every kind of record, every cut and every state."""
     rows = {line.split()[0] for line in TABLE.strip().splitlines()[1:]}
     assert rows == set(FITTING)
     assert {FORKS.get(row, row) for row in rows} == {kind.__name__ for kind in _arms("Record")}
@@ -163,7 +164,7 @@ def _arms(alias: str) -> Iterator[type]:
             yield found
 
 
-# The record that comes next at a cut, with one field wrong.
+# The next record at a cut, with one invalid field.
 MISFITS: list[tuple[int, str, object]] = [
     (1, "turn", 0),
     (1, "turn", 2),
@@ -229,6 +230,6 @@ def test_a_refusal_says_which_record_and_where() -> None:
 
 
 def test_places_look_different() -> None:
-    """What the table compares is able to see a change."""
+    """The views that the table compares differ between positions, so they can reveal a change."""
     looks = [shown(cut(at)) for at in (1, 2, 3, 4, 7, 8, 9, 10)]
     assert all(a != b for a, b in pairwise(looks))

@@ -1,4 +1,4 @@
-"""Messages are carried verbatim; what is no message is called malformed, whatever it is made of."""
+"""Messages are carried verbatim; any malformed message is refused."""
 
 from __future__ import annotations
 

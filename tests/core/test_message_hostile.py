@@ -1,4 +1,4 @@
-"""Messages that are deep, long or full of digits are carried or malformed, at little cost."""
+"""Deep or long messages, or long numbers, are carried or refused at low cost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_message_costs_little(name: str, tmp_path: Path) -> None:
-    """At most 5 s of one core's time, and 512 MiB for the whole interpreter: a fraction of a second and 200 MiB are enough."""
+    """At most 5 s of one core and 512 MiB for the interpreter; normally a fraction of a second and 200 MiB suffice."""
     (tmp_path / "message").write_text(HOSTILE[name], encoding="utf-8")
     program = f"""
 import contextlib, resource

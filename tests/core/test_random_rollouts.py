@@ -1,4 +1,4 @@
-"""Random legal rollouts, held at every record against books that are kept apart, and replayed at their end."""
+"""Random legal rollouts, compared with an independent oracle after every record, and replayed at the end."""
 
 from __future__ import annotations
 
@@ -57,12 +57,15 @@ messages = st.builds(message, st.sampled_from(("user", "system", "critic")), tex
 
 
 class RandomRollouts(RuleBasedStateMachine):
-    """Any legal rollout: several conversations, drift of each kind, cut and empty answers, missing ids, calls that return in any
-    order, limits met."""
+    """Any legal rollout.
+
+    It has several conversations, each kind of drift, truncated and empty completions, missing ids, calls that return in any
+    order, and limits that are met.
+    """
 
     @initialize(limits=limits, start=st.lists(messages, max_size=2), plain=st.booleans())
     def accept(self, limits: Limits, start: list[Message], plain: bool) -> None:
-        """`plain`: nothing is predicted, so that only what the trainer reports is known."""
+        """With `plain`, nothing is predicted, so only the trainer's reports are known."""
         self.start, self.limits, self.plain = tuple(start), limits, plain
         self.machine = self._machine()
         self.books = Books(limits, start)
@@ -73,7 +76,7 @@ class RandomRollouts(RuleBasedStateMachine):
         return Machine("u", self.start, self.limits)
 
     def _take(self, record: Input) -> list[Record]:
-        """Gives the machine a record; returns what it says follows."""
+        """Pass a record to the machine and return the consequences."""
         taken = self.machine.accept(record)
         assert isinstance(record, Answered) or taken[-1] is record
         self.log += taken
@@ -99,7 +102,7 @@ class RandomRollouts(RuleBasedStateMachine):
         wish=st.sampled_from((*["ask"] * 5, "call", "call", "append", "note", "misfit", "fork", "give up", "mask")),
     )
     def go_on(self, data: st.DataObject, wish: str) -> None:
-        """One rule for all: hypothesis leaves out whole rules in a run, and a run that never asks tells little."""
+        """One rule for all actions: hypothesis disables whole rules in some runs, and a run without completions tests little."""
         talk = data.draw(st.sampled_from(self.books.talks))
         if wish == "note":
             self._note()
@@ -170,14 +173,14 @@ class RandomRollouts(RuleBasedStateMachine):
         self._agrees()
 
     def _sharing(self, data: st.DataObject, record: Answered, held: list[int]) -> Answered:
-        """The same answer, told without some of the prompt's tokens that the segment holds."""
+        """The same completion, without some of the prompt tokens that the segment already holds."""
         if record.reported is None:
             return record
         shared = data.draw(st.integers(0, common(held, list(record.reported))))
         return replace(record, reported=record.reported[shared:], shared=shared)
 
     def _logs_a_prompt_once(self, told: Answered, complete: Answered, held: list[int], *, whole: bool) -> None:
-        """What is logged is the answer as it came, without the tokens of its prompt that were held already."""
+        """Assert that the log holds the completion without the prompt tokens that were held already."""
         logged = self.log[-1]
         assert isinstance(logged, Answered)
         assert self.machine.of_turn(told.turn).last_completion is logged

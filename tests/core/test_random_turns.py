@@ -1,4 +1,4 @@
-"""The laws of the ledger: random turns, held against plain lists."""
+"""The laws of the ledger: random turns, compared with plain lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.naive_ledger import NaiveLedger, assert_laws, assert_line
 
 
 class RandomTurns(RuleBasedStateMachine):
-    """Any turns whatever, some without tokens: after each the ledger is what plain lists say, and holds all that it held before."""
+    """Any turns, some without tokens. After each, the ledger equals the plain lists and has lost nothing."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Law 5 of the machine: the same records give the same outcome, and a log that is not what happened is refused."""
+"""Law 5 of the machine: the same records give the same outcome, and an inconsistent log is refused."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_log_with_two_neighbours_swapped_is_refused(place: int) -> None:
 
 
 def changed() -> list[tuple[int, Record]]:
-    """Each consequence with one field changed, each asked with one field changed."""
+    """Each consequence and each request for a completion, with one field changed."""
     found: list[tuple[int, Record]] = []
     for place, record in enumerate(LOG):
         if isinstance(record, DriftFound):

@@ -1,4 +1,4 @@
-"""What holds for every value of the core: frozen, slotted, importable one by one; and the errors of a refused call."""
+"""Properties of every value class of the core (frozen, slotted, separately importable), and the errors of refused calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODULES = sorted(m.name for m in pkgutil.iter_modules(core.__path__, "rollout_se
 
 
 def values() -> list[type]:
-    """Every dataclass of the core."""
+    """All dataclasses of the core."""
     found = [v for name in MODULES for v in vars(importlib.import_module(name)).values()]
     return sorted({v for v in found if isinstance(v, type) and is_dataclass(v)}, key=lambda v: v.__qualname__)
 

@@ -1,1 +1,1 @@
-"""Everything that deploys the server: checked by linters, held against the settings, and run."""
+"""Deployment files: checked by linters, compared with the settings, and run."""

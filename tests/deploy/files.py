@@ -1,4 +1,4 @@
-"""The files under test, read."""
+"""Parsers for the deployment files."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ BYTES = {"k": 2**10, "m": 2**20, "g": 2**30, "Mi": 2**20, "Gi": 2**30}
 
 
 def tool(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a tool of the environment that the tests run in."""
+    """Run a tool of the current environment."""
     command = [Path(sys.executable).parent / name, *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 def compose() -> Yaml:
-    """The compose file, its merge keys resolved."""
+    """The compose file, with merge keys resolved."""
     return yaml.safe_load(COMPOSE.read_text())
 
 
@@ -43,7 +43,7 @@ def objects(path: Path) -> Sequence[Yaml]:
 
 
 def of_kind(path: Path, *kinds: str) -> Sequence[Yaml]:
-    """Those of some kinds."""
+    """The objects of some kinds."""
     return [each for each in objects(path) if each["kind"] in kinds]
 
 
@@ -53,7 +53,7 @@ def workloads() -> Sequence[tuple[Path, Yaml]]:
 
 
 def settings_of(path: Path, workload: Yaml) -> dict[str, str]:
-    """What a workload's ConfigMap sets."""
+    """The settings in a workload's ConfigMap."""
     (container,) = workload["spec"]["template"]["spec"]["containers"]
     (source,) = container["envFrom"]
     name = source["configMapRef"]["name"]
@@ -62,7 +62,7 @@ def settings_of(path: Path, workload: Yaml) -> dict[str, str]:
 
 
 def unit(path: Path) -> dict[str, list[str]]:
-    """The entries of a systemd unit, by their keys."""
+    """The entries of a systemd unit, by key."""
     found: dict[str, list[str]] = {}
     for line in path.read_text().splitlines():
         key, separator, value = line.partition("=")
@@ -72,13 +72,13 @@ def unit(path: Path) -> dict[str, list[str]]:
 
 
 def environment(path: Path) -> dict[str, str]:
-    """A file of environment variables, also those that are commented out."""
+    """The variables of an environment file, including those that are commented out."""
     lines = (line.removeprefix("#") for line in path.read_text().splitlines())
     return dict(line.split("=", 1) for line in lines if re.match(r"[A-Z_]+=", line))
 
 
 def measured(text: str, units: dict[str, int]) -> int:
-    """`60s`, `2Gi` and the like as a number."""
+    """`60s`, `2Gi` and similar values as a number."""
     found = re.fullmatch(r"([0-9]+)([A-Za-z]+)", text)
     assert found is not None, text
     return int(found[1]) * units[found[2]]

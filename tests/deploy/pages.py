@@ -1,4 +1,4 @@
-"""What the server can say: every text in its sources, `…` where something is put in."""
+"""All texts of the server's sources, with `…` for inserted values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _texts(tree: ast.AST) -> Iterator[str]:
 
 
 def said(quote: str) -> bool:
-    """Whether the server has these words. What is put in may itself be one of its texts: then the pieces must be."""
+    """Whether the server can produce this text. An inserted value may be one of its texts; then the pieces must match."""
     if any(quote in text for text in texts()):
         return True
     pieces = [piece.strip() for piece in quote.split(ANY) if piece.strip()]

@@ -1,4 +1,4 @@
-"""The pages on deployment, troubleshooting, migrating and masks: run, or held against the sources."""
+"""The pages on deployment, troubleshooting, migrating and masks are run, or compared with the sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PAGES = ("deployment.md", "troubleshooting.md", "migrating.md", "masks.md")
 SETTINGS = {name for field in Settings.model_fields for name in names_of(field)}
 SETTINGS |= {name_of(field) for field in GatewayOptions.model_fields} | {"MOCK_TRAINER_PORT"}
 UNREAD = {"ROLLOUT_DEBUG_DIR", "OSMOSIS_ROLLOUT_CLIENT_MAX_KEEPALIVE_CONNECTIONS"}
-"""Settings of the references that docs/migrating.md says are not read here."""
+"""Settings of the reference servers that, according to docs/migrating.md, are not read."""
 
 
 def page(name: str) -> str:
@@ -98,7 +98,7 @@ SENTENCES = sorted(quote for quote in QUOTES if quote.count(" ") >= 2)
 
 @pytest.mark.parametrize("quote", [*SENTENCES, "Not found"])
 def test_an_error_is_quoted_as_the_server_says_it(quote: str) -> None:
-    # A status is put in.
+    # The status is an inserted value.
     words = re.sub(r"(?<=answered )\d+$", "…", quote).removeprefix("Error: ")
     assert said(words) or quote == "rollout keys new NAME"
 

@@ -1,4 +1,4 @@
-"""The health check of the image, run as the image runs it, and the probes of the manifests, against real servers."""
+"""The image's health check, run as the image runs it, and the probes of the manifests, against real servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 async def checked(*arguments: str, **env: str) -> Finished:
-    """The command of HEALTHCHECK, with the script where it is here."""
+    """The command of HEALTHCHECK, with the path of the script in this repository."""
     (line,) = re.findall(r"^HEALTHCHECK .* CMD (\[.*\])$", DOCKERFILE.read_text(), re.MULTILINE)
     python, script = json.loads(line)
     assert (python, Path(script).name) == ("python", "healthcheck.py")
@@ -140,7 +140,7 @@ async def test_a_server_with_the_settings_of_its_manifest_answers_its_probes(
     keys = tmp_path / "keys"
     keys.write_text(secret["stringData"]["keys"])
     settings = settings_of(path, workload)
-    # Port 0 for metrics too: tests run side by side.
+    # Metrics also use port 0, because tests run in parallel.
     settings |= {"ROLLOUT_API_KEYS_FILE": str(keys), "ROLLOUT_METRICS_PORT": "0"}
     async with serve(cwd=tmp_path, **settings) as serving:
         for probe in PROBES:
@@ -152,7 +152,7 @@ async def test_a_server_with_the_settings_of_its_manifest_answers_its_probes(
                 assert answer.status_code == 200
         where = {"ROLLOUT_SERVER_PORT": str(serving.http_port), "ROLLOUT_GRPC_PORT": str(serving.grpc_port)}
         assert (await checked(**settings, **where)).code == 0
-        # The example of a Secret holds no key, so it lets nobody in.
+        # The example Secret holds no key, so every call is refused.
         assert await refused(serving.grpc_port)
     assert (await checked(**settings, **where)).code == 1
 

@@ -1,4 +1,4 @@
-"""`make up` and `make down`, with real programs on ports that are free."""
+"""`make up` and `make down`, with real programs on free ports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.processes import environment
 
 @dataclass(frozen=True)
 class Local:
-    """The script with ports and a directory of its own."""
+    """The script with its own ports and directory."""
 
     directory: Path
     http: int
@@ -101,7 +101,7 @@ def test_up_a_rollout_up_again_a_kill_up_down_down_again(local: Local) -> None:
 
 
 def example(printed: str) -> dict[str, object]:
-    """Does what the printed command says."""
+    """Run the printed example command."""
     (line,) = [line for line in printed.splitlines() if line.startswith("curl ")]
     _, silent, url, _, header, _, body = shlex.split(line)
     assert silent == "-s"

@@ -1,4 +1,4 @@
-"""The table of docs/deployment.md comes from a command that works; no figure is asserted."""
+"""The command for the memory table in docs/deployment.md works; no figure is asserted."""
 
 from __future__ import annotations
 

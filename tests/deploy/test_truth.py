@@ -1,4 +1,4 @@
-"""What the files say of the server is so: settings, ports, times, memory, names, and what goes into the image."""
+"""Deployment files agree with the server: settings, ports, times, memory, names, and the contents of the image."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ METRICS = 9100
 DRAIN = Settings.model_fields["drain_seconds"].default
 RECORDS = Settings.model_fields["max_record_bytes"].default
 AFTER_DRAIN = 20
-"""Seconds for what follows the drain: agents that dawdle (5), last deliveries (5), HTTP (5), gRPC (1), and some to spare."""
+"""Seconds after the drain: slow agents (5), last deliveries (5), HTTP (5), gRPC (1), and a reserve."""
 BESIDE_RECORDS = 2**30
-"""Memory that a server needs beside finished rollouts: docs/deployment.md has what was measured."""
+"""Memory that a server needs besides finished rollouts; docs/deployment.md has the measurements."""
 SERVER_NAMES = {name for field in Settings.model_fields for name in names_of(field)}
 GATEWAY_NAMES = {name_of(field) for field in GatewayOptions.model_fields}
 TRAINER_NAMES = {"MOCK_TRAINER_PORT", "MOCK_TRAINER_API_KEY"}
@@ -63,7 +63,7 @@ def test_every_setting_that_is_named_is_one(path: Path) -> None:
 
 
 def accepted(command: str, values: Mapping[str, str]) -> None:
-    """`rollout config`, or what reads the gateway's settings, takes these values."""
+    """Whether `rollout config`, or the gateway's settings, accepts these values."""
     gateway = "from rollout_server.settings.standalone_gateway import load_options; load_options()"
     arguments = ["-c", gateway] if command == "gateway" else ["-m", "rollout_server.cli", "config"]
     done = subprocess.run(
@@ -96,7 +96,7 @@ def test_settings_of_compose_are_accepted(name: str) -> None:
 
 
 def test_what_is_deployed_listens_on_all_its_addresses() -> None:
-    """By default both listen on loopback, which nobody reaches in a container."""
+    """By default both listen on loopback, which is not reachable from outside a container."""
     assert Settings.model_fields["host"].default == GatewayOptions.model_fields["host"].default == "127.0.0.1"
     hosts = {"server": "ROLLOUT_SERVER_HOST", "gateway": "ROLLOUT_GATEWAY_HOST"}
     for name, variable in hosts.items():
@@ -161,7 +161,7 @@ def test_units_have_time_to_drain_and_files_for_every_connection(path: Path) -> 
     name = path.stem.removeprefix("rollout-")
     drain = float(environment(DEPLOY / "systemd" / f"{name}.env.example")["ROLLOUT_DRAIN_SECONDS"])
     assert int(entries["TimeoutStopSec"][0]) >= max(drain, DRAIN) + AFTER_DRAIN
-    # Callers over HTTP, and as many connections to trainers.
+    # Connections of HTTP callers, and as many to trainers.
     connections = (
         Settings.model_fields["max_connections"].default + Settings.model_fields["trainer_connections"].default
     )
@@ -199,7 +199,7 @@ def test_pods_are_hardened(path: Path, workload: Yaml) -> None:
         "readOnlyRootFilesystem": True,
         "capabilities": {"drop": ["ALL"]},
     }
-    # A Service's name in capitals and _PORT is what Kubernetes would set, and what our settings are called.
+    # For a Service, Kubernetes sets NAME_PORT in capitals, which collides with the server's settings.
     assert pod["enableServiceLinks"] is False
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     assert "/tmp" in mounts
@@ -264,7 +264,7 @@ def pins(path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ["server", "build"])
 def test_the_image_is_made_of_what_was_tested(name: str) -> None:
-    """`make lock` writes these locks within the large one, so none of their pins is another."""
+    """`make lock` writes these locks within the large one, so no pin may differ."""
     tested, ours = pins(ROOT / "requirements" / "dev.lock"), pins(DEPLOY / f"{name}.lock")
     hashes = {pin: set(re.findall(r"sha256:[0-9a-f]{64}", block)) for pin, block in tested.items()}
     for pin, block in ours.items():

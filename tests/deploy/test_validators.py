@@ -1,4 +1,4 @@
-"""Linters and validators find nothing wrong in the files, and do find what is planted."""
+"""Linters and validators find no errors in the files, and find planted ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from tests.deploy.files import COMPOSE, DOCKERFILE, KUBERNETES, MANIFESTS, ROOT, UNITS, compose, tool
 
 EXPOSURE = "20"
-"""In tenths: what `systemd-analyze security` calls OK ends at 4.9."""
+"""In tenths: `systemd-analyze security` reports OK up to 4.9."""
 
-needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze here")
-needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="there is no kubectl here")
+needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
 
 def planted(path: Path, good: str, bad: str, directory: Path) -> Path:
@@ -95,7 +95,7 @@ def test_kustomize_puts_the_manifests_together(name: str) -> None:
 
 
 def installed(path: Path, directory: Path) -> Path:
-    """A copy of a unit whose program is there: the real one is installed by whoever uses the unit."""
+    """A copy of a unit whose program exists; the real one is installed by the user of the unit."""
     return planted(path, "/opt/rollout-server/bin/rollout", str(Path(sys.executable).parent / "rollout"), directory)
 
 

@@ -1,7 +1,7 @@
-"""Hard conversations: what a scripted model says, what its tools answer, and what its agent puts in between.
+"""Difficult conversations: scripted completions, tool results, and messages that the agent appends.
 
-They are written down once and played with every template. A template that refuses one exchange, which it is asked before
-anything is played, goes on with the next one.
+They are written once and run with every chat template. If a template refuses an exchange, the conversation skips it. This
+is checked before the rollout.
 """
 
 from __future__ import annotations
@@ -54,37 +54,37 @@ ARGUMENTS: Final[Sequence[str | Json]] = (
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What the model says, and what its agent appends after the results of its calls."""
+    """A completion, and the messages that the agent appends after the tool results."""
 
     reply: ScriptedReply
     after: tuple[Message, ...] = ()
 
     def heard(self) -> list[Message]:
-        """All that stands between this answer and the next one."""
+        """All messages between this completion and the next one."""
         return [*(_result(call) for call in self.reply.tool_calls), *self.after]
 
 
 @dataclass(slots=True)
 class Conversation:
-    """What a rollout is asked, and all that is to happen in it."""
+    """The prompt of a rollout, and all exchanges that follow."""
 
     asked: list[Message]
     exchanges: list[Exchange] = field(default_factory=list)
 
     @property
     def script(self) -> Script:
-        """The model's side."""
+        """The model's completions."""
         return Script(tuple(exchange.reply for exchange in self.exchanges))
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The agent's side."""
+        """The agent's messages, as metadata."""
         return {"after": [list(exchange.after) for exchange in self.exchanges[:-1]]}
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A tool that says any of `RESULTS`, whatever else it is called with."""
+    """A tool that returns one of `RESULTS`, whatever its other arguments are."""
 
     name: str = "look"
     description: str = "Looks at something."
@@ -97,7 +97,7 @@ class Look:
 
 
 class Guided(Agent):
-    """Plays as many turns as its metadata says, and appends after each what stands there."""
+    """Run as many turns as the metadata contains, and append its messages after each."""
 
     name = "guided"
     tools = (Look(),)
@@ -113,7 +113,7 @@ class Guided(Agent):
 
 
 def written(kind: str, renderer: PlainRenderer, tools: Tools, turns: int = TURNS) -> Conversation:
-    """A conversation of that kind, with the exchanges that the template takes; fewer where it takes hardly any."""
+    """A conversation of that kind, with the exchanges that the template accepts; it is shorter if the template accepts few."""
     made = Conversation([])
     for system in ([{"role": "system", "content": "Be brief. é"}], []):
         made.asked = [*system, {"role": "user", "content": "What is 5 + 3?"}]
@@ -142,7 +142,7 @@ def _renders(renderer: PlainRenderer, messages: Sequence[Message], tools: Tools)
 
 
 def _calls() -> Iterator[Exchange]:
-    """One call after the other, then several at once."""
+    """Single calls, then parallel calls."""
     arguments, said, thoughts = map(itertools.cycle, (ARGUMENTS, SAID, THOUGHTS))
     for number in itertools.count():
         count = 1 + (number % 5 == 3) + (number % 10 == 8)
@@ -152,7 +152,7 @@ def _calls() -> Iterator[Exchange]:
 
 
 def _talk() -> Iterator[Exchange]:
-    """Answers without calls, each followed by a user, now and then by two."""
+    """Completions without calls, each followed by one user message, sometimes two."""
     said, users, thoughts = map(itertools.cycle, (SAID, USERS, THOUGHTS))
     for number in itertools.count():
         after = tuple({"role": "user", "content": next(users)} for _ in range(1 + (number % 7 == 4)))
@@ -161,7 +161,7 @@ def _talk() -> Iterator[Exchange]:
 
 
 def _mixed() -> Iterator[Exchange]:
-    """Both by turns, users also behind the results of tools, and tokens that the text does not show."""
+    """Both alternately, user messages also after tool results, and tokens that the text does not show."""
     calls, talk, users = _calls(), _talk(), itertools.cycle(USERS)
     for number in itertools.count():
         exchange = next(talk) if number % 4 == 3 else next(calls)
@@ -177,7 +177,7 @@ KINDS: Final[Mapping[str, Callable[[], Iterator[Exchange]]]] = {"calls": _calls,
 
 
 def _result(call: Json) -> Message:
-    """A stand-in for what the agent's tool will say, which only has to be of the same kind."""
+    """A placeholder for the tool's result; only its kind matters."""
     return {"role": "tool", "content": "8", "tool_call_id": call["id"]}
 
 

@@ -1,4 +1,4 @@
-"""Every tokenizer and chat template that there is to test with: found, not listed."""
+"""Every available tokenizer and chat template, discovered and not listed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from tests.support.tokenizers import REAL_TOKENIZERS, needs_real, tokenizer_of
 
 EVERYTHING = os.environ.get("ROLLOUT_EXACT") == "all"
-"""Every conversation with every way to render, which takes some minutes."""
+"""Run every conversation with every way to render, which takes some minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name for test ids."""
         own = "toy" if self.directory == TOY_TOKENIZER else self.directory.name
         return own if self.template is None else f"{own}/{self.template.stem}"
 
@@ -35,7 +35,7 @@ class Family:
         return tokenizer_of(self.directory, self.template and self.template.read_text(encoding="utf-8"))
 
     def laid_out(self, at: Path) -> Path:
-        """A directory that `AutoTokenizer` reads with this template: the tokenizer's own, or one made in `at`."""
+        """A directory that `AutoTokenizer` loads with this template: the tokenizer's own, or a new one in `at`."""
         if self.template is None:
             return self.directory
         for path in self.directory.iterdir():
@@ -46,7 +46,7 @@ class Family:
 
 
 def families() -> list[Any]:
-    """One parameter for each; one that is skipped where the shared test data is missing."""
+    """One parameter per family; a skipped one if the shared test data is missing."""
     found = [Family(TOY_TOKENIZER)]
     for own in sorted(REAL_TOKENIZERS.glob("*/chat_template.jinja")):
         found.append(Family(own.parent))

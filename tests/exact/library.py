@@ -1,4 +1,4 @@
-"""The trainer library with a model that says what is written, in answers that are ids of its own."""
+"""The trainer library with a scripted model whose completions are its own token ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.exact.conversations import KINDS, TURNS, Conversation, Exchange
 
 
 class Model:
-    """Says what is written, turn by turn, in ids of the tokenizer. Every third answer has its end token."""
+    """Return scripted completions, turn by turn, as ids of the tokenizer. Every third completion includes its end token."""
 
     def __init__(self, tokenizer: Any, exchanges: Sequence[Exchange]) -> None:
         self.tokenizer = tokenizer
@@ -37,7 +37,7 @@ class Model:
         return text
 
     def parse(self, text: str) -> ParsedCompletion:
-        """What the reply says, whatever the text does: with ids of its own a model may have written anything."""
+        """Return the scripted reply, whatever the text is: with arbitrary ids the text may be anything."""
         reply, self.turn = self.exchanges[self.turn].reply, self.turn + 1
         calls = [called(call) for call in reply.tool_calls]
         assert isinstance(reply.content, str)
@@ -50,7 +50,7 @@ def called(call: Mapping[str, Any]) -> ToolCall:
 
 
 def plain(exchange: Exchange) -> Exchange:
-    """The exchange in what an `ParsedCompletion` can say: content and arguments are texts."""
+    """The exchange in the form that `ParsedCompletion` can express: content and arguments are texts."""
     reply = exchange.reply
     calls = []
     for call in reply.tool_calls:
@@ -64,7 +64,7 @@ def plain(exchange: Exchange) -> Exchange:
 
 
 def sayable(renderer: PlainRenderer, asked: Sequence[Any], tools: Tools) -> Conversation:
-    """Fifty exchanges that the template takes one after the other; fewer where it takes hardly any."""
+    """Fifty exchanges that the template accepts in sequence; fewer if it accepts few."""
     made = Conversation(list(asked))
     said = list(asked)
     for exchange in map(plain, itertools.islice(KINDS["mixed"](), 150)):
@@ -81,7 +81,7 @@ def sayable(renderer: PlainRenderer, asked: Sequence[Any], tools: Tools) -> Conv
 
 
 async def by_library(client: AsyncClient, tokenizer: Any, written: Conversation, mode: str) -> Finished:
-    """Plays a sayable conversation over a stream."""
+    """Run a conversation over a trainer stream."""
     model, renderer = Model(tokenizer, written.exchanges), PlainRenderer(tokenizer)
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Sequence[int]:

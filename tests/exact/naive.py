@@ -1,4 +1,4 @@
-"""What a trainer's record of a rollout comes to, by plain lists: prompts and answers in, training samples out."""
+"""Training samples computed with plain lists from a trainer's prompts and completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from osmosis.rollout.v1 import token_pb2
 
 @dataclass(slots=True)
 class Record:
-    """One stretch in which every prompt begins with the one before and its answer."""
+    """A stretch in which every prompt starts with the previous prompt and its completion."""
 
     prompt: list[int]
     response: list[int] = field(default_factory=list)
@@ -22,19 +22,19 @@ class Record:
         return self.prompt + self.response
 
     def settled(self) -> Record:
-        """Up to the last token of the model, with which a trajectory ends."""
+        """Tokens up to the last one of the model, which ends the trajectory."""
         end = max((index + 1 for index, bit in enumerate(self.mask) if bit), default=0)
         return Record(self.prompt, self.response[:end], self.mask[:end], self.logprobs[:end])
 
     def add(self, tokens: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
-        """Appends tokens of one author."""
+        """Append tokens of one author."""
         self.response += tokens
         self.mask += [mask] * len(tokens)
         self.logprobs += logprobs
 
 
 def records(turns: Sequence[tuple[list[int], list[int], list[float]]]) -> list[Record]:
-    """Samples of turns, each a prompt, an answer and its logprobs."""
+    """Samples of turns; a turn is a prompt, a completion and its logprobs."""
     found: list[Record] = []
     for prompt, answer, logprobs in turns:
         held = found[-1].holds() if found else []
@@ -48,7 +48,7 @@ def records(turns: Sequence[tuple[list[int], list[int], list[float]]]) -> list[R
 
 
 def assert_samples(samples: Sequence[token_pb2.Sample], expected: Sequence[Record]) -> None:
-    """Element by element, segment by segment."""
+    """Compare element by element, segment by segment."""
     assert len(samples) == len(expected)
     for sample, record in zip(samples, expected, strict=True):
         assert list(sample.prompt_ids) == record.prompt
@@ -58,7 +58,7 @@ def assert_samples(samples: Sequence[token_pb2.Sample], expected: Sequence[Recor
 
 
 def assert_segments(segments: Sequence[token_pb2.Segment], expected: Sequence[Record]) -> None:
-    """Spans put end to end are the sample; each names its author."""
+    """Assert that concatenated spans equal the sample, and that each span has the expected author."""
     assert len(segments) == len(expected)
     for segment, record in zip(segments, expected, strict=True):
         assert segment.verified

@@ -1,4 +1,4 @@
-"""A copy of the renderer with a fault in it, imported under a name of its own."""
+"""A copy of the renderer with a planted fault, imported under another name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAME = "rollout_server.edge.tokens"
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One change to one module: a text that stands in it exactly once, and what stands there instead."""
+    """One change to one module: a text that occurs exactly once, and its replacement."""
 
     name: str
     module: str
@@ -36,24 +36,26 @@ class Copy:
     executor: ThreadPoolExecutor
 
     def loaded(self, tokenizer: Any) -> Any:
-        """`LoadedTokenizer`, as the copy has it."""
+        """The copy's `LoadedTokenizer`."""
         return self.modules["tokenizer"].LoadedTokenizer("copy", tokenizer, self.executor)
 
     def renderer(self, tokenizer: Any, tools: Any = (), **options: Any) -> Any:
-        """`Renderer`, as the copy has it."""
+        """The copy's `Renderer`."""
         return self.modules["renderer"].Renderer(self.loaded(tokenizer), list(tools), {}, **options)
 
 
 @contextmanager
 def copied(at: Path, fault: Fault | None) -> Iterator[Copy]:
-    """The renderer's modules with the fault planted; without one they are as they are."""
+    """Copy the renderer's modules with the fault planted, or unchanged without one."""
     name = f"tokens_copy_{at.name}"
     package = at / name
     shutil.copytree(_SOURCES, package, ignore=shutil.ignore_patterns("__pycache__"))
     for path in package.glob("*.py"):
         text = path.read_text(encoding="utf-8")
         if fault is not None and path.stem == fault.module:
-            assert text.count(fault.right) == 1, f"{fault.module} has changed: plant {fault.name!r} anew"
+            assert text.count(fault.right) == 1, (
+                f"{fault.module} does not contain the code of fault {fault.name!r} once: update the fault"
+            )
             text = text.replace(fault.right, fault.wrong)
         path.write_text(text.replace(_NAME, name), encoding="utf-8")
     sys.path.insert(0, str(at))

@@ -1,7 +1,8 @@
-"""Fifty turns over HTTP with every tokenizer and template: a trainer that counts for itself accepts every mask, or is told why not.
+"""Fifty turns over HTTP with every tokenizer and template.
 
-The strict trainer imports nothing of the renderer. What it comes to, put together here from its prompts and answers by plain
-lists, is what the server has recorded. `ROLLOUT_EXACT=all` plays every kind of conversation with every way to render.
+A counting trainer accepts every mask, or the rollout explains why it cannot. The strict trainer imports nothing of the
+renderer. This module accumulates the trainer's prompts and completions in plain lists, and compares them with the server's
+records. `ROLLOUT_EXACT=all` runs every kind of conversation with every way to render.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from tests.exact.naive import Record, assert_samples, assert_segments, records
 
 PLAYED = [(kind, parse) for kind in KINDS for parse in (False, True)]
 USUALLY = (("mixed", False), ("calls", True), ("calls", False))
-"""The first of them with every template, the others too where it does not come to its end, and with the built-in one."""
+"""The first entry runs with every template. The others run if it ends early, and with the built-in template."""
 
 
 @dataclass(frozen=True, slots=True)
 class CountingTrainers:
-    """A server and trainers of one tokenizer, which differ in how they render arguments. Each starts when it is first asked for."""
+    """A server, and trainers of one tokenizer that differ in how they render arguments. Each starts on first use."""
 
     http: httpx.AsyncClient
     rollouts: Any
@@ -91,11 +92,11 @@ async def test_fifty_turns(family: Family, tmp_path: Path) -> None:
                 conversation = written(kind, at.renderers[parse], at.tools)
                 if conversation.exchanges:
                     lengths[kind, parse] = await play(at, f"{kind} {parse}", conversation, parse=parse)
-    assert TURNS in lengths.values(), f"no conversation came to its end: {lengths}"
+    assert TURNS in lengths.values(), f"no conversation completed: {lengths}"
 
 
 async def play(at: CountingTrainers, rollout_id: str, conversation: Conversation, *, parse: bool) -> int:
-    """Plays one conversation and holds everything against everything; returns the turns that were answered."""
+    """Run one conversation, compare all records, and return the completed turns."""
     trainer, renderer = await at.trainer(parse=parse), at.renderers[parse]
     await trainer.put_script(rollout_id, conversation.script)
     said = await ask(at, rollout_id, trainer.url, conversation)
@@ -144,7 +145,7 @@ async def recorded(at: CountingTrainers, rollout_id: str) -> Any:
 
 
 def accepted(bodies: list[Any], verdict: Verdict, *, parse: bool) -> list[Any]:
-    """The requests that were answered. One refusal is what it may take to learn how a trainer renders arguments."""
+    """The requests that were completed. Learning how a trainer renders arguments may take one refusal."""
     allowed = 1 if parse else 0
     assert len(verdict.refusals) <= allowed, verdict.refusals
     assert {refusal.reason for refusal in verdict.refusals} <= {RefusalReason.MASK}
@@ -171,7 +172,7 @@ def masks(bodies: list[Any]) -> list[int]:
 
 
 def answers(verdict: Verdict) -> tuple[list[list[int]], list[list[float]]]:
-    """What the model wrote, turn by turn, out of the sample that the trainer accumulated."""
+    """The completions, turn by turn, taken from the sample that the trainer accumulated."""
     sample = verdict.sample
     rows = zip(sample.response_ids, sample.response_mask, sample.logprobs, strict=True)
     generated = [(token, logprob) for token, mask, logprob in rows if mask]
@@ -185,14 +186,17 @@ def answers(verdict: Verdict) -> tuple[list[list[int]], list[list[float]]]:
 
 
 def assert_sample(record: Record, verdict: Verdict) -> None:
-    """Without drift the trainer's own accumulation is the same, its masks too."""
+    """Assert that without drift the trainer's own sample is equal, masks included."""
     sample = verdict.sample
     theirs = Record(*map(list, (sample.prompt_ids, sample.response_ids, sample.response_mask, sample.logprobs)))
     assert record == theirs.settled()
 
 
 def assert_told_why(said: Any, renderer: PlainRenderer, tools: Any, messages: list[Any], held: int) -> None:
-    """The one reason for an early end: the conversation renders to fewer tokens than the trainer holds, by as many as is said."""
+    """Assert the only reason for an early end.
+
+    The conversation renders to fewer tokens than the trainer holds, and the error names the difference.
+    """
     assert said["extra_fields"]["error_category"] == "token_drift", said["error_message"]
     fewer = re.search(r"renders to (\d+) tokens fewer", said["error_message"])
     assert fewer is not None

@@ -1,6 +1,6 @@
 """The same fifty turns with the strict trainer as a client: over a stream its scripts give the same verdicts.
 
-What the trainer library makes of fifty turns over a stream is in `test_fifty_turns_in_tokens`.
+`test_fifty_turns_in_tokens` covers the trainer library over a stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.talking_agent import equal
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "family", PLAYED if EVERYTHING else PLAYED[:1]
-)  # the judging takes seconds, and is that of the twin
+)  # judging takes seconds, and the HTTP test does the same
 async def test_token_mode_over_a_stream(family: Family, tmp_path: Path) -> None:
     async with world(family, tmp_path) as at:
         if not at.conversation.exchanges or not at.rendered:

@@ -1,7 +1,7 @@
-"""The same fifty turns with trainers that speak gRPC: in token mode every template comes to the end of every conversation.
+"""The same fifty turns with gRPC trainers: in token mode every template completes every conversation.
 
-The trainer judges each prompt by its own plain means; what it accumulated is what the server has recorded, element by element. What
-the trainer library yields over a stream is, too, in token mode and where the trainer renders.
+The trainer judges each prompt independently. Its accumulated sample equals the server's record, element by element. The
+same holds for the samples that the trainer library yields over a stream, both in token mode and if the trainer renders.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.exact.library import by_library, sayable
 from tests.support.talking_agent import equal
 
 KIND = "mixed"
-# Without ROLLOUT_EXACT=all, each tokenizer with its own template.
+# Without ROLLOUT_EXACT=all, each tokenizer runs with its own template only.
 PLAYED = [each for each in families() if EVERYTHING or each.values[0] is None or each.values[0].template is None]
 CALLED = {"role": "assistant", "content": "", "tool_calls": [tool_call("a1b2c3d4e", "look", '{"r": 0}')]}
 
@@ -47,7 +47,7 @@ TOOLS = [tool_of(tool) for tool in Guided.tools]
 
 @dataclass(frozen=True, slots=True)
 class TokenModeServer:
-    """A server, a client of it, and a trainer of one tokenizer. `rendered`: its template writes what tools answer."""
+    """A server, a client of it, and a trainer of one tokenizer. `rendered`: its template renders tool results."""
 
     address: str
     tokenizer: Any
@@ -118,4 +118,4 @@ async def test_token_mode(family: Family, tmp_path: Path) -> None:
             assert finished.rollout.outcome.metrics.turns == len(written_anew.exchanges)
             kept = samples(await at.client.get(finished.uid, view="full"))
             assert list(finished.samples) == kept
-            assert len(kept) == 1 or mode == "messages"  # there a template may rewrite what was said
+            assert len(kept) == 1 or mode == "messages"  # in message mode a template may rewrite the history

@@ -1,7 +1,8 @@
-"""Renderer and ledger together: random conversations with every tokenizer and template, turn by turn against plain lists.
+"""Renderer and ledger together: random conversations with every tokenizer and template.
 
-A trainer here does one of three things. A silent one reports no prompts, so ours are what the ledger holds. One that keeps its
-tokens appends what is new to them. One that renders everything anew reports whatever that gives, which may be drift.
+After each turn they are compared with plain lists. There are three kinds of trainers. A silent one reports no prompts, so
+the ledger holds the server's rendering. One that keeps its tokens appends new ones to them. One that renders everything
+again reports the result, which may be drift.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SOME = settings(
 
 @dataclass(frozen=True, slots=True)
 class Both:
-    """One tokenizer as the server has it, and as a plain trainer does."""
+    """One tokenizer, as the server loads it and as a plain trainer does."""
 
     loaded: LoadedTokenizer
     plain: PlainRenderer
@@ -47,7 +48,7 @@ class Both:
 
 @pytest.fixture(scope="module")
 def both() -> Iterator[Callable[[Family], Both]]:
-    """Each family is loaded once."""
+    """Load each family once."""
     known: dict[Family, Both] = {}
     with ThreadPoolExecutor(1) as executor:
 
@@ -72,7 +73,7 @@ def test_laws_at_every_turn(both: Callable[[Family], Both], family: Family, data
 
 
 class Rollout:
-    """One rollout with one kind of trainer: the renderer, the ledger, and plain lists beside them."""
+    """One rollout with one kind of trainer: the renderer, the ledger, and plain lists as the oracle."""
 
     def __init__(self, both: Both, trainer: str) -> None:
         self._both = both
@@ -82,7 +83,7 @@ class Rollout:
         self._turns: list[tuple[list[int], list[int], list[float]]] = []
 
     async def play(self, turns: Sequence[Sequence[dict[str, Any]]], data: st.DataObject) -> None:
-        """Turn by turn, until the template refuses what comes next."""
+        """Run turn by turn, until the template refuses the next message."""
         messages = list[dict[str, Any]]()
         last, asked = None, 0
         for number, turn in enumerate(turns, 1):
@@ -102,7 +103,7 @@ class Rollout:
             last, asked = answered(following, ids, "length" if cut else "stop"), len(messages)
 
     async def _rendered(self, messages: Sequence[Any], last: Any, asked: int) -> Rendered | None:
-        """None where the template refuses, in which plain rendering must agree."""
+        """The rendering; None if the template refuses, in which case plain rendering must refuse too."""
         try:
             self._both.plain.prompt(messages, TOOLS)
         except UnrenderableError:
@@ -119,7 +120,7 @@ class Rollout:
         return pack_tokens(self._held()) + predicted.closing + predicted.environment
 
     def _answer(self, data: st.DataObject) -> tuple[list[int], bool]:
-        """What the model wrote: any few tokens, with or without what closes an answer."""
+        """A completion: a few arbitrary tokens, with or without an end token."""
         words = self._both.plain.encode(data.draw(st.sampled_from(("Eight.", "", "Yes 😀"))))
         cut = data.draw(st.booleans())
         stops = self._both.loaded.probed.stops
@@ -129,7 +130,7 @@ class Rollout:
         return pack_logprobs(-1 / (2 + place) for place in range(len(ids))) if data.draw(st.booleans()) else None
 
     def _commit(self, turn: Turn) -> None:
-        """Both books take the turn, find the same drift, and agree in everything."""
+        """Commit the turn to the ledger and to the lists; both must find the same drift and agree in everything."""
         assert turn.predicted is not None
         environment = list(turn.predicted.closing + turn.predicted.environment)
         prompt = list(turn.reported) if turn.reported is not None else self._held() + environment
@@ -143,20 +144,20 @@ class Rollout:
         assert shown == [(record.prompt, record.response, record.mask) for record in records(self._turns)]
 
     def _held(self) -> list[int]:
-        """The last prompt and its answer."""
+        """The last prompt and its completion."""
         return [*self._turns[-1][0], *self._turns[-1][1]] if self._turns else []
 
     def _assert_count(self, messages: Sequence[Any], rendered: Rendered) -> None:
-        """Beside a trainer that renders everything, the count is what it counts."""
+        """Assert that the count equals that of a trainer that renders everything."""
         if self._trainer == "renders" and self._turns:
             length = len(self._both.plain.prompt(messages, TOOLS)) - len(self._held())
             assert rendered.mask_length == length
 
     def _assert_kept(self, number: int, rendered: Rendered) -> None:
-        """Where nobody renders anew nothing parts: one segment, which names what closes an answer that was cut."""
+        """Assert that without re-rendering there is no drift: one segment, with a closing token after a truncated completion."""
         if self._trainer == "renders":
             return
         (segment,) = self._ledger.segments
         closing = [span for span in segment.spans if span.turn == number and span.reason is MaskReason.CLOSING]
-        if self._turns[-1][1]:  # else the span is not settled yet
+        if self._turns[-1][1]:  # otherwise the span is not settled yet
             assert sum(span.stop - span.start for span in closing) == len(rendered.predicted.closing)

@@ -1,7 +1,7 @@
-"""Faults planted in the renderer, each in a copy of its own: a check that the renderer passes catches every one.
+"""Faults planted in copies of the renderer: a check that the renderer passes must catch each one.
 
-The checks need nothing but the repository's own tokenizer. What is right comes from the judge of the strict trainer, from
-plain rendering, or is written down.
+The checks need only the repository's own tokenizer. The expected values come from the strict trainer's judge, from plain
+rendering, or are written down.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def answered(message: Mapping[str, Any], ids: Sequence[int], finish_reason: str 
 
 
 async def judged(copy: Copy) -> None:
-    """A conversation that the strict trainer's judge accepts, mask by mask, with the tokens that it counts."""
+    """The strict trainer's judge accepts a conversation, mask by mask, with its own token counts."""
     tokenizer = toy()
     judge, renderer = Judge(PlainRenderer(tokenizer)), copy.renderer(tokenizer, TOOLS)
     turns = (
@@ -79,7 +79,7 @@ async def judged(copy: Copy) -> None:
 
 
 async def closed(copy: Copy) -> None:
-    """An answer that was cut behind another special token is not closed by it."""
+    """A completion that was truncated after another special token is not closed by that token."""
     tokenizer = toy()
     renderer = copy.renderer(tokenizer)
     ids = tokenizer.encode("Eight.<|endoftext|>", add_special_tokens=False)
@@ -89,7 +89,7 @@ async def closed(copy: Copy) -> None:
 
 
 async def environment(copy: Copy, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The text of what stands behind the last answer, one message before the end."""
+    """The text after the last completion, one message before the end."""
     asked = len(messages) - 2
     stop = copy.loaded(tokenizer).probed.final
     assert stop is not None
@@ -101,14 +101,14 @@ async def environment(copy: Copy, tokenizer: Any, messages: Sequence[Mapping[str
 
 
 async def stop_said(copy: Copy) -> None:
-    """The text of the stop is part of what the model said."""
+    """The model's text contains the stop token's text."""
     said = {"role": "assistant", "content": "It is <|im_end|>, I think."}
     text = await environment(copy, toy(), [ASKED, said, MORE])
     assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\n<|im_start|>assistant\n"
 
 
 async def reminded(copy: Copy) -> None:
-    """A template that writes a reminder behind each answer, and closes it with the same stop."""
+    """A template that writes a reminder after each completion, closed with the same stop token."""
     reminder = "{{- '<|im_start|>system\nStay brief.<|im_end|>\n' if message.role == 'assistant' -}}{%- endfor -%}"
     tokenizer = toy(CHATML.replace("PROMPT", "''").replace("{%- endfor -%}", reminder))
     text = await environment(copy, tokenizer, [ASKED, SAID, MORE])
@@ -116,7 +116,7 @@ async def reminded(copy: Copy) -> None:
 
 
 async def closing_calls(copy: Copy) -> None:
-    """A template that ends calls with a special token, behind which the engine has stripped the stop."""
+    """A template that ends calls with a special token, after which the engine has stripped the stop token."""
     content = "(message.content or message.tool_calls | tojson ~ '<|endoftext|>')"
     tokenizer = toy(CHATML.replace("PROMPT", "''").replace("message.content", content))
     called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
@@ -128,14 +128,14 @@ async def closing_calls(copy: Copy) -> None:
 
 
 async def grown_long(copy: Copy) -> None:
-    """A template that reminds the model of something once a conversation is long."""
+    """A template that adds a reminder once a conversation is long."""
     tokenizer = toy(CHATML.replace("PROMPT", "('Be brief.' if messages | length > 40 else '')"))
     text = await environment(copy, tokenizer, [*[ASKED, SAID] * 21, MORE])
     assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_end|>\nBe brief.<|im_start|>assistant\n"
 
 
 async def dated(copy: Copy) -> None:
-    """A date that changes while a rollout runs, here each microsecond, stays what it was."""
+    """A date that changes during a rollout, here each microsecond, stays constant in the renderings."""
     renderer = copy.renderer(toy("{{- strftime_now('%H:%M:%S.%f') -}}" + CHATML.replace("PROMPT", "''")))
     first, second = [(await renderer.predict(packed([text]), None, 0)).predicted for text in (ASKED, MORE)]
     date = toy().decode(list(first.environment)).partition("<")[0]
@@ -145,7 +145,7 @@ async def dated(copy: Copy) -> None:
 
 
 async def without_tools(copy: Copy) -> None:
-    """A trainer that renders no tools is followed from its first prompt on."""
+    """A trainer that renders no tools is detected from its first prompt on."""
     plain = PlainRenderer(toy())
     renderer = copy.renderer(toy(), TOOLS)
     predicted = (await renderer.predict(packed([ASKED]), None, 0)).predicted
@@ -157,7 +157,7 @@ async def without_tools(copy: Copy) -> None:
 
 
 async def forgotten(copy: Copy) -> None:
-    """A turn that is rendered again, or by a renderer that knows nothing of the turns before, counts the same."""
+    """A turn has the same count if it is rendered again, or by a renderer that has not seen the earlier turns."""
     plain, renderer = PlainRenderer(toy()), copy.renderer(toy())
     messages = [ASKED, SAID, MORE]
     expected = len(plain.prompt(messages, None)) - len(plain.prompt([ASKED], None)) - 2
@@ -166,14 +166,14 @@ async def forgotten(copy: Copy) -> None:
 
 
 async def closed_by_several(copy: Copy) -> None:
-    """An answer ends with two tokens of which the model writes both."""
+    """A completion ends with two tokens, both generated by the model."""
     tokenizer = toy(CHATML.replace("PROMPT", "''").replace("<|im_end|>", "<|im_start|><|endoftext|>"))
     text = await environment(copy, tokenizer, [ASKED, SAID, MORE])
     assert text == f"\n<|im_start|>user\n{MORE['content']}<|im_start|><|endoftext|>\n<|im_start|>assistant\n"
 
 
 async def unannounced(copy: Copy) -> None:
-    """Questions begin with the token that ends answers; other messages behind an answer begin with plain text."""
+    """User messages begin with the token that ends completions; other messages after a completion begin with plain text."""
     tokenizer = toy(
         "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' else '/' -}}"
         "{{- message.content -}}{%- endfor -%}"
@@ -185,7 +185,7 @@ async def unannounced(copy: Copy) -> None:
 
 
 async def in_python(copy: Copy) -> None:
-    """A tokenizer without the Rust library, which tells nothing about places in the text."""
+    """A tokenizer without the Rust library, which reports no offsets in the text."""
     stop = "<extra_id_0>"
     tokenizer = ByT5Tokenizer(chat_template=CHATML.replace("PROMPT", "''").replace("<|im_end|>", stop))
     text = await environment(copy, tokenizer, [ASKED, SAID, MORE])
@@ -193,7 +193,7 @@ async def in_python(copy: Copy) -> None:
 
 
 async def encoded(copy: Copy) -> None:
-    """A longer added token that begins before a shorter one, which it holds."""
+    """A longer added token that begins before a shorter one and contains it."""
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken("<x>", normalized=False), AddedToken("a<x>b", normalized=False)])
@@ -203,7 +203,7 @@ async def encoded(copy: Copy) -> None:
 
 
 async def parted(copy: Copy) -> None:
-    """The texts around the first token that differs, also in the turns after it."""
+    """The excerpts around the first differing token, also in later turns."""
     excerpt, prediction = copy.modules["drift_excerpt"].drift_excerpt, copy.modules["drift_excerpt"].Prediction
     ledger, loaded = Ledger().main, copy.loaded(toy())
     ids = [
@@ -222,7 +222,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "the first stop is always taken",
             "turn_boundary",
-            "if end == first and plain:",
+            "if end == first and plain and not rewritten:",
             "if (text := turn.full[first:]):",
         ),
     ),
@@ -298,7 +298,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "what stands behind a short history is not compared",
             "turn_boundary",
-            "if hint is not None and turn.full[first:] == hint and plain:",
+            "if hint is not None and turn.full[first:] == hint and plain and not rewritten:",
             "if hint is not None:",
         ),
     ),

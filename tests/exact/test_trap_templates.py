@@ -1,6 +1,7 @@
-"""Each trap of chat templates on its own: a synthetic template that has it, and conversations whose tokens its twin tells exactly.
+"""Each known problem of chat templates in isolation.
 
-`tests/hostile` draws templates with several traps at a time, and more of them.
+A synthetic template has the problem, and its twin determines the tokens of conversations exactly. `tests/hostile` generates
+templates with several problems at once, and more of them.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ CALLING = {
     ],
 }
 RANDOM = 4
-"""Conversations that are drawn for each template, besides the written one."""
+"""Random conversations per template, besides the written one."""
 
 
 def written(ending: str) -> Conversation:
-    """Answers and calls by turns, each ended in the same way."""
+    """Completions and calls alternately, each with the same ending."""
     turns = (Turn(CALLING, (RESULT,), ending), Turn(ANSWER, (AGAIN,), ending))
     return Conversation((SYSTEM, USER), turns * 3, tools=True)
 
 
 def trapped(name: str, word: str) -> Traits:
-    """The plain traits but one; a switch also switches something."""
+    """Plain traits except for one. For a switch, something to switch is added."""
     return Traits(**{name: word}, **({"switch": "any_user"} if name == "switch_effect" else {}))
 
 

@@ -1,6 +1,6 @@
-"""Chat templates of released models, with the toy tokenizer's vocabulary: what stands between two answers is exact, and its count.
+"""Chat templates of released models, with the toy tokenizer's vocabulary: environment tokens and mask counts are exact.
 
-Right is what the strict trainer's judges say, which render everything and share nothing with the renderer.
+The expected values come from the strict trainer's judges, which render everything and share no code with the renderer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOOLS = [
     }
 ]
 IMAGES: Final = frozenset({"idefics3", "llava_next", "smolvlm"})
-"""Their templates take no content that is a text, so that the server refuses to load them."""
+"""Their templates accept no plain-text content, so the server refuses to load them."""
 
 
 def packed(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -60,7 +60,7 @@ async def test_no_token_is_wrong(path: Path) -> None:
 
 
 async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conversation) -> int:
-    """Plays a conversation both ways and judges each boundary; returns how many there were."""
+    """Run a conversation in both modes, judge each boundary, and return the number of boundaries."""
     predicting, appending = Renderer(loaded, TOOLS, {}), Renderer(loaded, TOOLS, {})
     judge, messages = TokenModeCheck(plain), list(conversation.asked)
     held = plain.prompt(messages, TOOLS)
@@ -75,7 +75,7 @@ async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conv
         try:
             predicted = await predicting.predict(packed(messages), last, asked)
             appended = await appending.append(packed(messages), last, asked)
-        except RolloutFailed:  # the one reason: the template leaves out an answer that says nothing
+        except RolloutFailed:  # the only possible reason: the template omits an empty completion
             assert plain.text(messages, TOOLS) == plain.text([*messages[:asked], *messages[asked + 1 :]], TOOLS)
             return turn - 1
         assert predicted.mask_length == len(plain.prompt(messages, TOOLS)) - len(before) - len(ids), turn
@@ -90,9 +90,9 @@ async def play(loaded: LoadedTokenizer, plain: PlainRenderer, conversation: Conv
 
 
 def writes_calls(plain: PlainRenderer) -> bool:
-    """Whether the template writes the calls of an answer, or refuses them so.
+    """Whether the template renders tool calls, or refuses them.
 
-    Where it leaves them out, nobody can say what follows an answer of calls alone.
+    If it omits them, the text after a completion with only calls is undefined.
     """
     texts = set()
     for name in ("look", "listen"):

@@ -1,4 +1,4 @@
-"""Trainers whose way of rendering is not known when their first mask is due."""
+"""Trainers whose way of rendering is unknown when their first mask is due."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def conversation(arguments: str) -> Conversation:
 
 
 async def test_only_the_other_form_of_arguments_gives_a_mask(tmp_path: Path) -> None:
-    """Rendered as objects, which puts spaces into them, calls are so much longer that, as they came, nothing is left for a mask."""
+    """Counted with the arguments as received, no tokens are left for a mask.
+
+    Rendered as objects, with added spaces, the calls are longer and the count is positive.
+    """
     async with world(Family(TOY_TOKENIZER), tmp_path) as at:
         for number in range(2):
             rollout_id = f"compact {number}"
@@ -34,7 +37,7 @@ async def test_only_the_other_form_of_arguments_gives_a_mask(tmp_path: Path) -> 
 
 
 async def test_another_form_is_tried_once(tmp_path: Path) -> None:
-    """What one refused mask teaches is known to the rollouts that follow."""
+    """What one refused mask teaches applies to later rollouts."""
     spaced = '{"r":0,"text":"abc","more":[1,2]}'
     async with world(Family(TOY_TOKENIZER), tmp_path) as at:
         refused = []

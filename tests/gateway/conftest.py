@@ -18,7 +18,7 @@ def settings() -> GatewaySettings:
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    """A Unix socket's address: its path must be short, which pytest's own folders are not."""
+    """The address of a Unix socket. Its path must be short, and pytest's own folders are not."""
     with tempfile.TemporaryDirectory(prefix="gw") as folder:
         yield f"unix:{Path(folder) / 's'}"
 

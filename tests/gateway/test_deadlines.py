@@ -1,4 +1,4 @@
-"""Who asks, the trace, and the deadline of an HTTP request, as they reach the server."""
+"""The caller, the trace context and the deadline of an HTTP request, as they reach the server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def metadata(*headers: tuple[str, str], key: str = "") -> dict[str, str]:
-    """What of these headers travels on."""
+    """The metadata that is forwarded for these headers."""
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
     request = Request({"type": "http", "headers": raw, "state": {"request_id": "id"}})
     found: CallMetadata = call_metadata(request, key)
@@ -60,7 +60,7 @@ def test_the_key_is_in_no_repr() -> None:
 
 
 class Clocked(ScriptedServer):
-    """Remembers how much time each call left it."""
+    """Record the remaining time of each call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +84,7 @@ async def clocked() -> AsyncIterator[tuple[Clocked, Rollouts]]:
 
 
 async def asking(rollouts: Rollouts, *headers: str, own: float | None = None) -> None:
-    """Makes a call with a timeout of its own in a request with such deadlines."""
+    """Make a call with its own timeout during a request with these deadlines."""
     raw = [(b"grpc-timeout", value.encode()) for value in headers]
 
     request = Request({"type": "http", "headers": raw, "state": {"request_id": "id"}})
@@ -104,7 +104,7 @@ async def test_deadlines_are_those_of_grpc(clocked: tuple[Clocked, Rollouts], he
     shortest = 2.0
     for found, most in zip(scripted.left, (seconds, seconds, shortest), strict=True):
         assert found is not None
-        # gRPC sends them in coarser units, rounded up.
+        # gRPC sends deadlines in coarser units, rounded up.
         assert most / 2 < found < most * 1.1
 
 

@@ -1,4 +1,4 @@
-"""What a JSON text holds is counted exactly where it matters, however its strings look."""
+"""The size of a JSON text is counted exactly near a limit, whatever its strings contain."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ JSON = st.recursive(
 
 
 def counted(value: Any) -> int:
-    """Containers, and members beyond the first of each."""
+    """Count containers, and the members after the first of each."""
     if not isinstance(value, list | dict):
         return 0
     members = list(value.values()) if isinstance(value, dict) else value
@@ -57,7 +57,7 @@ def test_counting_stops_at_the_piece_where_it_is_too_much(monkeypatch: pytest.Mo
     whole = request_body.most_values
     monkeypatch.setattr(request_body, "most_values", lambda content: looked.append(len(content)) or whole(content))
     assert not passes(b"[" + b"1," * 4_000_000 + b"1]", max_values=1000)
-    assert len(looked) == 2  # the whole text at a glance, and one piece of it
+    assert len(looked) == 2  # one pass over the whole text, and one over a part of it
 
 
 def test_what_is_no_json_is_the_parsers_to_refuse() -> None:

@@ -1,5 +1,7 @@
-"""A fuzzer over the OpenAPI description of real servers, with keys and without: nothing undocumented, no crash, and no secret
-in an answer, the log, the metrics or what the server keeps."""
+"""Fuzz real servers from their OpenAPI description, with and without keys.
+
+There is no undocumented response, no crash, and no secret in a response, the log, the metrics or the stored rollouts.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,17 @@ BOUNDED = settings(
     max_examples=10, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 NOT_OURS = {"cookie": f"session={SECRET}", "x-api-key": SECRET, "proxy-authorization": f"Basic {SECRET}"}
-"""Headers in which others carry secrets."""
+"""Headers that carry secrets for other services."""
 SENDERS: Mapping[str, tuple[str | None, ...]] = {
     "open": (None, f"Bearer {SECRET}"),
     "keyed": (f"Bearer {CALLER}", f"Bearer {ADMIN}", None, f"Bearer {SECRET}", SECRET, f"Bearer {SECRET}\xe9"),
 }
-"""What stands in `Authorization`."""
+"""Values of the `Authorization` header."""
 
 
 @dataclass
 class Serving:
-    """`rollout serve` in a process of its own, at its most talkative."""
+    """`rollout serve` in a separate process, with the most verbose log."""
 
     mode: str
     log: list[str] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Serving:
         self.urls = cycle((NOWHERE, f"http://user:{SECRET}@127.0.0.1:9", f"http://{SECRET}@127.0.0.1:9"))
 
     def read(self, stderr: IO[str]) -> None:
-        """Keeps the log; notes the port."""
+        """Store the log and read the port from it."""
         for line in stderr:
             self.log.append(line)
             if found := re.search(r"HTTP on port (\d+)", line):
@@ -74,15 +76,15 @@ class Serving:
 
     @property
     def url(self) -> str:
-        """Where it serves HTTP."""
+        """Base URL of the HTTP port."""
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> httpx.Response:
-        """Reads as somebody who may read everything."""
+        """Read a path with a valid key."""
         return self.client.get(f"{self.url}{path}", headers={"authorization": f"Bearer {ADMIN}"})
 
     def start(self) -> None:
-        """Starts a rollout that fails soon; notes its uid."""
+        """Start a rollout that fails soon, and record its uid."""
         target = {"url": NOWHERE, "bearer": SECRET}
         asked = {"messages": [{"role": "user"}], "completions": target, "tokenizer": {"name": "toy"}}
         headers = {"authorization": f"Bearer {CALLER}"}
@@ -90,7 +92,7 @@ class Serving:
         self.uid = str(reply.json()["rollout"]["uid"])
 
     def tamed(self, value: Any) -> Any:
-        """The same body with secrets where it has room for some, and without addresses of others."""
+        """The body with secrets inserted, and without addresses of other machines."""
         if isinstance(value, dict):
             return {
                 key: SECRET if key in SECRET_FIELDS and isinstance(each, str) else self.tamed(each)
@@ -103,7 +105,7 @@ class Serving:
 
 @pytest.fixture(scope="module", params=SENDERS)
 def serving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """A server whose rollouts end soon, open to everybody or with keys."""
+    """A server whose rollouts end soon, without or with keys."""
     env = environment(
         ROLLOUT_TOKENIZERS_OFFLINE="true",
         ROLLOUT_MAX_SECONDS="0.1",
@@ -134,12 +136,12 @@ def serving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 async def description() -> dict[str, Any]:
-    """The description that a gateway gives, whatever server it has."""
+    """The gateway's description, which does not depend on the server."""
     async with grpc.aio.insecure_channel("unix:nowhere") as channel:
         return create_app(channel).openapi()
 
 
-# Tests are made of its operations, so it is needed before there is a server.
+# Tests are generated from its operations, so it is needed before a server exists.
 DESCRIBED = asyncio.run(description())
 SCHEMA = schemathesis.openapi.from_dict(DESCRIBED)
 SECRET_FIELDS = frozenset(
@@ -183,7 +185,7 @@ def test_a_secret_out_of_place_is_no_fault_of_the_server(serving: Serving) -> No
 
 
 def test_what_is_kept_and_counted_has_no_secret(serving: Serving) -> None:
-    """Of rollouts of its own, and of those that the tests before it started where they ran in the same process."""
+    """Checks its own rollouts, and those of earlier tests in the same process."""
     for _ in range(6):
         serving.start()
     uids = [rollout["uid"] for rollout in serving.get("/v1/rollouts?page_size=1000").json()["rollouts"]]
@@ -195,7 +197,7 @@ def test_what_is_kept_and_counted_has_no_secret(serving: Serving) -> None:
 
 
 def test_nothing_went_wrong_inside(serving: Serving) -> None:
-    """Runs last for each server: the log of all of the above."""
+    """Runs last for each server and checks the log of all earlier tests."""
     text = "".join(serving.log)
     assert "rollout finished" in text
     assert "Traceback" not in text

@@ -1,4 +1,4 @@
-"""`GET /health`, `/tools` and the description, over real sockets."""
+"""`GET /health`, `/tools` and the OpenAPI description, over real sockets."""
 
 import json
 from typing import Any

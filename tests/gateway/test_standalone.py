@@ -1,4 +1,4 @@
-"""The gateway as a process before servers elsewhere: TLS on both sides, who hangs up, signals, and wrong settings."""
+"""The gateway as a separate process: TLS on both sides, disconnected clients, signals, and invalid settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.system.test_shutdown import taken
 
 @dataclass
 class StandaloneGateway:
-    """A server process, a gateway process before it, TLS on both ways, and a trainer that waits for the test."""
+    """A server process, a gateway process in front of it, TLS on both sides, and a trainer controlled by the test."""
 
     server: Serving
     gateway: Alone
@@ -44,22 +44,22 @@ class StandaloneGateway:
     stack: AsyncExitStack
 
     async def client(self) -> httpx.AsyncClient:
-        """A client of the gateway, with connections of its own."""
+        """A client of the gateway with its own connections."""
         made = httpx.AsyncClient(base_url=self.gateway.url, verify=self.context, timeout=60, trust_env=False)
         return await self.stack.enter_async_context(made)
 
     async def ask(self) -> asyncio.Task[httpx.Response]:
-        """Asks for the rollout."""
+        """Request the rollout."""
         client = await self.client()
         return asyncio.create_task(client.post("/rollout", json=body("r1", self.trainer.url)))
 
     async def rollouts(self) -> list[pb.Rollout]:
-        """All that the server has."""
+        """All rollouts of the server."""
         async with rpc(self.server.grpc_port) as stub:
             return list((await stub.ListRollouts(pb.ListRolloutsRequest())).rollouts)
 
     async def hung_up(self) -> pb.Rollout:
-        """The rollout, asked for by somebody who is gone before it has ended."""
+        """The rollout of a client that disconnected before its end."""
         asking = await self.ask()
         await self.gate.asked()
         asking.cancel()
@@ -70,7 +70,7 @@ class StandaloneGateway:
 
 @pytest.fixture
 def grace() -> str:
-    """Seconds that a rollout goes on without its client."""
+    """Seconds that a rollout continues without its client."""
     return "60"
 
 
@@ -79,7 +79,7 @@ async def world(tmp_path: Path, grace: str) -> AsyncIterator[StandaloneGateway]:
     async with AsyncExitStack() as stack:
         inside, outside, gate = Authority(), Authority(), GatedModel()
         server = await stack.enter_async_context(serve(cwd=tmp_path))
-        # The server's TLS ends here, so that this is a test of the gateway's.
+        # The proxy terminates the server's TLS, so this tests the gateway's.
         there = await stack.enter_async_context(TcpProxy(server.grpc_port, tls=inside.server()))
         pair = outside.put(tmp_path)
         arguments = [
@@ -122,7 +122,7 @@ async def test_who_hangs_up_for_good_has_it_cancelled(world: StandaloneGateway) 
 
 @dataclass
 class Asked:
-    """A gateway process with a request under way."""
+    """A gateway process with a request in progress."""
 
     place: FleetMember
     gateway: Alone
@@ -174,7 +174,7 @@ async def test_the_second_signal_ends_them(tmp_path: Path) -> None:
         assert answer.headers["retry-after"] == "1"
         assert await world.gateway.ended() == 0
         assert "Traceback" not in world.gateway.text
-        # The rollout goes on for who comes back through another gateway.
+        # The rollout continues for a client that reconnects through another gateway.
         assert [rollout.state for rollout in await world.place.rollouts()] == [pb.ROLLOUT_STATE_RUNNING]
 
 
@@ -205,7 +205,7 @@ async def test_requests_that_outlast_the_drain_are_told_so(tmp_path: Path) -> No
 
 
 def plain(number: int) -> dict[str, Any]:
-    """A body of the plain API."""
+    """A body for the REST API."""
     return {
         "request_id": f"request-{number}",
         "messages": [{"role": "user", "content": "?"}],

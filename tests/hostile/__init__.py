@@ -1,1 +1,1 @@
-"""Attacks on a real server: what it answers, and what they cost it."""
+"""Attacks on a real server: how it responds, and what they cost it."""

@@ -1,4 +1,4 @@
-"""`python -m tests.hostile`: each attack against a fresh server, in a table; then fuzzed inputs."""
+"""`python -m tests.hostile`: run each attack against a fresh server, print a table, then send fuzzed inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.hostile.fuzz import fuzz
 from tests.hostile.target import Pulse, target
 
 AIM_MS = 250
-"""What `/healthz` should take at most, whatever comes."""
+"""Goal for `/healthz`: the longest response time in milliseconds, during any attack."""
 
 
 async def attacked(attack: Attack, limit: float) -> tuple[str, ...]:
-    """A row of the table."""
+    """Run an attack and return its row of the table."""
     async with target(**attack.settings) as victim:
         before, began = victim.memory(), time.monotonic()
         async with Pulse(victim.serving.http_port) as pulse:
@@ -41,14 +41,14 @@ async def attacked(attack: Attack, limit: float) -> tuple[str, ...]:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="Attacks whose names contain this text.")] = "",
-    inputs: Annotated[int, typer.Option(help="Fuzzed inputs.")] = 100_000,
-    seed: Annotated[int | None, typer.Option(help="Of the fuzzed inputs; any if absent.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds after which an attack is given up.")] = 300.0,
+    only: Annotated[str, typer.Option(help="Run only attacks whose names contain this text.")] = "",
+    inputs: Annotated[int, typer.Option(help="Number of fuzzed inputs.")] = 100_000,
+    seed: Annotated[int | None, typer.Option(help="Seed of the fuzzed inputs; random by default.")] = None,
+    limit: Annotated[float, typer.Option(help="Timeout of an attack in seconds.")] = 300.0,
 ) -> None:
-    """Attacks a fresh server with each attack in turn, and then another one with fuzzed inputs."""
+    """Attack a fresh server with each attack in turn, and then another one with fuzzed inputs."""
     console = Console(width=200)
-    table = Table("attack", "answer", "s", f"/healthz ms (aim {AIM_MS})", "MiB before", "MiB at most")
+    table = Table("attack", "response", "s", f"/healthz ms (aim {AIM_MS})", "MiB before", "MiB at most")
     for attack in (each for each in all_attacks() if only in each.name):
         row = asyncio.run(attacked(attack, limit))
         console.print(" | ".join(row), markup=False, highlight=False)

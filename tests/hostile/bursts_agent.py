@@ -1,4 +1,4 @@
-"""An agent for bursts: it costs next to nothing, and stays for a while so that all of them run at once."""
+"""An agent for bursts: almost free, but slow enough that all rollouts of a burst run at once."""
 
 import asyncio
 import time
@@ -7,12 +7,12 @@ from rollout_server import Agent, Run
 
 
 class Brief(Agent):
-    """Waits for a second; with `metadata.hold` it holds the event loop for as many seconds, as no agent should."""
+    """Wait for a second. With `metadata.hold`, block the event loop for that many seconds, which no agent should do."""
 
     name = "brief"
 
     async def play(self, run: Run) -> None:
-        """Asks nobody."""
+        """Wait without a completion."""
         hold = run.metadata.get("hold")
         if isinstance(hold, int | float):
             time.sleep(hold)  # noqa: ASYNC251 - that is the fault

@@ -1,4 +1,4 @@
-"""A server process of its own for each test, with keys, and a trainer for those that need one."""
+"""A separate server process for each test, with keys, and a trainer for tests that need one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.hostile.target import Target
 
 @pytest.fixture
 async def target() -> AsyncIterator[Target]:
-    """A fresh server that demands `targets.KEY`."""
+    """A fresh server that requires `targets.KEY`."""
     async with targets.target() as fresh:
         yield fresh
 
 
 @pytest.fixture
 async def trainer(target: Target) -> AsyncIterator[StrictTrainer]:
-    """A trainer that judges what the server asks of it."""
+    """A strict trainer that judges the server's requests."""
     async with StrictTrainer(model=CalculatorModel(), tools_from=target.url, tools_key=targets.KEY) as strict:
         yield strict

@@ -1,6 +1,6 @@
-"""Random inputs for every port of a real server: bodies, heads, bytes that are no HTTP, and bytes for gRPC.
+"""Random inputs for every port of a real server: bodies, heads, bytes that are not HTTP, and bytes for gRPC.
 
-A 500, an error in the log or a dead server fails, and so does a refusal that does not say what was wrong.
+A 500, an error in the log or a dead server fails. A refusal that does not name its reason fails, too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Send = Callable[[Target, random.Random, grpc.aio.Channel], Awaitable[str]]
 
 
 def mutated(chance: random.Random, content: bytes) -> bytes:
-    """The content with some of it replaced, repeated or cut."""
+    """The content with a part replaced, repeated or cut."""
     made = bytearray(content)
     for _ in range(chance.randint(0, 3)):
         place = chance.randrange(len(made) + 1)
@@ -111,7 +111,7 @@ async def _answer(victim: Target, content: bytes) -> bytes:
         writer.write_eof()
         return await asyncio.wait_for(reader.read(), 0.3)
     except (TimeoutError, ConnectionError):
-        return b""  # it waits for more, or the connection is over
+        return b""  # the server waits for more, or the connection is closed
     finally:
         writer.close()
 
@@ -161,7 +161,7 @@ _KINDS: list[tuple[Send, int]] = [(_body, 40), (_query, 15), (_head, 15), (_byte
 
 
 async def fuzz(inputs: int, seed: int) -> Counter[str]:
-    """Sends so many inputs to a fresh server; counts what it answered. Raises AssertionError, with the seed of the input."""
+    """Send this many inputs to a fresh server and count the responses. Raises AssertionError with the seed of the input."""
     seeds: Iterator[int] = iter(range(seed * 10**9, seed * 10**9 + inputs))
     found: Counter[str] = Counter()
     async with (

@@ -1,4 +1,4 @@
-"""A client that writes HTTP/2 frames by hand, for what gRPC's own client would never send."""
+"""A client that writes HTTP/2 frames by hand, for frames that gRPC's own client never sends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def headers(rpc: str, *extra: tuple[bytes, bytes]) -> bytes:
-    """The block that opens a call: POST over http, then literals that no table remembers."""
+    """The header block that opens a call: POST over http, then literals without indexing."""
     fields = [
         (b":path", f"{SERVICE}/{rpc}".encode()),
         (b":authority", b"x"),
@@ -34,14 +34,14 @@ def headers(rpc: str, *extra: tuple[bytes, bytes]) -> bytes:
 
 
 def message(payload: bytes, *, compressed: bool = False) -> Sequence[bytes]:
-    """A message of gRPC in pieces that fit a frame."""
+    """A gRPC message, split into frames."""
     whole = struct.pack(">BI", compressed, len(payload)) + payload
     return [whole[at : at + 16_384] for at in range(0, len(whole), 16_384)]
 
 
 @asynccontextmanager
 async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection whose settings were sent."""
+    """A connection on which the settings frame was sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(_PREFACE + frame(SETTINGS, 0, 0))
@@ -51,7 +51,7 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def frames(reader: asyncio.StreamReader) -> AsyncIterator[tuple[int, int, int, bytes]]:
-    """What the server sends: kind, flags, stream, payload."""
+    """Frames from the server: type, flags, stream, payload."""
     while head := await reader.read(9):
         head += await reader.readexactly(9 - len(head))
         payload = await reader.readexactly(int.from_bytes(head[:3]))

@@ -1,4 +1,4 @@
-"""`python pulse.py PORT`: asks for `/healthz` until its input ends, then prints the longest answer in seconds and the count."""
+"""`python pulse.py PORT`: poll `/healthz` until stdin ends, then print the longest latency in seconds and the count."""
 
 import contextlib
 import select
@@ -10,7 +10,7 @@ _PAUSE_SECONDS = 0.01
 
 
 def beat(port: int) -> None:
-    """Measures until the standard input ends."""
+    """Measure until standard input ends."""
     worst, count = 0.0, 0
     sys.stdout.write("\n")
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A fresh server process to attack, and what an attack does to it: memory, and how long `/healthz` takes meanwhile."""
+"""A fresh server process to attack. Measures its memory and the latency of `/healthz` during an attack."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.processes import Serving, serve
 
 KEY = "key-of-the-attacked-0123456789"
 NOWHERE = "http://127.0.0.1:9"
-"""Where no trainer is."""
+"""An address where no trainer listens."""
 
 
 @dataclass
 class Target:
-    """A server that demands keys, in a process of its own."""
+    """A separate server process that requires keys."""
 
     serving: Serving
     client: httpx.AsyncClient = field(repr=False)
@@ -31,7 +31,7 @@ class Target:
 
     @property
     def url(self) -> str:
-        """Where it serves HTTP."""
+        """Base URL of the HTTP port."""
         return self.serving.url
 
     @property
@@ -40,26 +40,26 @@ class Target:
         return tuple(self.headers.items())
 
     async def post(self, path: str, content: bytes, *, key: bool = True, **headers: str) -> httpx.Response:
-        """Sends a body, with the right key or without any."""
+        """Send a body, with the right key or without one."""
         sent = {"content-type": "application/json", **(self.headers if key else {}), **headers}
         return await self.client.post(path, content=content, headers=sent)
 
     def memory(self, name: str = "VmRSS") -> int:
-        """Bytes of memory that the process has (VmRSS) or had at most (VmHWM)."""
+        """Current (VmRSS) or maximum (VmHWM) memory of the process, in bytes."""
         status = Path(f"/proc/{self.serving.process.pid}/status").read_text(encoding="ascii")
         found = re.search(rf"{name}:\s+(\d+) kB", status)
         assert found is not None
         return int(found[1]) * 1024
 
     def faults(self) -> list[str]:
-        """What no input may cause: errors and tracebacks in the log, and an end."""
+        """What no input may cause: errors and tracebacks in the log, and the exit of the process."""
         found = [line for line in self.serving.log if " ERROR " in line or "Traceback" in line]
         if self.serving.process.returncode is not None:
             found.append(f"the server ended with {self.serving.process.returncode}")
         return found
 
     async def healthy(self) -> bool:
-        """Whether it still answers and takes work."""
+        """Whether it still responds and accepts rollouts."""
         alive = await self.client.get("/healthz")
         ready = await self.client.get("/readyz")
         return alive.status_code == ready.status_code == 200
@@ -67,7 +67,7 @@ class Target:
 
 @asynccontextmanager
 async def target(**settings: str) -> AsyncIterator[Target]:
-    """A fresh server; `settings` by their environment names."""
+    """A fresh server; `settings` are environment variables."""
     env: dict[str, Any] = {"ROLLOUT_API_KEY": KEY, "ROLLOUT_DRAIN_SECONDS": "0", "ROLLOUT_RETRIES": "0", **settings}
     with tempfile.TemporaryDirectory(prefix="hostile") as folder:
         async with (
@@ -80,7 +80,7 @@ async def target(**settings: str) -> AsyncIterator[Target]:
 
 
 class Pulse:
-    """Asks for `/healthz` again and again, in a process of its own; `worst` is in seconds, once it is over."""
+    """Poll `/healthz` in a separate process. `worst` is the longest latency in seconds, set at the end."""
 
     def __init__(self, port: int) -> None:
         self.worst = 0.0

@@ -1,4 +1,4 @@
-"""Bursts of starts, each with as many rollouts allowed to run: none is lost, over whichever API, however busy the server is."""
+"""Bursts of starts, with enough slots for all: no rollout is lost, through any API, however busy the server is."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/rollout/init": {"server_url": NOWHERE, "messages": MESSAGES, "completion_params": {}},
     "/v1/rollouts": {"messages": MESSAGES, "completions": {"url": NOWHERE}, "tokenizer": {"name": "toy"}},
 }
-# As in the reports of this: Python picks up no call for this long, and gRPC cancelled what waited for 30 s.
+# In the reported failures, Python accepted no call for this long, and gRPC cancelled calls that had waited for 30 s.
 HELD_SECONDS = 33
 
 
 class Clients:
-    """Everything that a burst goes through."""
+    """The clients that a burst uses."""
 
     def __init__(self, http: aiohttp.ClientSession, stub: Any) -> None:
         self.http = http
         self.stub = stub
 
     async def post(self, path: str, number: int) -> tuple[int, str]:
-        """Starts a rollout over HTTP. Returns status and, of an error, the text."""
+        """Start a rollout over HTTP. Returns the status and, for an error, the text."""
         body = BODIES[path] | {"rollout_id": f"r{number}"}
         async with self.http.post(path, json=body) as response:
             text = await response.text()
             return response.status, "" if response.status < 300 else text
 
     async def run(self, number: int) -> str:
-        """Runs a rollout over gRPC. Returns how it ended."""
+        """Run a rollout over gRPC and return how it ended."""
         request = pb.RunRolloutRequest(start=start(rollout_id=f"r{number}"), detail=event_pb2.EVENT_DETAIL_OUTCOME)
         ends = [item.event.finished.outcome async for item in self.stub.RunRollout(request) if item.HasField("event")]
         return ",".join(str(end.WhichOneof("end")) for end in ends)
 
     async def all_finished(self) -> bool:
-        """Nothing runs or waits."""
+        """Whether no rollout runs or waits."""
         info = await self.stub.GetServerInfo(pb.GetServerInfoRequest())
         return not (info.running or info.queued)
 
@@ -81,7 +81,7 @@ async def clients(serving: Serving) -> AsyncIterator[Clients]:
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[Clients]:
-    """A server process that lets all of a burst run, with clients."""
+    """A server process with slots for a whole burst, and clients."""
     env = {"ROLLOUT_MAX_RUNNING": str(MANY), "ROLLOUT_DELIVERY_RETRIES": "0"}
     async with serve(f"{AGENT}:Brief", cwd=tmp_path, **env) as serving, clients(serving) as found:
         yield found

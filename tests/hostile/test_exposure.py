@@ -1,4 +1,4 @@
-"""What a server opens and whom it calls: targets as an attacker writes them, safe defaults, and what a start reports."""
+"""What a server exposes and which targets it calls: malicious target URLs, safe defaults, and the startup report."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ WRONG_HOSTS = [
 
 
 class Everywhere(AbstractResolver):
-    """Resolves every name to this machine, and keeps the names."""
+    """A resolver that maps every name to this machine and records the names."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -85,17 +85,17 @@ class Everywhere(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """127.0.0.1."""
+        """Return 127.0.0.1 for any name."""
         self.asked.append(host)
         number = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         return [ResolveResult(hostname=host, host="127.0.0.1", port=port, family=socket.AF_INET, proto=0, flags=number)]
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing; the resolver has no resources."""
 
 
 class Wire:
-    """A real HTTP client, as the server makes it, before a socket that keeps each request as it came."""
+    """The server's real HTTP client, connected to a socket that records each raw request."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -113,14 +113,14 @@ class Wire:
         return trainer, client
 
     def post(self, url: str) -> tuple[str, str]:
-        """The request target and the Host header that arrive."""
+        """Send a request and return the request target and Host header that arrive."""
         self.runner.run(self.client.post(HttpRequest(url, b"{}", {"content-type": "application/json"})))
         request = self.trainer.requests[-1]
         self.trainer.requests.clear()
         return request.target, request.headers["host"]
 
     def close(self) -> None:
-        """Ends both."""
+        """Close client and socket."""
         self.runner.run(self.stack.aclose())
         self.runner.close()
 
@@ -202,7 +202,7 @@ HOSTS = st.one_of(GOOD_HOSTS, GOOD_HOSTS, GOOD_HOSTS, ODD_HOSTS)
 def test_what_is_requested_has_the_host_port_and_path_of_the_target(
     wire: Wire, host: str, path: str, slashes: int
 ) -> None:
-    """For whatever is accepted: what arrives at a socket, what yarl reads and what the lookup is asked are the target."""
+    """For every accepted target, the request on the socket, yarl's parse and the DNS query agree with the target."""
     base = f"http://{host}:{wire.port}{path}{'/' * slashes}".rstrip("/")
     if next(TargetRules().violations(base, "url"), None) is not None:
         return
@@ -242,11 +242,11 @@ def test_any_text_is_taken_or_refused_with_a_reason(url: str) -> None:
     assert place.scheme == "http"
 
 
-# A server, and a service that is no trainer.
+# A server, and a service that is not a trainer.
 
 
 def settings(**changes: Any) -> Settings:
-    """Settings of a server on ports of its own."""
+    """Settings of a server on free ports."""
     fields: dict[str, Any] = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "drain_seconds": 0, "retries": 0}
     fields |= {"tokenizers": {TOKENIZER: "toy"}, "tokenizers_offline": True, "delivery_retries": 0}
     return Settings(_env_file=None, **(fields | changes))
@@ -259,7 +259,7 @@ class Opened:
         self.server, self.http, self.stub = server, http, stub
 
     async def refused_everywhere(self, url: str) -> None:
-        """Each API refuses a rollout that names this target, for completions or for the outcome, and says where."""
+        """Assert that each API refuses this target, for completions and for the outcome, and names the field."""
         init = {
             "rollout_id": "r",
             "server_url": url,
@@ -351,7 +351,7 @@ async def test_a_rule_for_loopback_lets_a_server_that_others_reach_call_it() -> 
         assert answered["status"] == "COMPLETED", answered
 
 
-# Answers of what is no trainer.
+# Responses of services that are not trainers.
 
 WORDS = json.dumps({"detail": CANARY, "error": {"message": CANARY}, "secret": CANARY}).encode()
 NOT_TRAINERS = [(WORDS, 403), (CANARY.encode(), 404), (WORDS, 500), (CANARY.encode(), 422), (WORDS, 200)]
@@ -359,7 +359,7 @@ STRANGERS = {"host": "0.0.0.0", "targets": ("127.0.0.0/8",)}
 
 
 async def outcomes(server: Opened, url: str) -> str:
-    """All that callers can read about rollouts with this completion or outcome target."""
+    """All texts that callers can read about rollouts with this completion or outcome target."""
     told = [(await server.http.post("/rollout", json=body("r", url))).text]
     for fields in (
         {"completions": target(url, dialect=spec_pb2.DIALECT_HTTP_PLAIN)},
@@ -411,7 +411,7 @@ def test_every_listener_listens_on_loopback_unless_told_otherwise() -> None:
 
 
 def reached(address: str, port: int) -> bool:
-    """Whether somebody listens there."""
+    """Whether a socket listens there."""
     try:
         socket.create_connection((address, port), 5).close()
     except OSError:
@@ -421,8 +421,8 @@ def reached(address: str, port: int) -> bool:
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0"])
 async def test_rollout_serve_is_reached_where_it_was_told_to_listen(tmp_path: Path, host: str) -> None:
-    """A socket of 127.0.0.1 is not reached at 127.0.0.2; one of all addresses is."""
-    metrics = random.randint(10_000, 30_000)  # a system hands out others: those of tests beside this one
+    """A socket bound to 127.0.0.1 is not reachable at 127.0.0.2; one bound to all addresses is."""
+    metrics = random.randint(10_000, 30_000)  # outside the range of ephemeral ports, which other tests use
     env = environment(ROLLOUT_METRICS_PORT=str(metrics), **({"ROLLOUT_SERVER_HOST": host} if host else {}))
     async with started(Serving, "serve", "--http-port", "0", "--grpc-port", "0", cwd=tmp_path, env=env) as serving:
         for port in (serving.http_port, serving.grpc_port, metrics):
@@ -440,7 +440,7 @@ OPEN_CALLS = {"GetServerInfo"}
 async def _code(channel: grpc.aio.Channel, method: MethodDescriptor) -> grpc.StatusCode:
     path = f"/{method.containing_service.full_name}/{method.name}"
     if method.client_streaming:
-        # A message written while the answer arrives would make grpc.aio report INTERNAL in the status's place.
+        # If a message is written while the response arrives, grpc.aio reports INTERNAL instead of the status.
         return await channel.stream_stream(path)().code()
     return await (channel.unary_stream if method.server_streaming else channel.unary_unary)(path)(b"").code()
 
@@ -479,7 +479,7 @@ async def test_the_synchronous_api_goes_without_a_key_only_where_that_is_set() -
         assert len(trainer.requests) == 1
 
 
-# What a start reports.
+# The startup report.
 
 GRPC = "open without an API key on {}: gRPC, which starts"
 SYNCHRONOUS = "open without an API key on {}: POST /rollout and GET /tools"

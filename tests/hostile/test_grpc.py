@@ -1,4 +1,4 @@
-"""gRPC clients that mean harm: what one message, one call or one connection may cost."""
+"""Malicious gRPC clients: upper bounds for the cost of a message, a call and a connection."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 def varint(number: int) -> bytes:
-    """A number on the wire."""
+    """A number in protobuf's varint encoding."""
     out = b""
     while number > 127:
         out, number = out + bytes((number & 127 | 128,)), number >> 7
@@ -40,23 +40,23 @@ def varint(number: int) -> bytes:
 
 
 def field(message: Any, name: str, payload: bytes) -> bytes:
-    """A field of bytes, or a message."""
+    """A length-delimited field, with bytes or a message."""
     return varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2) + varint(len(payload)) + payload
 
 
 def many_messages(count: int) -> bytes:
-    """A start whose spec has so many messages, all of them empty: two bytes each."""
+    """A start request whose spec has this many empty messages of two bytes each."""
     return field(pb.StartRolloutRequest, "spec", field(spec_pb2.RolloutSpec, "messages", b"") * count)
 
 
 def peak(serving: Serving) -> int:
-    """The most memory that a server ever had, in bytes."""
+    """The maximum memory of a server so far, in bytes."""
     status = Path(f"/proc/{serving.process.pid}/status").read_text()
     return next(1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 class Watched(bytes):
-    """Bytes that count how often one of them is looked at."""
+    """Bytes that count how often one of them is read."""
 
     looked = 0
 
@@ -207,7 +207,7 @@ async def test_values_of_messages_are_limited_together(open_server: OpenServer, 
     half = '{"role":"user","content":"","x":[' + ",".join([value] * (MAX_VALUES // 2)) + "]}"
     refused = await refusal(caller.stub.StartRollout(start(messages=[json_message(half)] * 3)))
     assert refused.code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"all messages hold more than {MAX_VALUES} JSON values" in refused.text
+    assert f"have more than {MAX_VALUES} JSON values in total" in refused.text
     whole = '{"x":[' + ",".join([value] * MAX_VALUES) + "]}"
     refused = await refusal(caller.stub.StartRollout(start(metadata_json=whole)))
     assert [*refused.fields] == ["spec.metadata_json"]
@@ -232,7 +232,7 @@ async def _read_all(reader: asyncio.StreamReader) -> None:
 
 
 async def _status(reader: asyncio.StreamReader) -> bytes:
-    """The status of the call on stream 1, whose names and values come as they are."""
+    """The status of the call on stream 1, whose header names and values are sent as literals."""
     async with asyncio.timeout(60):
         async for kind, _, stream, payload in h2.frames(reader):
             if (kind, stream) == (h2.HEADERS, 1) and b"grpc-status" in payload:

@@ -1,4 +1,4 @@
-"""The attacks over HTTP/1.1, each on a server of its own: refused in words, within a bound of memory, and it goes on serving."""
+"""The attacks over HTTP/1.1, each on a separate server: refused with a reason, in bounded memory, and the server stays healthy."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.support.bodies import body
 
 MIB = 1 << 20
 MEMORY = {"60 bodies of 15 MiB at once, with a key": 900 * MIB}
-"""What a server may take for attacks that are allowed more than the others."""
-# What happens at once or for a long time is for the report.
+"""Memory bounds for attacks that may use more than the others."""
+# Attacks that are concurrent or slow run only in `make hostile`.
 LEFT_OUT = {"2,000 wrong keys, 100 at a time"}
 HTTP = [each for each in all_attacks() if each.run.__module__.endswith(".http") and each.name not in LEFT_OUT]
 
@@ -40,7 +40,7 @@ async def test_a_rollout_runs_before_and_after_an_attack(target: Target, trainer
 
 
 async def test_a_refusal_without_a_key_costs_no_memory(target: Target) -> None:
-    """Fifty bodies of 4 MiB: held together they would be 200 MiB, and parsed some gigabytes."""
+    """Fifty bodies of 4 MiB would take 200 MiB if they were buffered together, and gigabytes if they were parsed."""
     assert (await target.post("/v1/rollouts", b"{}", key=False)).status_code == 401
     before = target.memory("VmHWM")
     for _ in range(50):

@@ -1,4 +1,4 @@
-"""What callers hear who take more than there is, and what is left to others. See also `tests/runtime/test_quotas.py`."""
+"""Callers that exceed their quota are refused, and others still get their share. See also `tests/runtime/test_quotas.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random templates and conversations through the real renderer, and through faulty ones: the judge must notice them."""
+"""Random templates and conversations through the real renderer, and through faulty ones that the judge must detect."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LATER = {"role": "system", "content": "Later."}
 
 @pytest.mark.parametrize("seed", range(101, 106))
 def test_the_renderer_is_never_silently_wrong(seed: int) -> None:
-    """100 boundaries of each seed. `python -m tests.hostile.templates` plays more, and reduces what it finds."""
+    """100 boundaries of each seed. `python -m tests.hostile.templates` runs more, and reduces what it finds."""
     played = Played()
     for number in count():
         played.add(play_numbered(seed, number))
@@ -53,11 +53,11 @@ def test_the_renderer_is_never_silently_wrong(seed: int) -> None:
             break
     assert [(each.path, each.turn, each.verdict, each.expected, each.got) for each in played.differences] == []
     for path, share in shares(played).items():
-        assert share > 0.7, f"{path} declines too much: {share:.0%} exact"
+        assert share > 0.7, f"{path} declines too often: {share:.0%} exact"
 
 
 def shares(played: Played) -> dict[str, float]:
-    """How many of the boundaries that have a truth are right, by path."""
+    """The share of correct boundaries among those that have a truth, by path."""
     found: dict[str, Counter[Verdict]] = {}
     for boundary in played.boundaries:
         for path, verdict in boundary.verdicts:
@@ -66,7 +66,7 @@ def shares(played: Played) -> dict[str, float]:
     return {path: seen[Verdict.RIGHT] / max(1, sum(map(seen.__getitem__, wanted))) for path, seen in found.items()}
 
 
-# What the judge says, by hand.
+# Verdicts of the judge, computed by hand.
 
 
 def spelled(*messages: dict[str, Any]) -> list[str]:
@@ -178,11 +178,11 @@ def test_every_trait_makes_a_template_that_says_something_else() -> None:
             assert build(Traits(**{name: word}, **switched)).text != plain, f"{name}={word}"
 
 
-# Faults that the judge must notice. The renderer that they are planted in tells the judge's own truth.
+# Faults that the judge must detect. The renderer in which they are planted returns the judge's own truth.
 
 
 class Planted:
-    """A renderer that is right but for its fault."""
+    """A renderer that is correct except for its fault."""
 
     def __init__(self, oracle: Oracle, fault: str = "") -> None:
         self._oracle, self._fault = oracle, fault

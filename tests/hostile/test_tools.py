@@ -1,4 +1,4 @@
-"""Tools in processes that try to outlive their calls, to read what is the server's, or to take all of a machine."""
+"""Tools in processes that try to outlive their calls, to read the server's data, or to exhaust the machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolP
 from tests.edge.tools import test_processes
 from tests.edge.tools.test_processes import gone, numbers_in, parent_of, state_of, wait_until_gone
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl are Linux's")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="subreapers and prctl exist only on Linux")
 ROOT = Path(__file__).parents[2]
 STRAY = """
 import os, pathlib, signal, sys, time
@@ -89,7 +89,7 @@ def eat(size: int) -> int:
 
 
 class Bench(test_processes.Bench):
-    """With these tools."""
+    """The bench of `test_processes`, with these tools."""
 
     def __init__(self) -> None:
         super().__init__(tools=(leave, leave_fresh, spy, limits, eat))
@@ -131,7 +131,7 @@ async def test_it_dies_when_the_pool_lets_the_process_go(run: Bench, tmp_path: P
     marks = tmp_path / "marks"
     worker = int((await run("leave", how=how, then="return", marks=str(marks))).text)
     (stray,) = numbers_in(marks)
-    os.kill(stray, 0)  # it is there, until
+    os.kill(stray, 0)  # it exists, until
     await run.bench.close()
     await gone(stray, worker)
 
@@ -157,7 +157,7 @@ async def test_a_worker_dies_with_its_supervisor(run: Bench, tmp_path: Path) -> 
     worker = int((await run("leave", how="session", then="return", marks=str(tmp_path / "marks"))).text)
     os.kill(parent_of(worker), signal.SIGKILL)
     await gone(worker)
-    for stray in numbers_in(tmp_path / "marks"):  # nobody is left who could: docs/agents.md says so
+    for stray in numbers_in(tmp_path / "marks"):  # no process remains that could end it (docs/agents.md)
         os.kill(stray, signal.SIGKILL)
 
 
@@ -170,12 +170,12 @@ async def test_a_supervisor_that_its_tool_has_stopped_is_killed(
     running = asyncio.create_task(run("leave", how="session", then="stop", marks=str(marks)))
     (stray,) = await asyncio.to_thread(numbers_in, marks)
     supervisor = parent_of(parent_of(stray))
-    while state_of(supervisor) != "T":  # noqa: ASYNC110 - nobody says when
+    while state_of(supervisor) != "T":  # noqa: ASYNC110 - no event reports it
         await asyncio.sleep(0.01)
     running.cancel()
     await run.bench.close()
     assert run.pool.alive == 0
-    os.kill(stray, signal.SIGKILL)  # nobody was left who could
+    os.kill(stray, signal.SIGKILL)  # no process remained that could end it
 
 
 @linux
@@ -228,10 +228,10 @@ async def test_memory_and_processor_are_limited_without_a_word_of_the_author(run
 
 @pytest.mark.parametrize("names", ["PATH", ["PATH"], (1,), None])
 def test_names_of_variables_are_a_tuple(names: object) -> None:
-    with pytest.raises(TypeError, match="environment is a tuple of names"):
+    with pytest.raises(TypeError, match="environment must be a tuple of names"):
         ToolPolicy(process=True, environment=names)  # type: ignore[arg-type]
 
 
 def test_only_a_process_has_variables() -> None:
-    with pytest.raises(ValueError, match="say process=True"):
+    with pytest.raises(ValueError, match="set process=True"):
         ToolPolicy(environment=("PATH",))

@@ -1,4 +1,4 @@
-"""Trainers and engines whose answers are meant to stop a server: each ends its own rollout, and nothing large is built of it."""
+"""Malicious trainers and engines: each response ends only its own rollout, and builds no large object."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ VALIDATION = outcome_pb2.FAILURE_CATEGORY_VALIDATION
 
 
 class Beat:
-    """Counts the rounds of the event loop, and the calls of the tool that began in each."""
+    """Count the rounds of the event loop, and the tool calls that began in each."""
 
     def __init__(self) -> None:
         self.round = 0
@@ -73,7 +73,7 @@ async def count(a: int) -> int:
 
 
 class Counting(Agent):
-    """Counts as often as the model wants."""
+    """An agent that counts for as long as the model requests it."""
 
     name = "counting"
     tools = (count,)
@@ -103,7 +103,7 @@ def body(message: bytes = b'{"role": "assistant", "content": "8"}', more: bytes 
 
 
 async def roll(client: AsyncClient, act: Act, dialect: str = "http_plain", **spec: Any) -> outcome_pb2.Outcome:
-    """One rollout against a trainer that does this once, and then answers without calls."""
+    """Run one rollout against a trainer that acts this way once, and then completes without calls."""
     BEAT.begun.clear()
     model = {"model": "m"} if dialect in ("openai", "vllm", "sglang") else {}
     async with raw_trainer(act, answer(body())) as trainer:
@@ -196,7 +196,7 @@ async def test_what_is_refused_takes_no_more_memory_than_a_piece_of_it(data: byt
     assert said in str(failed.value)
     assert (
         peak < 2 * len(data) + 4 * 2**20
-    )  # a copy of the message, and a few pieces; a list of so many objects is more
+    )  # a copy of the message and a few slices; a list of so many objects is larger
 
 
 @every
@@ -236,7 +236,7 @@ async def test_an_answer_is_read_up_to_its_limit_of_bytes(client: AsyncClient) -
 
     outcome = await roll(client, flood)
     assert f"the answer is larger than {ANSWER_BYTES} bytes" in outcome.failure.message
-    assert sent < ANSWER_BYTES + 32 * 2**20  # what buffers of the system hold on its way
+    assert sent < ANSWER_BYTES + 32 * 2**20  # data in the system's buffers on its way
 
 
 @every
@@ -322,8 +322,11 @@ def in_parts(*parts: object, text: str = "") -> Callable[[pb.CompleteRequest, pb
         (chatting(40_000), f"more than {MESSAGE_VALUES} fields"),
         (in_parts(text="x" * (MESSAGE_BYTES + 1)), f"at most {MESSAGE_BYTES} are read"),
         (in_parts(*[{"n": [1] * 40_000}] * 2), f"more than {MESSAGE_VALUES} values"),
-        (lambda _, response: response.token_ids.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are read"),
-        (lambda _, response: response.prompt_ids.values.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are read"),
+        (lambda _, response: response.token_ids.extend([1] * 3 * LARGE), f"at most {ANSWER_VALUES} are allowed"),
+        (
+            lambda _, response: response.prompt_ids.values.extend([1] * 3 * LARGE),
+            f"at most {ANSWER_VALUES} are allowed",
+        ),
     ],
     ids=["chat", "json", "fields", "text", "values", "ids", "prompt"],
 )
@@ -376,7 +379,7 @@ async def test_the_count_of_fields_is_right() -> None:
 
 
 async def test_a_stream_answers_with_too_many_calls() -> None:
-    """What comes over a trainer's own stream is parsed already, and counted before it is read."""
+    """A completion on a trainer's own stream is parsed already; its calls are counted before they are read."""
     response = pb.CompleteResponse()
     chatting(2000)(pb.CompleteRequest(), response)
     with pytest.raises(MalformedCompletion, match="tool_calls holds 2000 calls"):

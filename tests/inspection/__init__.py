@@ -1,1 +1,1 @@
-"""`rollout inspect`."""
+"""Tests of `rollout inspect`."""

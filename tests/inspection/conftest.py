@@ -1,4 +1,4 @@
-"""Rollouts that were played, and the command that looks at them."""
+"""Finished rollouts, and the command that prints them."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Played:
 
     @property
     def address(self) -> str:
-        """Where the server listens for gRPC."""
+        """The server's gRPC address."""
         return f"127.0.0.1:{self.server.grpc_port}"
 
     async def play(self, script: Script, **changes: object) -> pb.Rollout:
-        """A rollout in view "full", once it has finished."""
+        """Run a rollout with a script and return it in view "full"."""
         await self.trainer.put_script("r/1", script)
         fields = {"tokenizer": "toy", "messages": [{"role": "user", "content": "Go."}], **changes}
         started = await self.client.start(completions=self.trainer.url, rollout_id="r/1", **fields)  # type: ignore[misc,arg-type]
@@ -50,7 +50,7 @@ class Played:
 
 @pytest.fixture
 async def played() -> AsyncIterator[Played]:
-    """Everything real, in this event loop."""
+    """A real server and trainer, in this event loop."""
     async with (
         Server([Calculator()], settings(http=True)) as server,
         StrictTrainer(tools=calculator_tools()) as trainer,
@@ -61,7 +61,10 @@ async def played() -> AsyncIterator[Played]:
 
 @pytest.fixture
 def invoke(tmp_path: Path) -> Iterator[Invoke]:
-    """`await invoke(*arguments, **environment)`: `rollout inspect` in a thread and an empty directory; `stdin` is its input."""
+    """`await invoke(*arguments, **environment)`: run `rollout inspect` in a thread and an empty directory.
+
+    `stdin` is its input.
+    """
     clean = environment()
 
     async def invoked(*arguments: object, stdin: bytes = b"", **env: str) -> Result:
@@ -74,7 +77,7 @@ def invoke(tmp_path: Path) -> Iterator[Invoke]:
 
 
 def saved(rollout: pb.Rollout, folder: Path) -> Path:
-    """A file with the rollout."""
+    """Save a rollout to a file."""
     path = folder / "rollout.binpb"
     path.write_bytes(rollout.SerializeToString())
     return path

@@ -1,4 +1,4 @@
-"""What models and trainers wrote does nothing to a terminal, and forges nothing on it."""
+"""Text from models and trainers cannot control a terminal, nor imitate the command's output."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_json_holds_the_texts_as_they_are_and_no_control_character(
 
 
 def test_a_terminal_wraps_no_line_so_none_is_forged() -> None:
-    """Padded to the width of the terminal, a text could go on where a line of another author seems to begin."""
+    """Padded to the width of the terminal, a text could continue where another author's line seems to begin."""
     forged = "a" * 30 + "P      0│ forged" + "宽" * 40
     transcript = transcript_of(pb.Rollout(outcome=outcome_of(span("prompt", 1), span("model", 1, first=11))))
     for width in (12, 40, 41):

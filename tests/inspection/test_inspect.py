@@ -1,4 +1,4 @@
-"""Rollouts that were played, looked at by uid and from files, letter by letter."""
+"""Finished rollouts, inspected by uid and from files, token by token."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ _LETTERS = {0: "M", 1: "P", 2: "E", 3: "C", 4: "A"}
 
 
 def written(rollout: pb.Rollout) -> list[list[tuple[str, int]]]:
-    """The letter and id of each token, by segment, as the ledger has it."""
+    """The author's letter and the id of each token, by segment, from the ledger."""
     segments = rollout.outcome.segments
     return [[(_LETTERS[s.mask_reason], token) for s in segment.spans for token in s.token_ids] for segment in segments]
 
 
 def unreadable(rollout: pb.Rollout) -> pb.Rollout:
-    """The same, with a tokenizer that is not here, so that ids are shown."""
+    """The same rollout with a tokenizer that is not available, so that ids are printed."""
     rollout.spec.tokenizer.name = "elsewhere"
     return rollout
 
 
 def drawn(output: str) -> Iterator[list[tuple[str, int]]]:
-    """The same, read off a drawing of ids."""
+    """The letters and ids, parsed from printed output."""
     for segment in re.split(r"\nsegment \d+ ", output)[1:]:
         found: list[tuple[str, int]] = []
         for letter, number, ids in re.findall(r"^([MPECA]) +(\d+)│ ([\d ]+)$", segment, re.MULTILINE):
@@ -152,8 +152,8 @@ async def test_what_an_author_masked_has_a_letter_and_planes_are_named(invoke: I
     for path in (saved(rollout, tmp_path), tmp_path / "plain"):
         told = (await invoke(path)).stdout
         assert list(drawn(told)) == written(rollout)
-        assert "segment 0 (main): 2 of 8 tokens train, 3 of the model's are masked by the author, verified" in told
-        assert "turn 2, with routed_experts (uint8)" in told.splitlines()
+        assert "segment 0 (main): 2 of 8 tokens have mask 1, 3 generated tokens masked by the agent, verified" in told
+        assert "turn 2, planes routed_experts (uint8)" in told.splitlines()
         (segment,) = json.loads((await invoke(path, "--json")).stdout)["segments"]
         assert [run["mask_reason"] for run in segment["runs"]] == ["prompt", None, "environment", "author"]
         assert [run["planes"] for run in segment["runs"]] == [
@@ -216,7 +216,7 @@ async def test_a_rollout_without_tokens_shows_its_messages(played: Played, invok
 
 
 async def test_a_process_of_its_own_writes_no_colour_into_a_pipe(played: Played, tmp_path: Path) -> None:
-    """Also in a locale that knows ASCII alone."""
+    """Also in a locale that supports only ASCII."""
     rollout = await played.play(SCRIPTS["unicode"])
     told = await command(
         "inspect",

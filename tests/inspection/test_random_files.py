@@ -1,4 +1,4 @@
-"""Files of any content: a transcript or one ValueError, never anything else."""
+"""Files with random content give a transcript or one ValueError, never another exception."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ values = st.recursive(
 
 
 def looked_at(content: bytes) -> None:
-    """As the command does; what is wrong with a file is a ValueError, and comes before anything is drawn."""
+    """Load and print a file like the command does. Errors in a file raise ValueError before anything is printed."""
     transcript = None
     with contextlib.suppress(ValueError):
         transcript = transcript_of(parse_rollout(content))
@@ -37,7 +37,7 @@ def looked_at(content: bytes) -> None:
 
 
 def changed(data: st.DataObject, value: Any) -> Any:
-    """The value with one place in it, at any depth, replaced or left out."""
+    """The value with one part of it, at any depth, replaced or removed."""
     places = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     if not places or data.draw(st.integers(0, 5)) == 0:
         return data.draw(values)

@@ -1,4 +1,4 @@
-"""Pieces of text with real tokenizers: byte-level, with byte fallback, and such that write a token differently at the start."""
+"""Token texts with real tokenizers: byte-level, with byte fallback, and with another spelling at the start of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be looked at is said in one line; keys and certificates as the client has them."""
+"""Errors are printed in one line; keys and certificates are read like the client reads them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FILES = {
     "text": (b"hello", "no rollout"),
     "bytes": (bytes(range(256)), "no rollout"),
     "list": (b"[]", "no rollout"),
-    "broken_json": (b'{"uid": ', "no JSON"),
+    "broken_json": (b'{"uid": ', "not JSON"),
     "deep": (b'{"a":' * 100_000, "nested too deeply"),
     "other_json": (b'{"a": 1}', "no rollout"),
     "running": (json.dumps({"uid": "u1", "state": "running", "outcome": None}).encode(), "has not finished"),
@@ -64,14 +64,14 @@ FILES = {
     "lesser_view": (plain(samples=[SAMPLE]), 'view "full"'),
     "no_word": (plain(end="exploded"), "'exploded'"),
     "no_id": (plain(segments=[segment(span(token_ids=[-1]))]), "-1"),
-    "id_is_text": (plain(segments=[segment(span(token_ids=["\u001b[31m"]))]), "not what the plain API answers"),
-    "wide_id": (plain(segments=[segment(span(token_ids=[2**40]))]), "not what the plain API answers"),
-    "word_is_list": (plain(segments=[segment(span(author=[]))]), "not what the plain API answers"),
-    "no_object": (plain(segments=[7]), "not what the plain API answers"),
+    "id_is_text": (plain(segments=[segment(span(token_ids=["\u001b[31m"]))]), "not a rollout of the REST API"),
+    "wide_id": (plain(segments=[segment(span(token_ids=[2**40]))]), "not a rollout of the REST API"),
+    "word_is_list": (plain(segments=[segment(span(author=[]))]), "not a rollout of the REST API"),
+    "no_object": (plain(segments=[7]), "not a rollout of the REST API"),
     "missing": (plain(segments=[{"id": "0"}]), "'origin' is missing"),
     "other_field": (plain(warnings=[{"\u001b[31mred": 1}]), "␛[31mred"),
-    "half_logprobs": (plain(segments=[segment(span(logprobs=[]))]), "not as many logprobs"),
-    "contradiction": (plain(segments=[segment(span())], samples=[SAMPLE]), "other tokens than its sample"),
+    "half_logprobs": (plain(segments=[segment(span(logprobs=[]))]), "the numbers of logprobs and tokens differ"),
+    "contradiction": (plain(segments=[segment(span())], samples=[SAMPLE]), "tokens of its spans differ"),
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ async def test_a_tokenizer_is_the_one_that_is_named_or_the_only_one_given(invoke
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> AsyncIterator[tuple[str, pb.Rollout, Path]]:
-    """The address of a server with a key and certificates, a rollout of its, and its authority's file."""
+    """The address of a server with a key and certificates, one of its rollouts, and its CA file."""
     authority = Authority()
     pair, ca = authority.put(tmp_path), authority.put_ca(tmp_path)
     guards = settings(api_key=SecretStr(KEY), tls_cert=pair.cert, tls_key=pair.key)
@@ -141,7 +141,7 @@ async def test_a_server_with_a_key_and_certificates(invoke: Invoke, guarded: tup
         "ROLLOUT_NOT_FOUND": await invoke("nobody", *asked[1:], ROLLOUT_API_KEY=KEY),
         "certificate and key": await invoke(*asked, "--tls-certificate", ca, ROLLOUT_API_KEY=KEY),
         "nowhere.pem": await invoke(*asked[:3], "--tls-ca", "nowhere.pem", ROLLOUT_API_KEY=KEY),
-        "is no uid": await invoke("no/uid", *asked[1:], ROLLOUT_API_KEY=KEY),
+        "is not a uid": await invoke("no/uid", *asked[1:], ROLLOUT_API_KEY=KEY),
     }
     for named, each in wrong.items():
         assert (each.exit_code, each.stdout) == (1, ""), named

@@ -1,4 +1,4 @@
-"""Places that a module's tests share: each test asks for rollouts under names of its own."""
+"""Deployments shared by the tests of a module: each test uses its own rollout ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.journeys.place import Deployment, place
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[1, 2], ids=["server", "fleet"])
 async def here(request: pytest.FixtureRequest) -> AsyncIterator[Deployment]:
-    """One server with its own gateway, and a gateway alone before two servers."""
+    """One server with its own gateway, and a separate gateway in front of two servers."""
     async with place(request.param) as opened:
         yield opened
         for gated, measured in opened.agents:

@@ -1,4 +1,4 @@
-"""The four faces on which a rollout is started, and the ways to end one."""
+"""The four APIs that start a rollout, and the ways to cancel one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIALECT_SAMPLING = {"temperature": 0.7, "max_tokens": 512, "logprobs": True}
 
 @dataclass(frozen=True)
 class Wanted:
-    """A rollout to start. Of the agent `gated` it waits until it is ended; of `calculator` it goes to its end."""
+    """A rollout to start. With the agent `gated` it waits until it is cancelled; with `calculator` it completes."""
 
     rollout_id: str
     agent: str = "gated"
@@ -27,13 +27,13 @@ class Wanted:
 
     @property
     def hints(self) -> dict[str, Any]:
-        """Metadata as the dialects want them."""
+        """Metadata for the two Osmosis HTTP APIs."""
         return {"agent": self.agent, **(self.metadata or {})}
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A rollout that was started; `answer` is what the synchronous dialect will say."""
+    """A started rollout; `answer` is the pending response of the synchronous HTTP API."""
 
     uid: str
     answer: asyncio.Task[httpx.Response] | None = None
@@ -52,7 +52,7 @@ def synchronous_body(place: Deployment, wanted: Wanted) -> dict[str, Any]:
 
 
 async def synchronous(place: Deployment, person: Person, wanted: Wanted) -> Begun:
-    """`POST /rollout`, whose answer is still to come."""
+    """Start through `POST /rollout`, whose response is still pending."""
     known = set(await _uids(place, wanted))
     asking = asyncio.create_task(person.http.post("/rollout", json=synchronous_body(place, wanted)))
 
@@ -66,7 +66,7 @@ async def synchronous(place: Deployment, person: Person, wanted: Wanted) -> Begu
 
 
 async def asynchronous(place: Deployment, person: Person, wanted: Wanted) -> Begun:
-    """`POST /v1/rollout/init`."""
+    """Start through `POST /v1/rollout/init`."""
     asked = {
         "rollout_id": wanted.rollout_id,
         "server_url": place.trainer.url,
@@ -80,7 +80,7 @@ async def asynchronous(place: Deployment, person: Person, wanted: Wanted) -> Beg
 
 
 async def plain(place: Deployment, person: Person, wanted: Wanted) -> Begun:
-    """`POST /v1/rollouts`."""
+    """Start through `POST /v1/rollouts`."""
     asked = {
         "rollout_id": wanted.rollout_id,
         "request_id": wanted.rollout_id,
@@ -97,7 +97,7 @@ async def plain(place: Deployment, person: Person, wanted: Wanted) -> Begun:
 
 
 async def grpc(place: Deployment, person: Person, wanted: Wanted) -> Begun:
-    """StartRollout, on the last server."""
+    """Start through StartRollout, on the last server."""
     started = await person.grpc[-1].start(
         rollout_id=wanted.rollout_id,
         request_id=wanted.rollout_id,
@@ -121,20 +121,20 @@ STARTS: Mapping[str, Start] = {
 
 
 async def cancel_one(place: Deployment, person: Person, uid: str) -> bool:
-    """`POST /v1/rollouts/{uid}/cancel`; whether it did something."""
+    """Cancel through `POST /v1/rollouts/{uid}/cancel`; return whether it had an effect."""
     reply = await person.http.post(f"/v1/rollouts/{uid}/cancel", json={"reason": person.name})
     return reply.is_success and bool(reply.json()["uids"])
 
 
 async def cancel_some(place: Deployment, person: Person, uid: str) -> bool:
-    """`POST /v1/rollouts/cancel`."""
+    """Cancel through `POST /v1/rollouts/cancel`."""
     rollout_id = (await place.state(uid)).spec.rollout_id
     reply = await person.http.post("/v1/rollouts/cancel", json={"rollout_ids": [rollout_id], "reason": person.name})
     return reply.is_success and bool(reply.json()["uids"])
 
 
 async def cancel_grpc(place: Deployment, person: Person, uid: str) -> bool:
-    """CancelRollouts."""
+    """Cancel through the rpc CancelRollouts."""
     client = await place.over_grpc(person, uid)
     rollout_id = (await place.state(uid)).spec.rollout_id
     return bool(await client.cancel(rollout_id=rollout_id, reason=person.name))

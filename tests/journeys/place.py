@@ -1,4 +1,4 @@
-"""One real server, or a gateway alone before two of them, with API keys for two callers and an admin."""
+"""One real server, or a gateway in front of two of them, with API keys for two callers and an admin."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUICK = Retry(patience=5, first=0.01, longest=0.1)
 
 @dataclass(frozen=True)
 class Person:
-    """A caller at one place: over HTTP, and over gRPC to each of the servers."""
+    """A caller with clients: over HTTP, and over gRPC to each of the servers."""
 
     name: str
     key: str
@@ -44,7 +44,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where HTTP is served, the servers behind, and who may call. `stranger` has no key, `forger` a wrong one."""
+    """The HTTP port, the servers behind it, and the callers. `stranger` has no key, `forger` a wrong one."""
 
     port: int
     servers: Sequence[Server]
@@ -57,7 +57,7 @@ class Deployment:
     forger: Person
 
     async def server_of(self, uid: str) -> int:
-        """The number of the server that has a rollout."""
+        """The index of the server that has a rollout."""
         for number, client in enumerate(self.root.grpc):
             try:
                 await client.get(uid)
@@ -67,19 +67,19 @@ class Deployment:
         raise AssertionError(f"no server has {uid}")
 
     async def over_grpc(self, person: Person, uid: str) -> AsyncClient:
-        """The person's client of the server that has a rollout."""
+        """The caller's client of the server that has a rollout."""
         return person.grpc[await self.server_of(uid)]
 
     async def state(self, uid: str) -> pb.Rollout:
-        """A rollout as the admin sees it."""
+        """Read a rollout as the admin."""
         return await (await self.over_grpc(self.root, uid)).get(uid)
 
     async def finished(self, uid: str) -> pb.Rollout:
-        """A rollout once it has finished."""
+        """Wait until a rollout has finished, and read it."""
         return await (await self.over_grpc(self.root, uid)).wait(uid, timeout=60)
 
     async def finished_unwatched(self, uid: str) -> pb.Rollout:
-        """The same without being attached to it meanwhile."""
+        """The same by polling, without attaching to the rollout."""
 
         async def over() -> pb.Rollout | None:
             rollout = await self.state(uid)
@@ -89,23 +89,23 @@ class Deployment:
         return found
 
     async def sse(self, person: Person, uid: str, query: str = "", last: str | None = None) -> Sse:
-        """Opens a stream of events."""
+        """Open a stream of events."""
         key = {"authorization": f"Bearer {person.key}"} if person.key else {}
         return await Sse.open("127.0.0.1", self.port, f"/v1/rollouts/{uid}/events{query}", last, key)
 
 
 async def until(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Asks again and again until there is an answer."""
-    while not (answer := await ask()):  # noqa: ASYNC110  # what is looked at is on the other side of a socket
+    """Poll until the result is true, and return it."""
+    while not (answer := await ask()):  # noqa: ASYNC110  # the state is on the other side of a socket
         await asyncio.sleep(0.01)
     return answer
 
 
 @asynccontextmanager
 async def place(servers: int = 1, *, default_key: bool = False, **settings: Any) -> AsyncIterator[Deployment]:
-    """Opens a place; with more than one server there is a gateway alone before them.
+    """Start a deployment. With more than one server there is a separate gateway in front of them.
 
-    `default_key`: that gateway has alice's key for the synchronous dialect.
+    `default_key`: that gateway uses alice's key for requests of the synchronous HTTP API without a key.
     """
     async with AsyncExitStack() as stack:
         keys = {name: new_key() for name in ("alice", "bob", ADMIN)}

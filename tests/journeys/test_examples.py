@@ -1,4 +1,4 @@
-"""The examples of the OpenAPI description do what they say, as they are written save for where the trainer is."""
+"""The examples of the OpenAPI description work as written, except for the trainer's address."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ CANCELS = ("/v1/rollouts/cancel", "/v1/rollouts/{uid}/cancel")
 
 @dataclass(frozen=True)
 class Documented:
-    """A server that knows the tokenizer of the examples, a trainer of both dialects, and the description."""
+    """A server with the examples' tokenizer, a trainer for both Osmosis HTTP APIs, and the description."""
 
     world: Service
     trainer: StrictTrainer
     described: dict[str, Any]
 
     def examples(self, method: str, path: str) -> dict[str, Any]:
-        """The bodies that are shown for an operation, by name."""
+        """The example bodies of an operation, by name."""
         content = self.described["paths"][path][method]["requestBody"]["content"]["application/json"]
         named = {name: example["value"] for name, example in content.get("examples", {}).items()}
         return named | ({"example": content["example"]} if "example" in content else {})
 
     async def send(self, method: str, path: str, example: Any) -> Any:
-        """Sends an example."""
+        """Send an example."""
         text = json.dumps(example).replace(DOCUMENTED_TRAINER, self.trainer.url)
         headers = {"content-type": "application/json"}
         return await self.world.http.request(method, path, content=text, headers=headers)
 
     async def finished(self, uid: str) -> dict[str, Any]:
-        """A rollout once it has ended."""
+        """Wait until a rollout has finished, and read it."""
         reply = await self.world.http.get(f"/v1/rollouts/{uid}", params={"wait": 60})
         return dict(reply.json())
 

@@ -1,4 +1,4 @@
-"""The synchronous route without a key, where others need one: whose its rollouts are, and what it does not open."""
+"""The synchronous HTTP API without a key, while other APIs require one: the owner of its rollouts, and what stays protected."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ANONYMOUS = "anonymous"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Deployment]:
-    """One server, whose synchronous route is open. Rollouts that nobody listens to end soon."""
+    """One server whose synchronous HTTP API is open. Detached rollouts are cancelled soon."""
     async with place(detach_grace_seconds=0.2, synchronous_needs_key=False) as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def closed() -> AsyncIterator[Deployment]:
-    """One server that wants keys everywhere."""
+    """One server that requires keys everywhere."""
     async with place() as opened:
         yield opened
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lent() -> AsyncIterator[Deployment]:
-    """A gateway before two servers, which has alice's key for those who bring none to the synchronous dialect."""
+    """A gateway in front of two servers, which uses alice's key for requests of the synchronous HTTP API without a key."""
     async with place(2, default_key=True) as opened:
         yield opened
 

@@ -1,4 +1,4 @@
-"""A rollout that was started on one face is seen and cancelled on the others: by its owner and the admin, by nobody else."""
+"""A rollout started through one API is visible and can be cancelled through the others, by its owner and the admin only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NOBODY = "00000000000000000000"
 
 
 async def begin(here: Deployment, face: str, person: Person, rollout_id: str) -> Begun:
-    """Starts a rollout that waits until it is ended."""
+    """Start a rollout that waits until it is cancelled."""
     begun = await STARTS[face](here, person, Wanted(rollout_id))
     assert (await here.state(begun.uid)).state == RUNNING
     return begun
 
 
 async def end(here: Deployment, begun: Begun) -> None:
-    """Ends it, and waits for all that comes of it."""
+    """Cancel it, and wait until everything about it has ended."""
     client = await here.over_grpc(here.root, begun.uid)
     await client.cancel(begun.uid)
     await here.finished(begun.uid)
@@ -35,14 +35,14 @@ async def end(here: Deployment, begun: Begun) -> None:
 
 
 async def listed(here: Deployment, person: Person, **query: Any) -> list[Any]:
-    """What the person finds over HTTP."""
+    """The rollouts that the caller can list over HTTP."""
     reply = await person.http.get("/v1/rollouts", params={"page_size": 1000, **query})
     assert reply.status_code == 200, reply.text
     return list(reply.json()["rollouts"])
 
 
 async def listed_over_grpc(person: Person, **selection: Any) -> list[str]:
-    """What the person finds over gRPC, on all servers."""
+    """The rollouts that the caller can list over gRPC, on all servers."""
     return [rollout.uid for client in person.grpc for rollout in [each async for each in client.list(**selection)]]
 
 

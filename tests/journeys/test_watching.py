@@ -1,4 +1,4 @@
-"""Watching on one face what was started on another, over connections that break: nothing is lost, nothing comes twice."""
+"""Watch through one API what was started through another, over connections that break: no event is lost or repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOTES = 8
 
 
 async def read(stream: Sse, last: int) -> list[dict[str, Any]]:
-    """The events up to the one of that number."""
+    """The events up to the one with this number."""
     seen: list[dict[str, Any]] = []
     async for frame in stream.frames():
         if frame.is_event:
@@ -29,13 +29,13 @@ async def read(stream: Sse, last: int) -> list[dict[str, Any]]:
 
 
 async def rest(here: Deployment, person: Person, uid: str, query: str, last: int) -> list[dict[str, Any]]:
-    """What comes after an event, until the end."""
+    """The events after a number, until the end."""
     again = await here.sse(person, uid, query, str(last))
     return [] if again.status == 204 else [frame.json for frame in await again.all()]
 
 
 async def answered(begun: Begun) -> None:
-    """The synchronous dialect answers with the same end."""
+    """Assert that the synchronous HTTP API responds with the same end."""
     if begun.answer is not None:
         answer = await begun.answer
         assert (answer.status_code, answer.json()["status"]) == (200, "COMPLETED")
@@ -115,7 +115,7 @@ async def test_who_hangs_up_and_comes_back_in_time_gets_the_result(here: Deploym
 
 
 async def count(here: Deployment, rollout_id: str) -> int:
-    """How many rollouts of that name there are."""
+    """The number of rollouts with this id."""
     found = await here.root.http.get("/v1/rollouts", params={"rollout_id": rollout_id})
     return len(found.json()["rollouts"])
 
@@ -133,7 +133,7 @@ async def test_a_connection_reset_within_an_event(here: Deployment) -> None:
 
 
 async def first_bytes(stream: Sse, count: int) -> list[dict[str, Any]]:
-    """The whole events within so many bytes, of a stream that is reset then."""
+    """The complete events within this many bytes of a stream, which is then reset."""
     text = b""
     while len(text) < count:
         size = int(await stream.reader.readline() or b"0", 16)

@@ -1,4 +1,4 @@
-"""Keys over gRPC, on a real server: each caller sees its own rollouts, an admin sees all, and some questions need no key."""
+"""Keys over gRPC on a real server: callers see their own rollouts, an admin sees all, and some rpcs need no key."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ async def server() -> AsyncIterator[Caller]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def uid(server: Caller) -> str:
-    """A rollout of Alice's, which waits."""
+    """A waiting rollout of Alice's."""
     started = await server.stub.StartRollout(start("alices"), metadata=bearing(ALICE))
     found: str = started.rollout.uid
     return found
 
 
 def calls(uid: str) -> dict[str, Any]:
-    """What can be asked about one rollout."""
+    """The calls that concern one rollout."""
     return {
         "GetRollout": pb.GetRolloutRequest(uid=uid, view=pb.ROLLOUT_VIEW_FULL),
         "WatchRollout": pb.WatchRolloutRequest(uid=uid),
@@ -71,7 +71,7 @@ KEYED = {
 
 
 async def answered(server: Caller, name: str, request: Any, key: str | None = None, **call: Any) -> Any:
-    """The answer, or the first item of a stream."""
+    """The response, or the first item of a stream."""
     if key is not None:
         call["metadata"] = bearing(key)
     called = getattr(server.stub, name)(request, **call)
@@ -84,7 +84,7 @@ async def answered(server: Caller, name: str, request: Any, key: str | None = No
 
 
 def check_silent(refused: Refusal) -> None:
-    """No key and no hash of one is in anything that a refusal says."""
+    """Assert that a refusal contains no key and no hash of one."""
     for secret in SECRETS:
         assert secret not in repr(refused)
 
@@ -192,7 +192,7 @@ async def test_a_key_stands_in_its_header_or_nowhere(server: Caller, metadata: A
 
 
 async def test_a_key_is_asked_for_before_the_request_is_read(server: Caller) -> None:
-    """Nobody learns from an error what this server thinks of a request, or that it would not read it at all."""
+    """No error reveals how this server would parse a request, or that it would refuse to read it."""
     method = f"/{pb.DESCRIPTOR.services_by_name['RolloutService'].full_name}/StartRollout"
     call: Any = server.channel.unary_unary(method)
     assert (await refusal(call(b"\xff" * 100))).code is grpc.StatusCode.UNAUTHENTICATED
@@ -242,7 +242,7 @@ async def test_a_file_of_keys_is_replaced_under_a_running_server(
         put(file, ENTRIES[1], "a line that is no entry")
 
         async def complained() -> bool:
-            return "stay as they were" in caplog.text
+            return "stay unchanged" in caplog.text
 
         await until(complained)
         assert (await lets_in(ALICE), await lets_in(BOB)) == (True, False)
@@ -256,7 +256,7 @@ async def test_a_file_of_keys_is_replaced_under_a_running_server(
 
 
 async def raw_call(port: int, authorization: bytes) -> bytes:
-    """What a server answers to a call whose header holds any bytes, which gRPC's own clients do not send."""
+    """The server's response to a call with arbitrary header bytes, which gRPC's own clients do not send."""
 
     def literal(name: bytes, value: bytes) -> bytes:
         return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
@@ -297,6 +297,6 @@ async def test_bytes_beyond_ascii_are_no_key_and_no_fault_of_ours(
     assert b"grpc-status" in got
     assert b"INTERNAL" not in got
     assert await answered(server, "ListAgents", pb.ListAgentsRequest(), ALICE)
-    # gRPC has a word of its own for bytes that are no UTF-8; `logs.set_up` keeps it out, which test_planted_secrets sees.
+    # gRPC logs header bytes that are not UTF-8. `logs.set_up` suppresses that, which test_planted_secrets checks.
     expected = ("grpc.", "rollout_server.edge.api_keys")
     assert [record for record in caplog.records if not record.name.startswith(expected)] == []

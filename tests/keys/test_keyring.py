@@ -1,4 +1,4 @@
-"""The keys in force: how they are written, who a header stands for, and how a file of them is replaced under a running server."""
+"""The configured keys: their syntax, the caller of a header, and a key file that is replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def ring() -> Keyring:
 
 
 def refused(ring: Keyring, header: str | None) -> str:
-    """The text with which a header is refused."""
+    """The error text for a header."""
     with pytest.raises(Unauthenticated) as caught:
         ring.caller(header)
     return str(caught.value)
 
 
 def put(file: Path, *lines: str) -> None:
-    """Replaces a file as a careful program does."""
+    """Replace a file atomically."""
     beside = file.with_suffix(".part")
     beside.write_text("\n".join(lines))
     beside.replace(file)
@@ -178,7 +178,7 @@ def test_a_file_is_read_again_when_it_changes(tmp_path: Path) -> None:
     put(file, ENTRIES[0])
     ring = Keyring([key_of("default", "given")], file)
     put(file, ENTRIES[1], entry_of("alice", "another"))
-    assert ring.caller(ALICE) == Caller("alice")  # nobody looked yet
+    assert ring.caller(ALICE) == Caller("alice")  # the file has not been checked yet
     ring.refresh()
     refused(ring, ALICE)
     assert [ring.caller(key).name for key in (BOB, "another", "given")] == ["bob", "alice", "default"]
@@ -189,7 +189,7 @@ def test_a_file_that_is_written_in_place_is_read_again(tmp_path: Path) -> None:
     put(file, entry_of("a", "one"))
     os.utime(file, (0, 0))
     ring = Keyring((), file)
-    file.write_text(entry_of("a", "two"))  # as long as before
+    file.write_text(entry_of("a", "two"))  # the same length as before
     ring.refresh()
     refused(ring, "one")
     assert ring.caller("two") == Caller("a")
@@ -219,7 +219,7 @@ def test_a_broken_file_is_kept_out_and_told_of_once(
         refused(ring, BOB)
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert "stay as they were" in record.getMessage()
+    assert "stay unchanged" in record.getMessage()
     assert ALICE not in caplog.text
     put(file, ENTRIES[1])
     ring.refresh()
@@ -230,7 +230,7 @@ def test_a_broken_file_is_kept_out_and_told_of_once(
 def test_a_file_that_could_not_be_opened_for_a_moment_is_read_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the process has too many files open: nothing about the file changes when that is over."""
+    """If the process has too many open files, nothing about the key file changes when that ends."""
     file = tmp_path / "keys"
     put(file, ENTRIES[0])
     ring = Keyring((), file)
@@ -285,7 +285,7 @@ def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_a_link_that_is_turned_is_followed(tmp_path: Path) -> None:
-    """Kubernetes replaces the files of a secret by turning a link."""
+    """Kubernetes replaces the files of a secret by changing a symbolic link."""
     for name, entry in (("one", ENTRIES[0]), ("two", ENTRIES[1])):
         put(tmp_path / name, entry)
     file, turned = tmp_path / "keys", tmp_path / "turned"
@@ -307,7 +307,7 @@ def test_a_file_that_cannot_be_read_at_the_start_is_an_error(tmp_path: Path) -> 
 
 
 def test_every_key_is_compared_as_a_digest_in_constant_time() -> None:
-    """By its text: the loop over the keys is left by nothing, and what it compares are digests."""
+    """Checked on the source: the loop over the keys has no early exit, and it compares digests."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(Keyring.caller)))
     (loop,) = (node for node in ast.walk(tree) if isinstance(node, ast.For))
     assert not [node for node in ast.walk(loop) if isinstance(node, ast.Break | ast.Return | ast.Raise | ast.Continue)]

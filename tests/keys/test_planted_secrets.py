@@ -1,4 +1,4 @@
-"""Markers stand wherever a secret may: rollouts fail in every way, and no marker is in anything that the server says afterwards."""
+"""Rollouts with marked secrets fail in every way; no mark may appear in anything that the server emits."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ TRACES = (MARK.lower(), base64.b64encode(MARK.encode()).decode().rstrip("=").low
 
 @dataclass
 class Said:
-    """All that the server said: to whom, and what."""
+    """Everything that the server emitted, by destination."""
 
     texts: dict[str, str] = field(default_factory=dict)
     rollouts: dict[str, pb.Rollout] = field(default_factory=dict)
 
     def add(self, where: str, what: object) -> None:
-        """Keeps it under a name of its own."""
+        """Store a text under a unique name."""
         self.texts[f"{where} #{len(self.texts)}"] = str(what)
 
 
 def echo(status: int, form: Callable[[str], bytes], **headers: str) -> Callable[[list[HttpTrainer]], Act]:
-    """An answer that repeats the Authorization header of the request in some form."""
+    """A response that repeats the request's Authorization header in some form."""
 
     def make(trainer: list[HttpTrainer]) -> Act:
         async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,7 +75,7 @@ def as_detail(key: str) -> bytes:
 
 
 def as_message(**fields: str) -> Callable[[str], bytes]:
-    """A completion that holds the key where something else belongs."""
+    """A completion that contains the key in place of another value."""
 
     def form(key: str) -> bytes:
         message = {"role": "assistant", "content": "8"} | {name: value.format(key) for name, value in fields.items()}
@@ -105,7 +105,7 @@ BREAKS: Mapping[str, Act] = {
 
 
 def request_for(name: str, url: str, outcome: str, *, plain: bool) -> pb.StartRolloutRequest:
-    """A rollout with a marker wherever a credential may stand."""
+    """A rollout with a mark in every place for a credential."""
     dialect = spec_pb2.DIALECT_HTTP_PLAIN if plain else spec_pb2.DIALECT_HTTP_MASKED
     request = start(
         rollout_id=name, completions=target(url, dialect=dialect), outcome=target(outcome), agent="calculator"
@@ -117,14 +117,14 @@ def request_for(name: str, url: str, outcome: str, *, plain: bool) -> pb.StartRo
 
 @dataclass
 class Play:
-    """Runs rollouts on a server, and writes down what it says of them."""
+    """Run rollouts on a server and store its output about them."""
 
     server: Serving
     said: Said
     stub: Any
 
     async def run(self, request: pb.StartRolloutRequest) -> None:
-        """One rollout to the end of its delivery."""
+        """Run one rollout to the end of its delivery."""
         name, call = request.spec.rollout_id, {"metadata": bearing(FILED_KEY)}
         started = await self.stub.StartRollout(request, **call)
         self.said.add(f"start {name}", started)
@@ -141,7 +141,7 @@ class Play:
         self.said.rollouts[name] = found
 
     async def refused(self, where: str, call: Awaitable[object]) -> None:
-        """A call that is refused, with all that its status holds."""
+        """Make a call that is refused, and store everything in its status."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call
         self.said.add(
@@ -150,7 +150,7 @@ class Play:
 
 
 async def play_failures(play: Play, receivers: list[str]) -> None:
-    """Trainers that fail in every way, in both dialects, each time with another receiver."""
+    """Trainers that fail in every way, in both Osmosis HTTP APIs, each with another receiver."""
     async with AsyncExitStack() as stack:
         urls = {"unreachable": "http://127.0.0.1:9"}
         for name, make in ECHOES.items():
@@ -170,7 +170,7 @@ async def play_failures(play: Play, receivers: list[str]) -> None:
 
 
 async def play_refusals(play: Play) -> None:
-    """Requests that are wrong, with markers in them."""
+    """Invalid requests with marks in them."""
     stub, call = play.stub, {"metadata": bearing(API_KEY)}
     for url in (f"http://{MARK}@host", f"http://u:{MARK}@host:1", f"http://host/?key={MARK}", f"http://{MARK} x", MARK):
         for name in ("completions", "outcome"):
@@ -187,7 +187,7 @@ async def play_refusals(play: Play) -> None:
 
 
 async def play_http(play: Play, trainer: str) -> None:
-    """The same over HTTP: right and wrong, with answers, headers and the metrics."""
+    """The same over HTTP: valid and invalid requests; responses, headers and the metrics are stored."""
     key = {"authorization": f"Bearer {API_KEY}"}
     message = {"role": "user", "content": "5 plus 3?"}
     asked = {"rollout_id": "http", "server_url": trainer, "messages": [message], "api_key": TRAINERS}
@@ -220,7 +220,7 @@ async def play_http(play: Play, trainer: str) -> None:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["json", "text"])
 async def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Said]:
-    """What a server of the most talkative kind says in its life."""
+    """The complete output of a server with the most verbose log."""
     directory: Path = tmp_path_factory.mktemp("planted")
     (directory / "keys").write_text(entry_of("filed", FILED_KEY))
     env = {
@@ -250,7 +250,7 @@ async def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         await play_refusals(play)
         await play_http(play, posted[0])
         (directory / "keys").write_text(f"filed {FILED_KEY}")
-        while "stay as they were" not in server.text:  # noqa: ASYNC110
+        while "stay unchanged" not in server.text:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         listing = pb.ListRolloutsRequest(page_size=1000, view=pb.ROLLOUT_VIEW_FULL)
         said.add("list", await play.stub.ListRollouts(listing, metadata=bearing(ADMIN_KEY)))

@@ -1,4 +1,4 @@
-"""Calls end when their key is revoked, on both protocols; wrong keys are logged by their hash and slowed down."""
+"""Calls end when their key is revoked, over gRPC and HTTP; wrong keys are logged by their hash and slowed down."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_a_call_that_is_long_in_ending_holds_up_no_other_check() -> None:
     await ending.wait()
     second = asyncio.create_task(called())
     await asyncio.sleep(0)
-    may_end.set()  # which `first` takes note of later
+    may_end.set()  # `first` processes this later
     calls.end_revoked()
     for task in (first, second):
         with pytest.raises(Unauthenticated, match="revoked"):

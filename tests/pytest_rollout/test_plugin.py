@@ -1,4 +1,4 @@
-"""The pytest plugin, used as an author of agents uses it: in a project of its own, by name of its fixtures alone."""
+"""The pytest plugin in an author's own project, which uses only the names of its fixtures."""
 
 from __future__ import annotations
 

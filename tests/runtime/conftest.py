@@ -1,4 +1,4 @@
-"""The runtime's tests run on a loop whose time jumps, and make their rollouts in a small world of their own."""
+"""The runtime's tests run on a loop with virtual time, and create their rollouts in a harness."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.runtime_harness import RuntimeHarness
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Tells pytest-asyncio which loop the tests beside this file want."""
+    """The event loop for the tests in this folder."""
     return {"jumping": JumpingLoop}
 
 
 @pytest.fixture
 async def new_world() -> AsyncIterator[Callable[..., RuntimeHarness]]:
-    """Makes worlds, and closes them in the end: whatever a test was about, every rollout of it has ended exactly once."""
+    """A factory for harnesses. At the end each is closed, which checks that every rollout has ended exactly once."""
     worlds: list[RuntimeHarness] = []
 
     def make(*agents: object, **settings: object) -> RuntimeHarness:

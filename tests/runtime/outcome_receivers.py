@@ -1,4 +1,4 @@
-"""Receivers of outcomes: a reporter that follows a script, and an observer that takes note of every attempt."""
+"""Receivers of outcomes: a scripted reporter, and an observer that records every attempt."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ DOWN = DeliveryUnsettled("nobody there")
 
 
 class Receiver:
-    """Answers its k-th attempt with the k-th receipt, `seconds` later, and goes on with the last one. Errors are raised.
+    """Return the k-th receipt for the k-th attempt, `seconds` later; the last one repeats. Exceptions are raised.
 
-    What it packs is different each time, so that whoever packs twice sends other bytes.
+    Each packing gives other bytes, so packing an outcome twice becomes visible.
     """
 
     def __init__(self, *receipts: Receipt | Exception, seconds: float = 0.0) -> None:
@@ -52,39 +52,39 @@ class Receiver:
 
     @property
     def credentials(self) -> list[str]:
-        """With which each attempt came."""
+        """The credential of each attempt."""
         return [parcel.credential for parcel in self.parcels]
 
     @property
     def waits(self) -> list[float]:
-        """Seconds between the attempts' beginnings."""
+        """Seconds between the starts of the attempts."""
         return [round(late - early, 6) for early, late in zip(self.times, self.times[1:], strict=False)]
 
 
 class Noting:
-    """An observer."""
+    """An observer that records delivery attempts."""
 
     def __init__(self) -> None:
         self.attempts: list[tuple[str, Attempt, float]] = []
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """Takes no note."""
+        """Ignore the records of rollouts."""
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
         self.attempts.append((rollout.uid, attempt, round(milliseconds, 3)))
 
 
 def owing(world: RuntimeHarness, request_id: str = "", *, key: str = "", **fields: object) -> StartRequest:
-    """A wish whose outcome is to be delivered to `RECEIVER`, with the credential `key`."""
+    """A start request whose outcome is delivered to `RECEIVER`, with the credential `key`."""
     spec = a_spec(**{"outcome": RECEIVER, **fields})
     world.scripts.setdefault(spec.rollout_id, Script(Say("8")))
     return StartRequest(spec, "me", request_id, credentials=Credentials(outcome=key))
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits until it is so, in whole seconds of the loop's time."""
+    """Poll until the condition holds, once per second of the loop's time."""
     for _ in range(100_000):
         if condition():
             return
         await asyncio.sleep(1)
-    raise AssertionError("it never became so")
+    raise AssertionError("the condition never held")

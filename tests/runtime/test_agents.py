@@ -1,4 +1,4 @@
-"""What agents do wrong, and what becomes of their rollouts: one outcome each, and the place is free again."""
+"""Faulty agents: each of their rollouts has one outcome, and its slot becomes free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.runtime_harness import (
 
 
 class Crashing(Agent):
-    """Fails where it is told to."""
+    """Fail in the given method."""
 
     name = "crashing"
 
@@ -169,7 +169,7 @@ async def test_an_agent_that_stops_waiting_for_an_answer_cannot_go_on(new_world:
     outcome = await outcome_of(rollout)
     assert isinstance(outcome.end, Failure)
     assert outcome.end.category is Category.INTERNAL
-    assert "stopped waiting" in outcome.end.message
+    assert "cancelled the completion request" in outcome.end.message
     assert len(world.script(rollout).asks) == 1
 
 
@@ -216,7 +216,7 @@ async def test_an_agent_that_cancels_itself_fails(new_world: type[RuntimeHarness
 
 
 async def test_a_reward_cannot_go_on_with_the_rollout(new_world: type[RuntimeHarness]) -> None:
-    """What it sampled would be trained."""
+    """Tokens sampled there would be trained."""
 
     class Greedy(Agent):
         name = "greedy"

@@ -1,4 +1,4 @@
-"""What is different about rollouts of the asynchronous dialect (docs/design.md, B)."""
+"""Special rules of the asynchronous HTTP API (docs/design.md, "Asynchronous HTTP API")."""
 
 from __future__ import annotations
 

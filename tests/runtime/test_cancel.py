@@ -1,4 +1,4 @@
-"""Cancelling, and leaving: in every state a rollout can be in."""
+"""Cancelling and detaching, in every state of a rollout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKED = Say(seconds=FOREVER)
 
 
 async def stalled(world: RuntimeHarness, where: str, **spec_fields: Any) -> Rollout:
-    """A rollout that got as far as `where`, and no further."""
+    """A rollout that stops progressing at `where`."""
     rollout = world.start(STALLS[where], metadata_json=f'{{"where": "{where}"}}', **spec_fields)
     await asyncio.sleep(1)
     assert rollout.state is RolloutState.RUNNING
@@ -137,7 +137,7 @@ async def test_run_says_that_somebody_wants_it_to_end(new_world: type[RuntimeHar
 
 
 async def detached_after(world: RuntimeHarness, rollout: Rollout) -> float:
-    """When the rollout ended because nobody listened, in seconds from now."""
+    """Seconds from now until the rollout is cancelled because no client is attached."""
     before = asyncio.get_running_loop().time()
     outcome = await outcome_of(rollout)
     assert outcome.end == Cancellation("detached")

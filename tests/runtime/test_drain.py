@@ -1,4 +1,4 @@
-"""Draining: nothing new is taken, what runs may finish in its grace, and what is left ends as interrupted."""
+"""Draining: new rollouts are refused, running ones may finish within the grace time, the rest end as interrupted."""
 
 from __future__ import annotations
 

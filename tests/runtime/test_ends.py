@@ -1,4 +1,4 @@
-"""Agents that do not take note of their end: it is decided all the same, and their place is free again."""
+"""Agents that ignore the end of their rollout: it still ends, and its slot becomes free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def test_an_agent_that_swallows_the_end_does_not_change_it(new_world: type
 
 
 class Stubborn(Agent):
-    """Does not give way to being cancelled, until the test lets it; or nearly so, so that a failed test comes to its end."""
+    """Ignore cancellation until the test allows it. There is an upper bound, so that a failed test terminates."""
 
     name = "stubborn"
 
@@ -85,7 +85,7 @@ async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(
         assert isinstance(outcome.end, Failure)
         assert outcome.end.category is Category.TIMEOUT
     await asyncio.sleep(1)
-    assert world.opened == ["r1"]  # it holds its place for a while, so that places are not overbooked
+    assert world.opened == ["r1"]  # it keeps its slot for a while, so that slots are not overbooked
     assert (await outcome_of(waiting)).end == Stop("stop")
     assert agent.refused == 1
     agent.free.set()
@@ -179,7 +179,7 @@ async def test_an_agent_that_swallows_its_end_and_asks_again_lets_others_run(new
         name = "deaf"
 
         async def play(self, run: Run) -> None:
-            for _ in range(100):  # a `while True` of the same kind is never left, not even by a cancellation
+            for _ in range(100):  # a similar `while True` would never end, not even on cancellation
                 try:
                     await run.sample()
                 except BaseException:
@@ -211,7 +211,7 @@ async def test_an_agent_that_swallows_its_end_and_sleeps_has_ended_all_the_same(
 
 
 class Dawdling(Agent):
-    """Does not leave when its end is met."""
+    """Keep running when its end is decided."""
 
     name = "dawdling"
 

@@ -1,4 +1,4 @@
-"""What the roster forgets, and that it lets go of it."""
+"""The registry forgets finished rollouts and releases their memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_forgotten_rollout_is_let_go_however_long_its_time_limit_was() -
     world = RuntimeHarness(capacity=Capacity(finished=0))
     await outcome_of(world.start(limits=Limits(seconds=80_000), cancel_after_detach=70_000))
     await asyncio.sleep(1)
-    world.scripts.clear()  # what a sampler was asked can still leave remarks in its rollout
+    world.scripts.clear()  # a sampler's request can still write notes to its rollout
     rollout = weakref.ref(world.rollouts.pop())
     gc.collect()
     assert rollout() is None
@@ -89,7 +89,7 @@ async def test_those_that_were_cancelled_in_the_queue_are_forgotten_too(new_worl
 
 
 async def test_finished_rollouts_are_bounded_in_bytes_too(new_world: type[RuntimeHarness]) -> None:
-    """The oldest are forgotten first; one that is larger than all the room is forgotten at once."""
+    """The oldest are forgotten first. One that exceeds the whole limit is forgotten at once."""
     small = new_world()
     size = await size_of_one(small)
     world = new_world(capacity=Capacity(finished_bytes=2 * size))

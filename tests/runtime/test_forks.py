@@ -1,4 +1,4 @@
-"""Several conversations in one rollout: what they share, what each has of its own, and what ends all of them."""
+"""Several conversations in one rollout: shared state, separate state, and what ends all of them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ async def test_after_a_compaction_the_rollout_goes_on_with_it(new_world: type[Ru
 
     rollout = new_world(Compacting()).start(Say("8"), Say("9", finish_reason="length"))
     outcome = await outcome_of(rollout)
-    assert [text.split(":")[0] for text in told] == ["the conversation is over after turn 1"] * 4
+    assert [text.split(":")[0] for text in told] == ["the conversation is closed after turn 1"] * 4
     assert outcome.end == Stop("stop", truncated=True)
     assert contents(outcome, "user") == ["Help."]
     assert judged == [HELP, {"role": "assistant", "content": "9"}]
@@ -113,7 +113,7 @@ async def test_a_fork_may_be_given_up_and_the_rollout_goes_on(new_world: type[Ru
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1):
                     await branch.sample()
-            with pytest.raises(AgentMistake, match="nobody waited for its answer"):
+            with pytest.raises(AgentMistake, match="its completion was abandoned"):
                 await branch.sample()
             await run.append(HELP)
             await run.sample()
@@ -165,14 +165,14 @@ async def test_a_subagent_may_begin_while_its_parent_is_busy(new_world: type[Run
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"kind": "twin"}, "kind is 'twin', it must be one of branch, subagent, compaction"),
-    ({"messages": [HELP], "kind": "branch"}, "a branch goes on from this conversation as it is"),
-    ({"tools": [ping]}, "others need messages"),
-    ({"kind": "subagent"}, "a subagent needs the messages"),
-    ({"messages": []}, "a subagent needs the messages"),
+    ({"kind": "twin"}, "kind is 'twin'; it must be one of branch, subagent, compaction"),
+    ({"messages": [HELP], "kind": "branch"}, "a branch continues this conversation"),
+    ({"tools": [ping]}, "to change tools, pass messages"),
+    ({"kind": "subagent"}, "a subagent needs its initial messages"),
+    ({"messages": []}, "a subagent needs its initial messages"),
     ({"messages": [{"content": "no role"}]}, "not a message"),
     ({"messages": [HELP], "tools": [len]}, "is not a tool"),
-    ({"messages": [HELP], "tools": [ping, ping]}, "more than one tool has the name 'ping'"),
+    ({"messages": [HELP], "tools": [ping, ping]}, "more than one tool is named 'ping'"),
 ]
 
 

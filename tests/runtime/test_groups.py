@@ -1,4 +1,4 @@
-"""Groups of rollouts: all of them are taken, or none. And what is held is not forgotten."""
+"""Groups of rollouts are accepted as a whole or not at all, and rollouts that are held are not forgotten."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ ALL = Selection(ME)
 
 
 def accepting(found: Sequence[Rollout | None]) -> None:
-    """Nothing is wrong."""
+    """Accept every group."""
 
 
 class Groups(RuntimeHarness):
-    """A world whose uids count up within a group too."""
+    """A harness whose uids also count up within a group."""
 
     taken = 0
 
@@ -43,7 +43,7 @@ class Groups(RuntimeHarness):
         return f"u{self.taken}"
 
     async def begin(self, wishes: Sequence[StartRequest], check: Check = accepting) -> list[bool]:
-        """Starts them. Whether each was found."""
+        """Start a group; return for each rollout whether it already existed."""
         self.scripts |= {wish.spec.rollout_id: Script(Say(seconds=FOREVER)) for wish in wishes}
         taken = await self.roster.start_all([self.roster.admit(wish) for wish in wishes], check)
         self.rollouts += [rollout for rollout, found in taken if not found]
@@ -51,7 +51,7 @@ class Groups(RuntimeHarness):
 
     @property
     def names(self) -> list[str]:
-        """Of all rollouts, the oldest first."""
+        """The ids of all rollouts, the oldest first."""
         return [rollout.spec.rollout_id for _, rollout in self.roster.select(ALL)][::-1]
 
 
@@ -69,7 +69,7 @@ async def ping() -> str:
 
 
 class Choosing(Agent):
-    """Chooses its tools, and fails over one request."""
+    """Choose tools by request, and fail for one of them."""
 
     name = "choosing"
 
@@ -174,7 +174,7 @@ async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
     with pytest.raises(NotFound):
         world.roster.get(rollout.uid, ME)
     rollout.hold()
-    rollout.release()  # too late, and means nothing
+    rollout.release()  # too late, so it has no effect
     world.roster.forget()
     await world.close()
 

@@ -1,4 +1,4 @@
-"""The log's readers: from any number on, nothing missed, nothing twice, and the last record is the end."""
+"""Readers of the log start at any number, miss and repeat nothing, and end with the last record."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def note(number: int) -> Note:
 
 
 async def read(log: Log, after: int, most: int | None = None, pause: float = 0) -> list[Entry]:
-    """The entries that a reader gets who leaves after `most` of them, and thinks about each for a while."""
+    """The entries for a reader that leaves after `most` of them, with a pause after each."""
     entries: list[Entry] = []
     follow = log.follow(after)
     async for entry in follow:
@@ -109,7 +109,7 @@ visits = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 5), st.floats(0, 1))
 def test_readers_that_come_and_go_miss_nothing_and_repeat_nothing(
     written: list[tuple[float, int]], readers: list[list[tuple[float, int, float]]]
 ) -> None:
-    """Each reader visits a growing log again and again, resuming after the last number it has seen, and stays in the end."""
+    """Each reader visits a growing log repeatedly, resumes after the last number it has seen, and finally stays."""
 
     async def write(log: Log) -> None:
         for pause, count in written:

@@ -1,4 +1,4 @@
-"""Agents, tools and samplers that misbehave in less usual ways."""
+"""Less usual faults of agents, tools and samplers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_the_end_is_known_inside_a_group_of_tasks(new_world: type[RuntimeH
 
 
 class OwnException(BaseException):
-    """Not an `Exception`, as that of some test and task libraries."""
+    """Like the exceptions of some test and task libraries, it does not derive from `Exception`."""
 
 
 @pytest.mark.parametrize("part", ["play", "reward"])
@@ -62,7 +62,7 @@ async def leave() -> str:
 
 
 class Leaving(Agent):
-    """Leaves where it is told to."""
+    """Exit in the given place."""
 
     name = "leaving"
     tools = (leave,)
@@ -81,9 +81,7 @@ def test_an_agent_that_calls_sys_exit_does_not_end_the_server(part: str, end: ty
         assert isinstance((await outcome_of(leaving)).end, end)
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        runner.get_loop().set_exception_handler(
-            lambda loop, context: None
-        )  # of tasks that nobody can wait for any more
+        runner.get_loop().set_exception_handler(lambda loop, context: None)  # of tasks that nothing can await any more
         runner.run(play())
 
 
@@ -97,7 +95,7 @@ async def gives_up() -> str:
 
 
 class GivesUp(Agent):
-    """Plays the default loop with such a tool."""
+    """An agent with the default loop and such a tool."""
 
     name = "gives-up"
     tools = (gives_up,)
@@ -133,12 +131,12 @@ async def test_an_agent_may_bound_the_time_of_its_calls(new_world: type[RuntimeH
 
     outcome = await outcome_of(new_world(Impatient()).start(Say("", (call("never"),)), Say("done")))
     assert outcome.end == Stop("stop")
-    assert contents(outcome, "tool") == ["Error: The call was given up before it returned"]
+    assert contents(outcome, "tool") == ["Error: The call was cancelled before it returned"]
 
 
 @pytest.mark.parametrize("rounds", range(12))
 async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[RuntimeHarness], rounds: int) -> None:
-    """Also while they begin, which takes some rounds of the event loop: each that began has its result."""
+    """Also while they start, which takes some iterations of the event loop: each call that started has its result."""
 
     class Hasty(Agent):
         name = "hasty"
@@ -156,7 +154,7 @@ async def test_many_calls_may_be_given_up_at_any_moment(new_world: type[RuntimeH
     outcome = await outcome_of(new_world(Hasty()).start(says, Say("done")))
     assert outcome.end == Stop("stop")
     results = contents(outcome, "tool")
-    assert results == ["Error: The call was given up before it returned"] * len(results)
+    assert results == ["Error: The call was cancelled before it returned"] * len(results)
     assert len(results) == outcome.metrics.tool_calls
 
 

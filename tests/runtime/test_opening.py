@@ -22,7 +22,7 @@ from tests.support.runtime_harness import (
 
 
 def open_unless_bad(uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
-    """Opens samplers, but not for rollouts that are called bad."""
+    """Open samplers, except for rollouts named "bad"."""
     if spec.rollout_id == "bad":
         raise OSError("no such tokenizer")
     return Script(Say("done", seconds=10))

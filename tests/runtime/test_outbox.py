@@ -1,4 +1,4 @@
-"""The outbox: one outcome, the same bytes under the same key, again and again until somebody says that it is there."""
+"""The outbox: one outcome, the same bytes under the same key, sent until it is acknowledged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
 async def delivered(world: RuntimeHarness, **fields: object) -> Delivery:
-    """A rollout's delivery once it is over."""
+    """Wait until a rollout's delivery is settled, and return it."""
     rollout, _ = world.wish(owing(world, **fields))  # type: ignore[arg-type]
     await outcome_of(rollout)
     await until(lambda: rollout.delivery is not None and not rollout.owes)
@@ -102,8 +102,8 @@ async def test_a_refusal_is_final_and_its_text_is_kept(
     assert len(receiver.parcels) == 2
     assert (delivery.state, delivery.attempts) == (DeliveryState.REFUSED, 2)
     assert delivery.error == "receiver answered 400: no such rollout"
-    assert "not delivered in 2 attempts: refused" in caplog.text
-    assert "no such rollout" not in caplog.text  # a receiver's words could forge a line of the log
+    assert "not delivered after 2 attempts: refused" in caplog.text
+    assert "no such rollout" not in caplog.text  # a receiver's text could forge a line of the log
 
 
 async def test_waits_double_up_to_the_longest(new_world: type[RuntimeHarness]) -> None:
@@ -166,7 +166,7 @@ async def test_the_time_that_attempts_take_counts(new_world: type[RuntimeHarness
 
 async def test_without_a_reporter_nobody_is_told_and_the_delivery_says_so(new_world: type[RuntimeHarness]) -> None:
     delivery = await delivered(new_world(reporter=NoReporter()))
-    assert (delivery.state, delivery.error) == (DeliveryState.REFUSED, "this server tells nobody of outcomes")
+    assert (delivery.state, delivery.error) == (DeliveryState.REFUSED, "this server does not deliver outcomes")
 
 
 @pytest.mark.parametrize("part", ["pack", "deliver"])
@@ -178,10 +178,12 @@ async def test_a_reporter_that_raises_ends_its_delivery_and_no_other(
     world = new_world(reporter=receiver)
     delivery = await delivered(world)
     assert (delivery.state, delivery.attempts) == (DeliveryState.EXPIRED, 0 if part == "pack" else 2)
-    assert delivery.error == "a fault of the server's; its log has the reason"
-    assert [record.exc_info is not None for record in caplog.records if "delivering u1 failed" in record.message] == [
-        True
-    ]
+    assert delivery.error == "internal error of the server; its log has the reason"
+    assert [
+        record.exc_info is not None
+        for record in caplog.records
+        if "delivery of the outcome of rollout u1 failed" in record.message
+    ] == [True]
     receiver.unpackable = None
     assert (await delivered(world, rollout_id="other")).state is DeliveryState.ACKNOWLEDGED
 
@@ -209,7 +211,7 @@ async def test_an_agent_that_does_not_give_way_does_not_hold_back_its_outcome(ne
     await outcome_of(rollout)
     await asyncio.sleep(1)
     assert receiver.times == [ended]
-    assert world.roster.running == 1, "the agent holds its place"
+    assert world.roster.running == 1, "the agent keeps its slot"
     assert world.roster.get(rollout.uid, ME) is rollout
     agent.free.set()
 
@@ -246,9 +248,11 @@ async def test_at_its_end_a_server_waits_for_deliveries_and_says_which_are_lost(
         await world.roster.drain(20)
     assert asyncio.get_running_loop().time() - before == pytest.approx(20)
     lost = [rollouts["dead"].uid, rollouts["mute"].uid]
-    assert f"2 outcomes were not delivered before the end: {', '.join(lost)}" in caplog.text
+    assert f"2 outcomes were not delivered before the shutdown: {', '.join(lost)}" in caplog.text
     assert rollouts["quick"].uid not in caplog.text
-    assert [rollout.owes for rollout in rollouts.values()] == [False, True, True], "nothing pretends that they arrived"
+    assert [rollout.owes for rollout in rollouts.values()] == [False, True, True], (
+        "undelivered outcomes stay marked as undelivered"
+    )
     sent = [len(receiver.parcels) for receiver in receivers.values()]
     await asyncio.sleep(10_000)
     assert [len(receiver.parcels) for receiver in receivers.values()] == sent

@@ -1,4 +1,4 @@
-"""Rollouts that owe somebody their outcome: acknowledged, remembered, attached to, and not too many of them."""
+"""Rollouts with an undelivered outcome: acknowledged, remembered, attached to, and limited in number."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATIENT = DeliveryRetryPolicy(expiry=1e9)
 
 
 class Unhearing(Receiver):
-    """Answers although it was cancelled."""
+    """Return a receipt despite cancellation."""
 
     async def deliver(self, parcel: PackedOutcome) -> Receipt:
         try:
@@ -45,7 +45,7 @@ class Unhearing(Receiver):
 
 
 class Spiteful(Receiver):
-    """Fails in its own way when it is cancelled."""
+    """Raise its own exception on cancellation."""
 
     async def deliver(self, parcel: PackedOutcome) -> Receipt:
         try:
@@ -55,7 +55,7 @@ class Spiteful(Receiver):
 
 
 async def owed(world: RuntimeHarness, attempts: int = 1, request_id: str = "", **fields: object) -> Rollout:
-    """A rollout whose outcome was offered `attempts` times, in vain."""
+    """A rollout whose outcome was offered `attempts` times without success."""
     rollout, _ = world.wish(owing(world, request_id, **fields))  # type: ignore[arg-type]
     await outcome_of(rollout)
     await until(lambda: rollout.delivery is not None and rollout.delivery.attempts == attempts)
@@ -114,7 +114,7 @@ class TestAcknowledged:
         await asyncio.sleep(1000)
         assert len(receiver.parcels) == 1
         assert (world.roster.finished, rollout.credentials) == (1, Credentials())
-        assert world.roster.get(rollout.uid, ME) is rollout, "it counts once among those that are remembered"
+        assert world.roster.get(rollout.uid, ME) is rollout, "it counts once as a remembered rollout"
 
     @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no")])
     async def test_of_a_delivery_that_is_over_it_changes_nothing(
@@ -183,7 +183,7 @@ class TestCredentials:
         await asyncio.sleep(1)
         assert rollout.credentials == Credentials()
         world.wish(owing(world, "key", key="hunter2"))
-        assert rollout.credentials == Credentials(), "a rollout that owes nothing takes none"
+        assert rollout.credentials == Credentials(), "a rollout without a pending delivery stores no credentials"
 
     def test_a_parcel_shows_neither_its_credential_nor_its_contents(self) -> None:
         parcel = PackedOutcome(RECEIVER, "u1/outcome", b"hunter2", "hunter2")
@@ -224,7 +224,7 @@ class TestRemembered:
         await until(lambda: not rollout.owes)
         await asyncio.sleep(8)
         world.roster.forget()
-        assert world.roster.get(rollout.uid, ME) is rollout, "it is remembered from then on"
+        assert world.roster.get(rollout.uid, ME) is rollout, "its retention starts when the delivery is settled"
         await asyncio.sleep(3)
         world.roster.forget()
         with pytest.raises(NotFound):
@@ -264,8 +264,8 @@ class TestBound:
         assert (refused.value.reason, refused.value.retry_after > 0) == ("TOO_MANY_ROLLOUTS", True)
         assert "2 outcomes wait for their receivers" in refused.value.message
         assert [rollout for _, rollout in world.roster.select(Selection(ME))] == [second, first]
-        assert world.wish(owing(world, "key", rollout_id="a")) == (first, True), "who is known is found all the same"
-        assert world.start() is not None, "and one that nobody is to be told of is taken"
+        assert world.wish(owing(world, "key", rollout_id="a")) == (first, True), "a known request id is still found"
+        assert world.start() is not None, "a rollout without an outcome target is accepted"
         world.roster.acknowledge(first.uid, ME)
         await asyncio.sleep(1)
         assert world.wish(owing(world, rollout_id="c"))[1] is False

@@ -1,4 +1,4 @@
-"""Whose rollouts they are: callers do not meet, and an admin sees everybody's."""
+"""Owners of rollouts: callers are isolated from each other, and an admin sees all rollouts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ STRANGERS = (OTHER, Caller(""), Caller("ME"), Caller("me "), Caller("m"))
 
 
 async def finished(world: RuntimeHarness) -> Rollout:
-    """A rollout of mine that has finished."""
+    """A finished rollout of the caller "me"."""
     rollout = world.start()
     await outcome_of(rollout)
     return rollout
 
 
 def seen(world: RuntimeHarness, caller: Caller, **conditions: object) -> list[Rollout]:
-    """What a caller finds."""
+    """The rollouts that a caller can list."""
     return [rollout for _, rollout in world.roster.select(Selection(caller, **conditions))]  # type: ignore[arg-type]
 
 
@@ -46,7 +46,7 @@ async def test_two_callers_with_the_same_request_do_not_meet(new_world: type[Run
 
 
 async def test_another_payload_under_somebody_elses_id_is_no_conflict(new_world: type[RuntimeHarness]) -> None:
-    """That would tell that the id is taken."""
+    """A conflict would reveal that the id exists."""
     world = new_world()
     world.wish(a_wish("key"))
     assert world.wish(replace(a_wish("key", priority=1), caller="other"))[1] is False

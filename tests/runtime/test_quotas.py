@@ -1,4 +1,4 @@
-"""Admission by memory and by caller: what one caller sends takes neither the server down nor the others' turn."""
+"""Admission by memory and by caller: one caller can neither exhaust the server nor starve the others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIB = 2**10
 
 
 def sized(kib: int) -> Message:
-    """A message that counts as so many KiB, since what rollouts hold is counted twice."""
+    """A message that counts as this many KiB; stored text is counted twice."""
     return Message.write({"role": "user", "content": "x" * (kib * KIB // 2 - len('{"role": "user", "content": ""}'))})
 
 
@@ -37,7 +37,7 @@ async def test_what_rollouts_hold_is_counted_until_they_are_remembered(new_world
     rollouts = [world.start(Say("8", seconds=10), messages=(sized(16),)) for _ in range(4)]
     assert world.roster.active_bytes == 64 * KIB
     assert refused(world, messages=(sized(16),)).reason == "TOO_MANY_BYTES"
-    rollouts[3].ending.request(Cancellation("not needed"))  # which waits
+    rollouts[3].ending.request(Cancellation("not needed"))  # a waiting one
     await outcome_of(rollouts[3])
     await asyncio.sleep(0)
     rollouts.append(world.start(Say("8", seconds=10), messages=(sized(16),)))
@@ -90,7 +90,7 @@ async def test_what_was_cancelled_while_it_waited_is_not_kept_in_line(new_world:
     await outcome_of(running)
     for rollout in waiting[:5]:
         await outcome_of(rollout)
-    # By priority, then in the order in which they came.
+    # By priority, then in order of arrival.
     assert world.opened == [each.spec.rollout_id for each in (running, *(waiting[n] for n in (2, 1, 4, 0, 3)))]
 
 
@@ -98,7 +98,7 @@ async def test_a_free_slot_goes_to_the_caller_with_the_fewest_that_run(new_world
     world = new_world(capacity=Capacity(running=4))
     first = [world.start(Say("8", seconds=10 + n), caller="many", priority=9) for n in range(20)]
     few = [world.start(Say("8", seconds=10), caller="few") for _ in range(3)]
-    await asyncio.sleep(12.5)  # three slots have come free
+    await asyncio.sleep(12.5)  # three slots have become free
     assert [rollout.state for rollout in few] == [RolloutState.RUNNING] * 2 + [RolloutState.QUEUED]
     assert sum(rollout.state is RolloutState.RUNNING for rollout in first) == 2
 
@@ -133,7 +133,7 @@ async def test_starts_are_limited_in_a_minute_and_come_back_with_time(new_world:
     for _ in range(10):
         world.start()
     refused(world)
-    await asyncio.sleep(3600)  # no more than a minute's are saved up
+    await asyncio.sleep(3600)  # unused starts do not accumulate beyond one minute
     for _ in range(60):
         world.start()
     refused(world)
@@ -167,7 +167,7 @@ async def test_whatever_happens_the_counts_come_back_to_nothing(new_world: type[
         for name in "abc":
             assert states.count((name, RolloutState.RUNNING)) <= 2
             assert states.count((name, RolloutState.QUEUED)) <= 5
-        assert world.roster.active_bytes <= 300 * KIB + 64 * KIB  # what they answer comes on top
+        assert world.roster.active_bytes <= 300 * KIB + 64 * KIB  # completions are counted on top
     for rollout in taken:
         await outcome_of(rollout)
     await asyncio.sleep(1)

@@ -1,4 +1,4 @@
-"""Request ids: the same id and payload find the same rollout, for as long as they should."""
+"""Request ids: the same id and payload return the same rollout, for a limited time."""
 
 from __future__ import annotations
 

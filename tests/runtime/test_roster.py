@@ -1,4 +1,4 @@
-"""The roster: who is taken, who waits, who is found again, who sees what, and who is forgotten."""
+"""The registry: admission, queueing, deduplication, visibility, and retention."""
 
 from __future__ import annotations
 

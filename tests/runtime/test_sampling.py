@@ -1,4 +1,4 @@
-"""Turns that an agent wants sampled otherwise than the request says: what is asked, recorded and refused."""
+"""Turns with other sampling parameters than the request's: what is requested, recorded and refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHOLE = Sampling(0.7, 0.9, 512, ("END",), True, '{"seed": 18446744073709551617, 
 
 
 class Changing(Agent):
-    """Samples one turn in its own way, between two in the request's, and one in another conversation."""
+    """Override the parameters of one turn between two others, and of one turn in another conversation."""
 
     name = "changing"
 
@@ -49,7 +49,7 @@ def asked(rollout: Rollout) -> list[Asked]:
 
 
 async def test_an_override_holds_for_its_turn_and_is_recorded(new_world: NewWorld) -> None:
-    """`outcome_of` replays the log, whose records a machine takes as they are or not at all."""
+    """`outcome_of` replays the log; the machine accepts its records unchanged or refuses them."""
     world = new_world(Changing(temperature=0, stop="\n", extra={"min_p": 0.1}))
     rollout = world.start(sampling=WHOLE)
     assert (await outcome_of(rollout)).end == Stop("stop")
@@ -99,27 +99,27 @@ def test_further_parameters_are_added_to_any_that_there_are(known: str) -> None:
 
 
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"temperature": "hot"}, "sample: temperature='hot': a number is needed"),
-    ({"temperature": True}, "sample: temperature=True: a number is needed"),
-    ({"temperature": Decimal(1)}, r"sample: temperature=Decimal\('1'\): a number is needed"),
+    ({"temperature": "hot"}, "sample: temperature='hot' is invalid; pass a number"),
+    ({"temperature": True}, "sample: temperature=True is invalid; pass a number"),
+    ({"temperature": Decimal(1)}, r"sample: temperature=Decimal\('1'\) is invalid; pass a number"),
     ({"temperature": -0.1}, "sample: temperature=-0.1: must be from 0 to 2"),
     ({"temperature": float("nan")}, "sample: temperature=nan: must be from 0 to 2"),
     ({"top_p": 1.5}, "sample: top_p=1.5: must be from 0 to 1"),
-    ({"top_p": 10**400}, "sample: top_p=1000.*: a number is needed"),
+    ({"top_p": 10**400}, "sample: top_p=1000.* is invalid; pass a number"),
     ({"max_tokens": 0}, "sample: max_tokens=0: must be from 1 to 2147483647"),
-    ({"max_tokens": 1.0}, "sample: max_tokens=1.0: a whole number is needed"),
-    ({"stop": ["a", 1]}, r"sample: stop=\['a', 1\]: a text or a list of texts is needed"),
-    ({"stop": b"ab"}, "sample: stop=b'ab': a text or a list of texts is needed"),
-    ({"stop": "\ud800"}, "sample: stop=.*: a text or a list of texts is needed"),
+    ({"max_tokens": 1.0}, "sample: max_tokens=1.0 is invalid; pass an integer"),
+    ({"stop": ["a", 1]}, r"sample: stop=\['a', 1\] is invalid; pass a string or a list of strings"),
+    ({"stop": b"ab"}, "sample: stop=b'ab' is invalid; pass a string or a list of strings"),
+    ({"stop": "\ud800"}, "sample: stop=.* is invalid; pass a string or a list of strings"),
     ({"stop": ["a"] * 65}, "sample: stop=.*: has 65 entries, at most 64 are allowed"),
-    ({"logprobs": 1}, "sample: logprobs=1: True or False is needed"),
-    ({"extra": "min_p"}, "sample: extra='min_p': a dict that JSON can hold is needed"),
-    ({"extra": {"min_p": float("inf")}}, "sample: extra=.*: a dict that JSON can hold is needed"),
-    ({"extra": {"min_p": {1}}}, "sample: extra=.*: a dict that JSON can hold is needed"),
-    ({"extra": {1: 2}}, "sample: extra={1: 2}: a dict that JSON can hold is needed"),
-    ({"extra": {"stop": "a"}}, r"sample: extra: stop is an option of its own, sample\(stop=...\)"),
-    ({"extra": {"penalty": 1}}, "the request's own extra parameters hold a number that is too large"),
-    ({"min_p": 0.1}, r"sample: min_p: there is no such option, .* goes into extra=\{'min_p': ...\}"),
+    ({"logprobs": 1}, "sample: logprobs=1 is invalid; pass True or False"),
+    ({"extra": "min_p"}, "sample: extra='min_p' is invalid; pass a dict that can be serialized as JSON"),
+    ({"extra": {"min_p": float("inf")}}, "sample: extra=.* is invalid; pass a dict that can be serialized as JSON"),
+    ({"extra": {"min_p": {1}}}, "sample: extra=.* is invalid; pass a dict that can be serialized as JSON"),
+    ({"extra": {1: 2}}, "sample: extra={1: 2} is invalid; pass a dict that can be serialized as JSON"),
+    ({"extra": {"stop": "a"}}, r"sample: extra contains stop, which is an option: use sample\(stop=...\)"),
+    ({"extra": {"penalty": 1}}, "the request's extra parameters contain a number that JSON cannot"),
+    ({"min_p": 0.1}, r"sample: min_p is not an option; .* as extra=\{'min_p': ...\}"),
 )
 
 

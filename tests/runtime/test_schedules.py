@@ -1,4 +1,4 @@
-"""Whatever happens, and in whatever order: each rollout ends exactly once, and with the last record of its log."""
+"""In any schedule of events, each rollout ends exactly once, with the last record of its log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def refuse() -> str:
 
 
 class Moody(Agent):
-    """Plays and judges as the request's metadata say."""
+    """`play` and `reward` behave as the request's metadata says."""
 
     name = "moody"
     tools = (linger, refuse)
@@ -123,9 +123,7 @@ starts = st.builds(
     until_received=st.booleans(),
     limits=st.builds(
         Limits,
-        turns=st.sampled_from(
-            (1, 2, 40)
-        ),  # never none: turns that take no time would go on for ever while the clock stands
+        turns=st.sampled_from((1, 2, 40)),  # never 0: turns without duration would repeat forever in virtual time
         generated_tokens=st.sampled_from((None, 2)),
         seconds=st.sampled_from((4.0, 30.0)),
         tool_turns=st.sampled_from((None, 1)),
@@ -150,7 +148,7 @@ receipts = st.lists(
 
 
 class Watchful(Receiver):
-    """A receiver that is never told of anything that is over, and of nothing in two ways."""
+    """A receiver that checks each delivery: the rollout still owes it, and all its deliveries have equal bytes."""
 
     def __init__(self, receipts: list[Receipt | Exception], seconds: float) -> None:
         super().__init__(*receipts, seconds=seconds)
@@ -168,7 +166,7 @@ class Watchful(Receiver):
 
 @dataclass
 class Play:
-    """A schedule that is being played."""
+    """A schedule in progress."""
 
     world: RuntimeHarness
     watchers: list[asyncio.Task[None]] = field(default_factory=list)
@@ -187,7 +185,7 @@ class Play:
             outcome=RECEIVER if wanted.owes else None,
         )
         wish = replace(wish, credentials=Credentials(outcome="hunter2"))
-        with suppress(RolloutError):  # busy, draining or a conflict: then nothing has started
+        with suppress(RolloutError):  # busy, draining or a conflict: no rollout was started
             self.world.wish(wish)
 
     def act(self, act: Act) -> None:
@@ -210,7 +208,7 @@ class Play:
             self.watchers.append(asyncio.create_task(self.watch(chosen, act)))
 
     async def watch(self, rollout: Rollout, act: Act) -> None:
-        """Listens for a while, then comes back for the rest, and has seen each entry once."""
+        """Watch for a while, then resume, and assert that each entry was received once."""
         seen: list[int] = []
         with suppress(TimeoutError):
             async with asyncio.timeout(act.seconds):
@@ -223,7 +221,7 @@ class Play:
         assert isinstance(rollout.log.entries[-1].record, Ended)
 
     def check(self) -> None:
-        """What is true at any time."""
+        """Assert the invariants that hold at any time."""
         roster = self.world.roster
         assert roster.running <= CAPACITY.running
         assert roster.queued <= CAPACITY.queued
@@ -241,7 +239,7 @@ class Play:
                 assert roster.get(rollout.uid, ME) is rollout
 
     def check_deliveries(self) -> None:
-        """What is true of them in the end. Those that are not over are lost with the server, and still say so."""
+        """Assert the final state of deliveries. Undelivered ones are lost with the server, and are still marked as undelivered."""
         for rollout in self.world.rollouts:
             if not rollout.owes:
                 assert rollout.credentials == Credentials()
@@ -278,5 +276,5 @@ def test_each_rollout_ends_exactly_once_whatever_happens(
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         runner.get_loop().set_exception_handler(
             lambda loop, context: None
-        )  # of questions that hasty agents do not wait for
+        )  # from requests that impatient agents do not await
         runner.run(play(schedule, Watchful(receipts, seconds)))

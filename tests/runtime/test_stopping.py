@@ -1,4 +1,4 @@
-"""How a rollout stops, in the order of the protocol: tokens, no calls, the calls run, turns."""
+"""The order of stop reasons in the protocol: tokens, no calls, the calls run, turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def echo(text: str) -> str:
 
 
 class Echoing(Agent):
-    """Plays the default loop with a tool."""
+    """An agent with the default loop and a tool."""
 
     name = "echoing"
     tools = (echo,)
@@ -176,7 +176,7 @@ async def stall() -> str:
 
 
 class Stalling(Agent):
-    """Never ends by itself, wherever it is told to wait."""
+    """Wait forever in the given place."""
 
     name = "stalling"
     tools = (stall,)

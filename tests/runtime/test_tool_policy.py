@@ -1,4 +1,4 @@
-"""Policies of tools in rollouts: time limits, retries, places, results that are kept, cuts, and tools that do not give way."""
+"""Tool policies in rollouts: timeouts, retries, slots, caching, truncation, and tools that ignore cancellation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_tools(*tools: Tool, seconds: float | None = None) -> Agent:
 
 
 async def played(new_world: Callable[..., RuntimeHarness], *tools: Tool, calls: Iterable[ToolCall]) -> Outcome:
-    """One rollout that calls its tools in one turn."""
+    """A rollout that calls its tools in one turn."""
     return await outcome_of(new_world(with_tools(*tools)).start(Say("", tuple(calls)), Say("done")))
 
 
@@ -99,10 +99,7 @@ async def test_a_tool_that_swallows_its_cancellation_holds_nobody_up(
     assert late.startswith(f"tool stubborn ({place}) took longer than 1 s at {__file__}:")
     await asyncio.sleep(GRACE_SECONDS)
     message = caplog.messages[-1]
-    assert (
-        message
-        == f"tool stubborn ({place}) does not give way to its cancellation and is left alone, with the places it holds"
-    )
+    assert message == f"tool stubborn ({place}) ignores its cancellation and is abandoned with the slots it holds"
     await asyncio.sleep(100)
 
 
@@ -159,7 +156,7 @@ async def test_the_time_limit_is_for_all_attempts_together() -> None:
 
 
 class Counter:
-    """Counts how many are inside at the same time."""
+    """Count concurrent calls."""
 
     def __init__(self) -> None:
         self.inside, self.most, self.calls = 0, 0, 0
@@ -192,7 +189,7 @@ async def test_places_of_a_rollout_and_of_the_server() -> None:
     assert (across.most, across.calls) == (3, 10)
     within.most = 0
     await asyncio.gather(*(run(box, "narrow") for box in (first, first.with_tools((narrow,))) for _ in range(5)))
-    assert within.most == 2  # a fork's tools are the rollout's
+    assert within.most == 2  # a fork's tool calls count for the rollout
 
 
 async def test_waiting_for_a_place_is_not_part_of_a_calls_time() -> None:
@@ -231,7 +228,7 @@ async def test_places_that_are_lost_are_told_of_and_come_back() -> None:
     waiting = asyncio.create_task(run(box, "stuck", seconds=50))
     await asyncio.sleep(0.5)
     behind = asyncio.create_task(run(box, "stuck", seconds=0))
-    said = "Error: stuck cannot run: all places that it has on this server are taken, 1 calls were given up and never returned"
+    said = "Error: stuck cannot run: all its slots on this server are in use, 1 of them by abandoned calls that never returned"
     assert (await waiting).content == "Error: stuck took longer than 1 s"
     assert (await behind).content == said
     assert (await run(box, "stuck", seconds=0)).content == said
@@ -395,14 +392,14 @@ async def test_an_authors_mistakes_are_logged_once_with_file_and_line(caplog: py
     await run(box, "broken", kind="secret")
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"tool broken ({__file__}:{line}) raised KeyError at {__file__}:{line + 4}",
-        f"tool broken ({__file__}:{line}) returned what cannot be written as text",
+        f"tool broken ({__file__}:{line}) returned a value that cannot be written as text",
         f"tool broken ({__file__}:{line}) ended with SystemExit at {__file__}:{line + 3}",
     ]
     assert "secret" not in caplog.text
 
 
 class Strange(Exception):
-    """Cannot even be shown."""
+    """An exception whose text cannot be formatted."""
 
     def __str__(self) -> str:
         raise LookupError

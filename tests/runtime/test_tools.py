@@ -1,4 +1,4 @@
-"""Tool calls: run together, answered in order, and whatever goes wrong is a text for the model."""
+"""Tool calls run concurrently, their results keep the order of the calls, and every failure is a text for the model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def crash(text: str) -> str:
 
 
 class Toolful(Agent):
-    """Plays the default loop with tools."""
+    """An agent with the default loop and tools."""
 
     name = "toolful"
     tools = (linger, refuse, crash)
@@ -60,7 +60,7 @@ def test_results_keep_the_order_of_the_calls_whatever_finishes_first(seconds: li
         ]
         finished = [entry.record for entry in rollout.log.entries if isinstance(entry.record, ToolReturned)]
         assert [record.elapsed_ms for record in finished] == pytest.approx(sorted(1000.0 * value for value in seconds))
-        assert outcome.metrics.tool_ms == pytest.approx(1000.0 * max(seconds))  # they ran at the same time
+        assert outcome.metrics.tool_ms == pytest.approx(1000.0 * max(seconds))  # they ran concurrently
         assert outcome.metrics.total_ms == pytest.approx(1000.0 * max(seconds))
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
@@ -80,7 +80,7 @@ async def test_the_result_of_an_early_call_is_in_the_log_before_the_late_one_ret
     rollout = new_world(Toolful()).start(lingering(1, 60), Say("done"))
     await asyncio.sleep(2)
     assert isinstance(rollout.log.entries[-1].record, ToolReturned)
-    assert len(rollout.machine.messages) == 2  # the conversation takes the results together
+    assert len(rollout.machine.messages) == 2  # the conversation receives the results together
 
 
 async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[RuntimeHarness]) -> None:

@@ -1,4 +1,4 @@
-"""A calculator as authors write it for the earlier SDK: nothing here knows of this project but the imports."""
+"""A calculator in the style of the earlier SDK: only the imports refer to this project."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def reward_of(messages: List[Dict[str, Any]], truth: Optional[str]) -> Optional[
 
 
 class CalculatorAgentLoop(RolloutAgentLoop):
-    """Calculates with four tools."""
+    """A calculator with four tools."""
 
     name = "calculator"
 

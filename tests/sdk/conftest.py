@@ -1,4 +1,4 @@
-"""A server for agent loops of the earlier SDK, and a strict trainer at its side that speaks all dialects."""
+"""A server for agent loops of the earlier SDK, and a strict trainer for all protocols."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
 
 
 class Current(RolloutAgentLoop):
-    """Plays as whatever loop is current, so that many tests share a server."""
+    """Delegate to a replaceable loop, so that many tests share a server."""
 
     name = "current"
 
@@ -54,7 +54,7 @@ class Current(RolloutAgentLoop):
 
 @dataclass(frozen=True)
 class SdkServer:
-    """A running server, its trainer, and a client of the server. Rollout ids of a place are its own."""
+    """A running server, its trainer, and a client of the server. Each instance has its own rollout ids."""
 
     server: Server
     trainer: StrictTrainer
@@ -67,7 +67,7 @@ class SdkServer:
         return f"{rollout_id}-{self.number}"
 
     async def masked(self, rollout_id: str, **changes: Any) -> dict[str, Any]:
-        """One rollout of the synchronous dialect, from its start to its answer."""
+        """Run one rollout through the synchronous HTTP API and return the response."""
         body = {
             "rollout_id": self.id(rollout_id),
             "server_url": self.trainer.url,
@@ -80,7 +80,7 @@ class SdkServer:
         return dict(answer.json())
 
     async def start(self, rollout_id: str, **changes: Any) -> httpx.Response:
-        """Starts one of the asynchronous dialect."""
+        """Start a rollout through the asynchronous HTTP API."""
         body = {
             "rollout_id": self.id(rollout_id),
             "server_url": self.trainer.url,
@@ -90,18 +90,18 @@ class SdkServer:
         return await self.http.post("/v1/rollout/init", json=body | changes)
 
     async def plain(self, rollout_id: str, **changes: Any) -> dict[str, Any]:
-        """One rollout of the asynchronous dialect: the outcome that the trainer is told."""
+        """Run one rollout through the asynchronous HTTP API and return the outcome that the trainer received."""
         answer = await self.start(rollout_id, **changes)
         assert answer.status_code == 202, answer.text
         return dict(await self.trainer.completed(self.id(rollout_id)))
 
     async def of(self, dialect: str, rollout_id: str, **changes: Any) -> dict[str, Any]:
-        """One rollout of either dialect."""
+        """Run one rollout through either Osmosis HTTP API."""
         played = self.masked(rollout_id, **changes) if dialect == "masked" else self.plain(rollout_id, **changes)
         return await played
 
     async def mocked(self, rollout_id: str) -> dict[str, Any]:
-        """One of the asynchronous dialect with a mock trainer, which takes any list of messages."""
+        """Run one rollout through the asynchronous HTTP API with a mock trainer that accepts any list of messages."""
         listener = await HttpServer.open(create_mock_trainer_app(), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{listener.port}"
         try:
@@ -116,7 +116,7 @@ class SdkServer:
             await listener.close()
 
     async def over_grpc(self, rollout_id: str, **spec: Any) -> Outcome:
-        """One rollout whose trainer speaks gRPC: the outcome, with its samples."""
+        """Run one rollout with a gRPC trainer and return the outcome with samples."""
         messages = [{"role": "user", "content": QUESTION}]
         async with AsyncClient(f"127.0.0.1:{self.server.grpc_port}") as client:
             url = f"grpc://{self.trainer.grpc_target}"
@@ -126,16 +126,16 @@ class SdkServer:
             return (await client.get(run.uid, view="full")).outcome
 
     def requests(self, rollout_id: str) -> Sequence[SeenRequest]:
-        """What the trainer was asked over HTTP for a rollout."""
+        """The HTTP requests to the trainer for a rollout."""
         return [seen for seen in self.trainer.requests if seen.body["rollout_id"] == self.id(rollout_id)]
 
     def accepted(self, rollout_id: str) -> bool:
-        """Whether the trainer found nothing wrong with what it was sent."""
+        """Whether the trainer accepted all requests of a rollout."""
         verdict = self.trainer.verdict(self.id(rollout_id))
         return verdict is not None and not verdict.refusals
 
     async def script(self, rollout_id: str, *lines: Any) -> None:
-        """What the trainer does in a rollout."""
+        """Set the trainer's script for a rollout."""
         await self.trainer.put_script(self.id(rollout_id), Script(lines))
 
 
@@ -144,7 +144,7 @@ OpenPlace = Callable[..., Awaitable[SdkServer]]
 
 @asynccontextmanager
 async def opened(loop: RolloutAgentLoop, debug_dir: str | None = None) -> AsyncIterator[SdkServer]:
-    """A place for one loop."""
+    """A server for one loop."""
     settings = Settings(
         _env_file=None,
         host="127.0.0.1",
@@ -166,7 +166,7 @@ async def opened(loop: RolloutAgentLoop, debug_dir: str | None = None) -> AsyncI
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[tuple[SdkServer, Current]]:
-    """A place for a module's tests, whose loop they choose."""
+    """A server shared by a module's tests, which replace its loop."""
     current = Current()
     async with opened(current) as place:
         yield place, current
@@ -174,13 +174,13 @@ async def shared() -> AsyncIterator[tuple[SdkServer, Current]]:
 
 @pytest.fixture(scope="module")
 def numbers() -> count[int]:
-    """For ids that no other test of the module has."""
+    """Numbers for ids that are unique within the module."""
     return count(1)
 
 
 @pytest.fixture
 def open_place(shared: tuple[SdkServer, Current], numbers: count[int]) -> OpenPlace:
-    """`await open_place(loop)`: the module's place, in which this loop plays from now on."""
+    """`await open_place(loop)`: the module's server, which runs this loop from now on."""
     place, current = shared
 
     async def chosen(loop: RolloutAgentLoop) -> SdkServer:

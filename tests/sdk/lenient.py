@@ -1,4 +1,4 @@
-"""A trainer of the asynchronous dialect that takes any list of messages, as the earlier SDK's trainers do."""
+"""A trainer of the asynchronous HTTP API that accepts any list of messages, like the earlier SDK's trainers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.sdk.conftest import SdkServer
 
 
 class LenientTrainer:
-    """Answers `N answers TEXT`, of the last message's text, without ids, as this protocol's trainers do. Keeps what it is sent.
+    """Complete with `N answers TEXT`, where TEXT is the last message, without token ids.
 
     Attributes:
-        asked: the bodies of completions, in the order of their arrival.
-        told: the bodies of outcomes.
-        holds: answers to these texts wait for the events.
-        calls: tool calls of the answers to these texts.
+        asked: bodies of completion requests, in order of arrival.
+        told: bodies of outcomes.
+        holds: completions for these texts wait for the events.
+        calls: tool calls in the completions for these texts.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class LenientTrainer:
         self.app.post("/v1/rollout/completed")(self._completed)
 
     async def arrived(self, requests: int) -> None:
-        """Waits until so many completions were asked for."""
+        """Wait for this number of completion requests."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self.asked) >= requests)
 
     async def play(self, place: SdkServer, rollout_id: str, **changes: Any) -> dict[str, Any]:
-        """One rollout with this trainer: the outcome that it is told."""
+        """Run one rollout with this trainer and return the outcome that it receives."""
         body = {"server_url": self.url, "completion_params": {}, "messages": [{"role": "user", "content": "Hello"}]}
         answer = await place.start(rollout_id, **(body | changes))
         assert answer.status_code == 202, answer.text
@@ -50,7 +50,7 @@ class LenientTrainer:
         return next(each for each in self.told if each["rollout_id"] == place.id(rollout_id))
 
     def lists(self) -> list[list[str]]:
-        """The texts of the lists that were asked about."""
+        """The message texts of each completion request."""
         return [[str(message.get("content")) for message in body["messages"]] for body in self.asked]
 
     async def _complete(self, request: Request) -> Response:
@@ -80,7 +80,7 @@ class LenientTrainer:
 
 @asynccontextmanager
 async def lenient_trainer() -> AsyncIterator[LenientTrainer]:
-    """One that listens."""
+    """Serve a lenient trainer."""
     trainer = LenientTrainer()
     listener = await HttpServer.open(trainer.app, "127.0.0.1", 0)
     trainer.url = f"http://127.0.0.1:{listener.port}"

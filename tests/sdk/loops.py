@@ -1,4 +1,4 @@
-"""Agent loops of the earlier SDK that do what they should not, and some that are only unusual."""
+"""Faulty and unusual agent loops of the earlier SDK."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Play = Callable[[RolloutContext], Awaitable[Any]]
 
 
 class Loop(RolloutAgentLoop):
-    """Plays a function. What it caught is kept."""
+    """Run a function, and store the exceptions it catches."""
 
     name = "loop"
 
@@ -39,7 +39,7 @@ class Loop(RolloutAgentLoop):
 
 
 async def say(ctx: RolloutContext, *messages: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
-    """One turn: the list with its answer, and the answer."""
+    """Run one turn; return the list with the completion appended, and the completion."""
     given = list(messages) or list(ctx.request.messages)
     result = await ctx.chat(given, **ctx.request.completion_params)
     return [*given, result.message], result

@@ -1,4 +1,4 @@
-"""`create_app` as its users run it: under FastAPI's TestClient, with the mock trainer of the earlier SDK's documentation."""
+"""`create_app` under FastAPI's TestClient, with the mock trainer of the earlier SDK's documentation."""
 
 from __future__ import annotations
 

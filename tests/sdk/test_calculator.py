@@ -1,4 +1,4 @@
-"""The calculator of the earlier SDK's example plays over both dialects, and the strict trainer finds nothing wrong with it."""
+"""The calculator of the earlier SDK's example runs in both Osmosis HTTP APIs, and the strict trainer accepts it."""
 
 from __future__ import annotations
 

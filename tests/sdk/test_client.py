@@ -1,4 +1,4 @@
-"""`OsmosisLLMClient` outside of rollouts, against real trainers and what they do wrong."""
+"""`OsmosisLLMClient` outside of rollouts, with real and faulty trainers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A context by itself, as authors' own tests make one."""
+"""A context without a server, as created by authors' own tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sdk.loops import user
 
 
 class Scripted:
-    """A client of an author's own."""
+    """A client written by an author."""
 
     def __init__(self, *answers: MessageDict) -> None:
         self.answers = list(answers)

@@ -1,4 +1,4 @@
-"""Loops that cannot be served are refused where they are written or given, with file and line."""
+"""Invalid loops are refused when they are defined or passed, with file and line."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def tool(**changes: Any) -> OpenAIFunctionToolSchema:
 @pytest.mark.parametrize(
     ("tools", "said"),
     [
-        (None, "returned None; a list of OpenAIFunctionToolSchema is needed"),
+        (None, "returned None; return a list of OpenAIFunctionToolSchema"),
         ("add", "returned 'add'"),
         ([5], r"\[0\] is 5"),
         ([tool(), tool()], "returned more than one tool with the name 'look'"),
-        ([tool(type="retrieval")], "type is 'retrieval', \"function\" is needed"),
+        ([tool(type="retrieval")], "type is 'retrieval'; it must be \"function\""),
         ([tool(name=" ")], "the function has no name"),
         ([{"type": "function"}], r"\[0\]\.function: Field required"),
     ],
@@ -89,7 +89,7 @@ def test_a_loop_that_cannot_be_served_is_refused() -> None:
 
     with pytest.raises(TypeError, match=r"Plain\.run \(.*test_declaring\.py:\d+\): run must be `async def`"):
         as_agent(Plain())
-    with pytest.raises(TypeError, match=r"make one of it: create_app\(MyAgent\(\)\)"):
+    with pytest.raises(TypeError, match=r"create an instance: create_app\(MyAgent\(\)\)"):
         as_agent(CalculatorAgentLoop)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="an instance of RolloutAgentLoop is needed"):
         as_agent("calculator")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What docs/migrating.md shows authors of agents runs as it is written."""
+"""The code for agent authors in docs/migrating.md runs as written."""
 
 from __future__ import annotations
 

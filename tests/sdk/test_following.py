@@ -1,4 +1,4 @@
-"""Which lists are the conversation so far with more appended, for any conversation."""
+"""Lists of messages that extend the conversation so far are recognized, for any conversation."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ANSWERS = st.fixed_dictionaries(
 
 
 def appended_to(following: ConversationHistory, messages: list[Any]) -> list[Any] | None:
-    """What came after the conversation so far; None where the list does not go on from it."""
+    """The messages after the conversation so far; None if the list does not extend it."""
     return messages[following.known :] if following.follows(messages) else None
 
 
 def written_anew(answer: dict[str, Any]) -> dict[str, Any]:
-    """The same, as another JSON writer has it, without what says nothing and with nulls of its own."""
+    """The same message from another JSON writer: empty fields removed, nulls added."""
     anew: dict[str, Any] = json.loads(json.dumps(answer, sort_keys=True))
     for call in anew.get("tool_calls") or []:
         with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""The small names: tool and message functions, schemas, registry, errors, keys, and the modules that they are imported from."""
+"""Small helpers: tool and message functions, schemas, registry, errors, keys, and their import paths."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_the_largest_metadata_can_be_set() -> None:
     set_max_metadata_size_bytes(20)
     try:
         assert get_max_metadata_size_bytes() == 20
-        with pytest.raises(ValidationError, match="at most 20 are allowed"):
+        with pytest.raises(ValidationError, match="the limit is 20"):
             asked(metadata={"a": "x" * 20})
     finally:
         set_max_metadata_size_bytes(DEFAULT_MAX_METADATA_SIZE_BYTES)

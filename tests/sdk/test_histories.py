@@ -1,4 +1,4 @@
-"""Message lists of loops: those that only grow are followed, others open a segment or say why they cannot."""
+"""Message lists of loops: those that only grow are followed; others open a segment or are refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DIALECTS = ("masked", "plain")
 
 
 def rewritten(message: dict[str, Any]) -> dict[str, Any]:
-    """The same answer, as an author's classes would write it."""
+    """The same completion, as an author's classes would serialize it."""
     calls = [
         {
             "type": "function",
@@ -103,7 +103,7 @@ async def test_a_rewritten_history_opens_a_segment(open_place: OpenPlace, tokens
 
 
 async def test_a_trainer_that_only_derives_masks_is_shown_another_history(open_place: OpenPlace) -> None:
-    """The dialect demands append-only lists; a trainer that takes others gets them, and a strict one says what is wrong."""
+    """The protocol requires append-only lists. A lenient trainer accepts others; a strict one reports the error."""
     place = await open_place(Loop(compacting))
     lenient = await place.mocked("lenient")
     assert lenient["status"] == "COMPLETED"
@@ -177,7 +177,7 @@ async def test_a_system_prompt_put_first_leaves_one_sample(open_place: OpenPlace
 async def test_other_messages_may_replace_those_of_the_request_before_the_first_turn_only(
     open_place: OpenPlace,
 ) -> None:
-    """A trainer that counts masks has seen nothing until then."""
+    """A trainer that counts masks has received no request until then."""
 
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx, user("Something else."))
@@ -220,7 +220,7 @@ WRONG_LISTS = (
     (lambda: [], "messages is empty"),
     (lambda: "hello", "messages must be a list of dicts, not str"),
     (lambda: None, "messages must be a list of dicts, not NoneType"),
-    (lambda: [user("a"), "b"], r"messages\[1\] is str, a dict is needed"),
+    (lambda: [user("a"), "b"], r"messages\[1\] is str; it must be a dict"),
     (lambda: [{"content": "a"}], r"messages\[0\] has no role"),
     (lambda: [{"role": "user", "content": float("nan")}], r"messages\[0\] is not JSON"),
     (lambda: [{"role": "user", "content": object()}], r"messages\[0\] is not JSON"),
@@ -266,7 +266,7 @@ async def test_sampling_parameters_hold_for_their_call(open_place: OpenPlace, di
 async def test_a_sampling_parameter_that_is_none_is_refused_by_name(open_place: OpenPlace) -> None:
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx)
-        with pytest.raises(OsmosisValidationError, match="max_tokens='many': a whole number is needed") as refused:
+        with pytest.raises(OsmosisValidationError, match="max_tokens='many' is invalid; pass an integer") as refused:
             await ctx.chat([*messages, user("More")], max_tokens="many")
         assert refused.value.status_code == 400
         await ctx.chat([user("never sent")], temperature=7)

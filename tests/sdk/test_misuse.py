@@ -1,4 +1,4 @@
-"""What loops do that they should not: each gets a message that says so, and nothing beside it is harmed."""
+"""Faulty loops: each error is reported with a clear message, and nothing else is affected."""
 
 from __future__ import annotations
 
@@ -137,9 +137,12 @@ def wrong_result(result: Any) -> Loop:
         (None, "returned None; return ctx.complete(...) or ctx.error(...)"),
         ({"status": "COMPLETED"}, "returned {'status': 'COMPLETED'}; return"),
         (lambda _, messages: RolloutResult("DONE", messages, "stop"), "status is 'DONE'"),
-        (lambda ctx, messages: ctx.complete(messages, finish_reason=""), "finish_reason must be a text"),
-        (lambda ctx, messages: ctx.complete(messages, finish_reason=7), "finish_reason must be a text"),
-        (lambda ctx, messages: ctx.complete(messages, finish_reason="x" * 300), "finish_reason must be a text"),
+        (lambda ctx, messages: ctx.complete(messages, finish_reason=""), "it must be a string of 1 to 256 characters"),
+        (lambda ctx, messages: ctx.complete(messages, finish_reason=7), "it must be a string of 1 to 256 characters"),
+        (
+            lambda ctx, messages: ctx.complete(messages, finish_reason="x" * 300),
+            "it must be a string of 1 to 256 characters",
+        ),
         (lambda ctx, messages: ctx.complete(messages, reward=float("nan")), "reward is nan"),
         (lambda ctx, messages: ctx.complete(messages, reward="high"), "'high'"),
         (lambda ctx, messages: ctx.complete([*messages, 5]), "messages[2] is int"),
@@ -235,7 +238,7 @@ async def test_a_loop_whose_tools_break_has_its_request_refused(
     answer = await place.start("broken", metadata={"break": True})
     assert (answer.status_code, answer.json()) == (500, {"detail": "Internal server error"})
     assert "Current.get_tools (" in caplog.text
-    assert "returned None; a list of OpenAIFunctionToolSchema is needed" in caplog.text
+    assert "returned None; return a list of OpenAIFunctionToolSchema" in caplog.text
     masked = await place.masked("broken", metadata={"break": True})
     assert masked["status"] == "ERROR"
     assert (await place.plain("fine"))["status"] == "COMPLETED"

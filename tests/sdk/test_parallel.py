@@ -1,4 +1,4 @@
-"""Several chats of one loop at the same time: each has a conversation of its own, and no token trains twice."""
+"""Several concurrent chats of one loop: each has its own conversation, and no token is trained twice."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def trainer() -> AsyncIterator[LenientTrainer]:
 
 
 async def best_of_three(ctx: RolloutContext) -> RolloutResult:
-    """The second of three answers is gone on with."""
+    """Continue with the second of three completions."""
     messages, _ = await say(ctx)
     messages.append(user("Three ways, please."))
     results = await asyncio.gather(*(ctx.chat(messages, temperature=warmth) for warmth in (0.1, 0.5, 0.9)))
@@ -47,7 +47,7 @@ async def best_of_three(ctx: RolloutContext) -> RolloutResult:
 
 
 def check_samples(outcome: Outcome) -> None:
-    """Every answer trains exactly once, in the sample of its turn, and masks say no more than that."""
+    """Assert that every completion is trained exactly once, in the sample of its turn, and that masks contain nothing else."""
     trained: list[int] = []
     for sample in outcome.samples:
         prompt, *rest = sample.spans
@@ -164,7 +164,7 @@ async def test_each_branch_may_have_another_result_of_a_call(open_place: OpenPla
     assert sorted(each[3:] for each in trainer.lists()[1:]) == [["0"], ["1"], ["2"]]
 
 
-# A chat may be given up wherever it waits: so many rounds of the event loop after it began.
+# A chat may be cancelled wherever it waits: after 0 to ROUNDS - 1 iterations of the event loop.
 ROUNDS = 8
 
 
@@ -179,7 +179,9 @@ async def test_a_chat_that_is_given_up_early_leaves_the_others_theirs(
 
         for rounds in range(ROUNDS):
             chats: list[asyncio.Task[Any]] = []
-            giving_up = asyncio.create_task(give_up(rounds))  # before the chats, so that it goes first in each round
+            giving_up = asyncio.create_task(
+                give_up(rounds)
+            )  # created before the chats, so that it runs first in each iteration
             chats += [asyncio.create_task(ctx.chat([user(f"{rounds}")])) for _ in range(3)]
             results = await asyncio.gather(*chats, return_exceptions=True)
             await giving_up
@@ -253,13 +255,13 @@ async def test_a_chat_that_begins_while_another_waits_is_a_conversation_of_its_o
 
 
 async def test_a_late_chat_trains_its_own_answer_only(open_place: OpenPlace) -> None:
-    """Nor does the loop have to wait for the other one."""
+    """The loop does not have to wait for the other chat."""
 
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx)
         asked = len(place.trainer.completions)
         waiting = asyncio.create_task(ctx.chat([*messages, user("One")]))
-        while len(place.trainer.completions) == asked:  # noqa: ASYNC110 - the trainer says it in no other way
+        while len(place.trainer.completions) == asked:  # noqa: ASYNC110 - the trainer has no event for it
             await asyncio.sleep(0.01)
         late, _ = await say(ctx, *messages, user("Two"))
         assert not waiting.done()
@@ -281,7 +283,7 @@ async def test_a_late_chat_trains_its_own_answer_only(open_place: OpenPlace) -> 
 
 
 async def test_the_loop_may_stop_waiting_for_a_chat(open_place: OpenPlace, trainer: LenientTrainer) -> None:
-    """The first one to answer is taken; the other is given up, whichever conversation it has."""
+    """The first completion is used and the other chat is cancelled, whichever conversation it has."""
     trainer.holds["slow"] = asyncio.Event()
 
     async def play(ctx: RolloutContext) -> RolloutResult:
@@ -324,7 +326,7 @@ async def test_a_chat_that_took_too_long_does_not_end_the_rollout(
 async def test_a_trainer_that_counts_masks_has_counted_a_turn_that_was_given_up(open_place: OpenPlace) -> None:
     async def play(ctx: RolloutContext) -> RolloutResult:
         waiting = asyncio.create_task(ctx.chat(list(ctx.request.messages)))
-        while not place.requests("counted"):  # noqa: ASYNC110 - the trainer says it in no other way
+        while not place.requests("counted"):  # noqa: ASYNC110 - the trainer has no event for it
             await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -334,7 +336,7 @@ async def test_a_trainer_that_counts_masks_has_counted_a_turn_that_was_given_up(
     await place.script("counted", ScriptedReply(content="Never.", delay=600))
     told = await place.masked("counted")
     assert told["status"] == "ERROR"
-    assert "stopped waiting for the trainer's answer" in told["error_message"]
+    assert "cancelled the completion request" in told["error_message"]
 
 
 async def test_one_of_several_that_fails_ends_the_rollout(open_place: OpenPlace, trainer: LenientTrainer) -> None:
@@ -363,7 +365,7 @@ async def test_a_trainer_that_counts_masks_has_one_conversation(open_place: Open
 async def test_a_side_question_leaves_the_conversation_that_is_completed(
     open_place: OpenPlace, trainer: LenientTrainer
 ) -> None:
-    """The last list goes on from an earlier conversation than the last one."""
+    """The last list continues an earlier conversation, not the most recent one."""
 
     async def play(ctx: RolloutContext) -> RolloutResult:
         messages, _ = await say(ctx)

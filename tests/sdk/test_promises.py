@@ -1,4 +1,4 @@
-"""What agents of the earlier SDK and their trainers rely on, each as it is there."""
+"""Behaviour that agents of the earlier SDK and their trainers rely on."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ async def test_the_client_names_a_count_that_is_no_number() -> None:
 
 
 async def test_a_source_that_is_no_asynchronous_request_is_not_taken_for_one() -> None:
-    """Over gRPC a caller may write any object there."""
+    """Over gRPC a caller may set any object there."""
     spec = Spec(
         "r",
         (Message.write(user("Hello")),),
@@ -238,7 +238,7 @@ async def test_a_source_that_is_no_asynchronous_request_is_not_taken_for_one() -
 
 
 async def answer_of(app: FastAPI, *messages: dict[str, Any]) -> dict[str, Any]:
-    """What a mock trainer answers."""
+    """A completion of the mock trainer."""
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://mock") as client:
         body = {"rollout_id": "r", "messages": list(messages)}
         return dict((await client.post("/v1/chat/completions", json=body)).json())
@@ -307,7 +307,7 @@ async def test_rewards_are_checked_functions() -> None:
     def whole(solution_str: str, ground_truth: str, extra_info: dict = None) -> int:  # type: ignore[assignment,type-arg]  # noqa: RUF013
         return 1
 
-    with pytest.raises(TypeError, match="whole returned int, a float is needed"):
+    with pytest.raises(TypeError, match="whole returned int; it must return a float"):
         osmosis_reward(whole)("8", "8")
 
 

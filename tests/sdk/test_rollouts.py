@@ -1,4 +1,4 @@
-"""Rollouts of loops beside each other, and what watchers see of them."""
+"""Concurrent rollouts of loops, and the events that watchers receive."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_a_loop_that_floods_its_log_is_cut(open_place: OpenPlace) -> None:
 
 
 class Fewer(CalculatorAgentLoop):
-    """Has as many tools as its request says; `told` are those that its loop was given."""
+    """Return as many tools as the request says; `told` holds those that the loop received."""
 
     def __init__(self) -> None:
         self.told: list[list[str]] = []
@@ -105,7 +105,7 @@ async def test_the_answer_to_a_start_lists_the_tools_of_its_request(open_place: 
 
 
 async def test_a_trainer_that_knows_one_list_of_tools_is_told_no_other(open_place: OpenPlace) -> None:
-    """In the synchronous dialect the loop has its own tools, as it always had, and a note says that the model has not."""
+    """In the synchronous HTTP API the loop has its own tools, and a note reports that the model has others."""
     loop = Fewer()
     place = await open_place(loop)
     target = Target(place.trainer.url, "http_masked")

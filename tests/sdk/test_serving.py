@@ -1,4 +1,4 @@
-"""`serve_agent_loop` and an ASGI server, each as a process of its own."""
+"""`serve_agent_loop` and an ASGI server, each as a separate process."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_loop_is_served_until_it_is_told_to_stop() -> None:
 
 
 async def test_by_default_a_trainer_on_the_same_machine_is_called() -> None:
-    """The earlier SDK's examples run so: the agent listens everywhere, and its trainer beside it."""
+    """In the earlier SDK's examples, agent and trainer run on the same machine and the agent listens on all addresses."""
     served = Serving(await running(PROGRAM.replace('host="127.0.0.1", ', "").replace(', api_key="server-key"', "")))
     try:
         await served.start()

@@ -1,4 +1,4 @@
-"""What `validate_agent_loop` finds, and `serve_agent_loop` refuses."""
+"""The errors that `validate_agent_loop` finds and `serve_agent_loop` refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.sdk.calculator_agent import SCHEMAS, CalculatorAgentLoop
 
 
 class Odd:
-    """As much of a loop as a test wants."""
+    """A partial loop."""
 
     name: Any = "odd"
 

@@ -1,4 +1,4 @@
-"""Settings: each is read from the environment under each of its names, and a wrong value is told in a line that names it."""
+"""Each setting is read from the environment under each of its names, and an error for an invalid value names it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke(tmp_path: Path) -> Iterator[Invoke]:
-    """`invoke(*flags, **environment)`: `rollout config` in this process, in an empty directory."""
+    """`invoke(*flags, **environment)`: run `rollout config` in this process, in an empty directory."""
     clean = environment()
 
     def invoked(*flags: str, **env: str) -> Result:
@@ -40,14 +40,14 @@ def invoke(tmp_path: Path) -> Iterator[Invoke]:
 
 
 def kind(field: FieldInfo) -> Any:
-    """The type of a setting's value where it is set."""
+    """The type of a setting's value, without None."""
     if not isinstance(field.annotation, types.UnionType):
         return field.annotation
     return next(each for each in get_args(field.annotation) if each is not types.NoneType)
 
 
 def other(name: str, field: FieldInfo) -> tuple[str, Any]:
-    """A value that is not the default: as it stands in the environment, and as `config --json` shows it."""
+    """A non-default value: as written in the environment, and as shown by `config --json`."""
     found = kind(field)
     shown: Any = f"/other/{name}"
     text = shown
@@ -71,7 +71,7 @@ OTHERS = {name: other(name, field) for name, field in FIELDS.items()}
 
 
 def names(place: int) -> Mapping[str, str]:
-    """One environment name for each setting that has so many: the first, the second..."""
+    """One environment name per setting that has this many: the first, the second, ..."""
     return {name: names_of(name)[place] for name in FIELDS if len(names_of(name)) > place}
 
 
@@ -106,7 +106,7 @@ def test_names_are_unique_and_ours_comes_first() -> None:
 
 
 def wrong_texts(field: FieldInfo) -> Iterator[str]:
-    """Values of the environment that no such setting has."""
+    """Invalid values for a setting's environment variable."""
     found = kind(field)
     if found is bool:
         yield from ("maybe", "2", "")

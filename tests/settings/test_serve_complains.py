@@ -1,4 +1,4 @@
-"""Settings that show to be wrong only when the server starts: one line that names them, no traceback, and nothing left behind."""
+"""Settings whose errors show only at startup: one line names them, without a traceback, and no resources are left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "marker-0123456789"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a certificate, its key, the key of another one, and files that are of no use."""
+    """A directory with a certificate, its key, the key of another one, and unusable files."""
     directory = tmp_path_factory.mktemp("files")
     ca = trustme.CA()
     for name in ("server", "another"):
@@ -68,15 +68,15 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 async def complaint(**changes: Any) -> str:
-    """How a server refuses to start."""
+    """The error with which a server refuses to start."""
     with pytest.raises(WrongSettings) as caught:
         async with Server([Idle()], settings(**changes)):
-            raise AssertionError("it serves")
+            raise AssertionError("the server started")
     return str(caught.value)
 
 
 def check(said: str, variable: str) -> None:
-    """One line that begins with the name, and shows no key."""
+    """Assert that the error is one line that begins with the variable's name and contains no key."""
     assert said.startswith(variable)
     assert len(said) > len(variable) + 10
     assert said.isprintable()

@@ -1,4 +1,4 @@
-"""Small agents, each for one thing that a test wants to see from outside."""
+"""Small agents, each with one behaviour that tests observe from outside."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rollout_server.core.message import JSON
 
 
 class Idle(Agent):
-    """Ends at once and asks nobody."""
+    """End at once, without a completion."""
 
     name = "idle"
 
     async def play(self, run: Run) -> None:
-        """Does nothing."""
+        """Return at once."""
 
 
 class Gated(Agent):
-    """Leaves `metadata.before` notes, waits for its gate to open, then leaves `metadata.after` notes.
+    """Write `metadata.before` notes, wait for the gate to open, then write `metadata.after` notes.
 
-    All rollouts wait at the same gate. With `metadata.sample` it samples once behind the gate.
+    All rollouts wait at the same gate. With `metadata.sample` the agent requests one completion after the gate.
     """
 
     name = "gated"
@@ -30,7 +30,7 @@ class Gated(Agent):
         self.gate = asyncio.Event()
 
     async def play(self, run: Run) -> None:
-        """Notes, waits, notes."""
+        """Write notes, wait, write notes."""
         self._note(run, "before")
         await self.gate.wait()
         self._note(run, "after")
@@ -45,7 +45,7 @@ class Gated(Agent):
 
 
 class Measured(Agent):
-    """Leaves one note for each permit until it has left `metadata.notes`."""
+    """Write one note per permit until there are `metadata.notes`."""
 
     name = "measured"
 
@@ -53,7 +53,7 @@ class Measured(Agent):
         self.permits = asyncio.Semaphore(0)
 
     async def play(self, run: Run) -> None:
-        """Takes a permit, leaves a note, and so on."""
+        """Take a permit and write a note, repeatedly."""
         notes = run.metadata["notes"]
         assert isinstance(notes, int)
         for number in range(notes):
@@ -62,12 +62,12 @@ class Measured(Agent):
 
 
 class Quoting(Agent):
-    """Says what the last message says: as a note, and as its word for the end."""
+    """Repeat the last message, as a note or as the finish reason."""
 
     name = "quoting"
 
     async def play(self, run: Run) -> None:
-        """Notes or finishes, as `metadata.by` says."""
+        """Write a note or finish, depending on `metadata.by`."""
         said = str(run.messages[-1]["content"])
         if run.metadata["by"] == "note":
             run.note("quote", said)
@@ -76,19 +76,19 @@ class Quoting(Agent):
 
 
 class Urging(Agent):
-    """Asks, urges, and asks again."""
+    """Request a completion, append a user message, and request another completion."""
 
     name = "urging"
 
     async def play(self, run: Run) -> None:
-        """Two turns with a message of its own between."""
+        """Run two turns with a user message between them."""
         await run.sample()
         await run.append({"role": "user", "content": "Really?"})
         await run.sample()
 
 
 class Crumbling:
-    """A tool whose description cannot be read once it is broken."""
+    """A tool whose description raises once `broken` is set."""
 
     SECRET = "the insides of a tool"
     name = "crumbling"
@@ -105,12 +105,12 @@ class Crumbling:
         return "Whole."
 
     async def run(self, arguments: Mapping[str, JSON]) -> str:
-        """Does nothing."""
+        """Return an empty result."""
         return ""
 
 
 class Breaking(Idle):
-    """Has a tool with a fault in it, which shows once the server runs."""
+    """An agent with a faulty tool; the fault shows only after the server has started."""
 
     name = "breaking"
 

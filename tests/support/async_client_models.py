@@ -1,4 +1,4 @@
-"""What clients of the asynchronous dialect validate, as they write it down: exactly these fields, no value converted."""
+"""The models with which clients of the asynchronous HTTP API validate responses: exactly these fields, no type coercion."""
 
 from typing import Literal
 
@@ -30,7 +30,7 @@ class ClientTool(BaseModel):
 
 
 class ClientAnswer(BaseModel):
-    """The answer to `POST /v1/rollout/init`."""
+    """The response to `POST /v1/rollout/init`."""
 
     rollout_id: str
     tools: list[ClientTool]

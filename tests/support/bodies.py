@@ -1,4 +1,4 @@
-"""Rollouts to ask for, over HTTP and over gRPC."""
+"""Start requests for rollouts, over HTTP and over gRPC."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
 def body(
     rollout_id: str, url: str, question: str = QUESTION, changes: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A body for `POST /rollout`; a change to None leaves the field out."""
+    """A body for `POST /rollout`. A change to None omits the field."""
     whole = {
         "rollout_id": rollout_id,
         "server_url": url,
@@ -30,7 +30,7 @@ def body(
 
 
 def start_request(rollout_id: str, server_url: str, question: str = QUESTION) -> StartRolloutRequest:
-    """The same over gRPC, each time a rollout of its own."""
+    """The same request over gRPC. Each call starts a new rollout."""
     spec = spec_pb2.RolloutSpec(
         rollout_id=rollout_id,
         messages=[message_pb2.Message(json=json.dumps({"role": "user", "content": question}))],
@@ -44,18 +44,18 @@ def start_request(rollout_id: str, server_url: str, question: str = QUESTION) ->
 def run(
     stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub, request: StartRolloutRequest
 ) -> grpc.aio.UnaryStreamCall[Any, RunRolloutResponse]:
-    """Starts a rollout; its events come with their messages."""
+    """Start a rollout whose events include messages."""
     asked = rollout_service_pb2.RunRolloutRequest(start=request, detail=event_pb2.EVENT_DETAIL_MESSAGES)
     return stub.RunRollout(asked)
 
 
 @asynccontextmanager
 async def rpc(port: int) -> AsyncIterator[rollout_service_pb2_grpc.RolloutServiceAsyncStub]:
-    """A stub on a channel of its own."""
+    """A stub on its own channel."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield rollout_service_pb2_grpc.RolloutServiceStub(channel)
 
 
 def tool_texts(messages: list[dict[str, Any]]) -> list[str]:
-    """What the tools said, in order."""
+    """Contents of the tool results, in order."""
     return [message["content"] for message in messages if message["role"] == "tool"]

@@ -1,4 +1,4 @@
-"""The calculator's tools as a trainer is told of them that asks no gateway."""
+"""The calculator's tools, for a trainer that has no gateway to fetch them from."""
 
 from __future__ import annotations
 

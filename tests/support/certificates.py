@@ -1,4 +1,4 @@
-"""Certificates of an authority of the test's own, in files."""
+"""Certificates of a test authority, in files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HOSTS = ("localhost", "127.0.0.1")
 
 @dataclass(frozen=True)
 class Authority:
-    """Issues certificates for this machine, and puts them where it is told."""
+    """A certificate authority that issues certificates for this machine."""
 
     ca: trustme.CA = field(default_factory=trustme.CA)
 
     def put(self, folder: Path, name: str = "server", *, common_name: str | None = None) -> KeyPair:
-        """Writes a certificate and its key, or replaces them by others, each file at once."""
+        """Write a certificate and its key, or replace existing ones. Each file is replaced atomically."""
         pair = KeyPair(folder / f"{name}.pem", folder / f"{name}.key")
         issued = self.ca.issue_cert(*HOSTS, common_name=common_name or name)
         replace(pair.cert, b"".join(blob.bytes() for blob in issued.cert_chain_pems))
@@ -28,13 +28,13 @@ class Authority:
         return pair
 
     def put_ca(self, folder: Path, name: str = "ca") -> Path:
-        """Writes the authority's own certificate."""
+        """Write the authority's own certificate."""
         path = folder / f"{name}.pem"
         replace(path, self.ca.cert_pem.bytes())
         return path
 
     def client(self, certificate_of: Authority | None = None) -> ssl.SSLContext:
-        """A client that trusts this authority, with a certificate of another or the same one."""
+        """A client context that trusts this authority, with a client certificate of this or another authority."""
         context = ssl.create_default_context()
         self.ca.configure_trust(context)
         if certificate_of is not None:
@@ -42,7 +42,7 @@ class Authority:
         return context
 
     def server(self) -> ssl.SSLContext:
-        """A server of HTTP/2 with a certificate of this authority."""
+        """A context for an HTTP/2 server with a certificate of this authority."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.ca.issue_cert(*HOSTS).configure_cert(context)
         context.set_alpn_protocols(["h2"])
@@ -50,7 +50,7 @@ class Authority:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Replaces a file by another at once, as careful tools do."""
+    """Replace a file atomically."""
     following = path.with_name(f".{path.name}")
     following.write_bytes(content)
     os.replace(following, path)

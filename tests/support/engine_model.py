@@ -1,4 +1,4 @@
-"""A model that says what it is told to, behind a real tokenizer and template: it renders, generates ids and remembers both."""
+"""A scripted model behind a real tokenizer and chat template: it renders, generates ids and records both."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ END = "<|im_end|>"
 
 
 class TooLong(Exception):
-    """Prompt and answer do not fit."""
+    """Prompt and completion do not fit into the context."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """One generation, as the model saw and wrote it."""
+    """One generation: the prompt ids and the sampled ids, logprobs and finish reason."""
 
     prompt: list[int]
     ids: list[int]
@@ -32,16 +32,16 @@ class Generated:
 
 @cache
 def toy() -> Any:
-    """The built-in tokenizer, as transformers has it."""
+    """The built-in tokenizer, as loaded by transformers."""
     return AutoTokenizer.from_pretrained(TOY_TOKENIZER)
 
 
 @dataclass
 class EngineModel:
-    """Says one text of `says` after the other, the last one for ever.
+    """Generate the texts in `says`, one per call; repeat the last one.
 
-    `odd`: it samples a token for each character, as no tokenizer would write the text. `aborts`: so many generations are broken off
-    first. Ids that `render` returned are not those that `generate` has to be given: who is sent ids generates from them.
+    With `odd`, it samples one token per character, as no tokenizer would encode the text. The first `aborts` generations
+    are aborted. `generate` may receive ids that `render` did not return: in token mode the caller renders.
     """
 
     says: Sequence[str]
@@ -76,7 +76,7 @@ class EngineModel:
         return generated
 
     def read(self, ids: Sequence[int]) -> ParsedCompletion:
-        """The text of sampled ids, without their end, as a server's parsers read it."""
+        """Parse sampled ids, without the end token, as an engine's parsers do."""
         return thinking(hermes)(self.tokenizer.decode(list(ids)).removesuffix(END))
 
     def encode(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class EngineModel:
 
 
 def calls_of(answer: ParsedCompletion, turn: int) -> list[dict[str, Any]]:
-    """Calls as OpenAI writes them."""
+    """Tool calls in OpenAI's format."""
     return [
         {"id": f"call_{turn}_{index}", "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for index, call in enumerate(answer.tool_calls)
@@ -95,7 +95,7 @@ def calls_of(answer: ParsedCompletion, turn: int) -> list[dict[str, Any]]:
 
 
 def _parsed(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as engines show it to templates: arguments are objects."""
+    """The message as engines pass it to templates: arguments are objects."""
     calls = [
         {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
         for call in message.get("tool_calls") or ()

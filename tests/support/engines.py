@@ -1,7 +1,8 @@
-"""Engines over HTTP in the forms of vLLM, SGLang and OpenAI, with a real tokenizer and template behind them.
+"""HTTP engines in the formats of vLLM, SGLang and OpenAI, with a real tokenizer and chat template behind them.
 
-vLLM: vllm/entrypoints/openai/chat_completion/protocol.py, vllm/entrypoints/scale_out/token_in_token_out/protocol.py and
-docs/serving/online_serving. SGLang: python/sglang/srt/entrypoints/openai/protocol.py and serving_chat.py.
+Sources. vLLM: vllm/entrypoints/openai/chat_completion/protocol.py,
+vllm/entrypoints/scale_out/token_in_token_out/protocol.py and docs/serving/online_serving. SGLang:
+python/sglang/srt/entrypoints/openai/protocol.py and serving_chat.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 @dataclass
 class Engine:
-    """What was asked, and how it is answered. `first` come before the engine's own answers, one for each request."""
+    """Base of the engines: records requests. Responses in `first` are sent before the engine's own, one per request."""
 
     model: EngineModel
     url: str = ""
@@ -59,7 +60,7 @@ class Engine:
 
 
 class Instead(Exception):
-    """Another answer than the engine's."""
+    """Raised to send another response than the engine's own."""
 
     def __init__(self, response: web.Response) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class VllmEngine(Engine):
 
     async def derender(self, request: web.Request) -> web.Response:
         body = await self.taken(request)
-        assert body["chat_request"]["messages"], "parsers want the request"
+        assert body["chat_request"]["messages"], "parsers need the request"
         assert body["prompt_tokens"] >= len(body["prompt_token_ids"]) > 0
         (choice,) = body["generate_response"]["choices"]
         answer = self.completion(choice["token_ids"], choice["finish_reason"])
@@ -165,7 +166,7 @@ class VllmEngine(Engine):
 
 
 class SglangEngine(Engine):
-    """SGLang with a tool-call parser and a reasoning parser. `young`: it knows `return_token_ids` too."""
+    """SGLang with a tool-call parser and a reasoning parser. If `young`, it also supports `return_token_ids`."""
 
     young = True
 
@@ -212,7 +213,10 @@ class SglangEngine(Engine):
 
 
 class OpenaiEngine(Engine):
-    """An endpoint as strict as OpenAI's: it refuses what it does not know, and reports no ids. `reasons`: its model does."""
+    """An endpoint as strict as OpenAI's: it refuses unknown parameters and reports no ids.
+
+    `reasons`: the model is a reasoning model.
+    """
 
     known = frozenset(
         {
@@ -268,7 +272,7 @@ async def instead(request: web.Request, handler: Any) -> web.StreamResponse:
 
 @asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[None]:
-    """Serves on a free port; `engine.url` says where."""
+    """Serve on a free port and set `engine.url`."""
     app = web.Application(middlewares=[instead], client_max_size=2**26)
     for path, handler in engine.routes().items():
         app.router.add_post(path, handler)

@@ -1,4 +1,4 @@
-"""A model that answers when the test says so."""
+"""A model that waits for the test before it completes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_server.testing.script import ScriptedReply
 
 
 class GatedModel:
-    """The calculator's model behind a gate. It stands in the trainer's only thread, so one question waits at a time."""
+    """The calculator's model behind a gate. It blocks the trainer's only thread, so one request waits at a time."""
 
     def __init__(self) -> None:
         self._model = CalculatorModel()
@@ -19,15 +19,15 @@ class GatedModel:
         self._asked = threading.Semaphore(0)
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The calculator's answer, once the gate is open."""
+        """Return the calculator's completion once the gate is open."""
         self._asked.release()
         self._open.wait()
         return self._model.reply(messages)
 
     async def asked(self) -> None:
-        """Waits for the next question to stand before the gate; each question counts once."""
+        """Wait until the next request is waiting at the gate. Each request counts once."""
         await asyncio.to_thread(self._asked.acquire)
 
     def open(self) -> None:
-        """Lets this question and all later ones through."""
+        """Open the gate for this request and all later ones."""
         self._open.set()

@@ -1,4 +1,4 @@
-"""`rollout gateway` as a process of its own."""
+"""`rollout gateway` as a separate process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Alone(Logged):
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Base URL of the gateway."""
         return f"{self.scheme}://localhost:{self.port}"
 
     async def start(self) -> None:
-        """Waits until it listens."""
+        """Wait until it listens."""
         await super().start()
         await self.logged("gateway on ")
         found = _LISTENING.search(self.text)
@@ -37,7 +37,7 @@ class Alone(Logged):
 
 @contextlib.asynccontextmanager
 async def alone(*arguments: str, cwd: Path, **env: str) -> AsyncIterator[Alone]:
-    """`rollout gateway` on a port of its own choice."""
+    """Run `rollout gateway` on a free port."""
     ports = ("--host", "127.0.0.1", "--port", "0")
     async with started(Alone, "gateway", *ports, *arguments, cwd=cwd, env=environment(**env)) as gateway:
         yield gateway

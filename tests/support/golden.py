@@ -1,4 +1,4 @@
-"""What is recorded and kept in the repository: the transcripts of the reference implementations, and their tokenizer."""
+"""Recorded data in the repository: the transcripts of the reference implementations, and their tokenizer."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 SYNC = GOLDEN / "transcripts" / "sync"
 INIT = GOLDEN / "transcripts" / "init"
 CONFORMANCE = GOLDEN / "tokenizers" / "conformance"
-"""The tokenizer that the transcripts were recorded with."""
+"""The tokenizer with which the transcripts were recorded."""

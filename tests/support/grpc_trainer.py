@@ -1,4 +1,4 @@
-"""A gRPC trainer of the tests' own: it holds digests as token.proto says, and lies where it is told to."""
+"""An independent gRPC trainer: it computes digests as specified in token.proto, and returns incorrect data on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Act = Callable[[pb.CompleteRequest, pb.CompleteResponse], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """A status that is answered instead."""
+    """A status to return instead of a response."""
 
     code: grpc.StatusCode
     text: str = "no"
@@ -39,9 +39,10 @@ BASE_UNKNOWN = Fault(grpc.StatusCode.FAILED_PRECONDITION, "no base", (info("BASE
 
 @dataclass
 class GrpcTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
-    """Answers every turn with the ids of `answer`. `faults` come first, one for each call; `lies` by turn, before it answers.
+    """Complete every turn with the ids in `answer`.
 
-    One that is `silent` never answers; `asked` and `left` tell when a call of it came and was given up.
+    Each of the first calls raises one of `faults`. `lies` change the response of a turn. If `silent`, calls never return;
+    `asked` and `left` are set when such a call arrives and when its caller cancels it.
     """
 
     answer: Sequence[int]
@@ -93,7 +94,7 @@ class GrpcTrainer(completion_service_pb2_grpc.CompletionServiceServicer):
         return pb.ReadLedgerResponse(spans=self.spans)
 
     def checkpoint(self) -> token_pb2.Checkpoint:
-        words = [
+        words = [  # token.proto, Checkpoint: id | (author is MODEL) << 31, little-endian
             token | (span.author == token_pb2.AUTHOR_MODEL) << 31 for span in self.spans for token in span.token_ids
         ]
         digest = hashlib.sha256(struct.pack(f"<{len(words)}I", *words)).digest()

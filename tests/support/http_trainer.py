@@ -1,4 +1,4 @@
-"""A trainer made of a socket: it says to the byte what goes over the wire, and when a connection breaks."""
+"""A trainer on a plain socket: a test controls each byte it sends, and when it breaks the connection."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COMPLETION = json.dumps(
         "logprobs": [-0.5, -0.25],
     }
 ).encode()
-_RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for 0 seconds
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER on, for 0 seconds: close() sends a TCP reset
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request that came whole: its target, headers (names in lower case), body, and the number of its connection."""
+    """A complete request: target, headers (names in lower case), body, and the number of its connection."""
 
     target: str
     headers: Mapping[str, str]
@@ -33,12 +33,12 @@ class Request:
 
 
 Act: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""What is done about one request."""
+"""The reaction to one request."""
 
 
 @dataclass
 class HttpTrainer:
-    """Does the k-th of `acts` about its k-th request; about more requests the last one again."""
+    """React to the k-th request with the k-th of `acts`; the last one repeats."""
 
     acts: tuple[Act, ...]
     requests: list[Request] = field(default_factory=list)
@@ -48,11 +48,11 @@ class HttpTrainer:
 
     @property
     def connections(self) -> int:
-        """How many came about."""
+        """Number of connections so far."""
         return len(self._writers)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serves one connection."""
+        """Serve one connection."""
         self._writers.append(writer)
         connection = len(self._writers)
         if task := asyncio.current_task():
@@ -64,18 +64,18 @@ class HttpTrainer:
         writer.close()
 
     async def left(self) -> None:
-        """Waits until all callers have left."""
+        """Wait until all callers have closed their connections."""
         await asyncio.gather(*self._serving)
 
     async def end(self) -> None:
-        """Breaks all connections."""
+        """Break all connections."""
         for writer in self._writers:
             writer.transport.abort()
         await self.left()
 
 
 async def read_request(reader: asyncio.StreamReader, connection: int = 1) -> Request:
-    """Reads one request with a Content-Length. Raises IncompleteReadError at the end of the connection."""
+    """Read one request with a Content-Length. Raises IncompleteReadError at the end of the connection."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode()
     first, *lines = head.rstrip().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -85,7 +85,7 @@ async def read_request(reader: asyncio.StreamReader, connection: int = 1) -> Req
 
 @contextlib.asynccontextmanager
 async def raw_trainer(*acts: Act, listener: socket.socket | None = None) -> AsyncIterator[HttpTrainer]:
-    """Serves on a port of its own, or on a socket that is bound already."""
+    """Serve on a free port, or on a socket that is already bound."""
     trainer = HttpTrainer(acts or (answer(),))
     bound = listener or socket.create_server(("127.0.0.1", 0))
     server = await asyncio.start_server(trainer.serve, sock=bound, limit=2**26, backlog=1024)
@@ -98,14 +98,14 @@ async def raw_trainer(*acts: Act, listener: socket.socket | None = None) -> Asyn
 
 
 def head(status: int, length: int, headers: Mapping[str, str] | None = None) -> bytes:
-    """The beginning of an answer."""
+    """The head of a response."""
     lines = [f"HTTP/1.1 {status} Whatever", f"content-length: {length}", "content-type: application/json"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
 def answer(body: bytes = COMPLETION, status: int = 200, **headers: str) -> Act:
-    """A whole answer; `retry_after` stands for the header Retry-After."""
+    """Send a complete response. `retry_after` sets the header Retry-After."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
 
     async def act(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,15 +116,15 @@ def answer(body: bytes = COMPLETION, status: int = 200, **headers: str) -> Act:
 
 
 def reset(after: bytes = b"") -> Act:
-    """A TCP reset, once the bytes `after` are on their way."""
+    """Send the bytes `after`, then reset the TCP connection."""
 
     async def act(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if after:
             writer.write(after)
             await writer.drain()
-            await asyncio.sleep(0.1)  # a reset throws away what the other side has not read yet
+            await asyncio.sleep(0.1)  # a reset discards bytes that the other side has not read yet
         connection = writer.get_extra_info("socket")
-        # A duplicate has the same options; event loops differ in what they let one do to their own socket.
+        # A duplicate shares the socket's options. Event loops differ in which operations they allow on their own sockets.
         with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
             duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
         writer.transport.abort()
@@ -133,7 +133,7 @@ def reset(after: bytes = b"") -> Act:
 
 
 def closed(after: bytes = b"") -> Act:
-    """An orderly end of the connection, after some bytes."""
+    """Send some bytes, then close the connection in order."""
 
     async def act(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(after)
@@ -144,7 +144,7 @@ def closed(after: bytes = b"") -> Act:
 
 
 def silence() -> Act:
-    """No answer, for as long as the caller stays."""
+    """Send no response for as long as the caller stays connected."""
 
     async def act(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
         await reader.read()
@@ -153,7 +153,7 @@ def silence() -> Act:
 
 
 def endless(piece: bytes, seconds: float = 0.0) -> Act:
-    """A body without end, in pieces with a pause between them."""
+    """Send an endless body, in pieces with a pause between them."""
 
     async def act(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head(200, 2**40))

@@ -1,6 +1,6 @@
-"""An event loop whose time jumps: when nothing is ready, it is at once as late as the next timer wants it to be.
+"""An event loop with virtual time: when nothing is ready, time jumps to the next timer.
 
-Tests wait for hours of the runtime's time in no time, and what happens is the same on a busy machine.
+Tests can wait for hours of the runtime's time without delay, and run identically on a busy machine.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import selectors
 
+# Loop iterations without a jump. Any test needs far fewer, so more of them mean an endless loop.
 PATIENCE = 200_000
 
 
 class Stuck(AssertionError):
-    """The test would run for ever: nothing is ready and nothing is timed, or something is always ready and time stands still."""
+    """The test would run forever: nothing is ready or scheduled, or something is always ready so that time does not advance."""
 
 
 class _Selector(selectors.DefaultSelector):
-    """Never waits."""
+    """A selector that never waits. It advances `now` instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +27,10 @@ class _Selector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         self._turns += 1
-        if not ready and timeout is None:
-            raise Stuck("nothing is ready and nothing is timed")
+        if not ready and timeout is None:  # asyncio passes None if no callback is ready and no timer is set
+            raise Stuck("nothing is ready and no timer is set")
         if self._turns > PATIENCE:
-            raise Stuck("something is always ready, and time stands still")
+            raise Stuck("something is always ready, so time does not advance")
         if not ready and timeout:
             self.now += timeout
             self._turns = 0
@@ -37,7 +38,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """For code without threads and sockets."""
+    """An event loop for code without threads and sockets."""
 
     def __init__(self) -> None:
         self._jumping = _Selector()

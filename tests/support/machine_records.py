@@ -1,4 +1,4 @@
-"""Turns and records as tests write them, and what a machine and an outcome show to the outside."""
+"""Builders for turns and records, and comparable views of a machine and an outcome."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANSWER = Message.write({"role": "assistant", "content": "8"})
 RESULT = Message.write({"role": "tool", "content": "8", "tool_call_id": "a"})
 CALL = ToolCall("a", "add", '{"a": 5, "b": 3}')
 
-# Few different ids, so that sequences agree by chance too, and the ends of the range.
+# A few different ids, so that sequences also agree by chance, and the ends of the range.
 token_ids = st.sampled_from((0, 1, 2, 3, MAX_TOKEN_ID))
 logprobs = st.floats(max_value=0.0, width=32, allow_nan=False)
 runs = st.lists(token_ids, max_size=4)
@@ -44,7 +44,7 @@ def predicts(*environment: int, closing: Iterable[int] = ()) -> Prediction:
 
 
 def begun(*, prompt: tuple[int, ...] = (1, 2, 3), answer: tuple[int, ...] = (10, 11)) -> Ledger:
-    """A ledger of one turn whose prompt was reported as predicted."""
+    """A ledger of one turn whose reported prompt equals the prediction."""
     ledger = Ledger()
     assert ledger.main.commit(Turn(1, ids(*answer), None, predicts(*prompt), ids(*prompt))) is None
     return ledger
@@ -56,7 +56,7 @@ def spans_of(ledger: Ledger, segment: int = -1) -> list[tuple[str, int, int, int
 
 
 def answered(turn: int, *answer: int, **rest: object) -> Answered:
-    """An answer in token ids, after a prompt that was predicted as one token unless `rest` says otherwise."""
+    """A completion with token ids, after a prompt predicted as one token unless `rest` changes it."""
     given: dict[str, object] = {"predicted": predicts(100 + turn), "finish_reason": "stop", **rest}
     return replace(Answered(turn, ANSWER, "", pack_tokens(answer)), **given)  # type: ignore[arg-type]
 
@@ -70,7 +70,7 @@ def fresh(limits: Limits = Limits(), *messages: Message) -> Machine:
 
 
 def asks(machine: Machine) -> Asked:
-    """Lets the machine ask, which no limit may forbid here."""
+    """Request a completion, which no limit may forbid here."""
     wish = machine.request_completion()
     assert isinstance(wish, Asked)
     machine.accept(wish)
@@ -82,7 +82,7 @@ def takes_turn(machine: Machine, *answer: int, **rest: object) -> tuple[Record, 
 
 
 def starts(machine: Machine, *calls: ToolCall) -> tuple[ToolStarted, ...]:
-    """Lets the machine start calls, which no limit may forbid here."""
+    """Start tool calls, which no limit may forbid here."""
     wish = machine.start_calls(calls)
     assert isinstance(wish, tuple)
     for started in wish:
@@ -105,7 +105,7 @@ def shown_ledger(ledger: Ledger) -> tuple[object, ...]:
 
 
 def shown(machine: Machine) -> tuple[object, ...]:
-    """All that a machine lets see, in values that do not change with it."""
+    """The observable state of a machine, as values that do not change with it."""
     outcome = None if machine.outcome is None else shown_outcome(machine.outcome)
     told = (
         machine.request_completion(),
@@ -123,7 +123,7 @@ def shown_outcome(outcome: Outcome) -> tuple[object, ...]:
 
 
 def assert_refused(machine: Machine, record: object) -> None:
-    """An illegal record is called one, and changes nothing that can be seen."""
+    """Assert that a record is refused as illegal and changes no observable state."""
     before = shown(machine)
     with pytest.raises(IllegalRecord):
         machine.accept(record)  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ def assert_refused(machine: Machine, record: object) -> None:
 
 
 def draw_turn(data: st.DataObject, number: int, held: list[int] | None) -> Turn:
-    """A turn after the tokens `held`, None at the start: with a prediction, a report or both, that agree or part in any way."""
+    """A turn after the tokens `held` (None at the start), with a prediction, a report or both, which may differ in any way."""
     draw = data.draw
     answer = draw(runs)
     known = draw(st.none() | st.lists(logprobs, min_size=len(answer), max_size=len(answer)))
@@ -150,7 +150,7 @@ def draw_turn(data: st.DataObject, number: int, held: list[int] | None) -> Turn:
 
 
 def reports(held: list[int], added: list[int]) -> st.SearchStrategy[list[int]]:
-    """Prompts a trainer may report: the expected one, one that goes on in another way, one cut short, one changed inside."""
+    """Prompts that a trainer may report: expected, continued differently, truncated, or with a changed token."""
     changed = st.tuples(st.integers(0, max(len(held) - 1, 0)), token_ids).map(
         lambda at: [*held[: at[0]], at[1], *held[at[0] + 1 :], *added]
     )

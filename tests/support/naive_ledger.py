@@ -1,6 +1,6 @@
-"""A ledger as plain lists of tokens with their authors: what the real one is held against.
+"""A ledger as plain lists of tokens with their authors, as an oracle for the real one.
 
-Written from the laws in the ledger's theory, not from its code; nothing is compact, nothing is shared.
+It is written from the laws in the ledger's docstring, not from its code. Nothing is compact and nothing is shared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODEL = "model"
 
 @dataclass
 class Token:
-    """One token: its id, who or what put it there ("model" or the reason of its mask), and when."""
+    """One token: its id, its author ("model" or the reason for its mask) and its turn."""
 
     id: int
     by: str
@@ -33,7 +33,7 @@ class Token:
     policy: str = ""
     logprob: float | None = None
     out: bool = False
-    """An author took it out of the training."""
+    """An agent's author masked it out."""
 
     @property
     def trains(self) -> bool:
@@ -42,7 +42,7 @@ class Token:
 
 @dataclass
 class NaiveSegment:
-    """A training sample: where it comes from and its tokens, the first `prompt` of them what it opened with."""
+    """A training sample: its origin and tokens. The first `prompt` tokens are the prompt that opened it."""
 
     id: str
     kind: str
@@ -56,14 +56,14 @@ class NaiveSegment:
         return [t.id for t in self.tokens]
 
     def trajectory(self) -> list[Token]:
-        """Up to the last token of the model; the prompt at least."""
+        """Tokens up to the last one of the model; at least the prompt."""
         last = max((i + 1 for i, t in enumerate(self.tokens) if t.by == MODEL), default=self.prompt)
         return self.tokens[:last]
 
 
 @dataclass
 class NaiveLedger:
-    """Segments in the order in which they opened, every token that was ever sampled and recorded, and how many ids are taken."""
+    """Segments in the order in which they opened, a record of every sampled token, and the number of assigned ids."""
 
     segments: list[NaiveSegment] = field(default_factory=list)
     sampled: list[tuple[int, int]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class NaiveLedger:
         self.main = self.line("main")
 
     def line(self, kind: str, parent: str = "") -> NaiveLine:
-        """One that begins with nothing."""
+        """A conversation that starts without tokens."""
         return NaiveLine(self, self.take(), kind, parent)
 
     def take(self) -> str:
@@ -83,9 +83,10 @@ class NaiveLedger:
 
 @dataclass
 class NaiveLine:
-    """The segments of one conversation, and whether the tokens of a turn are missing since.
+    """The segments of one conversation.
 
-    `before` is what it holds of others before its first segment, `parent` whose that is.
+    `missing`: the tokens of a turn are unknown since the last commit. `before`: tokens inherited from another conversation
+    before the first segment. `parent`: the segment that they belong to.
     """
 
     ledger: NaiveLedger
@@ -103,16 +104,16 @@ class NaiveLine:
         return [t.id for t in self.tokens()]
 
     def branch(self) -> NaiveLine:
-        """Another one that goes on from here."""
+        """Another conversation that continues from here."""
         parent = self.id if self.segment is not None or not self.before else self.parent
         return NaiveLine(self.ledger, self.ledger.take(), "branch", parent, self.tokens(), missing=self.missing)
 
     def skip(self) -> None:
-        """The tokens of a turn are unknown."""
+        """Record that the tokens of a turn are unknown."""
         self.missing = True
 
     def commit(self, turn: Turn) -> tuple[str, int, int, int] | None:
-        """Adds a turn; returns the drift as (kind, index, expected, reported)."""
+        """Add a turn. Returns the drift as (kind, index, expected, reported)."""
         closing = [] if turn.predicted is None else list(turn.predicted.closing)
         environment = [] if turn.predicted is None else list(turn.predicted.environment)
         reported = None if turn.reported is None else list(turn.reported)
@@ -132,7 +133,8 @@ class NaiveLine:
         held, (closing, environment) = self.ids(), predicted or ([], [])
         expected = held + closing + environment
         if self.missing:
-            # Nobody knows what stands where in the prompt, so all of it is one, and nothing can have parted.
+            # The authors in this prompt are unknown, so the whole prompt is masked as one, and there is nothing to compare
+            # it with.
             assert reported is not None
             self.missing = False
             self._open("gap", common(held, reported), reported, turn)
@@ -176,12 +178,12 @@ def masked(ids: list[int], reason: str, turn: int) -> list[Token]:
 
 
 def common(a: list[int], b: list[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
-    """The laws of the ledger, each stated against the naive one."""
+    """Assert the laws of the ledger, each against the naive ledger."""
     assert [s.id for s in ledger.segments] == [s.id for s in naive.segments]
     assert len({s.id for s in ledger.segments}) == len(ledger.segments)
     for real, plain in zip(ledger.segments, naive.segments, strict=True):
@@ -193,12 +195,12 @@ def assert_laws(ledger: Ledger, naive: NaiveLedger) -> None:
         (s.turn, i) for each in ledger.segments for s in each.spans if _by_author(s) for i in each.ids(s.start, s.stop)
     ]
     assert sorted(trained + taken_out) == sorted(naive.sampled), (
-        "a sampled token is trained once, or taken out by its author"
+        "a sampled token is trained once, or masked out by the agent's author"
     )
 
 
 def assert_line(line: ConversationLedger, naive: NaiveLine) -> None:
-    """Where a conversation stands."""
+    """Assert the state of one conversation."""
     assert (line.id, line.gap, list(line.prefix())) == (naive.id, naive.missing, naive.ids())
     assert (line.segment is None) is (naive.segment is None)
     assert line.segment is None or line.segment.id == line.id
@@ -219,14 +221,14 @@ def _assert_segment(real: Segment, plain: NaiveSegment) -> None:
     )
     assert real.verified is plain.verified
     assert len(real) == len(plain.tokens)
-    assert list(real.ids()) == plain.ids(), "concatenated, the ledger is what the model saw and wrote"
+    assert list(real.ids()) == plain.ids(), "the concatenated ledger is what the model saw and generated"
     assert real.logprobs() == pack_logprobs(t.logprob or 0.0 for t in plain.tokens)
     _assert_spans(real, plain)
     _assert_sample(real, plain)
 
 
 def _assert_spans(real: Segment, plain: NaiveSegment) -> None:
-    """Spans lie end to end, one author each, and tell of each token who wrote it, when, and why it is masked."""
+    """Assert that spans are adjacent, have one author each, and give author, turn and mask reason of every token."""
     trajectory = plain.trajectory()
     spans = real.spans
     assert [s.start for s in spans] == [0, *(s.stop for s in spans[:-1])]
@@ -242,11 +244,13 @@ def _assert_spans(real: Segment, plain: NaiveSegment) -> None:
     authors = [s.author is Author.MODEL for s in spans for _ in range(s.start, s.stop)]
     assert authors == [t.by == MODEL for t in trajectory]
     runs = [key for key, _ in groupby(told)]
-    assert len([s for s in spans if s.stop > s.start]) == len(runs), "one run of one author in one turn is one span"
+    assert len([s for s in spans if s.stop > s.start]) == len(runs), (
+        "consecutive tokens of one author in one turn form one span"
+    )
 
 
 def _assert_sample(real: Segment, plain: NaiveSegment) -> None:
-    """The sample is a view of the spans: equal lengths, mask by author, logprobs known or not there at all."""
+    """Assert that the sample follows from the spans: equal lengths, mask by author, logprobs known or absent."""
     trajectory = plain.trajectory()
     prompt, response = trajectory[: plain.prompt], trajectory[plain.prompt :]
     sample = real.sample()
@@ -258,4 +262,4 @@ def _assert_sample(real: Segment, plain: NaiveSegment) -> None:
         assert sample.logprobs == pack_logprobs((t.logprob or 0.0) if t.trains else 0.0 for t in response)
     else:
         assert sample.logprobs is None
-    assert not response or response[-1].by == MODEL, "a trajectory ends with what the model wrote last"
+    assert not response or response[-1].by == MODEL, "a trajectory ends with the last generated token"

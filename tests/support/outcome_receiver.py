@@ -1,4 +1,4 @@
-"""A receiver of outcomes over gRPC: keeps what comes to the byte, and answers as it is told."""
+"""A gRPC receiver of outcomes: it stores the exact bytes and returns scripted responses."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ SERVICE = pb.DESCRIPTOR.services_by_name["OutcomeService"]
 
 @dataclass(frozen=True)
 class Delivered:
-    """One call: its bytes, its metadata, and the same bytes parsed."""
+    """One call: its bytes and metadata, and the parsed request."""
 
     raw: bytes
     metadata: Mapping[str, str | bytes]
 
     @property
     def request(self) -> pb.DeliverOutcomeRequest:
-        """The request. Raises DecodeError for what is none."""
+        """The request. Raises DecodeError if the bytes are not one."""
         return pb.DeliverOutcomeRequest.FromString(self.raw)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a call is met: OK, another status with a text, or nothing at all until the caller leaves."""
+    """The response to a call: OK, another status with a text, or silence until the caller cancels."""
 
     code: grpc.StatusCode = grpc.StatusCode.OK
     text: str = ""
@@ -39,7 +39,7 @@ class Answer:
 
 @dataclass
 class GrpcReceiver:
-    """Meets its k-th call with the k-th answer, and more calls with the last one."""
+    """Respond to the k-th call with the k-th of `answers`; the last one repeats."""
 
     answers: Sequence[Answer]
     came: list[Delivered] = field(default_factory=list)
@@ -48,17 +48,17 @@ class GrpcReceiver:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Target URL of the receiver."""
         return f"grpc://127.0.0.1:{self.port}"
 
     async def has(self, count: int) -> Sequence[Delivered]:
-        """Waits for so many calls."""
+        """Wait for this number of calls."""
         async with self.changed:
             await self.changed.wait_for(lambda: len(self.came) >= count)
         return tuple(self.came)
 
     async def meet(self, raw: bytes, context: Any) -> bytes:
-        """Takes a call."""
+        """Handle a call."""
         self.came.append(Delivered(raw, dict(context.invocation_metadata() or ())))
         async with self.changed:
             self.changed.notify_all()
@@ -72,10 +72,10 @@ class GrpcReceiver:
 
 @asynccontextmanager
 async def grpc_receiver(*answers: Answer, port: int = 0) -> AsyncIterator[GrpcReceiver]:
-    """Serves on a port of its own, or on one that is given."""
+    """Serve on a free port, or on the given one."""
     receiver = GrpcReceiver(answers or (Answer(),))
     server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
-    # Without (de)serialisers the handler sees the bytes that were sent.
+    # Without (de)serializers the handler receives the bytes as they were sent.
     method = grpc.unary_unary_rpc_method_handler(receiver.meet)
     name = SERVICE.methods[0].name
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, {name: method}),))

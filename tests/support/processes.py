@@ -1,4 +1,4 @@
-"""The command line as processes of its own."""
+"""The command line, as separate processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OURS = ("ROLLOUT_", "OSMOSIS_", "TOKENIZER_", "HTTP_CLIENT_", "MAX_CONCURRENT_"
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what the command line reads, and with the changes."""
+    """This process's environment without the variables that the command line reads, plus the changes."""
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(_OURS)}
     return {**kept, "NO_COLOR": "1", "COLUMNS": "200", **changes}
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A command that has come to its end."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class Finished:
 
 
 async def command(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
-    """Runs `rollout ARGUMENTS` to its end."""
+    """Run `rollout ARGUMENTS` until it exits."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *arguments,
@@ -56,7 +56,7 @@ async def command(*arguments: str, cwd: Path, env: Mapping[str, str] | None = No
 
 @dataclass
 class Logged:
-    """A process that runs, and its log so far."""
+    """A running process, and its log so far."""
 
     process: asyncio.subprocess.Process
     log: list[str] = field(default_factory=list)
@@ -64,29 +64,29 @@ class Logged:
 
     @property
     def text(self) -> str:
-        """The whole log so far."""
+        """The log so far."""
         return "".join(self.log)
 
     def send(self, number: signal.Signals) -> None:
-        """Sends a signal."""
+        """Send a signal."""
         self.process.send_signal(number)
 
     async def logged(self, text: str) -> None:
-        """Waits for a line of the log."""
+        """Wait for a text in the log."""
         while text not in self.text:
             assert self._reading is not None
             assert not self._reading.done(), self.text
             await asyncio.sleep(0.01)
 
     async def ended(self) -> int:
-        """Waits for the end; returns the exit code. The log is whole then."""
+        """Wait for the exit and return the exit code. The log is complete then."""
         code = await self.process.wait()
         if self._reading is not None:
             await self._reading
         return code
 
     async def start(self) -> None:
-        """Begins to read the log. Whoever overrides it waits until the process is ready."""
+        """Start reading the log. A subclass also waits until the process is ready."""
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -97,18 +97,18 @@ class Logged:
 
 @dataclass
 class Serving(Logged):
-    """A `rollout serve` that serves."""
+    """A running `rollout serve`."""
 
     grpc_port: int = 0
     http_port: int = 0
 
     @property
     def url(self) -> str:
-        """Where HTTP is served."""
+        """Base URL of the HTTP port."""
         return f"http://127.0.0.1:{self.http_port}"
 
     async def start(self) -> None:
-        """Waits until it serves."""
+        """Wait until it serves."""
         await super().start()
         await self.logged("serving gRPC on port ")
         found = _SERVING.search(self.text)
@@ -121,7 +121,7 @@ Running = TypeVar("Running", bound=Logged)
 
 @contextlib.asynccontextmanager
 async def started(kind: type[Running], *arguments: str, cwd: Path, env: Mapping[str, str]) -> AsyncIterator[Running]:
-    """`rollout ARGUMENTS` once it is ready; ended with the block, if the test has not."""
+    """Run `rollout ARGUMENTS` and yield once it is ready. The process is killed at the end of the block if it still runs."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
         *arguments,
@@ -142,7 +142,7 @@ async def started(kind: type[Running], *arguments: str, cwd: Path, env: Mapping[
 
 @contextlib.asynccontextmanager
 async def serve(*arguments: str, cwd: Path, **env: str) -> AsyncIterator[Serving]:
-    """`rollout serve` on ports of its own choice."""
+    """Run `rollout serve` on free ports."""
     clean = environment(ROLLOUT_TOKENIZERS_OFFLINE="true", **env)
     async with started(Serving, "serve", *ANY_PORTS, *arguments, cwd=cwd, env=clean) as serving:
         yield serving

@@ -1,4 +1,4 @@
-"""Outcomes of random ledgers, as the server sends them, and what is in them."""
+"""Outcomes of random ledgers, in the server's format, and builders for small outcomes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWO
 def rollouts(draw: st.DrawFn) -> pb.Rollout:
     """Finished rollouts in view "full".
 
-    Any turns whatever: with drift of each kind, gaps, closing tokens, missing logprobs, conversations beside the main one,
-    answers that their author masked, and values beside tokens.
+    They contain any turns: drift of each kind, gaps, closing tokens, missing logprobs, forks, completions that the author
+    masked out, and token planes.
     """
     ledger, data = Ledger(), draw(st.data())
     lines, turns = [ledger.main], draw(st.integers(0, 6))
@@ -36,7 +36,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         if draw(st.integers(0, 5)) == 0 or (line.gap and turn.reported is None):
             line.gap = True
             continue
-        if turn.logprobs is not None:  # as the server takes them: finite
+        if turn.logprobs is not None:  # the server accepts only finite logprobs
             turn = replace(turn, logprobs=pack_logprobs(max(value, LEAST) for value in turn.logprobs))
         if draw(st.integers(0, 3)) == 0:
             turn = replace(turn, planes=(Plane("routed_experts", "uint8", bytes(2 * len(turn.answer))),))
@@ -62,7 +62,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
 
 @st.composite
 def forks(draw: st.DrawFn, ledger: Ledger, forked: ConversationLedger) -> list[ConversationLedger]:
-    """Nearly always none; else one conversation of any kind that is opened beside this one."""
+    """Nearly always no fork; otherwise one fork of any kind."""
     kind = draw(st.sampled_from((None, None, None, SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
     if kind is None:
         return []
@@ -70,7 +70,7 @@ def forks(draw: st.DrawFn, ledger: Ledger, forked: ConversationLedger) -> list[C
 
 
 def span(author: str, count: int, **fields: object) -> token_pb2.Span:
-    """A span of this many tokens: "model", or why others wrote it; author-masked ones are "author"."""
+    """A span of this many tokens. `author` is "model", or the mask reason; "author" means masked out by the author."""
     model = author in ("model", "author")
     reason = None if author == "model" else token_pb2.MaskReason.Value(f"MASK_REASON_{author.upper()}")
     kind = token_pb2.AUTHOR_MODEL if model else token_pb2.AUTHOR_OTHER
@@ -81,7 +81,7 @@ def span(author: str, count: int, **fields: object) -> token_pb2.Span:
 
 
 def placed(spans: Sequence[token_pb2.Span]) -> list[token_pb2.SampleSpan]:
-    """The spans as a sample tells them: where they stand instead of what they hold."""
+    """The spans in a sample's format: positions instead of token ids."""
     stops = list(accumulate(len(each.token_ids) for each in spans))
     return [
         token_pb2.SampleSpan(
@@ -97,7 +97,7 @@ def placed(spans: Sequence[token_pb2.Span]) -> list[token_pb2.SampleSpan]:
 
 
 def outcome_of(*spans: token_pb2.Span, **sample: object) -> outcome_pb2.Outcome:
-    """An outcome of one segment; `sample` changes what its sample says."""
+    """An outcome with one segment. `sample` overrides fields of its sample."""
     ids = [token for each in spans[1:] for token in each.token_ids]
     trains = [not each.mask_reason for each in spans[1:] for _ in each.token_ids]
     fields: dict[str, object] = {

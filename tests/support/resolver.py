@@ -1,4 +1,4 @@
-"""A resolver that answers from a table, and answers its k-th question about a name with the k-th answer."""
+"""A DNS resolver with scripted results: the k-th query for a name returns the k-th result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 
 
 class Table(AbstractResolver):
-    """For each name a list of answers, each a list of addresses; the last answer stays. Keeps what it was asked."""
+    """For each name, a list of results, each a list of addresses; the last one repeats. Records the queries."""
 
     def __init__(self, answers: Mapping[str, Sequence[Sequence[str]]]) -> None:
         self.answers = answers
@@ -19,7 +19,7 @@ class Table(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """The next answer, or OSError for a name that is not in the table."""
+        """Return the next result. Raises OSError for an unknown name."""
         self.asked.append(host)
         if host not in self.answers:
             raise OSError(f"no such name: {host}")
@@ -38,5 +38,5 @@ class Table(AbstractResolver):
         ]
 
     async def close(self) -> None:
-        """Notes it."""
+        """Record the call."""
         self.closed = True

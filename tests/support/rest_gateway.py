@@ -1,4 +1,4 @@
-"""A scripted server for the plain API, a gateway before it, and a reader of server-sent events on a bare socket."""
+"""A scripted server for the REST API, a gateway in front of it, and a reader of server-sent events on a plain socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODY: dict[str, Any] = {
 
 @dataclass
 class PlainServer(ScriptedServer):
-    """Answers all rpcs; with a `key` all but GetServerInfo want it. `asked` has the last request of each rpc."""
+    """Respond to all rpcs. If `key` is set, all but GetServerInfo require it. `asked` holds the last request of each rpc."""
 
     key: str = ""
     rollout: pb.Rollout = field(default_factory=lambda: pb.Rollout(uid=UID, state=pb.ROLLOUT_STATE_RUNNING))
@@ -43,9 +43,9 @@ class PlainServer(ScriptedServer):
     agents: list[pb.Agent] = field(default_factory=list)
     server: pb.GetServerInfoResponse = field(default_factory=lambda: pb.GetServerInfoResponse(running=3, queued=2))
     asked: dict[str, Any] = field(default_factory=dict)
-    #: How a stream breaks off after the event of that number, once each.
+    #: How a stream breaks after the event with this number, once each.
     breaks: dict[int, Refusal | None] = field(default_factory=dict)
-    #: Streams stay open after the events there are.
+    #: Streams stay open after the last event.
     stays: bool = False
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -114,7 +114,7 @@ class PlainServer(ScriptedServer):
 
 @dataclass(frozen=True)
 class Plain:
-    """A gateway on a real port before a scripted server."""
+    """A gateway on a real port, in front of a scripted server."""
 
     server: PlainServer
     http: httpx.AsyncClient
@@ -122,16 +122,16 @@ class Plain:
     port: int
 
     async def start(self, value: Any = None, **options: Any) -> httpx.Response:
-        """Asks for a rollout."""
+        """Request a rollout."""
         return await self.http.post("/v1/rollouts", json=BODY if value is None else value, **options)
 
     async def events(self, query: str = "", last: str | None = None, uid: str = UID) -> Sse:
-        """Opens a stream of events."""
+        """Open a stream of events."""
         return await Sse.open(self.host, self.port, f"/v1/rollouts/{uid}/events{query}", last)
 
 
 def mounted(app: ASGIApp, root_path: str) -> ASGIApp:
-    """The application behind a proxy that keeps a prefix of the path for itself."""
+    """The application behind a proxy that strips a prefix of the path."""
 
     async def behind(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "root_path": root_path, "path": root_path + scope["path"]}, receive, send)
@@ -141,7 +141,7 @@ def mounted(app: ASGIApp, root_path: str) -> ASGIApp:
 
 @contextlib.asynccontextmanager
 async def scripted(server: PlainServer) -> AsyncIterator[str]:
-    """Serves a scripted server; yields its address, a Unix socket with a short path."""
+    """Serve a scripted server and yield its address, a Unix socket with a short path."""
     with tempfile.TemporaryDirectory(prefix="gw") as folder:
         address = f"unix:{Path(folder) / 's'}"
         grpc_server = grpc.aio.server()
@@ -158,7 +158,7 @@ async def scripted(server: PlainServer) -> AsyncIterator[str]:
 async def plain_gateway(
     settings: GatewaySettings | None = None, *, metrics: Callable[[], bytes] | None = None, root_path: str = ""
 ) -> AsyncIterator[Plain]:
-    """A gateway before a scripted server."""
+    """Run a gateway in front of a scripted server."""
     server = PlainServer()
     chosen = settings or GatewaySettings(max_body_bytes=100_000, max_metadata_bytes=1_000)
     async with (
@@ -171,45 +171,45 @@ async def plain_gateway(
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Looks again and again, until it is so."""
-    while not await condition():  # noqa: ASYNC110  # what is looked at is on the other side of a socket
+    """Poll until the condition holds."""
+    while not await condition():  # noqa: ASYNC110  # the state is on the other side of a socket
         await asyncio.sleep(0.01)
 
 
 @dataclass
 class Frame:
-    """One block of a stream of server-sent events, by the names of its lines; comments under the empty name."""
+    """One block of a stream of server-sent events: values by field name, comments under the empty name."""
 
     fields: dict[str, str]
 
     @property
     def is_event(self) -> bool:
-        """It would be dispatched as an event."""
+        """A browser would dispatch it as an event."""
         return "data" in self.fields
 
     @property
     def json(self) -> dict[str, Any]:
-        """Its data."""
+        """The parsed `data` field."""
         return dict(json.loads(self.fields["data"]))
 
 
 @dataclass
 class Sse:
-    """A reader of server-sent events, by the rules of WHATWG HTML 9.2, on a socket of its own."""
+    """A reader of server-sent events on its own socket (WHATWG HTML, section 9.2)."""
 
     status: int
     headers: dict[str, str]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     rest: bytes = b""
-    #: The response came to its proper end.
+    #: The response ended with its last chunk.
     ended: bool = False
 
     @classmethod
     async def open(
         cls, host: str, port: int, path: str, last: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Sse:
-        """Sends the request and reads the head of the answer."""
+        """Send the request and read the head of the response."""
         reader, writer = await asyncio.open_connection(host, port)
         more = dict(headers or {}) | ({} if last is None else {"last-event-id": last})
         fields = "".join(f"{name}: {value}\r\n" for name, value in more.items())
@@ -220,7 +220,7 @@ class Sse:
         return cls(int(status.split()[1]), headers, reader, writer)
 
     async def frames(self) -> AsyncIterator[Frame]:
-        """All frames until the stream ends."""
+        """Yield all frames until the stream ends."""
         while True:
             while b"\n\n" in self.rest:
                 block, _, self.rest = self.rest.partition(b"\n\n")
@@ -232,18 +232,18 @@ class Sse:
                 return
 
     async def all(self) -> list[Frame]:
-        """All events until the stream ends, which it does properly."""
+        """All events until the stream ends, with its last chunk."""
         found = [each async for each in self.frames() if each.is_event]
         assert self.ended
         assert not self.rest
         return found
 
     async def body(self) -> Any:
-        """The JSON of an answer that is no stream."""
+        """The JSON body of a response that is not a stream."""
         return json.loads(await self.reader.readexactly(int(self.headers["content-length"])))
 
     def kill(self) -> None:
-        """Resets the connection: without lingering, the end of a connection is told by RST."""
+        """Reset the connection: with a linger time of 0, close() sends RST."""
         self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
@@ -258,6 +258,6 @@ def _frame(block: str) -> Frame:
 
 
 def event(sequence: int, **fields: Any) -> event_pb2.RolloutEvent:
-    """An event of a turn; a note where no kind is given."""
+    """An event of a turn; a note unless a kind is given."""
     kinds = fields or {"note": event_pb2.Note(code="n", text=f"event {sequence}")}
     return event_pb2.RolloutEvent(sequence=sequence, turn=1, segment_id="0", **kinds)

@@ -1,4 +1,4 @@
-"""A small world around the runtime: a trainer that follows a script, agents of every temper, and what must be true of a log."""
+"""A runtime with scripted samplers, agents with various behaviours, and the invariants of every log."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ SECRET = "postgres://user:hunter2@db"
 
 @dataclass(frozen=True)
 class Say:
-    """One answer of the trainer, `seconds` after it was asked.
+    """One completion of the trainer, `seconds` after its request.
 
-    `message` stands for a whole message where text and calls are not enough; `failure` and `error` for no answer at all.
+    `message` is a whole message, for cases that text and calls cannot express. `failure` and `error` replace the
+    completion.
     """
 
     text: str = ""
@@ -59,7 +60,7 @@ class Say:
     error: Exception | None = None
 
     def answer(self, turn: int) -> Answered:
-        """The answer, after a prompt that was predicted as one token."""
+        """The completion, after a prompt predicted as one token."""
         return Answered(
             turn,
             Message.parse(self.message) if self.message else _assistant(self.text, self.calls),
@@ -72,7 +73,7 @@ class Say:
 
 
 class Script:
-    """A sampler: answers its k-th question with the k-th answer, and goes on with the last one."""
+    """A sampler that returns its k-th completion for the k-th request; the last one repeats."""
 
     def __init__(self, *says: Say) -> None:
         self.says = says or (Say("done"),)
@@ -90,13 +91,13 @@ class Script:
         return say.answer(ask.asked.turn)
 
     def fork(self, fork: Fork) -> Script:
-        """All conversations are answered from one script, in the order in which they ask."""
+        """All conversations share one script, in the order of their requests."""
         self.forks.append(fork)
         return self
 
 
 class RuntimeHarness:
-    """A roster whose rollouts have scripts. The clocks are the loop's."""
+    """A registry whose rollouts have scripted samplers. It uses the loop's clock."""
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class RuntimeHarness:
         )
 
     def start(self, *says: Say, spec: Spec | None = None, caller: str = "me", **spec_fields: object) -> Rollout:
-        """A new rollout that answers this way."""
+        """Start a new rollout with these completions."""
         number = len(self.rollouts) + 1
         spec = spec if spec is not None else a_spec(**{"rollout_id": f"r{number}", **spec_fields})
         self.scripts[spec.rollout_id] = Script(*says)
@@ -135,21 +136,21 @@ class RuntimeHarness:
         return rollout
 
     def wish(self, wish: StartRequest) -> tuple[Rollout, bool]:
-        """What the roster answers to a wish."""
+        """Admit and start a request; return the rollout and whether it existed already."""
         rollout, found = self.roster.start(self.roster.admit(wish))
         if not found:
             self.rollouts.append(rollout)
         return rollout, found
 
     async def close(self) -> None:
-        """Ends what is left. Every rollout there ever was has ended once then, and no place is taken."""
+        """End all rollouts. Checks that each rollout ended exactly once and that all slots are free."""
         await self.roster.drain(0)
         for rollout in self.rollouts:
             check_log(rollout)
         assert (self.roster.running, self.roster.queued, self.roster.finished) == (0, 0, len(self.rollouts))
 
     def script(self, rollout: Rollout) -> Script:
-        """What answers the rollout."""
+        """The script of a rollout."""
         return self.scripts[rollout.spec.rollout_id]
 
     def _open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
@@ -161,42 +162,42 @@ class RuntimeHarness:
 
 
 class Looping(Agent):
-    """Plays the default loop."""
+    """An agent with the default loop."""
 
     name = "looping"
 
 
 def a_spec(**fields: object) -> Spec:
-    """A spec that is right, but for `fields`."""
+    """A valid spec with changed `fields`."""
     return replace(Spec("r", (USER,), Target("grpc://trainer:50051", Dialect.GRPC)), **fields)  # type: ignore[arg-type]
 
 
 def a_wish(request_id: str = "", *, until_received: bool = False, key: str = "", **fields: object) -> StartRequest:
-    """A wish of the caller "me"; `key` is the trainer's credential."""
+    """A start request of the caller "me"; `key` is the trainer's credential."""
     return StartRequest(a_spec(**fields), "me", request_id, until_received, Credentials(key))
 
 
 def call(tool: str, call_id: str = "c", /, **arguments: JSON) -> ToolCall:
-    """A call as models write it."""
+    """A tool call in the format of models."""
     return ToolCall(call_id, tool, json.dumps(arguments))
 
 
 async def wait(seconds: float) -> None:
-    """Sleeps; for ever until it is cancelled, if need be."""
+    """Sleep; with FOREVER, until the task is cancelled."""
     if seconds == FOREVER:
         await asyncio.get_running_loop().create_future()
     await asyncio.sleep(seconds)
 
 
 async def outcome_of(rollout: Rollout) -> Outcome:
-    """The outcome of a rollout once it has ended, and its log is as logs must be."""
+    """Wait for the end of a rollout, check its log and return the outcome."""
     async for _ in rollout.log.follow(0):
         pass
     return check_log(rollout)
 
 
 def check_log(rollout: Rollout) -> Outcome:
-    """What is true of the log of every rollout that has ended. Returns the outcome."""
+    """Check the invariants of an ended rollout's log, and return the outcome."""
     entries = rollout.log.entries
     records = [entry.record for entry in entries]
     assert [entry.sequence for entry in entries] == list(range(1, len(entries) + 1))
@@ -211,7 +212,7 @@ def check_log(rollout: Rollout) -> Outcome:
 
 
 def assert_internal(outcome: Outcome) -> None:
-    """The failure is said to be ours or the author's, and nothing of its text shows."""
+    """Assert that the failure is internal and reveals no text of the exception."""
     assert isinstance(outcome.end, Failure)
     assert outcome.end.category is Category.INTERNAL
     assert SECRET not in outcome.end.message
@@ -219,12 +220,12 @@ def assert_internal(outcome: Outcome) -> None:
 
 
 def contents(outcome: Outcome, role: str) -> list[JSON]:
-    """What was said in a role, in order."""
+    """Contents of all messages with a role, in order."""
     return [message.fields()["content"] for message in outcome.messages if message.role == role]
 
 
 def limits(**values: float) -> Mapping[str, Limits]:
-    """The field of a spec."""
+    """Limits, as the field of a spec."""
     return {"limits": Limits(**values)}  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""A real gRPC server that answers what a test tells it to, and remembers what it was asked."""
+"""A real gRPC server with scripted responses, which records its requests."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -20,7 +20,7 @@ UID = "0192-scripted_Uid"
 
 @dataclass(frozen=True)
 class Refusal:
-    """How a call fails; with `rich` the way the contract wants it, else as a bare status."""
+    """How a call fails: with the contract's error details if `rich`, else with a bare status."""
 
     code: grpc.StatusCode
     text: str = "refused for a reason"
@@ -51,7 +51,7 @@ def stopped(*texts: str) -> outcome_pb2.Outcome:
 
 @dataclass
 class ScriptedServer(RolloutServiceServicer):
-    """Answers with `outcome`, once `go` is set; fails where `refusals` has the name of the rpc."""
+    """Return `outcome` once `go` is set. An rpc that is named in `refusals` fails."""
 
     outcome: outcome_pb2.Outcome = field(default_factory=lambda: stopped('{"role":"assistant","content":"Hi."}'))
     events: list[event_pb2.RolloutEvent] = field(default_factory=list)
@@ -98,7 +98,7 @@ class ScriptedServer(RolloutServiceServicer):
             yield pb.RunRolloutResponse(event=finished)
 
     async def StartRollout(self, request: Any, context: Any) -> pb.StartRolloutResponse:
-        """Answers `accepted`, with what it lacks filled in."""
+        """Return `accepted`, with missing fields filled in."""
         self.starts.append(request)
         await self._enter("StartRollout", context)
         self.started.set()

@@ -1,4 +1,4 @@
-"""A client of a server in this process, and what it makes of a status."""
+"""A client of a server in this process, and a parser for its error statuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHANNEL_OPTIONS = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # Otherwise channels of one process share their connections, and a test about a connection would be about many.
+    # By default channels of one process share their connections; a test about one connection would affect the others.
     ("grpc.use_local_subchannel_pool", 1),
 )
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[Any, Any]"
@@ -40,7 +40,7 @@ DETAILS = (event_pb2.EVENT_DETAIL_BASIC, event_pb2.EVENT_DETAIL_MESSAGES, event_
 
 @dataclass(frozen=True)
 class Refusal:
-    """A status with its rich details; `request_id` is the one that came in the initial metadata."""
+    """A status with its error details. `request_id` is taken from the trailing metadata."""
 
     code: grpc.StatusCode
     text: str
@@ -53,7 +53,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: grpc.aio.AioRpcError) -> Refusal:
-        """Reads what a call ended with. Fails where the status in the details is not the status."""
+        """Parse the error of a call. Fails if the status in the details differs from the call's status."""
         given = dict(error.trailing_metadata() or ()).get(REQUEST_ID, "")
         found: dict[str, Any] = {}
         status = rpc_status.from_call(error)
@@ -73,7 +73,7 @@ def _read(detail: Any) -> dict[str, Any]:
 
 
 async def refusal(call: Awaitable[object]) -> Refusal:
-    """How a call was refused."""
+    """Await a call that must fail, and return its refusal."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return Refusal.of(caught.value)
@@ -88,33 +88,33 @@ class Caller:
 
     @property
     def stub(self) -> Any:
-        """The service's methods."""
+        """A stub of the service."""
         return RolloutServiceStub(self.channel)
 
     @property
     def address(self) -> str:
-        """Where the server listens."""
+        """The address of the gRPC port."""
         return f"127.0.0.1:{self.server.grpc_port}"
 
     async def start(self, request: pb.StartRolloutRequest) -> pb.StartRolloutResponse:
-        """Starts a rollout."""
+        """Start a rollout."""
         response: pb.StartRolloutResponse = await self.stub.StartRollout(request)
         return response
 
     async def get(self, uid: str, view: View = pb.ROLLOUT_VIEW_BASIC) -> pb.Rollout:
-        """Reads a rollout."""
+        """Read a rollout."""
         response: pb.GetRolloutResponse = await self.stub.GetRollout(pb.GetRolloutRequest(uid=uid, view=view))
         return response.rollout
 
     async def finished(self, uid: str, view: View = pb.ROLLOUT_VIEW_FULL) -> pb.Rollout:
-        """Waits for a rollout's end, attached to it."""
+        """Wait for a rollout's end, attached to it."""
         while True:
             rollout: pb.Rollout = (await self.stub.WaitRollout(pb.WaitRolloutRequest(uid=uid, view=view))).rollout
             if rollout.state == pb.ROLLOUT_STATE_FINISHED:
                 return rollout
 
     async def ended(self, uid: str) -> pb.Rollout:
-        """Waits for a rollout's end without attaching to it."""
+        """Wait for a rollout's end by polling, without attaching to it."""
 
         async def has_ended() -> bool:
             return (await self.get(uid)).state == pb.ROLLOUT_STATE_FINISHED
@@ -123,11 +123,11 @@ class Caller:
         return await self.get(uid)
 
     async def play(self, request: pb.StartRolloutRequest, view: View = pb.ROLLOUT_VIEW_FULL) -> pb.Rollout:
-        """Starts a rollout and waits for its end."""
+        """Start a rollout and wait for its end."""
         return await self.finished((await self.start(request)).rollout.uid, view)
 
     def watch(self, uid: str, after: int = 0, detail: Detail = event_pb2.EVENT_DETAIL_BASIC, **call: Any) -> Stream:
-        """Opens a watch."""
+        """Open a watch."""
         watching: Stream = self.stub.WatchRollout(
             pb.WatchRolloutRequest(uid=uid, after_sequence=after, detail=detail), **call
         )
@@ -151,7 +151,7 @@ async def serving(*agents: Agent, **changes: Any) -> AsyncIterator[Caller]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Looks again and again, until it is so."""
+    """Poll until the condition holds."""
     while True:
         if await condition():
             return
@@ -159,7 +159,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def settled(tasks: int) -> None:
-    """Waits until there are no more tasks than these. (Some of grpc's own are replaced by others at each call.)"""
+    """Wait until at most this many tasks exist. (grpc replaces some of its own tasks at each call.)"""
 
     async def are_gone() -> bool:
         return len(asyncio.all_tasks()) <= tasks

@@ -1,4 +1,4 @@
-"""A line to a gRPC server that is cut at one message, with a reset: before the message has passed, or right after it."""
+"""A proxy to a gRPC server that resets the connection at one message: before the message passes, or right after it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Self
 
+# RFC 9113: the client's preface (3.4); a frame's header has its length (3 bytes), type (1), flags (1) and stream (4) (4.1).
 _PREFACE = len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 _HEADER = 9
 _DATA = 0
@@ -14,7 +15,7 @@ _DATA = 0
 
 @dataclass(frozen=True)
 class Cut:
-    """Which message: the n-th of those to the server, or from it, counted from 1. If it `passes`, the other side has it."""
+    """The message to cut at: the n-th to or from the server, counted from 1. With `passes`, it is still delivered."""
 
     to_server: bool
     number: int
@@ -22,7 +23,7 @@ class Cut:
 
 
 class SeveredLine:
-    """Forwards connections to a port, and cuts the first one that comes to the message. `was_cut` tells whether one did."""
+    """Forward connections to a port, and cut the first one that reaches the message. `was_cut` is set then."""
 
     def __init__(self, port: int, cut: Cut) -> None:
         self.was_cut = False
@@ -45,7 +46,7 @@ class SeveredLine:
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """The address of the proxy."""
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
@@ -72,6 +73,7 @@ class SeveredLine:
             while True:
                 header = await source.readexactly(_HEADER)
                 frame = header + await source.readexactly(int.from_bytes(header[:3], "big"))
+                # A gRPC message of these tests fits into one DATA frame; empty ones only end a stream.
                 messages += header[3] == _DATA and len(frame) > _HEADER
                 severs = not self.was_cut and self._cut.to_server is to_server and messages == self._cut.number
                 if not severs or self._cut.passes:
@@ -80,7 +82,7 @@ class SeveredLine:
                 if severs:
                     self.was_cut = True
                     if self._cut.passes:
-                        await asyncio.sleep(0.005)  # so that the reset does not overtake it
+                        await asyncio.sleep(0.005)  # so that the reset does not overtake the message
                     for writer in both:
                         writer.transport.abort()
                     return

@@ -1,4 +1,4 @@
-"""Requests that are right, and the parts that tests change about them."""
+"""Valid requests, and the parts that tests change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELLO = '{"role":"user","content":"Please calculate 5 plus 3, then multiply by 2
 
 
 def settings(**changes: Any) -> Settings:
-    """Settings of a server for gRPC alone, on a port of its own."""
+    """Settings of a gRPC-only server on a free port."""
     fields: dict[str, Any] = {
         "host": "127.0.0.1",
         "http": False,
@@ -33,13 +33,13 @@ def json_message(text: str = HELLO) -> message_pb2.Message:
 
 
 def chat(role: str = "user", *parts: Any, **fields: Any) -> message_pb2.Message:
-    """A message in the typed form; parts that are texts become text parts."""
+    """A message in the typed form; string parts become text parts."""
     made = [message_pb2.ContentPart(text=part) if isinstance(part, str) else part for part in parts]
     return message_pb2.Message(chat=message_pb2.ChatMessage(role=role, parts=made, **fields))
 
 
 def spec(**changes: Any) -> spec_pb2.RolloutSpec:
-    """A spec that is taken; a change to None leaves the field unset."""
+    """A valid spec. A change to None leaves the field unset."""
     fields: dict[str, Any] = {
         "rollout_id": "r",
         "messages": [json_message()],
@@ -51,12 +51,12 @@ def spec(**changes: Any) -> spec_pb2.RolloutSpec:
 
 
 def start(request_id: str = "", **changes: Any) -> pb.StartRolloutRequest:
-    """A request for a rollout; changes are the spec's."""
+    """A start request; changes apply to the spec."""
     return pb.StartRolloutRequest(request_id=request_id, spec=spec(**changes))
 
 
 def target(url: str = NOWHERE, **fields: Any) -> spec_pb2.Target:
-    """An endpoint."""
+    """A target."""
     return spec_pb2.Target(url=url, **fields)
 
 
@@ -66,6 +66,6 @@ def metadata(**fields: Any) -> str:
 
 
 def seconds(value: float) -> Duration:
-    """A duration."""
+    """A Duration message."""
     whole = int(value // 1)
     return Duration(seconds=whole, nanos=round((value - whole) * 1e9))

@@ -1,4 +1,4 @@
-"""An agent that talks, a client of its server, and what the samples of its rollouts must be."""
+"""An agent without tools, a client of its server, and a comparison of its samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def noop() -> str:
 
 
 class Talk(Agent):
-    """Says something after each answer, for that many turns."""
+    """Append a user message after each completion, for this many turns."""
 
     name = "talk"
 
@@ -40,7 +40,7 @@ class Talk(Agent):
 
 @asynccontextmanager
 async def connected(agent: Agent) -> AsyncIterator[AsyncClient]:
-    """A client of a server of that agent, which asks again soon."""
+    """A client of a server with this agent; the server retries quickly."""
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False, "retry_base_seconds": 0.01}
     settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports)
     async with Server([agent], settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
@@ -52,7 +52,7 @@ def warned(outcome: outcome_pb2.Outcome) -> list[str]:
 
 
 def equal(sample: TrainingSample, theirs: TrainerSample) -> bool:
-    """Whether a sample is what the trainer accumulated, element by element."""
+    """Compare a sample with what the trainer accumulated, element by element. Returns whether the sample is verified."""
     assert sample.prompt_ids == list(theirs.prompt_ids)
     assert sample.response_ids == list(theirs.response_ids)
     assert sample.response_mask == list(theirs.response_mask)

@@ -1,4 +1,4 @@
-"""A TCP proxy that breaks connections: after so many bytes of the server's, or when a test says so."""
+"""A TCP proxy that breaks connections: after a number of bytes from the server, or when a test requests it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Self
 
-# More than what HTTP/2 says by itself, and less than any request for a rollout.
+# More bytes than HTTP/2 sends by itself, and fewer than any start request.
 _PING = 100
 
 
 class TcpProxy:
-    """Forwards connections to a port. Each lets through as many of the server's bytes as its budget says, then it is cut.
+    """Forward connections to a port. A connection with a budget is cut after that many bytes from the server.
 
     Args:
         port: of the server, on this machine.
-        budgets: of the first connections; those after them let everything through.
-        tls: spoken with clients.
+        budgets: bytes of the first connections; later ones are not limited.
+        tls: the context for clients.
     """
 
     def __init__(self, port: int, budgets: Iterable[int] = (), tls: ssl.SSLContext | None = None) -> None:
@@ -28,7 +28,7 @@ class TcpProxy:
         self._to = port
         self._budgets = deque(budgets)
         self._tls = tls
-        # Bytes of clients since an answer was to be lost; None: none is.
+        # Bytes from clients since `lose_an_answer`; None if no response is to be lost.
         self._asked: int | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -45,33 +45,33 @@ class TcpProxy:
 
     @property
     def address(self) -> str:
-        """Where clients connect."""
+        """The address of the proxy."""
         return f"127.0.0.1:{self.port}"
 
     def cut(self) -> None:
-        """Cuts all connections, on both sides; others may follow."""
+        """Cut all connections on both sides. New ones are still accepted."""
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
 
     def forward(self, port: int) -> None:
-        """Leads to another server, as after a restart."""
+        """Forward new connections to another server, as after a restart."""
         self._to = port
 
     async def down(self) -> None:
-        """Cuts, and refuses connections from then on."""
+        """Cut all connections and refuse new ones."""
         if self._server is not None:
             self._server.close()
             self._server = None
         self.cut()
 
     async def mend(self) -> None:
-        """Takes connections (again)."""
+        """Accept connections (again)."""
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def lose_an_answer(self) -> None:
-        """Passes on what is asked next, and breaks the connection on which it is answered instead of passing the answer on."""
+        """Forward the next request, and break its connection instead of forwarding the response."""
         self._asked = 0
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -106,6 +106,7 @@ class TcpProxy:
     ) -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(65536 if budget is None else budget):
+                # Bytes from the server may be pings or settings until a whole request has passed.
                 if self._asked is not None and self._asked > _PING:
                     self._asked = None
                     far_writer.transport.abort()

@@ -1,7 +1,7 @@
-"""Tokenizers to test with: each is read once in a process, for it takes the better part of a second and a hundred megabytes.
+"""Tokenizers for tests. Each is read once per process, because reading takes almost a second and 100 MB.
 
-The tokenizers of released models are too large for the repository. They are read from `../shared/tokenizers`, beside it; what needs
-one of them is skipped, and says so, where it is not there.
+The tokenizers of released models are too large for the repository. They are read from `../shared/tokenizers`, beside the
+clone. Tests that need one are skipped with that reason if it does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REAL_TOKENIZERS = Path(__file__).resolve().parents[3] / "shared" / "tokenizers"
 VECTORS = sorted((REAL_TOKENIZERS / "vectors").glob("*.jsonl")) or [
     REAL_TOKENIZERS / "vectors" / "qwen2.5-instruct.jsonl"
 ]
-"""Golden boundaries of real templates."""
+"""Golden turn boundaries of real templates."""
 
 FAMILIES = (
     "toy",
@@ -32,7 +32,7 @@ FAMILIES = (
     "mistral-small-3.2",
     "phi-3.5",
 )
-"""The toy tokenizer, and the real ones with the template that they are tested with."""
+"""The toy tokenizer, and the real ones, each with the template that is tested."""
 
 
 def needs_real(name: str) -> pytest.MarkDecorator:
@@ -41,7 +41,7 @@ def needs_real(name: str) -> pytest.MarkDecorator:
 
 
 def real_tokenizer(path: str) -> Path:
-    """A real tokenizer's directory, or a file that stands with them; skips the test where it is not there."""
+    """The directory of a real tokenizer, or a file next to them. Skips the test if it does not exist."""
     found = REAL_TOKENIZERS / path
     if not found.exists():
         pytest.skip(_missing(path))
@@ -53,14 +53,14 @@ def _missing(path: str) -> str:
 
 
 def directory(family: str) -> Path:
-    """The tokenizer of a family; `qwen3-instruct` is qwen3 with another template."""
+    """The directory of a family's tokenizer. `qwen3-instruct` is qwen3 with another template."""
     if family == "toy":
         return TOY_TOKENIZER
     return real_tokenizer("qwen3" if family == "qwen3-instruct" else family)
 
 
 def tokenizer_of(directory: Path, template: str | None = None) -> Any:
-    """A tokenizer with a chat template of its own, or that of the directory, over a vocabulary that is shared."""
+    """A tokenizer with its own chat template, or the directory's, over a shared vocabulary."""
     found = copy.copy(_read(directory))
     found.chat_template = template or found.chat_template
     return found

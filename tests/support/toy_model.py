@@ -1,4 +1,4 @@
-"""A model that says what a test has written down, in the toy tokenizer's ids."""
+"""A scripted model that generates ids of the toy tokenizer."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call
 
 
 def encode(text: str) -> list[int]:
-    """Its ids."""
+    """Encode a text without special tokens."""
     ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
     return ids
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Its text, special tokens included."""
+    """Decode ids, special tokens included."""
     text: str = TOKENIZER.decode(list(ids), skip_special_tokens=False)
     return text
 
 
 def by_turns(*texts: str) -> Callable[[str], str]:
-    """Says the n-th text in the n-th turn, the last one ever after."""
+    """Return the n-th text in the n-th turn; the last one repeats."""
     return lambda prompt: texts[min(prompt.count("<|im_start|>assistant"), len(texts)) - 1]
 
 
@@ -36,17 +36,17 @@ ADDS = by_turns("Let me add.\n" + CALL, "It is 8.")
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Waits for what is about to be."""
-    for _ in range(20_000):
+    """Poll until the condition holds."""
+    for _ in range(20_000):  # at least 20 s
         if holds():
             return
         await asyncio.sleep(0.001)
-    raise AssertionError("it never came to be")
+    raise AssertionError("the condition never held")
 
 
 @dataclass
 class ToyModel:
-    """Generates what `says` makes of the decoded prompt. Set `gate` to hold it back, `cut` to leave out end tokens."""
+    """Generate the text that `says` returns for the decoded prompt. Set `gate` to delay it, `cut` to omit end tokens."""
 
     says: Callable[[str], str] = ADDS
     gate: asyncio.Event | None = None
@@ -60,7 +60,7 @@ class ToyModel:
     most_at_once: int = 0
 
     async def __call__(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
-        """One answer, with a logprob for each token that follows from its place."""
+        """Generate one completion, with a logprob per token that depends only on its position."""
         self.prompts.append(list(prompt_ids))
         self.samplings.append(sampling)
         self.begun.set()

@@ -1,4 +1,4 @@
-"""The golden transcripts, read as the gateway's tests compare them."""
+"""The golden transcripts, in the form that the gateway's tests compare."""
 
 import json
 import re
@@ -10,7 +10,7 @@ TRANSCRIPTS = GOLDEN / "transcripts"
 
 
 def exchanges(scenario: str, dialect: str = "sync") -> list[dict[str, Any]]:
-    """Who asked whom what in a scenario, with the place holders filled in."""
+    """The requests and responses of a scenario, with placeholders filled in."""
     text = (
         (TRANSCRIPTS / dialect / f"{scenario}.json").read_text().replace("http://TRAINER", "http://trainer.test:9001")
     )
@@ -19,7 +19,7 @@ def exchanges(scenario: str, dialect: str = "sync") -> list[dict[str, Any]]:
 
 
 def client_exchange(scenario: str, dialect: str = "sync") -> dict[str, Any]:
-    """What the client asked and was answered first."""
+    """The client's first request, and its response."""
     return next(each for each in exchanges(scenario, dialect) if each["to"] == "server")
 
 
@@ -28,7 +28,7 @@ def scenarios(prefix: str, dialect: str = "sync") -> list[str]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Null and absent are the same when transcripts are compared."""
+    """Drop nulls: null and absent count as equal when transcripts are compared."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):

@@ -1,6 +1,6 @@
-"""The chat templates that the `trl` wheel carries, with the toy tokenizer's vocabulary.
+"""The chat templates of the `trl` wheel, with the toy tokenizer's vocabulary.
 
-`make` installs the wheel, without what it depends on, in an environment of its own; the templates are read from there.
+`make` installs the wheel, without its dependencies, in a separate environment; the templates are read from there.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ ENVIRONMENT: Final = Path(__file__).resolve().parents[2] / ".venv-trl"
 _CONTROL: Final = re.compile(
     r"<[|｜][^\s<>{}'\"]+?>|<[a-z_]+\|>|<(?:start|end)_of_[a-z_]+>|\[/?[A-Z_]{3,}\]|</?s>|<(?:bos|eos)>"
 )
-"""What a template writes as a control token. Tags such as `<think>` are words of the toy vocabulary already, or plain text."""
+"""Control tokens in a template. Tags such as `<think>` are excluded: they are in the toy vocabulary already, or plain text."""
 
 _INSIDE: Final = re.compile("tool.call|RESPONSE")
-"""Control tokens inside answers. No answer ends with one, so they are not special: the judge takes special tokens for ends."""
+"""Control tokens inside completions. No completion ends with one, so they are not special: the judge takes special tokens for
+ends.
+"""
 
 
 def trl_templates() -> list[Any]:
-    """One parameter for each template; one that is skipped where the environment is not made."""
+    """One parameter per template; a single skipped one if the environment does not exist."""
     found = sorted(ENVIRONMENT.glob("lib/python*/site-packages/trl/chat_templates/*.jinja"))
     missing = pytest.mark.skip(reason="no .venv-trl: `make .venv-trl/.ready` makes it")
     return [pytest.param(path, id=path.stem) for path in found] or [pytest.param(None, id="trl", marks=missing)]
 
 
 def trl_tokenizer(path: Path) -> Any:
-    """The toy tokenizer with the template, and with the control tokens that it writes."""
+    """The toy tokenizer with the template, and with the control tokens that the template writes."""
     template = path.read_text(encoding="utf-8")
     tokenizer = _with_control_tokens(tuple(sorted(set(_CONTROL.findall(template)))))
     made = copy.copy(tokenizer)

@@ -1,4 +1,4 @@
-"""The whole service with a strict trainer at its side, in the test's own event loop."""
+"""The whole service with a strict trainer, in the test's own event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Open = Callable[..., Any]
 async def open_world(
     stack: AsyncExitStack, *, agents: Sequence[Agent] = (), model: Model | None = None, **settings: Any
 ) -> Service:
-    """Starts a world that ends with the stack."""
+    """Start a service that stops with the stack."""
     chosen = Settings(
         _env_file=None,
         host="127.0.0.1",
@@ -52,7 +52,7 @@ async def open_world(
 
 @pytest.fixture
 async def open_here() -> AsyncIterator[Open]:
-    """`await open_here(agents=..., model=..., **settings)`: a world that ends with the test."""
+    """`await open_here(agents=..., model=..., **settings)`: a service that stops after the test."""
     async with AsyncExitStack() as stack:
 
         async def opened(**options: Any) -> Service:
@@ -63,6 +63,6 @@ async def open_here() -> AsyncIterator[Open]:
 
 @pytest.fixture
 async def world(open_here: Open) -> Service:
-    """A world with default settings."""
+    """A service with default settings."""
     opened: Service = await open_here()
     return opened

@@ -1,4 +1,4 @@
-"""Who asks again with the same id: attaches while the rollout runs, fetches what nobody received, else starts anew."""
+"""A repeated request with the same id attaches to a running rollout, fetches an unreceived outcome, or starts a new rollout."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ Asking = asyncio.Task[httpx.Response]
 
 
 class Gated:
-    """A world whose trainer waits for the test, and rollout `r1` in it."""
+    """A service whose trainer waits for the test, with the rollout `r1`."""
 
     def __init__(self, world: Service, gate: GatedModel) -> None:
         self.world = world
         self.gate = gate
 
     def ask(self, **changes: Any) -> Asking:
-        """Asks for the rollout."""
+        """Request the rollout."""
         asked = body("r1", self.world.trainer.url, changes=changes)
         return asyncio.create_task(self.world.http.post("/rollout", json=asked))
 
     async def ask_and_hang_up(self) -> None:
-        """Asks, and hangs up while the trainer thinks. Ends when the server has noticed."""
+        """Request the rollout and disconnect during the completion. Returns when the server has noticed."""
         asking = self.ask()
         await self.gate.asked()
         await self.hang_up(asking)
         await self.attached(0)
 
     async def hang_up(self, asking: Asking) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         asking.cancel()
         await asyncio.wait([asking])
 
     async def attached(self, count: int) -> None:
-        """Waits until so many listen. No call tells how many do, so this looks behind the scenes."""
+        """Wait until this many clients are attached. No rpc reports the number, so this reads the server's internals."""
         (rollout,) = self.world.server._registry._index.rollouts()
         while rollout._attached != count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     async def rollouts(self) -> list[pb.Rollout]:
-        """All there ever were, the first one first."""
+        """All rollouts, the oldest first."""
         async with rpc(self.world.server.grpc_port) as stub:
             found = await stub.ListRollouts(pb.ListRolloutsRequest())
         return list(reversed(found.rollouts))
 
     async def finished(self) -> pb.Rollout:
-        """Waits for the end of the only rollout, without attaching to it."""
+        """Wait for the end of the only rollout, without attaching to it."""
         while True:
             (rollout,) = await self.rollouts()
             if rollout.state == pb.ROLLOUT_STATE_FINISHED:
@@ -64,7 +64,7 @@ class Gated:
 
 @pytest.fixture
 def grace() -> float:
-    """Seconds, where a test does not say others."""
+    """The default grace time in seconds."""
     return 60.0
 
 
@@ -168,7 +168,7 @@ async def test_who_does_not_come_back_in_time_finds_it_cancelled(gated: Gated) -
     gated.gate.open()
     anew = await gated.ask()
     assert uid(anew) != rollout.uid
-    # The trainer may refuse it: it has counted the turn whose answer nobody took.
+    # The trainer may refuse it: it has already counted the turn whose completion was not received.
     assert gated.world.trainer.requests[-1].headers["idempotency-key"].startswith(uid(anew))
 
 

@@ -1,4 +1,4 @@
-"""What cannot be run is said in a status and a body that help, nobody is called, and the server goes on."""
+"""Requests that cannot be run are refused with a helpful status and body; no trainer is called, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECRET = "sk-live-0123456789"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
-    """One world for all of these, with a tokenizer that lacks its template."""
+    """One service for all tests of the module, with a tokenizer that lacks its template."""
     bare = tmp_path_factory.mktemp("tokenizers") / "bare"
     shutil.copytree(TOY_TOKENIZER, bare, ignore=shutil.ignore_patterns("*.py", "*.jinja", "__pycache__"))
     async with AsyncExitStack() as stack:
@@ -44,7 +44,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def world(shared: Service) -> AsyncIterator[Service]:
-    """The shared world. Afterwards nobody was called for a bad request, nothing runs, and the server goes on."""
+    """The shared service. After each test it asserts that no trainer was called, nothing runs, and the server works."""
     before = len(shared.trainer.requests)
     yield shared
     assert len(shared.trainer.requests) == before
@@ -143,7 +143,7 @@ async def pieces(count: int) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit(world: Service, chunked: bool) -> None:
-    """aiohttp reads while it writes, so it hears of the refusal in any case."""
+    """aiohttp reads while it writes, so it receives the refusal in any case."""
     content: Any = pieces(256) if chunked else b" " * 2**24
     headers = {"content-type": "application/json"}
     async with (
@@ -197,7 +197,7 @@ FAILING: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 async def test_what_turns_out_not_to_run(
     world: Service, changes: dict[str, Any], category: str, named: list[str]
 ) -> None:
-    """These were accepted, so they end as rollouts do: 200, with what a person can act on."""
+    """These requests were accepted, so the response is 200 with an error that a person can act on."""
     answer = await world.http.post("/rollout", json=body("bad", world.trainer.url, changes=changes))
     assert answer.status_code == 200
     said = answer.json()

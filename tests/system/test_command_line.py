@@ -1,4 +1,4 @@
-"""`rollout`, as it is typed."""
+"""The command `rollout`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def invoke(tmp_path: Path) -> Iterator[Invoke]:
-    """`invoke(*arguments, **environment)`: a command that does not serve, in this process, in an empty directory."""
+    """`invoke(*arguments, **environment)`: run a command that does not serve, in this process, in an empty directory."""
     runner, path, clean = CliRunner(), list(sys.path), environment()
 
     def invoked(*arguments: str, **env: str) -> Result:
@@ -39,7 +39,7 @@ def invoke(tmp_path: Path) -> Iterator[Invoke]:
 
 
 def told_without_a_traceback(result: Result) -> str:
-    """What a command that failed says on standard error."""
+    """The standard error of a failed command, which must have no traceback."""
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code in (1, 2)
     assert "Traceback" not in result.stderr
@@ -75,7 +75,7 @@ def test_config_takes_the_names_of_the_references(invoke: Invoke, names: dict[st
 
 
 async def test_config_reads_dotenv_and_the_environment_wins(tmp_path: Path) -> None:
-    """A process of its own, as it is typed."""
+    """Run in a separate process."""
     dotenv = "ROLLOUT_MAX_RUNNING=5\nROLLOUT_TOKENIZERS=a=/x,b=toy\nROLLOUT_MAX_QUEUED=6\nSOMETHING_ELSE=1\n"
     (tmp_path / ".env").write_text(dotenv)
     told = await command("config", "--json", cwd=tmp_path, env=environment(ROLLOUT_MAX_QUEUED="7"))
@@ -151,12 +151,15 @@ def test_help_lists_the_commands(invoke: Invoke) -> None:
 
 async def test_demo_ends_well_and_says_so_also_behind_a_proxy(tmp_path: Path) -> None:
     nobody = "http://127.0.0.1:9"
-    told = await command("demo", cwd=tmp_path, env=environment(http_proxy=nobody, HTTP_PROXY=nobody))
+    told = await command(
+        "demo", "--svg", "tokens.svg", cwd=tmp_path, env=environment(http_proxy=nobody, HTTP_PROXY=nobody)
+    )
     assert told.code == 0, told.err
     assert told.out.count("accepted 3 masks") == 2
     assert "accepted 3 turns and the outcome" in told.out
-    assert told.out.count("its record equals the server's, token for token") == 2
-    assert "every token agrees" in told.out
+    assert told.out.count("its sample equals the server's, token for token") == 2
+    assert "all tokens match" in told.out
+    assert (tmp_path / "tokens.svg").read_text().startswith("<svg ")
     assert "Traceback" not in told.err
 
 
@@ -191,18 +194,18 @@ NEEDED = 'pip install "rollout-server[server]" (in a clone of it: pip install ".
 
 
 def only(folder: Path, distributions: Iterable[str]) -> dict[str, str]:
-    """Installs these distributions, of those beside this test, in a folder; the environment of a Python that finds no others."""
+    """Link these installed distributions into a folder; return the environment of a Python that finds no others."""
     for distribution in map(metadata.distribution, distributions):
         for top in {file.parts[0] for file in distribution.files or () if not file.parts[0].startswith(("..", "__"))}:
             link = folder / top
-            if not link.exists():  # two share `google`
+            if not link.exists():  # two of them share `google`
                 link.symlink_to(str(distribution.locate_file(top)))
     ours = [str(ROOT / name) for name in ("generated", "server", "gateway")]
     return environment(PYTHONPATH=os.pathsep.join([str(folder), *ours]))
 
 
 async def python(env: dict[str, str], *arguments: str) -> tuple[int | None, str]:
-    """Runs Python without its own packages (-S); its exit code and what it says on standard error."""
+    """Run Python without its own packages (-S); return its exit code and standard error."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-S", *arguments, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )
@@ -215,16 +218,16 @@ async def test_where_only_the_client_is_installed_the_command_says_what_it_needs
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     code, said = await python(only(tmp_path, BASE), "-m", "rollout_server.cli", *arguments)
-    assert (code, said) == (1, f"rollout: typer is not installed; the command needs {NEEDED}\n")
+    assert (code, said) == (1, f"rollout: the module typer is not installed; run: {NEEDED}\n")
 
 
 async def test_so_it_does_where_a_part_of_it_comes_with_something_else(tmp_path: Path) -> None:
-    """Typer and others stand beside many trainers."""
+    """Typer and others are often installed with a trainer."""
     others = ("typer", "click", "rich", "shellingham", "pygments", "annotated-doc", "markdown-it-py", "mdurl")
     code, said = await python(only(tmp_path, (*BASE, *others)), "-m", "rollout_server.cli", "config")
     assert code == 1
     assert said.startswith("rollout: ")
-    assert said.endswith(f" is not installed; the command needs {NEEDED}\n")
+    assert said.endswith(f" is not installed; run: {NEEDED}\n")
     assert said.count("\n") == 1
 
 

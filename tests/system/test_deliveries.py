@@ -1,5 +1,8 @@
-"""Hundreds of rollouts of the asynchronous dialect at once: each trainer hears exactly one outcome, however it takes it, and
-the record holds the tokens that the trainer holds, as far as it told of them."""
+"""Hundreds of rollouts of the asynchronous HTTP API at once.
+
+Each trainer receives exactly one outcome, whatever its responses are, and the server's record holds the tokens that the
+trainer reported.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ RECEPTIONS: Mapping[str, Sequence[Fault]] = {
     "reset twice": (Fault(kind=FaultKind.RESET), Fault(kind=FaultKind.RESET)),
     "truncated": (Fault.truncated(),),
 }
-"""Faults of the receiver that end in an acknowledgement: a 204 is one itself, all others are followed by a 200."""
+"""Faults of the receiver that end in an acknowledgement: 204 is one itself; all others are followed by a 200."""
 
 
 @dataclass(frozen=True)
 class Yard:
-    """A server, a strict trainer of the asynchronous dialect, and clients without a limit for the server."""
+    """A server, a strict trainer of the asynchronous HTTP API, and clients without a connection limit."""
 
     server: Server
     trainer: StrictTrainer
@@ -52,7 +55,7 @@ class Yard:
     stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub
 
     async def start(self, rollout_id: str, sum_: Sum) -> None:
-        """Asks for a rollout over HTTP."""
+        """Start a rollout over HTTP."""
         asked = {
             "rollout_id": rollout_id,
             "server_url": self.trainer.url,
@@ -66,12 +69,12 @@ class Yard:
         assert [tool["function"]["name"] for tool in said["tools"]] == ["add", "subtract", "multiply", "divide"]
 
     async def start_all(self, rollout_ids: Iterable[str]) -> None:
-        """Asks for all of them at once, each with numbers of its own."""
+        """Start all of them at once, each with its own numbers."""
         numbered = enumerate(rollout_ids)
         await asyncio.gather(*(self.start(rollout_id, Sum(number)) for number, rollout_id in numbered))
 
     async def listed(self, view: Any = pb.ROLLOUT_VIEW_BASIC, **selection: Any) -> list[Any]:
-        """All rollouts that are selected, page by page."""
+        """All selected rollouts, page by page."""
         found, token = list[Any](), ""
         chosen = pb.Selection(**(selection or {"all": True}))
         while True:
@@ -83,13 +86,13 @@ class Yard:
                 return found
 
     async def settled(self) -> dict[str, Any]:
-        """Waits until no outcome is on its way any more; the rollouts by id, with their samples."""
+        """Wait until all deliveries are settled; return the rollouts by id, with samples."""
         while any(rollout.delivery.state in PENDING for rollout in await self.listed()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         return {rollout.spec.rollout_id: rollout for rollout in await self.listed(pb.ROLLOUT_VIEW_FULL)}
 
     def verdict(self, rollout_id: str) -> Verdict:
-        """What the trainer found about a rollout that it knows."""
+        """The trainer's verdict on a rollout."""
         found = self.trainer.verdict(rollout_id)
         assert found is not None
         return found
@@ -97,7 +100,7 @@ class Yard:
 
 @asynccontextmanager
 async def yard(scripts: Mapping[str, Script], **settings: Any) -> AsyncIterator[Yard]:
-    """Serves until the block ends. Waits between attempts are short."""
+    """Serve until the block ends. Pauses between attempts are short."""
     chosen = {
         "host": "127.0.0.1",
         "http_port": 0,
@@ -124,7 +127,7 @@ def received(*faults: Fault, repeat_last: bool = False) -> Script:
 
 
 def check_outcome(here: Yard, rollout_id: str, number: int, deliveries: int) -> None:
-    """The trainer heard one outcome, so often, and it is the right one."""
+    """Assert that the trainer received one correct outcome, this many times."""
     verdict, sum_ = here.verdict(rollout_id), Sum(number)
     assert verdict.refusals == ()
     assert (verdict.accepted, len(verdict.turns), verdict.siblings, verdict.earlier) == (True, 3, 0, ())
@@ -138,7 +141,7 @@ def check_outcome(here: Yard, rollout_id: str, number: int, deliveries: int) -> 
 
 
 def check_sample(ours: token_pb2.Sample, theirs: TrainerSample) -> None:
-    """Element by element."""
+    """Compare samples element by element."""
     assert tuple(ours.prompt_ids) == theirs.prompt_ids
     assert tuple(ours.response_ids) == theirs.response_ids
     assert tuple(ours.response_mask) == theirs.response_mask
@@ -174,7 +177,7 @@ async def test_a_trainer_that_is_down_for_a_while_hears_of_all_afterwards() -> N
     async with yard(dict.fromkeys(rollout_ids, silence)) as here:
         await here.start_all(rollout_ids)
         await asyncio.gather(*(here.trainer.delivered(rollout_id) for rollout_id in rollout_ids))
-        async with here.trainer.down():  # the connections of all first deliveries end with it
+        async with here.trainer.down():  # this breaks the connections of all first deliveries
             while any(rollout.delivery.attempts < 4 for rollout in await here.listed()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             assert {rollout.delivery.state for rollout in await here.listed()} == {pb.DELIVERY_STATE_PENDING}
@@ -224,11 +227,11 @@ GAPS: Mapping[str, Extensions] = {
     "nothing but usage": Extensions(omit=IDS, usage=True),
     "nothing": Extensions(omit=IDS),
 }
-"""What a trainer leaves out of its answers."""
+"""Fields that a trainer omits from its responses."""
 
 
 def told_turns(extensions: Extensions) -> list[int]:
-    """The turns of three whose tokens the trainer told of."""
+    """The turns, of three, whose tokens the trainer reported."""
     unknown = set() if extensions.omit <= {"logprobs"} else extensions.turns or {1, 2, 3}
     return [turn for turn in (1, 2, 3) if turn not in unknown]
 
@@ -236,7 +239,7 @@ def told_turns(extensions: Extensions) -> list[int]:
 def known_samples(
     verdict: Verdict, told: Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Prompt, response and mask of each stretch of turns without a gap, cut out of what the trainer holds."""
+    """Prompt, response and mask of each run of turns without a gap, cut out of the trainer's record."""
     whole = verdict.sample.prompt_ids + verdict.sample.response_ids
     mask = (0,) * len(verdict.sample.prompt_ids) + verdict.sample.response_mask
     samples = []
@@ -247,7 +250,7 @@ def known_samples(
 
 
 def stretches(turns: Sequence[JudgedTurn], told: Sequence[int]) -> list[tuple[JudgedTurn, JudgedTurn]]:
-    """First and last turn of each run of turns that were told of."""
+    """First and last turn of each run of reported turns."""
     runs: list[list[JudgedTurn]] = []
     for turn in turns:
         if turn.number in told:
@@ -272,12 +275,12 @@ async def test_the_record_holds_what_the_trainer_told_and_names_what_it_did_not(
 
 
 def check_record(rollout: Any, verdict: Verdict, told: Sequence[int]) -> None:
-    """Samples are the trainer's, a gap opens a segment that says so, and each gap is warned of."""
+    """Assert that samples equal the trainer's, that a gap opens a segment of that kind, and that each gap has a warning."""
     outcome = rollout.outcome
     samples = [(tuple(s.prompt_ids), tuple(s.response_ids), tuple(s.response_mask)) for s in outcome.samples]
     assert samples == known_samples(verdict, told), rollout.spec.rollout_id
     kinds = [segment.origin.kind for segment in outcome.segments]
-    # What came before the first turn that was told of is in its prompt, so a later start alone is no gap between segments.
+    # Everything before the first reported turn is in its prompt, so a late first report opens no gap segment.
     assert kinds == [token_pb2.SEGMENT_KIND_MAIN, token_pb2.SEGMENT_KIND_GAP][: len(samples)]
     unknown = [warning.turn for warning in outcome.warnings if warning.code == "tokens_unknown"]
     assert unknown == warned_turns(told)
@@ -287,6 +290,6 @@ def check_record(rollout: Any, verdict: Verdict, told: Sequence[int]) -> None:
 
 
 def warned_turns(told: Sequence[int]) -> list[int]:
-    """The turns at which a gap is told of: where it begins, or after it where nothing was known before."""
+    """The turns with a gap warning: where the gap begins, or after it if no turn was known before."""
     after = [told[0]] if told and told[0] > 1 else []
     return after + [turn for turn in (2, 3) if turn not in told and turn - 1 in told]

@@ -1,4 +1,4 @@
-"""The log of a real server at its most talkative: ids, turns and categories; no contents, no tokens, no keys."""
+"""The most verbose log of a real server contains ids, turns and categories, but no contents, tokens or keys."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Fragile(Agent):
 
 @dataclass(frozen=True)
 class Logged:
-    """What a server wrote, and the rollouts it ran by their ids."""
+    """A server's log, and its rollouts by id."""
 
     text: str
     answers: Mapping[str, Mapping[str, Any]]
@@ -65,7 +65,7 @@ class Logged:
 
 
 def broken(text: str) -> tuple[Any, ...]:
-    """Ways in which a trainer fails, most of them with words."""
+    """Ways in which a trainer fails, most of them with a text."""
     message = {"role": "assistant", "content": text, "tool_calls": [{"id": text, "function": text}]}
     return (
         Fault.error(401, f"{text}: {SECRET} is no key of ours"),
@@ -106,13 +106,13 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 async def came(trainer: StrictTrainer, rollout_id: str) -> None:
-    """Waits for the rollout's first question."""
+    """Wait for the rollout's first completion request."""
     while all(request.body["rollout_id"] != rollout_id for request in trainer.requests):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
 async def play(server: Serving, trainer: StrictTrainer, client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
-    """Runs rollouts of every kind over HTTP, and one over gRPC."""
+    """Run rollouts of every kind over HTTP, and one over gRPC."""
 
     def asked(rollout_id: str) -> dict[str, Any]:
         changes = {"callback_api_key": SECRET, **CHANGES.get(rollout_id, {})}
@@ -152,7 +152,7 @@ async def talkative(directory: Path, hub: str) -> AsyncIterator[tuple[Serving, S
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def logged(tmp_path_factory: pytest.TempPathFactory) -> Logged:
-    """The log of one server, from its start to its end."""
+    """The complete log of one server."""
     async with raw_trainer(answer(b"", 404)) as hub:
         async with talkative(tmp_path_factory.mktemp("talkative"), hub.url) as (server, trainer, client):
             answers = await play(server, trainer, client)
@@ -228,7 +228,7 @@ logging.getLogger("x").info("rollout finished", extra={"rollout_uid": "u1", "rol
 
 
 async def say(rollout_id: str) -> str:
-    """How a line about a rollout looks as text."""
+    """The text format of a log line about a rollout."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SAY, rollout_id, stderr=asyncio.subprocess.PIPE
     )

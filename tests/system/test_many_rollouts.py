@@ -1,4 +1,4 @@
-"""Hundreds of rollouts at once: no token, number or tool result of one shows up in another."""
+"""Hundreds of rollouts at once: no token, number or tool result of one appears in another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MANY = 200
 
 @dataclass(frozen=True)
 class Sum:
-    """A question with numbers of its own, all of seven digits and more, so that a stray one is told from a chance."""
+    """A question with unique numbers of at least seven digits, so that a stray one is no coincidence."""
 
     number: int
 
@@ -51,7 +51,7 @@ class Sum:
         return f"Please calculate {self.a} plus {self.b}, and then multiply the result by {2 + self.number % 7}."
 
     def owns_all(self, text: str) -> bool:
-        """No large number in the text is another rollout's."""
+        """Whether all large numbers in the text belong to this rollout."""
         return set(re.findall(r"\d{7,}", text)) <= {str(self.a), str(self.b), *self.results}
 
 
@@ -61,7 +61,7 @@ GRPC = {f"grpc {number}": Sum(MANY + number) for number in range(MANY)}
 
 @asynccontextmanager
 async def clients(world: Service) -> AsyncIterator[aiohttp.ClientSession]:
-    """HTTP clients for all rollouts at once. httpx gets slow with the square of its connections."""
+    """An aiohttp client for all rollouts at once, because httpx slows down with the square of its connections."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(str(world.http.base_url), connector=connector) as http:
         yield http
@@ -95,7 +95,7 @@ async def over_grpc(
 
 
 def assert_same(samples: Sequence[Sample], judged: verdict.Verdict | None) -> None:
-    """The server's record is the trainer's, element by element."""
+    """Assert that the server's record equals the trainer's, element by element."""
     assert judged is not None
     assert judged.accepted
     assert (len(judged.turns), judged.faults, judged.earlier) == (3, (), ())
@@ -108,7 +108,7 @@ def assert_same(samples: Sequence[Sample], judged: verdict.Verdict | None) -> No
 
 
 async def listed(stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub, rollout_ids: Sequence[str]) -> list[Any]:
-    """All rollouts under these ids, page by page."""
+    """All rollouts with these ids, page by page."""
     found, token = list[Any](), ""
     while True:
         selection = pb.Selection(rollout_ids=rollout_ids)
@@ -136,7 +136,7 @@ async def test_200_over_http_and_200_over_grpc_at_once(open_here: Open) -> None:
 
 
 def assert_requests_kept_apart(world: Service) -> None:
-    """The trainer saw each rollout's turns once, in order, under keys of their own, with no stray number."""
+    """Assert that the trainer received each rollout's turns once, in order, under separate keys, without stray numbers."""
     keys = defaultdict[str, list[str]](list)
     for request in world.trainer.requests:
         rollout_id = request.body["rollout_id"]
@@ -151,7 +151,7 @@ def assert_requests_kept_apart(world: Service) -> None:
 
 
 async def test_few_places_and_many_rollouts(open_here: Open) -> None:
-    """Rollouts that wait for a place are all played in the end, each once."""
+    """Rollouts that wait for a slot are all run, each once."""
     world: Service = await open_here(max_running=3)
     few = dict(list(HTTP.items())[:30])
     async with clients(world) as http:
@@ -161,7 +161,7 @@ async def test_few_places_and_many_rollouts(open_here: Open) -> None:
 
 
 class Backwards(Agent):
-    """Its calls of one turn end in the opposite of their order."""
+    """An agent whose tool calls of a turn end in reverse order."""
 
     name = "backwards"
 
@@ -170,7 +170,7 @@ class Backwards(Agent):
         self.tools = (tool(self.place),)
 
     async def place(self, number: int) -> str:
-        """Ends after the call of the next number"""
+        """End after the call of the next number."""
         if number + 1 < len(self._ended):
             await self._ended[number + 1].wait()
         self._ended[number].set()

@@ -1,4 +1,4 @@
-"""Tokenizers that the settings name are loaded before a server is ready."""
+"""Tokenizers named in the settings are loaded before a server is ready."""
 
 from __future__ import annotations
 

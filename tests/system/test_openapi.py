@@ -1,4 +1,4 @@
-"""The description of the HTTP interface: served, complete, and its example runs as it stands."""
+"""The OpenAPI description is served and complete, and its example runs unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.system.conftest import Open, Service
 
 @pytest.fixture
 async def world(open_here: Open) -> Service:
-    """A server that knows the tokenizer of the example under its name."""
+    """A server with the example's tokenizer under its name."""
     opened: Service = await open_here(tokenizers={"Qwen/Qwen3-8B": "toy"})
     return opened
 
@@ -33,7 +33,7 @@ async def test_the_page_loads_nothing_from_elsewhere(world: Service) -> None:
     links = [one or other for one, other in LINK.findall(page.text)]
     kinds = {}
     for link in links:
-        # As a browser resolves it, also where a proxy serves the gateway under a prefix.
+        # Links must work as a browser resolves them, also if a proxy serves the gateway under a path prefix.
         assert urljoin("http://proxy/prefix/docs", link).startswith("http://proxy/prefix/")
         answer = await world.http.get(urljoin(str(page.url), link))
         assert answer.status_code == 200
@@ -86,7 +86,7 @@ async def test_every_reference_leads_somewhere(world: Service) -> None:
 
 
 def references(value: Any) -> Iterator[str]:
-    """All `$ref` within."""
+    """All `$ref` values inside."""
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]

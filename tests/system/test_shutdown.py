@@ -1,4 +1,4 @@
-"""Signals to a real server: the first lets rollouts finish and takes no new ones, the second ends them."""
+"""Signals to a real server: the first one drains it, the second one ends its rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 @dataclass
 class Running:
-    """A server with one rollout under way over HTTP and one over gRPC, and the stream of its health."""
+    """A server with one running rollout over HTTP and one over gRPC, and its health stream."""
 
     server: Serving
     trainer: StrictTrainer
@@ -41,7 +41,7 @@ class Running:
     health: AsyncIterator[Any]
 
     async def says(self, status: int) -> None:
-        """What the server next says of its own health is this."""
+        """Assert that the next health status is this one."""
         assert (await anext(self.health)).status == status
 
 
@@ -63,7 +63,7 @@ async def running(cwd: Path) -> AsyncIterator[Running]:
         over_http = asyncio.create_task(client.post("/rollout", json=body("over-http", trainer.url)))
         await gate.asked()
         over_grpc = asyncio.create_task(outcome_over_grpc())
-        while len(trainer.requests) < 2:  # noqa: ASYNC110 - its question waits behind the other, which stands before the gate
+        while len(trainer.requests) < 2:  # noqa: ASYNC110 - its completion request waits behind the one at the gate
             await asyncio.sleep(0.01)
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         try:
@@ -74,7 +74,7 @@ async def running(cwd: Path) -> AsyncIterator[Running]:
 
 
 async def refused(server: Serving, trainer: StrictTrainer) -> None:
-    """The server takes nothing new, and says when to come back."""
+    """Assert that the server refuses new rollouts, with a retry delay."""
     async with rpc(server.grpc_port) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.StartRollout(start_request("late", trainer.url))
@@ -131,7 +131,7 @@ async def test_the_second_signal_ends_them(tmp_path: Path) -> None:
 
 
 def taken() -> socket.socket:
-    """A listener that would share its port with whoever is willing to."""
+    """A listener that allows others to share its port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind(("127.0.0.1", 0))

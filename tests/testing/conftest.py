@@ -1,4 +1,4 @@
-"""A caller for the strict trainer: the server's side of the synchronous dialect, as small as it can be said."""
+"""A caller for the strict trainer: a minimal server side of the synchronous HTTP API."""
 
 import asyncio
 import json
@@ -48,15 +48,15 @@ def run_tool(call: dict[str, Any]) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that the trainer tells nobody about."""
+    """Poll for a state that the trainer does not report."""
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
+        while not condition():  # noqa: ASYNC110 - no event reports it
             await asyncio.sleep(0.01)
 
 
 @dataclass
 class Caller:
-    """Calls a trainer turn by turn; the mask's length is the difference of its own renderings, as the protocol has it."""
+    """Call a trainer turn by turn. The mask's length is the growth of the caller's own renderings, as the protocol requires."""
 
     client: httpx.AsyncClient
     tokenizer: Any
@@ -78,12 +78,12 @@ class Caller:
         return [0] * (self.rendered() - self._last - len(self.answers[-1]["token_ids"])) or None
 
     async def post(self, **changes: Any) -> httpx.Response:
-        """The right call, or with `changes` a wrong one; nothing is taken over from the answer."""
+        """Send the correct request, or an incorrect one with `changes`. The response is not added to the history."""
         body = {"model": "default", "rollout_id": self.rollout_id, "messages": self.messages, "logprobs": True}
         return await self.client.post("/v1/chat/completions", json=body | {"response_mask": self.mask()} | changes)
 
     async def turn(self, **changes: Any) -> dict[str, Any]:
-        """One accepted turn; the answer's tools have run afterwards."""
+        """Run one accepted turn and its tools."""
         response = await self.post(**changes)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
@@ -95,7 +95,7 @@ class Caller:
         return answer
 
     async def play(self, turns: int = 20) -> None:
-        """Turns until an answer calls no tools, or `turns` are done."""
+        """Run turns until a completion calls no tools, or `turns` are done."""
         for _ in range(turns):
             answer = await self.turn()
             if not answer["choices"][0]["message"].get("tool_calls"):
@@ -109,7 +109,7 @@ def toy() -> Any:
 
 @pytest.fixture
 async def client() -> AsyncIterator[Callable[[StrictTrainer], httpx.AsyncClient]]:
-    """`client(trainer)`: one client for each trainer."""
+    """`client(trainer)`: one client per trainer."""
     opened: dict[str, httpx.AsyncClient] = {}
 
     def connect(trainer: StrictTrainer) -> httpx.AsyncClient:
@@ -125,7 +125,7 @@ async def client() -> AsyncIterator[Callable[[StrictTrainer], httpx.AsyncClient]
 
 @pytest.fixture
 def caller(client: Callable[[StrictTrainer], httpx.AsyncClient], toy: Any) -> Callable[..., Caller]:
-    """`caller(trainer, rollout_id=..., messages=..., tools=...)`."""
+    """A factory: `caller(trainer, rollout_id=..., messages=..., tools=...)`."""
 
     def make(trainer: StrictTrainer, **options: Any) -> Caller:
         return Caller(client(trainer), options.pop("tokenizer", toy), **options)
@@ -135,7 +135,7 @@ def caller(client: Callable[[StrictTrainer], httpx.AsyncClient], toy: Any) -> Ca
 
 @dataclass
 class KeyedCaller:
-    """The server's side of the asynchronous dialect: no masks, a key for each turn, and an outcome at the end."""
+    """The server side of the asynchronous HTTP API: no masks, a key per turn, and an outcome at the end."""
 
     client: httpx.AsyncClient
     rollout_id: str = "r"
@@ -148,13 +148,13 @@ class KeyedCaller:
         return f"{quote(self.rollout_id)}/0/{len(self.answers) + 1}"
 
     async def post(self, key: str | None = None, headers: Any = None, **changes: Any) -> httpx.Response:
-        """The right call, or with `changes` a wrong one; nothing is taken over from the answer."""
+        """Send the correct request, or an incorrect one with `changes`. The response is not added to the history."""
         body = {"model": "default", "rollout_id": self.rollout_id, "messages": self.messages, "max_tokens": 512}
         sent = {"idempotency-key": self.key if key is None else key, **(headers or {})}
         return await self.client.post("/v1/chat/completions", json=body | changes, headers=sent)
 
     def take(self, response: httpx.Response) -> dict[str, Any]:
-        """Takes an answer over; its tools have run afterwards."""
+        """Add a response to the history and run its tools."""
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
         self.answers.append(answer)
@@ -169,12 +169,12 @@ class KeyedCaller:
         return self.take(await self.post())
 
     async def play(self) -> None:
-        """Turns until an answer calls no tools."""
+        """Run turns until a completion calls no tools."""
         while (await self.turn())["choices"][0]["message"].get("tool_calls"):
             pass
 
     def outcome(self, **changes: Any) -> dict[str, Any]:
-        """The right outcome, or with `changes` a wrong one."""
+        """The correct outcome, or an incorrect one with `changes`."""
         prompts = [self._count(answer, "prompt_token_ids", "prompt_tokens") for answer in self.answers]
         generated = [self._count(answer, "token_ids", "completion_tokens") for answer in self.answers]
         metrics = {
@@ -195,12 +195,12 @@ class KeyedCaller:
         } | changes
 
     def failure(self, **changes: Any) -> dict[str, Any]:
-        """An outcome of a rollout that went wrong."""
+        """The outcome of a failed rollout."""
         failed = {"status": "ERROR", "finish_reason": "error", "error_message": "turn 1: no", "final_messages": []}
         return self.outcome(**failed | changes)
 
     async def deliver(self, body: Any = None, key: str = "outcome", **headers: str) -> httpx.Response:
-        """One delivery."""
+        """Deliver an outcome once."""
         content = json.dumps(self.outcome() if body is None else body)
         sent = {"idempotency-key": key} if key else {}
         return await self.client.post("/v1/rollout/completed", content=content, headers=sent | headers)
@@ -212,7 +212,7 @@ class KeyedCaller:
 
 @pytest.fixture
 def keyed(client: Callable[[StrictTrainer], httpx.AsyncClient]) -> Callable[..., KeyedCaller]:
-    """`keyed(trainer, rollout_id=..., messages=...)`."""
+    """A factory: `keyed(trainer, rollout_id=..., messages=...)`."""
 
     def make(trainer: StrictTrainer, **options: Any) -> KeyedCaller:
         return KeyedCaller(client(trainer), **options)

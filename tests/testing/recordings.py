@@ -1,4 +1,4 @@
-"""The golden transcripts of the synchronous dialect, as the strict trainer's tests read them."""
+"""The golden transcripts of the synchronous HTTP API, for the strict trainer's tests."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ def recorded() -> dict[str, dict[str, Any]]:
 
 
 def to_trainer(transcript: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls that the trainer got, with what it answered."""
+    """The requests to the trainer, with its responses."""
     return [exchange for exchange in transcript["exchanges"] if exchange["to"] == "trainer"]
 
 

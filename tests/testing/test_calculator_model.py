@@ -1,4 +1,4 @@
-"""The default scripted model: what it reads out of sentences, and how it goes through a calculation."""
+"""The default scripted model: parsing of questions, and the steps of a calculation."""
 
 import json
 from typing import Any
@@ -64,7 +64,7 @@ def test_numbers(text: str, value: object) -> None:
 
 
 def play(question: list[dict[str, Any]], *results: str) -> list[ScriptedReply]:
-    """The model's replies, each of which is answered by the next of `results`."""
+    """The model's replies; each is followed by the next of `results`."""
     messages, replies = list(question), []
     for result in (*results, None):
         replies.append(CalculatorModel().reply(messages))

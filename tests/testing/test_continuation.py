@@ -1,4 +1,4 @@
-"""The judge of token mode on real templates: golden environments pass, and every wrong one is named."""
+"""The judge of token mode on real templates: golden environments pass, and each incorrect one is reported."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from tests.support.tokenizers import VECTORS, real_tokenizer
 
 WRONG_EVERY = 3
-"""Wrong environments are tried on one row of so many: each needs several renderings."""
+"""Incorrect environments are tried on every n-th row only, because each needs several renderings."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def rendering() -> Iterator[Callable[..., PlainRenderer]]:
 def case(
     row: dict[str, Any], renderer: PlainRenderer, environment: list[int] | None = None
 ) -> tuple[list[Any], TokenPrompt]:
-    """What a golden row asks for, or the same with another environment."""
+    """The case of a golden row, or the same with another environment."""
     held = row["tito_prompt_ids"] + row["generated_ids"]
     cut = bool(row["missing_stop"])
     closing = renderer.encode(row["stop"]) if cut else []

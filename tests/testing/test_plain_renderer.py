@@ -1,4 +1,4 @@
-"""The judge's renderer on real tokenizers: what it takes for the answer's tokens is what such a model generates."""
+"""The judge's renderer on real tokenizers: its tokens of a completion are those that the model would generate."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -34,7 +34,7 @@ TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "
 
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[Callable[[str], Any]]:
-    """Each tokenizer once: some take seconds."""
+    """Load each tokenizer once; some take seconds."""
     from_directory = cache(AutoTokenizer.from_pretrained)
 
     def load(name: str) -> Any:

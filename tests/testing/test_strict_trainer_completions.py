@@ -23,7 +23,7 @@ ADD = tool_call("call_1", "add", '{"a": 5, "b": 3}')
 
 @dataclass
 class Asking:
-    """The server's side: sends what is new after the last checkpoint, and keeps its own ledger."""
+    """The server side: it sends new tokens since the last checkpoint, and keeps its own ledger."""
 
     stub: "completion_service_pb2_grpc.CompletionServiceAsyncStub"
     uid: str = "u"
@@ -49,7 +49,7 @@ class Asking:
         return pb.CompleteRequest(**(fields | changes))
 
     async def complete(self, **changes: Any) -> pb.CompleteResponse:
-        """One turn, taken into the ledger; the checkpoint that came back is the ledger's own."""
+        """Run one turn and add it to the ledger. Asserts that the returned checkpoint equals the ledger's."""
         answer = await self.stub.Complete(self.request(**changes))
         known = [word & 0x7FFFFFFF for word in self.words]
         prompt = list(answer.prompt_ids.values)
@@ -65,13 +65,13 @@ class Asking:
         return answer
 
     async def play(self) -> None:
-        """Turns, each sending only the tool results of the one before, until an answer calls no tools."""
+        """Run turns, each with the tool results of the previous one, until a completion calls no tools."""
         while calls := json.loads((await self.complete()).message.json).get("tool_calls"):
             self.new = [as_json(run_tool(call)) for call in calls]
 
 
 def digest_of(tools: Sequence[message_pb2.Tool]) -> bytes:
-    """The digest of a list of tools, as message.proto has it."""
+    """The digest of a list of tools, as specified in message.proto."""
     written = b""
     for tool in tools:
         for text in (tool.name, tool.description, tool.parameters_json_schema):
@@ -86,7 +86,7 @@ def as_json(message: Any) -> message_pb2.Message:
 
 @pytest.fixture
 async def asking() -> AsyncIterator[Callable[..., Asking]]:
-    """`asking(trainer, uid=..., ...)`."""
+    """A factory: `asking(trainer, uid=..., ...)`."""
     channels: list[grpc.aio.Channel] = []
 
     def make(trainer: StrictTrainer, **fields: Any) -> Asking:
@@ -99,7 +99,7 @@ async def asking() -> AsyncIterator[Callable[..., Asking]]:
 
 
 async def status_of(call: Any) -> tuple[grpc.StatusCode, str, str, status_pb2.Status]:
-    """Code, reason, text and rich status of a call that fails."""
+    """Code, reason, text and details of a call that must fail."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     trailing = dict(caught.value.trailing_metadata() or ())
@@ -433,7 +433,7 @@ async def test_silence_and_answers_without_a_message(asking) -> None:
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         empty = await playing.stub.Complete(playing.request())
         assert not empty.HasField("message")
-        # What was answered stays answered: the key of a broken answer gives that answer again.
+        # A completion is final: the key of a malformed one returns it again.
         assert await playing.stub.Complete(playing.request()) == empty
 
 

@@ -1,4 +1,4 @@
-"""Token mode on real tokenizers: what the server renders is what the judge finds, thinking, parallel calls and cuts included."""
+"""Token mode on real tokenizers: the server's rendering satisfies the judge, with thinking, parallel calls and truncation."""
 
 import json
 from collections.abc import Callable
@@ -28,7 +28,7 @@ NO_CALLS = frozenset({"phi-3.5"})
 
 
 def script(family: str) -> Script:
-    """Calls, parallel calls and thinking; then an answer that was cut; then final answers, each asked for by the user."""
+    """Calls, parallel calls and thinking; then a truncated completion; then final ones, each followed by a user message."""
     first = tool_call("call00001", "add", '{"a": 5, "b": 3}')
     second = tool_call("call00002", "add", '{"b":8,"a":[1.0,"</tool_call>"]}')
     calls = (first,) if family in ONE_CALL_ONLY else (first, second)
@@ -50,13 +50,13 @@ def script(family: str) -> Script:
 
 
 class RenderedCaller(TokenCaller):
-    """Asks with what the server's own renderer predicts."""
+    """A caller whose tokens come from the server's own renderer."""
 
     renderer: Renderer
     last: Answered | None = None
 
     async def turn_once(self) -> pb.CompleteRequest:
-        """One turn; the request that made it."""
+        """Run one turn and return its request."""
         messages = packed(*self.messages)
         rendered = await self.renderer.predict(messages, self.last, self.known - 1 if self.last else 0)
         assert rendered.exact
@@ -75,7 +75,7 @@ class RenderedCaller(TokenCaller):
         return request
 
     def follow(self) -> None:
-        """Says what comes after an answer."""
+        """Append the messages after a completion."""
         calls = self.messages[self.known - 1].get("tool_calls") or ()
         del self.messages[self.known :]
         for call in calls:
@@ -103,6 +103,6 @@ async def test_server_and_judge_agree_on_every_token(family: str, ours: Callable
     assert list(held.checkpoints) == [answer.after for answer in playing.answers]
     assert verdict is not None
     assert len(verdict.turns) == 5
-    assert len(verdict.refusals) == 5  # one wrong environment in each turn
+    assert len(verdict.refusals) == 5  # one incorrect environment in each turn
     assert list(verdict.sample.prompt_ids + verdict.sample.response_ids) == playing.ids
     assert any(span.mask_reason == token_pb2.MASK_REASON_CLOSING for span in playing.spans)

@@ -1,4 +1,4 @@
-"""Each fault does on the wire what its name says, and leaves the rollout where it was."""
+"""Each fault acts on the wire as its name says, and does not change the rollout's state."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ CALL = {"rollout_id": "r", "messages": [{"role": "user", "content": "Say hello."
 
 
 async def answers(trainer: StrictTrainer, client: httpx.AsyncClient) -> list[httpx.Response]:
-    """The answers to the same call twice: the fault's and the one after it."""
+    """The responses to two identical requests: the fault's and the next one."""
     return [await client.post("/v1/chat/completions", json=CALL) for _ in range(2)]
 
 
@@ -56,7 +56,7 @@ async def test_completions_without_a_message(client, kind, choices) -> None:
 
 
 async def exchange_raw(trainer: StrictTrainer) -> bytes:
-    """What comes back on a bare connection until its end; ConnectionResetError if that end is a reset."""
+    """All bytes from a raw connection until its end. Raises ConnectionResetError if it is reset."""
     body = json.dumps(CALL).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: trainer\r\nContent-Length: {len(body)}\r\n\r\n"
     reader, writer = await asyncio.open_connection(trainer.host, trainer.port)
@@ -130,7 +130,7 @@ async def test_a_script_that_is_used_up_says_so(client) -> None:
         first, second = await answers(trainer, client(trainer))
     assert first.status_code == 200
     assert second.status_code == 500
-    assert second.json()["detail"] == "the script has 1 lines and all of them were said"
+    assert second.json()["detail"] == "the script has 1 lines, and all of them were used"
 
 
 async def test_a_script_can_repeat_its_last_line(client) -> None:

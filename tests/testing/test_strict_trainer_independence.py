@@ -1,4 +1,4 @@
-"""D20: the strict trainer judges the server, so it is made of nothing of the server's."""
+"""D20: the strict trainer judges the server, so it imports nothing of the server."""
 
 import ast
 from pathlib import Path
@@ -20,13 +20,13 @@ def path_of(module: str) -> Path | None:
 
 
 def imported(path: Path) -> set[str]:
-    """Every name that the file imports anywhere, also inside of functions; ``from a import b`` gives a and a.b."""
+    """All imported names, also inside functions; ``from a import b`` gives a and a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name} imports relatively"
+            assert node.level == 0, f"{path.name} uses a relative import"
             assert node.module is not None
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
@@ -37,7 +37,7 @@ def imported(path: Path) -> set[str]:
 
 
 def closure() -> dict[str, set[str]]:
-    """All modules that the strict trainer consists of, with what each of them imports."""
+    """All modules of the strict trainer, with their imports."""
     found: dict[str, set[str]] = {}
     waiting = [f"{PACKAGE}.{root}" for root in ROOTS]
     while waiting:

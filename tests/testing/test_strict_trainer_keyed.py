@@ -1,4 +1,4 @@
-"""The asynchronous dialect's completions: append-only without masks, one key for each turn, siblings and replays."""
+"""Completions of the asynchronous HTTP API: append-only without masks, one key per turn, retries and replays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOST = Fault(kind=FaultKind.LOST)
 
 
 def plain(**options: Any) -> StrictTrainer:
-    return StrictTrainer(dialect="plain", **options)  # the enum's value is as good as its member
+    return StrictTrainer(dialect="plain", **options)  # the enum's value is accepted like its member
 
 
 def last_refusal(trainer: StrictTrainer) -> tuple[RefusalReason, str]:
@@ -54,9 +54,12 @@ async def test_a_rollout_without_masks_gives_the_sample_that_the_ids_say(keyed: 
     ("change", "text"),
     [
         (lambda m: [m[0], {**m[1], "content": "Else."}, *m[2:]], "messages[1] is not what was sent before"),
-        (lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]], "messages[2] is not the answer of the last turn"),
+        (
+            lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]],
+            "messages[2] is not the completion of the last turn",
+        ),
         (lambda m: m[:2], "messages[2] is missing"),
-        (lambda m: [*m[:2], {**m[2], "refusal": None}, m[3]], "messages[2] is not the answer of the last turn"),
+        (lambda m: [*m[:2], {**m[2], "refusal": None}, m[3]], "messages[2] is not the completion of the last turn"),
         (lambda m: [m[0], {**m[1], "name": None}, *m[2:]], "messages[1] is not what was sent before"),
     ],
 )
@@ -92,7 +95,7 @@ async def test_messages_are_objects_of_any_kind(keyed: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "reason", "text"),
     [
-        ({"response_mask": [0, 0]}, RefusalReason.MASK, "response_mask came"),
+        ({"response_mask": [0, 0]}, RefusalReason.MASK, "response_mask is set"),
         ({"response_mask": None}, RefusalReason.BODY, "response_mask is null"),
         ({"stop": None, "seed": None}, RefusalReason.BODY, "seed, stop is null"),
         ({"stop": "###"}, RefusalReason.BODY, "stop has to be a list of strings"),
@@ -118,7 +121,7 @@ async def test_each_turn_has_a_key_of_its_own(keyed: Make) -> None:
         await asking.turn()
         check_refused(trainer, await asking.post(key="r/0/1"), RefusalReason.KEY, "that of turn 1, but the messages")
         await asking.turn()
-        check_refused(trainer, await asking.post(key="r/0/1"), RefusalReason.KEY, "that of turn 1: each turn has a key")
+        check_refused(trainer, await asking.post(key="r/0/1"), RefusalReason.KEY, "that of turn 1: each turn must have")
         other: KeyedCaller = keyed(trainer, rollout_id="other")
         response = await other.post(key="r/0/2")
         assert response.status_code == 422
@@ -219,7 +222,7 @@ async def test_a_trainer_of_either_dialect_reads_it_off_the_first_call(caller: M
         )
         assert missing.status_code == 422
         assert "response_mask is missing" in missing.json()["detail"]
-        check_refused(trainer, await plainly.post(response_mask=[0] * 18), RefusalReason.MASK, "response_mask came")
+        check_refused(trainer, await plainly.post(response_mask=[0] * 18), RefusalReason.MASK, "response_mask is set")
         await masked.play()
         await plainly.play()
         assert [len(verdict.turns) for verdict in trainer.verdicts()] == [3, 3]

@@ -1,4 +1,4 @@
-"""The lies that a strict trainer tells over gRPC: each is what its name says, and the trainer itself holds the truth."""
+"""The lies that a strict trainer tells over gRPC: each does what its name says, and the trainer's own record stays true."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +21,7 @@ MULTIPLY = tool_call("call_2", "multiply", '{"a": 8, "b": 2}')
 
 @pytest.fixture
 async def asking(toy: Any) -> AsyncIterator[Callable[..., TokenCaller]]:
-    """`asking(trainer, uid=..., ...)`."""
+    """A factory: `asking(trainer, uid=..., ...)`."""
     channels: list[grpc.aio.Channel] = []
 
     def render(messages: Any) -> list[int]:
@@ -38,7 +38,7 @@ async def asking(toy: Any) -> AsyncIterator[Callable[..., TokenCaller]]:
 
 
 def lying(lie: Lie, turn: int) -> Script:
-    """Three turns, one of them with the lie."""
+    """A script of three turns, one of them with the lie."""
     replies = [
         ScriptedReply(content="Adding.", tool_calls=(ADD,)),
         ScriptedReply(content="Multiplying.", tool_calls=(MULTIPLY,)),
@@ -50,7 +50,7 @@ def lying(lie: Lie, turn: int) -> Script:
 
 
 def wrong(caller: TokenCaller, request: pb.CompleteRequest, answer: pb.CompleteResponse) -> set[str]:
-    """What an honest server finds when it looks at all that it can look at."""
+    """The errors that a correct server finds in a response."""
     ids = list(answer.token_ids)
     words = caller.words + [token for span in request.new_tokens.spans for token in span.token_ids]
     tokens = len(words) + len(ids)
@@ -82,7 +82,7 @@ SHOWN = {
 
 
 def test_every_lie_is_looked_at() -> None:
-    assert set(Lie) - set(SHOWN) == {Lie.ANSWERED_TWICE}  # told over streams only, where test_lies.py looks
+    assert set(Lie) - set(SHOWN) == {Lie.ANSWERED_TWICE}  # it occurs only on streams, in test_lies.py
 
 
 @pytest.mark.parametrize("turn", [2, 3])

@@ -1,4 +1,4 @@
-"""The law of the mask and of the history, against a real server."""
+"""The rules for masks and histories, with a real server."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ AFTER_EIGHT = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|
 
 
 async def refused(trainer: StrictTrainer, asked: Any, text: str, reason: RefusalReason) -> None:
-    """`asked` was refused with `text`, and the rollout is where it was."""
+    """Assert that the request was refused with `text`, and that the rollout's state is unchanged."""
     assert asked.status_code == 422
     assert text in asked.json()["detail"]
     verdict = trainer.verdict("r")
@@ -60,14 +60,14 @@ async def test_the_sample_keeps_its_laws(caller) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda mask: None, "response_mask is missing, {n} tokens are new since the last answer"),
-        (lambda mask: [], "response_mask has length 0, {n} tokens are new since the last answer"),
-        (lambda mask: mask[1:], "response_mask has length {short}, {n} tokens are new since the last answer"),
-        (lambda mask: [*mask, 0], "response_mask has length {long}, {n} tokens are new since the last answer"),
+        (lambda mask: None, "response_mask is missing, {n} tokens are new since the last completion"),
+        (lambda mask: [], "response_mask has length 0, {n} tokens are new since the last completion"),
+        (lambda mask: mask[1:], "response_mask has length {short}, {n} tokens are new since the last completion"),
+        (lambda mask: [*mask, 0], "response_mask has length {long}, {n} tokens are new since the last completion"),
         (lambda mask: [*mask[:3], 1, *mask[4:]], "response_mask[3] is 1, but the model generated none of the {n}"),
         (lambda mask: [False, *mask[1:]], "response_mask[0] is False"),
         (lambda mask: [*mask[1:], 0.0], "is 0.0"),
-        (lambda mask: "000", "response_mask is no list, {n} tokens are new"),
+        (lambda mask: "000", "response_mask is not a list, {n} tokens are new"),
     ],
 )
 async def test_wrong_masks_are_refused_and_change_nothing(caller, change, text) -> None:
@@ -106,7 +106,7 @@ async def test_with_nothing_new_null_and_empty_are_right(caller, mask, status) -
     assert response.status_code == status
     assert verdict.accepted == (status == 200)
     if status == 422:
-        assert response.json()["detail"] == "response_mask has length 1, 0 tokens are new since the last answer"
+        assert response.json()["detail"] == "response_mask has length 1, 0 tokens are new since the last completion"
     else:
         assert verdict.turns[1].new_tokens == 0
 
@@ -145,10 +145,16 @@ async def test_surplus_ids_are_counted_and_seen_as_drift(caller) -> None:
     [
         (lambda m: [m[0], {**m[1], "content": "Something else."}, *m[2:]], "messages[1] is not what was sent before"),
         (lambda m: [m[0], *m[2:]], "messages[1] is not what was sent before"),
-        (lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]], "messages[2] is not the answer of the last turn"),
-        (lambda m: [*m[:2], m[3]], "messages[2] is not the answer of the last turn"),
-        (lambda m: m[:2], "messages[2] is missing, it has to be the answer of the last turn: 2 messages came, 3 are"),
-        (lambda m: [*m[:2], {**m[2], "name": "x"}, m[3]], "messages[2] is not the answer"),
+        (
+            lambda m: [*m[:2], {**m[2], "content": "Rewritten."}, m[3]],
+            "messages[2] is not the completion of the last turn",
+        ),
+        (lambda m: [*m[:2], m[3]], "messages[2] is not the completion of the last turn"),
+        (
+            lambda m: m[:2],
+            "messages[2] is missing, it has to be the completion of the last turn: the request has 2 messages",
+        ),
+        (lambda m: [*m[:2], {**m[2], "name": "x"}, m[3]], "messages[2] is not the completion"),
         (lambda m: [m[0], {**m[1], "content": None}, *m[2:]], "messages[1] is not what was sent before"),
     ],
 )
@@ -172,7 +178,7 @@ async def test_arguments_come_back_as_they_were_given(caller, value) -> None:
         await asking.turn()
         answer = {**asking.messages[2], "tool_calls": [tool_call("call_1", "add", value)]}
         response = await asking.post(messages=[*asking.messages[:2], answer, asking.messages[3]])
-        await refused(trainer, response, "messages[2] is not the answer", RefusalReason.HISTORY)
+        await refused(trainer, response, "messages[2] is not the completion", RefusalReason.HISTORY)
 
 
 async def test_null_is_absent_and_the_order_of_keys_says_nothing(caller) -> None:

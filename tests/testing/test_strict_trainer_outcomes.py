@@ -1,4 +1,4 @@
-"""The delivery of outcomes: what is one, what it has to agree with, how it is met, and that it comes until it is settled."""
+"""Delivery of outcomes to the strict trainer: format, consistency, responses, and retries until it is settled."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ async def test_an_error_without_a_turn_is_an_outcome_too(keyed: Make) -> None:
         ({"final_messages": None}, "final_messages is missing"),
         ({"finish_reason": ""}, "finish_reason has to be"),
         ({"error_message": "oh"}, "error_message came with status COMPLETED"),
-        ({"status": "ERROR"}, "error_message has to say"),
-        ({"status": "ERROR", "error_message": " "}, "error_message has to say"),
+        ({"status": "ERROR"}, "error_message has to describe"),
+        ({"status": "ERROR", "error_message": " "}, "error_message has to describe"),
         ({"status": "ERROR", "error_message": "oh"}, "finish_reason of an ERROR"),
         ({"reward": "1.0"}, "reward has to be a number"),
         ({"reward": True}, "reward has to be a number"),
@@ -92,7 +92,7 @@ async def test_what_is_no_outcome_is_refused(keyed: Make, change: dict[str, Any]
     ("name", "value", "text"),
     [
         ("num_llm_calls", 2, "num_llm_calls is 2, this trainer answered 3 turns"),
-        ("prompt_tokens", 1, "prompt_tokens is 1, this trainer told of"),
+        ("prompt_tokens", 1, "prompt_tokens is 1, this trainer reported"),
         ("response_tokens", 0, "response_tokens is 0"),
         ("max_context_tokens", 0, "max_context_tokens is 0"),
         ("num_tool_calls", -1, "metrics has to be"),
@@ -129,7 +129,7 @@ async def test_counts_are_those_of_usage_where_there_are_no_ids_and_free_where_t
     ("change", "text"),
     [
         (lambda m: m[:-1], "final_messages[6] is missing"),
-        (lambda m: [*m[:1], *m[2:]], "final_messages[1] is not what this trainer saw or said"),
+        (lambda m: [*m[:1], *m[2:]], "final_messages[1] is not the message that this trainer received or sent"),
         (lambda m: [*m[:-1], {**m[-1], "x": None}], "final_messages[6] is not"),
         (lambda m: [], "final_messages[0] is missing"),
     ],
@@ -203,7 +203,7 @@ async def test_any_2xx_settles(keyed: Make, status: int) -> None:
         await asking.play()
         assert (await asking.deliver()).status_code == status
         assert trainer.verdict("r").concluded
-        check_refused(trainer, await asking.deliver(), f"status {status}, which is final, and it came again")
+        check_refused(trainer, await asking.deliver(), f"status {status}, which is final, but it was sent again")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ async def test_silence_and_answers_that_come_too_late_settle_nothing(keyed: Make
     ("second", "text"),
     [
         ({"body": {"finish_reason": "length"}}, "the body differs from the one delivered before"),
-        ({"key": "another"}, "the Idempotency-Key is 'another', before it was 'outcome'"),
+        ({"key": "another"}, "the Idempotency-Key is 'another', but was 'outcome' before"),
     ],
 )
 async def test_a_rollout_has_one_outcome(keyed: Make, second: dict[str, Any], text: str) -> None:
@@ -363,13 +363,13 @@ async def test_another_program_says_how_an_outcome_is_met(keyed: Make) -> None:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ({"then_model": 1}, "then_model is true or false"),
-        ({"then_model": True, "repeat_last": True}, "not both"),
-        ({"then_model": True, "reception": []}, 'reception is an object with a list "faults"'),
+        ({"then_model": 1}, "then_model has to be true or false"),
+        ({"then_model": True, "repeat_last": True}, "exclude each other"),
+        ({"then_model": True, "reception": []}, 'reception has to be an object with a list "faults"'),
         ({"then_model": True, "reception": {"fault": []}}, "unknown keys in reception: ['fault']"),
-        ({"then_model": True, "reception": {"faults": [{"kind": "null_message"}]}}, "no way to meet"),
+        ({"then_model": True, "reception": {"faults": [{"kind": "null_message"}]}}, "does not apply to the delivery"),
         ({"then_model": True, "reception": {"faults": [5]}}, "reception.faults[0] is not an object"),
-        ({"then_model": True, "reception": {"repeat_last": True}}, "no last fault"),
+        ({"then_model": True, "reception": {"repeat_last": True}}, "needs at least one fault"),
         ({"then_model": True, "extensions": {"omit": ["choices"]}}, "extensions: omit names ['choices']"),
         ({"then_model": True, "extensions": {"when": 1}}, "unknown keys in extensions: ['when']"),
     ],

@@ -1,4 +1,4 @@
-"""What replies do to tokens: truthful ids, thinking, both forms of arguments, cut answers, any Unicode."""
+"""How replies become tokens: correct ids, thinking, both forms of arguments, truncated completions, any Unicode."""
 
 import json
 import struct

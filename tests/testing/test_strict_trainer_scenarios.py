@@ -1,4 +1,4 @@
-"""Each scenario, played against a real trainer by a caller that does everything right."""
+"""Each scenario, run against a real trainer by a correct caller."""
 
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ async def test_surplus_ids_shorten_the_mask(name: str, caller) -> None:
         verdict = trainer.verdict("r")
     assert verdict.accepted
     assert verdict.turns[1].new_tokens == len(mask or [])
-    # Surplus that is exactly what comes next is no drift.
+    # Surplus tokens that equal the next ones are not drift.
     assert (verdict.turns[1].drift is None) == (name == "mask_nothing_new") == (mask is None)
 
 
@@ -142,7 +142,7 @@ async def test_another_tokenizer_can_count_more_than_there_is(caller, other_toke
         asking: Any = caller(trainer, tools=TOOLS)
         first = await asking.turn()
     assert asking.rendered() - first["prompt_token_ids"].__len__() < 0
-    # What a server counts with this tokenizer: a negative number of new tokens.
+    # A server with this tokenizer counts a negative number of new tokens.
     asking.messages, known = asking.messages[:2], asking.messages
     before = asking.rendered()
     asking.messages = known

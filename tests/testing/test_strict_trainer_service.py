@@ -1,4 +1,4 @@
-"""The service around the judge: keys, tools, scripts from outside, verdicts, many rollouts at once."""
+"""The service around the judge: keys, tools, external scripts, verdicts, many concurrent rollouts."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -202,7 +202,7 @@ def test_scripts_read_from_json_are_those_written_in_python() -> None:
 
 async def test_250_rollouts_at_once(toy) -> None:
     async with StrictTrainer() as trainer, AsyncExitStack() as stack:
-        # Several clients, as the time that one takes grows with the square of its connections.
+        # Several clients, because a client slows down with the square of its connections.
         made = [httpx.AsyncClient(base_url=trainer.url, timeout=110, trust_env=False) for _ in range(25)]
         clients = [await stack.enter_async_context(client) for client in made]
         rollouts = []

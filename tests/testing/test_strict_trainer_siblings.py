@@ -1,4 +1,4 @@
-"""The strict trainer over gRPC where keys are not replayed: a turn that is asked for again is generated anew."""
+"""The strict trainer over gRPC without replayed keys: a retried turn is generated again."""
 
 from __future__ import annotations
 

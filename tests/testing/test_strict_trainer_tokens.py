@@ -1,4 +1,4 @@
-"""Token mode of the strict trainer, over a real channel: what it takes, what it refuses, and that it names the place."""
+"""Token mode of the strict trainer, over a real channel: what it accepts, what it refuses, and the position it reports."""
 
 import json
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ Asking = Callable[..., TokenCaller]
 
 @pytest.fixture
 async def asking(toy: Any) -> AsyncIterator[Asking]:
-    """`asking(trainer, uid=..., ...)`."""
+    """A factory: `asking(trainer, uid=..., ...)`."""
     channels: list[grpc.aio.Channel] = []
 
     def make(trainer: StrictTrainer, *, rendered_with: Any = None, **fields: Any) -> TokenCaller:
@@ -48,7 +48,7 @@ async def asking(toy: Any) -> AsyncIterator[Asking]:
 
 
 async def refused(call: Any, reason: str = "TOKENS") -> str:
-    """The text of a call that is INVALID_ARGUMENT."""
+    """The text of a call that must fail with INVALID_ARGUMENT."""
     code, why, text, _ = await status_of(call)
     assert (code, why) == (grpc.StatusCode.INVALID_ARGUMENT, reason), text
     return text
@@ -137,12 +137,14 @@ async def test_a_wrong_environment_is_refused_with_its_place(
         text = await refused(playing.stub.Complete(playing.request(new_tokens=playing.tokens(spans))))
         different = next((i for i, (a, b) in enumerate(zip(right, wrong, strict=False)) if a != b), None)
         at = min(len(right), len(wrong)) if different is None else different
-        assert text.startswith(f"turn 2: token {first.after.tokens + len(closing) + at} is not what the messages give")
+        assert text.startswith(
+            f"turn 2: token {first.after.tokens + len(closing) + at} is not what the messages render to"
+        )
         assert repr(toy.decode(right[at : at + 1]))[1:-1] in text
         verdict = trainer.verdict("r")
         assert verdict is not None
         assert [refusal.reason for refusal in verdict.refusals] == [RefusalReason.TOKENS]
-        # A refused call uses up nothing: the right one is still right.
+        # A refused call changes nothing: the correct one is still accepted.
         right_spans = [*closing, other(ENVIRONMENT, 2, right)]
         answer = await playing.stub.Complete(playing.request(new_tokens=playing.tokens(right_spans)))
         assert json.loads(answer.message.json)["content"] == "8"
@@ -309,7 +311,7 @@ async def test_a_whole_history_has_to_be_what_is_held(asking: Asking, forgets: b
         code, reason, text, rich = await status_of(playing.stub.Complete(request))
         assert (code, reason) == (grpc.StatusCode.ABORTED, "LEDGER_MISMATCH")
         index = {"id": len(playing.spans[0].token_ids) + 2, "author": len(playing.spans[0].token_ids), "short": 5}[what]
-        assert f"token {index} is held otherwise" in text
+        assert f"token {index} differs" in text
         detail = pb.LedgerMismatch()
         assert rich.details[1].Unpack(detail)
         assert list(detail.checkpoints) == [first.after]
@@ -334,7 +336,7 @@ async def test_another_trainer_takes_over_from_the_whole_history(asking: Asking)
 
 
 def checkpoint_of(request: pb.CompleteRequest) -> token_pb2.Checkpoint:
-    """What the spans of a whole history give."""
+    """The checkpoint of a whole history's spans."""
     caller = TokenCaller(None, list)  # type: ignore[arg-type]
     caller.messages = [None] * len(request.new_messages)
     return caller.tokens(list(request.new_tokens.spans)).after
@@ -375,7 +377,7 @@ async def test_a_branch_is_no_place_for_foreign_tokens_of_the_model(asking: Aski
             parent_id="0", parent_tokens=first.after.tokens - 1, kind=token_pb2.SEGMENT_KIND_BRANCH
         )
         text = await refused(branch.stub.Complete(branch.whole()), "INVALID_REQUEST")
-        assert "none that the parent segment holds" in text
+        assert "differ from those of the parent segment" in text
         branch.origin.parent_tokens += 1
         await branch.complete(branch.whole())
         assert branch.turn == 2

@@ -1,4 +1,4 @@
-"""The judge against the recorded references: the same ids and the same verdicts, call for call."""
+"""The judge with the recorded references: equal ids and verdicts, call for call."""
 
 import json
 from typing import Any
@@ -15,14 +15,14 @@ from .recordings import recorded, to_trainer, tools
 
 IDS = ("token_ids", "logprobs", "prompt_token_ids")
 RECORDED = recorded()
-# The recorded trainer used a vocabulary that is not at hand, or answers what no text renders to.
+# The recorded trainer used another vocabulary, or returned ids that no text renders to.
 OTHER_VOCABULARY = {"trainer_422_other_tokenizer", "trainer_other_tokenizer_negative"}
-# Faults of the recorded server, which a strict trainer refuses: it drops unknown keys of the answer it got.
-REFUSED = {"tool_call_extra_keys": "messages[2] is not the answer of the last turn"}
+# Faults of the recorded server, which a strict trainer refuses: it drops unknown keys of the completion.
+REFUSED = {"tool_call_extra_keys": "messages[2] is not the completion of the last turn"}
 
 
 def line_of(exchange: dict[str, Any]) -> Line:
-    """The scripted line for a recorded answer."""
+    """The scripted line for a recorded completion."""
     answer, status = exchange["response"], exchange["status"]
     if status is None:
         if answer is not None:
@@ -53,7 +53,7 @@ def reply_of(answer: dict[str, Any]) -> ScriptedReply | None:
 
 
 def with_surplus(line: Line, exchange: dict[str, Any], truthful: int) -> Line:
-    """The line with the ids that the recorded answer has beyond what its text renders to."""
+    """The line with the recorded ids that exceed the rendering of the text."""
     if not isinstance(line, ScriptedReply):
         return line
     surplus = tuple(exchange["response"].get("token_ids") or ())[truthful:]
@@ -90,7 +90,7 @@ async def test_recorded_calls_are_answered_with_the_recorded_ids(name: str, clie
 
 
 def compare(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """The same answer but for the time, and for logprobs, whose values are anybody's."""
+    """Assert that two completions are equal except for the time and the values of logprobs."""
     if not (wanted.get("choices") and wanted["choices"][0]["message"]):
         assert got.get("choices") == wanted.get("choices")
         assert got.get("prompt_token_ids") == wanted.get("prompt_token_ids")
@@ -116,7 +116,7 @@ def test_scenarios_have_the_structure_of_the_recordings(name: str) -> None:
 
 
 def structure(line: Line) -> Any:
-    """What the server under test can tell apart: kinds, statuses, names and arguments of calls, left out fields."""
+    """The parts that the server can distinguish: kinds, statuses, names and arguments of calls, omitted fields."""
     if isinstance(line, Fault):
         return line.kind, line.status, line.headers.get("retry-after"), line.headers.get("content-type")
     calls = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in line.tool_calls]

@@ -1,4 +1,4 @@
-"""The toy tokenizer: it is what its script builds, and it has the properties that make it a good one to test with."""
+"""The toy tokenizer equals its build script's output, and has the properties that tests rely on."""
 
 import json
 from typing import Any
@@ -145,5 +145,5 @@ def test_tools_stand_in_the_system_message(toy) -> None:
 def test_the_template_only_appends(toy, messages) -> None:
     for end in range(1, len(messages)):
         if messages[end]["role"] == messages[end - 1]["role"] == "tool":
-            continue  # a group of tool messages is closed by what follows it
+            continue  # a group of tool messages is closed by the next message
         assert shown(toy, *messages[: end + 1]).startswith(shown(toy, *messages[:end]))

@@ -1,4 +1,4 @@
-"""`rollout trainer`: one line for each rollout whose outcome came, whatever is in it."""
+"""`rollout trainer` prints one line per received outcome, whatever its contents are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMAND = (sys.executable, "-m", "rollout_server.cli", "trainer", "--port", "0",
 async def trainer(
     directory: Path, *options: str
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
-    """The command as a process of its own, and a client for it."""
+    """The command in a separate process, and a client for it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MOCK_")}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(

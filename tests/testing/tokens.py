@@ -1,4 +1,4 @@
-"""The server's side of token mode over gRPC, as small as it can be said: it renders, keeps a ledger and sends what is new."""
+"""A minimal server side of token mode over gRPC: it renders, keeps a ledger and sends new tokens."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ MAIN = token_pb2.SegmentOrigin(kind=token_pb2.SEGMENT_KIND_MAIN)
 
 
 def digest(words: Sequence[int]) -> bytes:
-    """SHA-256 as token.proto (Checkpoint) has it."""
+    """SHA-256 as specified in token.proto (Checkpoint)."""
     return hashlib.sha256(struct.pack(f"<{len(words)}I", *words)).digest()
 
 
@@ -26,13 +26,13 @@ def as_json(message: Any) -> message_pb2.Message:
 
 
 def other(reason: "token_pb2.MaskReason.ValueType", turn: int, ids: Sequence[int]) -> token_pb2.Span:
-    """Tokens that the model did not write."""
+    """Tokens that the model did not generate."""
     return token_pb2.Span(author=token_pb2.AUTHOR_OTHER, mask_reason=reason, turn=turn, token_ids=ids)
 
 
 @dataclass
 class TokenCaller:
-    """One segment. `render` gives a conversation's prompt; the rest of it behind what is held is the environment."""
+    """One segment. `render` returns a conversation's prompt; its part after the held tokens is the environment."""
 
     stub: "completion_service_pb2_grpc.CompletionServiceAsyncStub"
     render: Callable[[Sequence[Any]], list[int]]
@@ -59,7 +59,7 @@ class TokenCaller:
         return words_of(self.spans)
 
     def new_spans(self) -> list[token_pb2.Span]:
-        """What stands between the last answer and the next one."""
+        """The tokens between the last completion and the next one."""
         rest = self.render(self.messages)[len(self.ids) :]
         turn = self.turn + 1
         if not self.spans:
@@ -70,7 +70,7 @@ class TokenCaller:
         return [*closing, other(token_pb2.MASK_REASON_ENVIRONMENT, turn, rest)]
 
     def tokens(self, new: Sequence[token_pb2.Span], **changes: Any) -> pb.NewTokens:
-        """The spans on the base, and the checkpoint behind them; or with `changes` a wrong one."""
+        """The spans after the base, and the checkpoint after them, or an incorrect one with `changes`."""
         words = self.words + words_of(new)
         after = {"messages": len(self.messages), "tokens": len(words), "digest": digest(words)}
         return pb.NewTokens(spans=new, after=token_pb2.Checkpoint(**(after | changes)))
@@ -95,7 +95,7 @@ class TokenCaller:
         return pb.CompleteRequest(**fields)
 
     def whole(self, **changes: Any) -> pb.CompleteRequest:
-        """The same turn with the whole history in place of a base."""
+        """The same turn with the whole history instead of a base."""
         new = self.new_spans()
         tokens = pb.NewTokens(spans=[*self.spans, *new], after=self.tokens(new).after)
         return self.request(
@@ -103,7 +103,7 @@ class TokenCaller:
         )
 
     async def complete(self, request: pb.CompleteRequest | None = None) -> pb.CompleteResponse:
-        """One turn of an honest trainer, taken into the ledger; its tools have run afterwards."""
+        """Run one turn of an honest trainer and its tools, and add it to the ledger."""
         new = self.new_spans()
         request = request or self.request(new_tokens=self.tokens(new))
         answer = await self.stub.Complete(request)
@@ -134,7 +134,7 @@ class TokenCaller:
         self.messages += [run_tool(call) for call in self.messages[-1].get("tool_calls") or ()]
 
     async def play(self, turns: int = 20) -> None:
-        """Turns until an answer calls no tools."""
+        """Run turns until a completion calls no tools."""
         for _ in range(turns):
             await self.complete()
             if self.known == len(self.messages):
@@ -142,7 +142,7 @@ class TokenCaller:
 
 
 def words_of(spans: Sequence[token_pb2.Span]) -> list[int]:
-    """What the digest is over."""
+    """The words that the digest covers."""
     return [
         token | (MODEL_BIT if span.author == token_pb2.AUTHOR_MODEL else 0)
         for span in spans

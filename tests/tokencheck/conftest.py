@@ -1,4 +1,4 @@
-"""The toy tokenizer with templates that somebody has spoilt, and the check of it."""
+"""The toy tokenizer with modified templates, and their check."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ TOY_TEMPLATE = (TOY_TOKENIZER / "chat_template.jinja").read_text(encoding="utf-8
 
 
 def spoilt(*changes: tuple[str, str]) -> str:
-    """The toy template with texts replaced, each of which must be there."""
+    """The toy template with texts replaced, each of which must occur."""
     text = TOY_TEMPLATE
     for before, after in changes:
         assert before in text
@@ -37,7 +37,7 @@ def checked(
 
 @pytest.fixture(scope="session")
 def verdicts() -> Callable[[str], TemplateReport]:
-    """The verdict on a family; each is found once."""
+    """The verdict on a family; each is computed once."""
     found: dict[str, TemplateReport] = {}
 
     def of(name: str) -> TemplateReport:

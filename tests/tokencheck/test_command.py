@@ -1,4 +1,4 @@
-"""`rollout tokens check` as people run it."""
+"""The command `rollout tokens check`."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_json_is_all_there_is_on_standard_output(tmp_path: Path) -> None:
 
 
 def test_what_was_there_is_shown_escaped(tmp_path: Path) -> None:
-    """A template must not write to the terminal."""
+    """A template must not control the terminal."""
     template = tmp_path / "bad.jinja"
     escape = "{{- '\x1b[2J[red]' ~ messages | length -}}{%- for message in messages -%}"
     template.write_text(spoilt(("{%- for message in messages -%}", escape)), encoding="utf-8")
@@ -72,7 +72,7 @@ def test_template_arguments_reach_the_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--tokenizer", "./nowhere"], "there is no directory ./nowhere"),
+        (["--tokenizer", "./nowhere"], "the directory ./nowhere does not exist"),
         (["--tokenizer", "toy", "--template", "nowhere.jinja"], "nowhere.jinja"),
         (["--tokenizer", "toy", "--conversations", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--tokenizer", "toy", "--template-arg", "thinking"], "'thinking' is not KEY=JSON"),

@@ -1,4 +1,4 @@
-"""Real tokenizers: what is known of them is what the check finds out."""
+"""Real tokenizers: the check finds their known properties."""
 
 import json
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def test_a_verdict_is_whole(verdicts: Verdicts, name: str) -> None:
     assert verdict.usable
     assert verdict.stable is not bool(verdict.faults)
     assert verdict.stops.final is not None
-    # Numbers that JSON cannot spell have only the model's own spelling, which a template without calls has not.
+    # JSON cannot represent some numbers, so only the model's own spelling exists, which a template without calls lacks.
     assert {each.kind for each in hard_conversations(())} - {row.kind for row in verdict.rows} <= {"arguments, huge"}
     for row in verdict.rows:
         assert row.kept + sum(row.causes.values()) == row.boundaries == sum(row.masks.values())
@@ -53,7 +53,7 @@ def test_toy_is_stable_without_conditions(verdicts: Verdicts) -> None:
     assert {row.kind for row in verdict.rows if row.left_out or row.refused or row.uncut} == set()
     by_writing = {tally.writing: tally for tally in verdict.tallies if tally.form is Arguments.RECEIVED}
     assert by_writing[Writing.TEMPLATE].worst is None
-    assert by_writing[Writing.SPELLING].worst is None  # text is rendered as it came
+    assert by_writing[Writing.SPELLING].worst is None  # the text is rendered as received
     assert by_writing[Writing.TOKENS].worst is not None
     parsed = next(t for t in verdict.tallies if (t.form, t.writing) == (Arguments.PARSED, Writing.SPELLING))
     assert parsed.worst is not None
@@ -111,7 +111,7 @@ def test_mistral_moves_its_tools(verdicts: Verdicts) -> None:
 
 
 def test_phi_3_5_knows_no_tools(verdicts: Verdicts) -> None:
-    """It strips what follows its tokens, which must not look like a fault."""
+    """It strips white space after its special tokens, which must not look like a fault."""
     verdict = verdicts("phi-3.5")
     assert found(verdict) == {TemplateFault.LEFT_OUT}
     assert set(verdict.traits.arguments.values()) == {ArgumentsTrait.LEFT_OUT}
@@ -121,7 +121,7 @@ def test_phi_3_5_knows_no_tools(verdicts: Verdicts) -> None:
 
 @pytest.mark.parametrize("name", ["toy", "qwen2.5"])
 def test_counts_are_those_of_plain_rendering(name: str) -> None:
-    """The same sums with nothing but the library."""
+    """The same counts, computed with the library alone."""
     tokenizer = tokenizer_of(TOY_TOKENIZER if name == "toy" else real_tokenizer(name))
     call: dict[str, Any] = {"id": "a1b2c3d4e", "type": "function"}
     call["function"] = {"name": "add", "arguments": '{"a":5,"b":3}'}

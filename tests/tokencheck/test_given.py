@@ -1,4 +1,4 @@
-"""Conversations from a file, and what is said of those that cannot be read."""
+"""Conversations from a file, and errors for unreadable ones."""
 
 from pathlib import Path
 
@@ -70,7 +70,7 @@ ODD = (
 
 
 def test_nothing_that_a_file_can_say_breaks_the_check() -> None:
-    """Each is compared, or refused with a reason."""
+    """Each one is compared, or refused with a reason."""
     verdict = checked(
         TOY_TOKENIZER, more=[CheckConversation(f"odd {number}", tuple(odd)) for number, odd in enumerate(ODD)]
     )

@@ -1,4 +1,4 @@
-"""The truth that the check compares with, at the golden boundaries of ../shared/tokenizers/vectors."""
+"""The environment tokens that the check computes equal the golden boundaries of ../shared/tokenizers/vectors."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ from rollout_server.tokencheck.template import RenderedConversation, Template
 
 from tests.support.tokenizers import VECTORS, real_tokenizer, tokenizer_of
 
-# What the messages do not tell: how arguments were spelled, with which stop it ended, what the template left out.
+# Messages do not determine the spelling of arguments, the stop token, or text that the template omits.
 UNTOLD = {"compact JSON", "unicode escapes", "number formats", "other stop token", "content+call", "edge whitespace"}
 
 

@@ -1,4 +1,4 @@
-"""Templates with one fault each: the verdict names it, and shows where."""
+"""Templates with one fault each: the verdict names it and shows its position."""
 
 from typing import Any
 
@@ -142,7 +142,7 @@ def test_a_stop_that_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("{%- if add_generation_prompt -%}", "{%- if true -%}"),  # a prompt is always there
+        ("{%- if add_generation_prompt -%}", "{%- if true -%}"),  # a generation prompt is always written
         (AFTER_ANSWER, "{%- endfor -%}{{- '<|im_end|>\\n' if add_generation_prompt or not loop.last -}}"),
     ],
 )
@@ -177,7 +177,7 @@ def test_tools_that_are_an_empty_list() -> None:
 
 
 def test_an_answer_that_the_next_message_ends() -> None:
-    """As in GLM: no token closes an answer, the first of the next message does."""
+    """As in GLM: no token closes a completion; the first token of the next message does."""
     others = [
         ("'<|im_start|>' ~ message.role", "'<|endoftext|>' ~ message.role"),
         ("<|im_start|>user", "<|endoftext|>user"),

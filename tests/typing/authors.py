@@ -1,4 +1,4 @@
-"""What a type checker says of authors' code: checked, never executed. An ignore that is not needed is an error too."""
+"""The type checker's view of authors' code: checked, never executed. An unused ignore is an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def shout(text: str) -> str:
 
 
 class Asynchronous(Agent):
-    """All that an author may write."""
+    """Everything that an author may write."""
 
     name = "asynchronous"
     tools = (add, shout)
@@ -79,7 +79,7 @@ class Asynchronous(Agent):
 
 
 class Plain(Agent):
-    """The same in threads."""
+    """The same with synchronous methods."""
 
     name = "plain"
 
@@ -95,7 +95,7 @@ class Plain(Agent):
 
 
 class OfPlain(Plain):
-    """A reward may say less than its parent's."""
+    """A reward may have a narrower type than its parent's."""
 
     name = "of-plain"
 
@@ -108,7 +108,7 @@ serve(Asynchronous(), Plain(), http_port=0)
 
 
 class Wrong(Agent):
-    """What is not right is said."""
+    """Type errors are reported."""
 
     name = 7  # type: ignore[assignment]
     tools = (len,)  # type: ignore[assignment]
@@ -125,7 +125,7 @@ class Wrong(Agent):
 
 
 async def misuse(run: Run, reply: Reply) -> None:
-    """Calls that do not fit."""
+    """Calls with invalid arguments."""
     await run.fork(kind="twin")  # type: ignore[arg-type]
     await run.fork("text")  # type: ignore[arg-type]
     await run.append("text")  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""The client and its streams of events for an event loop. `gateway/unasync.py` writes `rollout_client._sync` from this package."""
+"""Client and event streams for asyncio. `gateway/unasync.py` generates `rollout_client._sync` from this package."""

@@ -1,4 +1,4 @@
-"""The client for event loops."""
+"""Client for asyncio."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ _A = TypeVar("_A", bound=Message)
 
 
 class AsyncClient:
-    """A client of a rollout server, for one event loop: the one in which it is first used.
+    """Client of a rollout server, bound to the event loop that uses it first.
 
-    What `Client` offers, to be awaited; `list`, `run` and `watch` are iterated with `async for`.
+    It has the methods of `Client` as coroutines; iterate over `list`, `run` and `watch` with `async for`.
 
-    Calls are tried again while the server cannot be reached or has no room, for as long as `retry` and the call's `timeout`
-    allow. They raise `RolloutError`, and TypeError or ValueError for arguments that cannot be sent.
+        async with AsyncClient("localhost:50051", api_key="...") as client:
+            started = await client.start(messages=[...], completions="http://localhost:9001", tokenizer="Qwen/Qwen3-8B")
+
+    Calls are retried while the server is unreachable or at capacity, as long as `retry` and `timeout` allow. They raise
+    `RolloutError` if they fail, TypeError or ValueError for arguments that cannot be sent, and RuntimeError on a closed client.
+    Every method takes `timeout`, in seconds for all attempts together, and `call_metadata`, additional gRPC metadata.
 
     Args:
-        address: host:port, grpc://host:port, grpcs://host (TLS) or unix:/path; or a channel of your own, which stays yours
-            to close.
-        api_key: for servers that want one.
-        tls: how to trust the server and show who one is; needed where grpcs:// with well-known authorities is not enough.
-        timeout: seconds for calls that are given none, retries included. `run`, `watch` and `wait` take until the rollout's end.
-        retry: how a server that fails is tried again.
-        call_metadata: gRPC metadata for each call, such as `traceparent`; each method takes more. `x-request-id` is made up for
-            each call where none is given.
+        address: "host:port", "grpc://host:port", "grpcs://host" (TLS) or "unix:/path"; or a gRPC channel, which the client does
+            not close.
+        api_key: API key, sent as a bearer token.
+        tls: TLS settings. Not needed for a grpcs:// address whose certificate a public authority signed.
+        timeout: default timeout of a call in seconds. `run`, `watch` and `wait` have no limit by default.
+        retry: retry policy.
+        call_metadata: gRPC metadata of every call, such as `traceparent`. A call without `x-request-id` gets a random one.
     """
 
     def __init__(
@@ -70,10 +73,21 @@ class AsyncClient:
         call_metadata: CallMetadata | None = None,
         **fields: Unpack[StartFields],
     ) -> Started:
-        """Starts a rollout, or finds the one that was started with the same request id.
+        """Start a rollout, or return the one that the same request id has already started.
 
-        Takes the spec's fields as keywords (see `StartFields`), or a ready RolloutSpec. Raises `Conflict` where the request id is
-        known with another spec, `Busy` and `Unavailable` where the server had no room or was not there for too long.
+        Args:
+            spec: the spec; or pass its fields as keywords.
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+            **fields: fields of the spec, `request_id`, `credentials` and `request_memory`; see `StartFields`.
+
+        Raises:
+            InvalidRequest: fields of the spec are invalid.
+            NotFound: the agent does not exist.
+            NotPossible: this server cannot run the rollout.
+            Conflict: the request id was used with a different spec.
+            Busy, Unavailable: the server was at capacity or unreachable for longer than `retry` allows.
+            DeadlineExceeded: the timeout expired.
         """
         request = start_request(spec, fields)
         return Started.from_response(await self._send(self._channel.stub.StartRollout, request, timeout, call_metadata))
@@ -89,10 +103,21 @@ class AsyncClient:
         call_metadata: CallMetadata | None = None,
         **fields: Unpack[StartFields],
     ) -> AsyncRunStream:
-        """Starts a rollout as `start` does and iterates over its events, until after `finished`.
+        """Return a stream that starts a rollout as `start` does and yields its events; the last one is `finished`.
 
-        Leaving the stream detaches from the rollout: it goes on alone, or is cancelled after `cancel_after_detach` seconds, if
-        that is given. A cut connection detaches, too, until it was resumed.
+        The client is attached to the rollout while the stream is open. After it closes, the rollout continues, or is cancelled
+        after `cancel_after_detach` seconds. A lost connection also detaches the client until the stream has resumed.
+
+        Args:
+            spec: the spec; or pass its fields as keywords.
+            after_sequence: skip events up to this sequence number, for a rollout that the same request id has already started.
+            detail: "basic": counts, names and times; "messages": also messages; "full": also tokens and the whole outcome;
+                "outcome": only `finished`, with messages and without tokens.
+            timeout: seconds for the whole stream. None: no limit.
+            call_metadata: additional gRPC metadata.
+            **fields: as for `start`.
+
+        Iterating raises the errors of `start` and `watch`.
         """
         run = requests.run_request(spec, fields, after_sequence, detail)
         cursor = requests.event_cursor(run, timeout, self._channel.settings.retry)
@@ -107,9 +132,17 @@ class AsyncClient:
         timeout: float | None = None,
         call_metadata: CallMetadata | None = None,
     ) -> AsyncEventStream:
-        """Iterates over the events after a sequence number, until after `finished`. Whoever watches is attached.
+        """Return a stream of a rollout's events; the last one is `finished`. The client is attached while it is open.
 
-        Raises `EventsGone` where those events are not kept or not reached.
+        Args:
+            uid: the server's id of the rollout.
+            after_sequence: yield the events after this sequence number; 0: all.
+            detail: as for `run`.
+            timeout: seconds for the whole stream. None: no limit.
+            call_metadata: additional gRPC metadata.
+
+        Iterating raises `NotFound` for an unknown rollout, and `EventsGone` if events after `after_sequence` were dropped or
+        the number lies beyond the last event.
         """
         watch = requests.watch_request(uid, after_sequence, detail)
         cursor = requests.event_cursor(watch, timeout, self._channel.settings.retry)
@@ -123,9 +156,21 @@ class AsyncClient:
         view: View = "basic",
         call_metadata: CallMetadata | None = None,
     ) -> pb.Rollout:
-        """Waits until a rollout has finished. Raises `NotFinished`, which is a TimeoutError, where it has not in time.
+        """Wait until a rollout has finished and return it.
 
-        One is attached meanwhile, but for a moment between long polls: with a `cancel_after_detach` of 0 use `run`.
+        The client is attached during each long poll, but not between two polls. For a rollout with `cancel_after_detach=0` use
+        `run` instead.
+
+        Args:
+            uid: the server's id of the rollout.
+            timeout: seconds to wait. None: no limit.
+            view: "basic": state, metrics and outcome; "messages": also messages; "samples": also training samples; "full": also
+                the ledger's segments.
+            call_metadata: additional gRPC metadata.
+
+        Raises:
+            NotFinished: the timeout expired first (also a TimeoutError). The rollout continues.
+            NotFound: the rollout does not exist.
         """
         poll: LongPoll = requests.long_poll(uid, view, timeout, self._channel.settings.retry)
         response = await self._complete(self._channel.stub.WaitRollout, poll, call_metadata)
@@ -139,7 +184,7 @@ class AsyncClient:
         timeout: float | None = None,
         call_metadata: CallMetadata | None = None,
     ) -> pb.Rollout:
-        """A rollout as it is now."""
+        """Return the current state of a rollout. `view` is as for `wait`. Raises `NotFound` if it does not exist."""
         request = requests.get_request(uid, view)
         response = await self._send(self._channel.stub.GetRollout, request, timeout, call_metadata)
         return response.rollout
@@ -153,7 +198,15 @@ class AsyncClient:
         call_metadata: CallMetadata | None = None,
         **selection: Unpack[SelectionFields],
     ) -> AsyncIterator[pb.Rollout]:
-        """Iterates over the selected rollouts, newest first, or over all that one may see. `timeout` is for each page."""
+        """Iterate over rollouts, newest first: the selected ones, or all that belong to this API key.
+
+        Args:
+            view: as for `wait`.
+            page_size: rollouts per request, up to 1,000.
+            timeout: seconds for each page. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+            **selection: conditions, such as `state="running"` or `labels={"experiment": "7"}`; see `SelectionFields`.
+        """
         return self._pages(Pages(page_size, view, selection), timeout, call_metadata)
 
     async def cancel(
@@ -166,9 +219,20 @@ class AsyncClient:
         call_metadata: CallMetadata | None = None,
         **selection: Unpack[SelectionFields],
     ) -> tuple[str, ...]:
-        """Asks the selected rollouts to end. Returns the uids of those that had not finished.
+        """Cancel the selected rollouts and return the uids of those that had not finished.
 
-        Raises ValueError where nothing is selected: `all=True` cancels all rollouts of one's own.
+        Cancelling is asynchronous: each of these rollouts then ends with an outcome of its own.
+
+        Args:
+            uid: the server's id of one rollout; or select by keyword.
+            reason: text for the outcomes, up to 1,000 characters; empty: "cancelled".
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+            **selection: conditions; see `SelectionFields`. `all=True` selects all rollouts of this API key.
+
+        Raises:
+            ValueError: nothing is selected.
+            NotFound: a uid does not exist.
         """
         request = requests.cancel_request(uid, selection, reason)
         response = await self._send(self._channel.stub.CancelRollouts, request, timeout, call_metadata)
@@ -177,14 +241,17 @@ class AsyncClient:
     async def acknowledge(
         self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> None:
-        """Tells that an outcome was received, which ends its delivery. Raises `NotPossible` where there is none yet."""
+        """Confirm that an outcome was received, which ends its delivery.
+
+        Raises `NotPossible` if the rollout has not finished, `NotFound` if it does not exist.
+        """
         request = requests.acknowledge_request(uid)
         await self._send(self._channel.stub.AcknowledgeOutcome, request, timeout, call_metadata)
 
     async def agents(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[pb.Agent, ...]:
-        """The server's agents, by name."""
+        """Return the server's agents, sorted by name."""
         request = pb.ListAgentsRequest()
         response = await self._send(self._channel.stub.ListAgents, request, timeout, call_metadata)
         return tuple(response.agents)
@@ -192,7 +259,10 @@ class AsyncClient:
     async def tools(
         self, agent: str = "", *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> tuple[Tool, ...]:
-        """The tools of an agent, in the order in which the model is told; of the default agent where none is named."""
+        """Return the tools of an agent in the order in which they are offered to the model.
+
+        An empty name means the default agent. Raises `NotFound` if the agent does not exist.
+        """
         request = requests.tools_request(agent)
         response = await self._send(self._channel.stub.ListTools, request, timeout, call_metadata)
         return tuple(response.tools)
@@ -200,12 +270,12 @@ class AsyncClient:
     async def server_info(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> pb.GetServerInfoResponse:
-        """What the server is and can do. Needs no API key."""
+        """Return version, features, limits and load of the server. Needs no API key."""
         request = pb.GetServerInfoRequest()
         return await self._send(self._channel.stub.GetServerInfo, request, timeout, call_metadata)
 
     async def aclose(self) -> None:
-        """Ends what is under way and closes the connection. Whatever waits for an answer raises RuntimeError."""
+        """Close the client and its connection. Calls in progress raise RuntimeError."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -217,7 +287,7 @@ class AsyncClient:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._channel.settings.address or 'over a channel of its user'}>"
+        return f"<{type(self).__name__} {self._channel.settings.address or 'on a supplied channel'}>"
 
     def __reduce__(self) -> NoReturn:
         refuse_pickling(self)
@@ -239,7 +309,7 @@ class AsyncClient:
         exchange: Exchange[_Q, _A],
         call_metadata: CallMetadata | None,
     ) -> _A:
-        """The last response of an exchange, however many attempts it takes. Raises RolloutError."""
+        """Send the requests of an exchange until it is complete, and return the last response. Raises RolloutError."""
         request_id, metadata = self._channel.settings.metadata(call_metadata)
         while True:
             self._channel.check()
@@ -251,6 +321,7 @@ class AsyncClient:
                 if exchange.is_complete(response):
                     return response
                 continue
+            # Closing the client fails its calls. That must raise RuntimeError instead of being retried as a lost connection.
             self._channel.check()
             await self._channel.pause(exchange.on_failure(failure))
 

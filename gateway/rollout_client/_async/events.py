@@ -1,4 +1,4 @@
-"""Events as an asynchronous iterator."""
+"""Event streams as asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rollout_client.event_cursor import EventCursor, Started, StreamState
 
 
 class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
-    """The events of a rollout, to its end: an iterator that goes on by itself after cut connections.
+    """Iterator over a rollout's events until its end. It reconnects after a lost connection and continues after the last event.
 
-    It calls the server once it is iterated. `aclose()`, the end of its `async with` block, and letting go of the iterator (as
-    leaving its `async for` loop does) end the call: one is then detached from the rollout. Iterating raises RolloutError.
+    The first iteration connects. `aclose()`, leaving its `async with` block, or dropping the last reference (such as leaving
+    `async for event in client.watch(uid)`) closes the call and detaches the client. Iterating raises RolloutError.
 
-    An iteration that is interrupted while it waits for an event loses none: the next one continues after the last event that came.
+    Interrupting an iteration loses no event: the next one continues after the last event that was returned.
     """
 
     def __init__(self, channel: AsyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
@@ -43,7 +43,7 @@ class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Ends the iteration and detaches from the rollout."""
+        """End the iteration and detach from the rollout."""
         self._cursor.over = True
         self._hang_up()
 
@@ -56,12 +56,12 @@ class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
         await self.aclose()
 
     def __del__(self) -> None:
-        # An iterator whose making failed has no call.
+        # If __init__ raised, the attribute does not exist.
         if getattr(self, "_call", None) is not None:
             self._hang_up()
 
     async def _read(self) -> RolloutEvent | None:
-        """The next event; None after an item without one, after a cut and its pause, and at the end."""
+        """Return the next event. None: an item without event, a lost connection after its pause, or the end."""
         self._channel.check()
         failure = None
         try:
@@ -70,7 +70,8 @@ class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
                 return self._cursor.take(item)
         except grpc.RpcError as error:
             failure = failure_of(error, self._request_id)
-        except BaseException:  # a cancelled task, Ctrl-C
+        except BaseException:
+            # Cancellation or Ctrl-C. An item may be lost inside gRPC, so the next iteration reconnects and requests it again.
             self._hang_up()
             raise
         self._hang_up()
@@ -84,7 +85,8 @@ class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
     async def _connected_call(self) -> AsyncEventCall:
         if self._call is None:
             self._call = call = self._open()
-            if self._cursor.over:  # closed by another thread in this moment
+            if self._cursor.over:
+                # Another thread closed the stream before `_call` was set, and so had no call to cancel.
                 call.cancel()
             if await self._channel.initial_metadata(call):
                 self._cursor.on_connect()
@@ -105,10 +107,13 @@ class AsyncEventStream(StreamState, AsyncIterator[RolloutEvent]):
 
 
 class AsyncRunStream(AsyncEventStream):
-    """The events of a rollout that this stream starts."""
+    """Events of a rollout that this stream starts when it is first iterated."""
 
     async def started(self) -> Started:
-        """Starts the rollout, or finds the one with the same request id. Raises RolloutError."""
+        """Start the rollout, or find the one with the same request id, and return it without waiting for an event.
+
+        Raises RolloutError as `start` does, and RuntimeError if the stream was closed before the rollout had started.
+        """
         while (started := self._cursor.started) is None:
             if self._cursor.over:
                 raise RuntimeError("the stream was closed before its rollout had started")

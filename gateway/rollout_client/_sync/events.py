@@ -1,5 +1,5 @@
 # Generated from rollout_client/_async/events.py by gateway/unasync.py. Change that file, then run `make sync-client`.
-"""Events as an iterator."""
+"""Event streams as iterators."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rollout_client.event_cursor import EventCursor, Started, StreamState
 
 
 class EventStream(StreamState, Iterator[RolloutEvent]):
-    """The events of a rollout, to its end: an iterator that goes on by itself after cut connections.
+    """Iterator over a rollout's events until its end. It reconnects after a lost connection and continues after the last event.
 
-    It calls the server once it is iterated. `close()`, the end of its `with` block, and letting go of the iterator (as
-    leaving its `for` loop does) end the call: one is then detached from the rollout. Iterating raises RolloutError.
+    The first iteration connects. `close()`, leaving its `with` block, or dropping the last reference (such as leaving
+    `for event in client.watch(uid)`) closes the call and detaches the client. Iterating raises RolloutError.
 
-    An iteration that is interrupted while it waits for an event loses none: the next one continues after the last event that came.
+    Interrupting an iteration loses no event: the next one continues after the last event that was returned.
     """
 
     def __init__(self, channel: SyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
@@ -44,7 +44,7 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the iteration and detaches from the rollout. May be called from any thread."""
+        """End the iteration and detach from the rollout. May be called from any thread."""
         self._cursor.over = True
         self._hang_up()
 
@@ -57,12 +57,12 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
         self.close()
 
     def __del__(self) -> None:
-        # An iterator whose making failed has no call.
+        # If __init__ raised, the attribute does not exist.
         if getattr(self, "_call", None) is not None:
             self._hang_up()
 
     def _read(self) -> RolloutEvent | None:
-        """The next event; None after an item without one, after a cut and its pause, and at the end."""
+        """Return the next event. None: an item without event, a lost connection after its pause, or the end."""
         self._channel.check()
         failure = None
         try:
@@ -71,7 +71,8 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
                 return self._cursor.take(item)
         except grpc.RpcError as error:
             failure = failure_of(error, self._request_id)
-        except BaseException:  # a cancelled task, Ctrl-C
+        except BaseException:
+            # Cancellation or Ctrl-C. An item may be lost inside gRPC, so the next iteration reconnects and requests it again.
             self._hang_up()
             raise
         self._hang_up()
@@ -85,7 +86,8 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
     def _connected_call(self) -> EventCall:
         if self._call is None:
             self._call = call = self._open()
-            if self._cursor.over:  # closed by another thread in this moment
+            if self._cursor.over:
+                # Another thread closed the stream before `_call` was set, and so had no call to cancel.
                 call.cancel()
             if self._channel.initial_metadata(call):
                 self._cursor.on_connect()
@@ -106,10 +108,13 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
 
 
 class RunStream(EventStream):
-    """The events of a rollout that this stream starts."""
+    """Events of a rollout that this stream starts when it is first iterated."""
 
     def started(self) -> Started:
-        """Starts the rollout, or finds the one with the same request id. Raises RolloutError."""
+        """Start the rollout, or find the one with the same request id, and return it without waiting for an event.
+
+        Raises RolloutError as `start` does, and RuntimeError if the stream was closed before the rollout had started.
+        """
         while (started := self._cursor.started) is None:
             if self._cursor.over:
                 raise RuntimeError("the stream was closed before its rollout had started")

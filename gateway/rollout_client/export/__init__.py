@@ -1,9 +1,10 @@
-"""Training samples in the shapes that trainers and files want. None of it needs more than the client itself, but for Parquet.
+"""Export of training samples to trainers and files. Only Parquet needs an additional dependency.
 
-* `to_verl`: the fields of verl's AgentLoopOutput; `to_trl`: what a rollout function of TRL's GRPOTrainer returns.
-* `to_dict`, `from_dict`: a plain dictionary, ready for JSON.
-* `write_jsonl`, `read_jsonl`: one sample on each line.
-* `write_parquet`, `read_parquet`: with `rollout-server[parquet]`.
+* `to_verl`: the fields of verl's AgentLoopOutput.
+* `to_trl`: the return value of a rollout function of TRL's GRPOTrainer.
+* `to_dict`, `from_dict`: a dictionary of JSON values.
+* `write_jsonl`, `read_jsonl`: JSON Lines, one sample per line.
+* `write_parquet`, `read_parquet`: Parquet, one row per sample; needs the extra `rollout-server[parquet]`.
 """
 
 from __future__ import annotations

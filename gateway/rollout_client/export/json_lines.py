@@ -1,4 +1,4 @@
-"""Samples as plain dictionaries, and as JSON lines: the sample's own names, values that JSON knows, nothing left out."""
+"""Samples as dictionaries of JSON values and as JSON Lines files, with all fields of `TrainingSample` under their names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Reader: TypeAlias = Callable[[object, str], Any]
 
 
 def to_dict(sample: TrainingSample) -> dict[str, Any]:
-    """A sample with all its fields; its spans are a list of dictionaries, or None."""
+    """Return all fields of a sample as JSON values. `spans` is a list of dictionaries, or None. Lists are copied."""
     found = {each.name: getattr(sample, each.name) for each in fields(TrainingSample)}
     for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
         found[name] = None if found[name] is None else list(found[name])
@@ -28,9 +28,9 @@ def to_dict(sample: TrainingSample) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainingSample:
-    """The sample that `to_dict` made the dictionary of.
+    """Create a sample from a dictionary of `to_dict`. Fields with a default may be missing.
 
-    Raises ValueError with the name of what is missing, unknown, of another kind, or does not fit the rest.
+    Raises ValueError that names the field if one is missing, unknown or of the wrong type, or if the sample is inconsistent.
     """
     return TrainingSample(**_read(values, TrainingSample, _SAMPLE))
 
@@ -40,7 +40,7 @@ def _read(values: object, kind: type, readers: Mapping[str, _Reader], where: str
         raise ValueError(f"{where or 'a sample'} is not an object")
     known = {each.name: each for each in fields(kind)}
     if unknown := [key for key in values if key not in known]:
-        raise ValueError(f"{where}{unknown[0]!r} is not known here")
+        raise ValueError(f"{where}{unknown[0]!r} is not a known field")
     needed = [n for n, each in known.items() if each.default is MISSING and each.default_factory is MISSING]
     if missing := [name for name in needed if name not in values]:
         raise ValueError(f"{where}{missing[0]} is missing")
@@ -49,7 +49,7 @@ def _read(values: object, kind: type, readers: Mapping[str, _Reader], where: str
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{where} is not a text")
+        raise ValueError(f"{where} is not a string")
     return value
 
 
@@ -68,7 +68,7 @@ def _count(value: object, where: str) -> int:
 def _number(value: object, where: str) -> float:
     try:
         found = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an int beyond the range of float
         found = math.nan
     if not math.isfinite(found):
         raise ValueError(f"{where} is not a finite number")
@@ -132,9 +132,15 @@ _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
 
 
 def write_jsonl(samples: Iterable[TrainingSample], path: str | PathLike[str], *, append: bool = False) -> int:
-    """Writes samples to a file, over what it held unless they are to be appended. Returns how many.
+    """Write samples to a JSON Lines file and return how many were written.
 
-    Raises ValueError for a number that JSON has no word for (NaN, infinities). What was written before it stays.
+    Args:
+        samples: the samples.
+        path: the file.
+        append: add to the file. By default its content is replaced.
+
+    Raises:
+        ValueError: a number is NaN or infinite, which JSON cannot represent. Earlier samples stay in the file.
     """
     count = 0
     with open(path, "a" if append else "w", encoding="utf-8", newline="\n") as file:
@@ -145,9 +151,9 @@ def write_jsonl(samples: Iterable[TrainingSample], path: str | PathLike[str], *,
 
 
 def read_jsonl(path: str | PathLike[str]) -> Iterator[TrainingSample]:
-    """Reads samples from a file, one at a time; empty lines are skipped.
+    """Iterate over the samples of a JSON Lines file. Empty lines are skipped.
 
-    Raises ValueError with the number of the line that holds no sample.
+    Raises ValueError with the line number for a line that is not a valid sample.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
@@ -166,6 +172,6 @@ def _sample(line: bytes, where: str) -> TrainingSample:
     try:
         return from_dict(json.loads(line.decode()))
     except RecursionError:
-        raise ValueError(f"{where}: it is nested too deeply") from None
+        raise ValueError(f"{where}: the JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

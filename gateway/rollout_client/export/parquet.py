@@ -1,4 +1,4 @@
-"""Samples as Parquet files: one row for each, columns of the names of `to_dict`. Needs `rollout-server[parquet]`."""
+"""Samples as Parquet files: one row per sample, columns named as in `to_dict`. Needs the extra `rollout-server[parquet]`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from rollout_client.samples import TrainingSample
 
 
 def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) -> int:
-    """Writes samples to a file, over what it held. Returns how many. Logprobs are kept as 32-bit floats, as they came.
+    """Write samples to a Parquet file, replacing its content, and return how many were written.
 
-    Raises ImportError, which names the extra, where pyarrow is missing.
+    Token ids are stored as int32, the mask as int8, and logprobs as float32, the precision in which the server sends them.
+
+    Raises ImportError that names the extra if pyarrow is missing.
     """
     arrow = _arrow()
     rows = [_row(sample) for sample in samples]
@@ -24,17 +26,19 @@ def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) 
 
 
 def read_parquet(path: str | PathLike[str]) -> list[TrainingSample]:
-    """Reads the samples of a file that `write_parquet` wrote.
+    """Return the samples of a file that `write_parquet` wrote.
 
-    Raises ImportError, which names the extra, where pyarrow is missing, and ValueError for a file without such samples.
+    Raises:
+        ImportError: pyarrow is missing; the text names the extra.
+        ValueError: the file is not Parquet, lacks a column, or a row is not a valid sample.
     """
     arrow = _arrow()
-    # Not read_table: it takes `name=value` in a path for a column.
+    # Not read_table: it reads `name=value` in a path as a partition column.
     with importlib.import_module("pyarrow.parquet").ParquetFile(fspath(path)) as file:
-        ours, found = _schema(arrow).names, file.schema_arrow.names
-        if missing := [name for name in ours if name not in found]:
-            raise ValueError(f"{path} holds no samples: it has no column {missing[0]!r}")
-        rows = file.read(columns=ours).to_pylist()
+        columns, found = _schema(arrow).names, file.schema_arrow.names
+        if missing := [name for name in columns if name not in found]:
+            raise ValueError(f"{path} contains no samples: it has no column {missing[0]!r}")
+        rows = file.read(columns=columns).to_pylist()
     return [_sample(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
 
 
@@ -46,10 +50,10 @@ def _arrow() -> Any:
 
 
 def _schema(arrow: Any) -> Any:
-    """The columns. Token ids are below 2^31."""
-    text, whole, number = arrow.string(), arrow.int64(), arrow.float64()
-    places = {"turn": whole, "start": whole, "stop": whole}
-    span = arrow.struct({"author": text, "reason": text, **places, "policy_version": text})
+    """Return the schema. Token ids are below 2^31, so int32 holds them."""
+    text, integer, number = arrow.string(), arrow.int64(), arrow.float64()
+    positions = {"turn": integer, "start": integer, "stop": integer}
+    span = arrow.struct({"author": text, "reason": text, **positions, "policy_version": text})
     columns = {
         "segment_id": text,
         "prompt_ids": arrow.list_(arrow.int32()),
@@ -59,7 +63,7 @@ def _schema(arrow: Any) -> Any:
         "spans": arrow.list_(span),
         "kind": text,
         "parent_id": text,
-        "parent_tokens": whole,
+        "parent_tokens": integer,
         "verified": arrow.bool_(),
         "uid": text,
         "rollout_id": text,

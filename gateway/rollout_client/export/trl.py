@@ -1,4 +1,4 @@
-"""What a rollout function of TRL returns: `GRPOTrainer(rollout_func=...)` (trl/trainer/grpo_trainer.py)."""
+"""Return value of a rollout function for TRL: `GRPOTrainer(rollout_func=...)` (trl/trainer/grpo_trainer.py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from rollout_client.samples import TrainingSample
 
 
 class TrlOutput(TypedDict):
-    """One row for each sample; a row's `completion_ids`, `logprobs` (natural logarithms) and `env_mask` are equally long.
+    """Dictionary that a `rollout_func` returns: lists with one row per sample.
 
-    `env_mask` is 1 where the model wrote a token that trains; TRL counts it as `tool_mask`, and only without tools of its own.
-    The keys after it reach the reward functions as keywords.
+    Keys:
+        prompt_ids: token ids (int) of each prompt.
+        completion_ids: token ids (int) of each response, environment tokens included.
+        logprobs: natural logarithms (float), one per id in `completion_ids`, 0.0 where `env_mask` is 0. None: some are unknown.
+        env_mask: one int per id in `completion_ids`: 1 for a generated token that trains, otherwise 0. TRL applies it as
+            `tool_mask`, but only if the GRPOTrainer has no tools.
+        rollout_uid, rollout_end, rollout_truncated, rollout_reward: `uid`, `end`, `truncated` and `reward` of each sample. TRL
+            passes these keys to reward functions as keyword arguments.
     """
 
     prompt_ids: list[list[int]]
@@ -27,18 +33,24 @@ class TrlOutput(TypedDict):
 
 
 def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
-    """Samples in the order in which TRL gave their prompts, one for each.
+    """Convert samples to the return value of a `rollout_func`.
 
-    `logprobs` is None for all of them where one has none: TRL has no word for a row without.
+        return to_trl(samples_of_these_prompts)  # one sample per prompt
 
-    Raises ValueError for several samples of one rollout: TRL compares rows by their place, so each further one would move
-    the rows after it into groups of other prompts.
+    `logprobs` is None for all rows if one sample has none, because TRL has no value for a row without logprobs.
+
+    Args:
+        samples: exactly one sample per prompt, in the order of the prompts that TRL passed.
+
+    Raises:
+        ValueError: two samples belong to one rollout. TRL assigns rows to groups by position, so an additional row would move
+            all later rows into the groups of other prompts.
     """
     rows = list(samples)
     counted = Counter(row.uid for row in rows if row.uid)
     uid, count = next(iter(counted.most_common(1)), ("", 0))
     if count > 1:
-        raise ValueError(f"rollout {uid!r} has {count} samples here, and TRL takes one row for each prompt: choose one")
+        raise ValueError(f"rollout {uid!r} has {count} samples, but TRL takes one row per prompt; choose one of them")
     known = [list(row.logprobs) for row in rows if row.logprobs is not None]
     return TrlOutput(
         prompt_ids=[list(row.prompt_ids) for row in rows],

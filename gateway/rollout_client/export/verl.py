@@ -1,4 +1,4 @@
-"""The fields of verl's `AgentLoopOutput` (verl/experimental/agent_loop/agent_loop.py), which an agent loop's `run` returns."""
+"""Fields of verl's `AgentLoopOutput`, which the `run` of an agent loop returns (verl/experimental/agent_loop/agent_loop.py)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from rollout_client.samples import ENVIRONMENT, MODEL, TrainingSample
 
 
 class VerlMetrics(TypedDict):
-    """The fields of verl's `AgentLoopMetrics` that are known here, in seconds."""
+    """The fields of verl's `AgentLoopMetrics` that a sample provides, in seconds (float)."""
 
     generate_sequences: float
     tool_calls: float
 
 
 class VerlOutput(TypedDict):
-    """Keyword arguments of `AgentLoopOutput`; the ids, mask and logprobs (natural logarithms) of the response are equally long."""
+    """Keyword arguments of `AgentLoopOutput`. Below, T is the number of response tokens.
+
+    Keys:
+        prompt_ids: token ids (int) of the prompt.
+        response_ids: T token ids (int): completions and environment tokens.
+        response_mask: T values (int): 1 for a generated token that trains, otherwise 0.
+        response_logprobs: T natural logarithms (float), 0.0 where the mask is 0. None: not known.
+        reward_score: reward of the rollout. None: verl computes its own.
+        num_turns: number of chat turns as verl counts them: prompt, completions, and environment messages in between.
+        metrics: times of the rollout in seconds.
+        extra_fields: all other fields of the sample, under the key "rollout_sample".
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -30,13 +41,15 @@ class VerlOutput(TypedDict):
 
 
 def to_verl(sample: TrainingSample) -> VerlOutput:
-    """A sample for `AgentLoopOutput(**to_verl(sample))`.
+    """Convert a sample to keyword arguments of verl's `AgentLoopOutput`.
 
-    Nothing is cut to the configured lengths. Without a reward verl computes its own. All else that is known of the sample stands
-    under one key of `extra_fields`, "rollout_sample": verl makes a column of each key, over one of its own where the names are
-    the same, and its `uid` says which samples are a group. Of a rollout with several samples each carries the whole rollout's
-    reward and times.
+        return AgentLoopOutput(**to_verl(sample))
+
+    Ids are not truncated to verl's configured lengths. If a rollout has several samples, each has the reward and times of the whole
+    rollout.
     """
+    # One key for all extra fields: verl turns each key into a batch column and replaces its own column of the same name. A key
+    # "uid" would replace verl's, which identifies the GRPO group.
     apart = ("prompt_ids", "response_ids", "response_mask", "logprobs", "reward", "completion_ms", "tool_ms")
     return VerlOutput(
         prompt_ids=list(sample.prompt_ids),
@@ -51,9 +64,9 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
 
 
 def _turns(sample: TrainingSample) -> int:
-    """verl's count of chat turns: the prompt, each answer, and each time that others spoke in between."""
+    """Count chat turns as verl does: the prompt, each completion, and each block of environment messages in between."""
     if sample.spans is None:
         return 1 + sum(1 for _ in groupby(sample.response_mask))
-    answers = {span.turn for span in sample.spans if span.author == MODEL}
-    between = {span.turn for span in sample.spans if span.reason == ENVIRONMENT}
-    return 1 + len(answers) + len(between)
+    completions = {span.turn for span in sample.spans if span.author == MODEL}
+    environment = {span.turn for span in sample.spans if span.reason == ENVIRONMENT}
+    return 1 + len(completions) + len(environment)

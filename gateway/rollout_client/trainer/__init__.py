@@ -1,10 +1,12 @@
-"""A trainer on top of a rollout server, small enough to sit in any training loop.
+"""Trainer side of a rollout server, for any training loop. It has no dependencies beyond those of `rollout_client`.
 
-Give `Trainer` a function that generates from token ids, and iterate over groups of finished rollouts with their training samples.
-No template is rendered here and no history is sent twice: the server sends the ids that are new, both sides keep a record of
-every token and its author, and compare digests in each turn and the samples at the end.
+`Trainer` takes a function that generates from token ids, and yields groups of finished rollouts with their training samples. The
+server applies the chat template and sends only new token ids. Both sides keep a ledger of every token and its author. They
+compare digests in every turn, and the samples at the end.
 
-Beside what `rollout_client` needs it needs nothing.
+    async with Trainer("localhost:50051", generate=generate, decode=decode, parse=parsers.hermes) as trainer:
+        async for group in trainer.rollouts(prompts, n=8, tokenizer="Qwen/Qwen3-8B"):
+            train_on([sample for rollout in group.rollouts for sample in rollout.samples])
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a model said, parsed, and how it becomes a message of the contract."""
+"""Parsed completions, and their conversion to assistant messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from osmosis.rollout.v1.message_pb2 import ChatMessage, Message
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call of a tool.
+    """One tool call.
 
     Args:
-        name: the tool's name.
-        arguments: their text as the model wrote it; nobody promises that it parses.
-        id: as the model wrote it; empty: one is made up.
+        name: name of the tool.
+        arguments: JSON text exactly as generated; it may be invalid.
+        id: id that the model generated; empty: an id is assigned.
     """
 
     name: str
@@ -27,12 +27,12 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedCompletion:
-    """A parsed completion.
+    """Parsed text of a completion.
 
     Args:
-        content: the text without calls and thinking.
-        tool_calls: in order.
-        reasoning: the thinking; None: there is none.
+        content: the text without tool calls and reasoning.
+        tool_calls: tool calls in order.
+        reasoning: the reasoning ("thinking") text; None: none.
     """
 
     content: str
@@ -41,24 +41,29 @@ class ParsedCompletion:
 
 
 Parse: TypeAlias = Callable[[str], ParsedCompletion]
-"""Text of a completion, without its end token, to what it means. Text that means nothing is content."""
+"""Parses the decoded text of a completion, without its stop token. Text that is no tool call or reasoning is content."""
 
 
 def plain(text: str) -> ParsedCompletion:
-    """The parser for models that call no tools: all is content."""
+    """Parse nothing: all text is content. For models that call no tools."""
     return ParsedCompletion(text)
 
 
 def to_message(completion: ParsedCompletion, turn: int, *, typed: bool) -> Message:
-    """The message, in the typed form or as JSON. Calls without an id, or with one that is taken, get one of their own.
+    """Convert a completion to an assistant message.
 
-    Raises TypeError for what is no completion.
+    Args:
+        completion: the parsed completion. Tool calls with a missing or repeated id get a new one.
+        turn: turn of the completion, from 1; part of new ids.
+        typed: True for the typed form (`ChatMessage`), False for the JSON form.
+
+    Raises TypeError if `parse` returned something else than a `ParsedCompletion` of str and `ToolCall`.
     """
     if not isinstance(completion, ParsedCompletion):
         raise TypeError(f"parse must return a ParsedCompletion, not {type(completion).__name__}")
     for call in completion.tool_calls:
         if not isinstance(call, ToolCall):
-            raise TypeError(f"ParsedCompletion.tool_calls must hold ToolCalls, not {type(call).__name__}")
+            raise TypeError(f"ParsedCompletion.tool_calls must contain ToolCall, not {type(call).__name__}")
     calls = [
         (call_id, utf8_text(call.name, "ToolCall.name"), utf8_text(call.arguments, "ToolCall.arguments"))
         for call_id, call in zip(_ids(completion.tool_calls, turn), completion.tool_calls, strict=True)
@@ -85,7 +90,7 @@ def to_message(completion: ParsedCompletion, turn: int, *, typed: bool) -> Messa
 
 
 def utf8_text(text: str, where: str) -> str:
-    """A text that UTF-8 can carry: halves of surrogate pairs become U+FFFD. Raises TypeError, which names the place, for none."""
+    """Replace unpaired surrogates by U+FFFD, so that UTF-8 can encode the text. Raises TypeError that names `where`."""
     if not isinstance(text, str):
         raise TypeError(f"{where} must be a str, not {type(text).__name__}")
     try:
@@ -96,12 +101,12 @@ def utf8_text(text: str, where: str) -> str:
 
 
 def _ids(calls: Sequence[ToolCall], turn: int) -> list[str]:
-    """Ids, unique within the message. Those made up have the nine letters and digits that Mistral's templates insist on."""
+    """Return ids that are unique within the message. New ids have nine letters and digits, as Mistral's chat templates require."""
     ids: dict[str, None] = {}
     for index, call in enumerate(calls):
         wanted, number = utf8_text(call.id, "ToolCall.id"), index
         while not wanted or wanted in ids:
             wanted = f"t{turn:05d}{number:03d}"
-            number += len(calls)
+            number += len(calls)  # this step never reaches the default id of another call
         ids[wanted] = None
     return list(ids)

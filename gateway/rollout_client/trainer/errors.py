@@ -1,4 +1,4 @@
-"""Turns that are not answered: the statuses that completion_service.proto prescribes, whichever way they travel."""
+"""Errors that the trainer returns to the server, with the statuses of completion_service.proto. Used by both transports."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rollout_client.errors import DOMAIN
 from rollout_client.proto_fields import duration
 from rollout_client.trainer.ledger import LedgerCheckpoint
 
-# Details travel in HTTP/2 trailers, which hold 8 KB.
-_MOST_MARKS = 64
+# gRPC sends details in HTTP/2 trailers, which are limited to 8 KB.
+_MOST_CHECKPOINTS = 64
 _LONGEST_TEXT = 1000  # characters
 
 
 class RefusedCall(Exception):
-    """A call that ends with a status.
+    """A call that ends with an error status.
 
     Args:
-        code: the gRPC status.
-        reason: a stable word for the cause.
-        text: what was wrong, where, and what to do.
-        details: beside the ErrorInfo that every status carries.
+        code: gRPC status code.
+        reason: stable error code.
+        text: what was wrong, where, and what to do; cut to 1000 characters.
+        details: details besides the ErrorInfo that every status has.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, text: str, *details: Message) -> None:
@@ -39,7 +39,7 @@ class RefusedCall(Exception):
         self.details = (ErrorInfo(reason=reason, domain=DOMAIN), *details)
 
     def trailers(self) -> tuple[tuple[str, bytes], ...]:
-        """The rich status as gRPC sends it."""
+        """Return the trailing metadata with the rich status."""
         status = Status(code=self.code.value[0], message=self.text)
         for detail in self.details:
             packed = Packed()
@@ -49,7 +49,7 @@ class RefusedCall(Exception):
 
 
 def invalid_field(field: str, text: str) -> RefusedCall:
-    """A field that breaks the contract."""
+    """Return the error for an invalid field of a request."""
     violation = BadRequest.FieldViolation(field=field, description=text[:_LONGEST_TEXT])
     return RefusedCall(
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -60,24 +60,24 @@ def invalid_field(field: str, text: str) -> RefusedCall:
 
 
 def base_unknown(text: str) -> RefusedCall:
-    """The server is to send the whole history once."""
+    """Return the error that makes the server send the whole history once, under the same turn key."""
     return RefusedCall(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)
 
 
 def ledger_mismatch(text: str, checkpoints: Sequence[LedgerCheckpoint]) -> RefusedCall:
-    """The two records part. What is held here after each turn goes along, the last turns first to stay."""
-    held = LedgerMismatch(checkpoints=[checkpoint.to_proto() for checkpoint in checkpoints[-_MOST_MARKS:]])
-    return RefusedCall(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, held)
+    """Return the error for ledgers that differ. It carries the trainer's checkpoints of up to 64 last turns."""
+    detail = LedgerMismatch(checkpoints=[checkpoint.to_proto() for checkpoint in checkpoints[-_MOST_CHECKPOINTS:]])
+    return RefusedCall(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, detail)
 
 
 def try_again_later(seconds: float) -> RefusedCall:
-    """Nothing was generated; ask again."""
+    """Return the error for a turn that cannot be generated now. The server repeats the request after the delay."""
     delay = duration(seconds, "seconds")
-    text = f"the trainer cannot generate now; ask again in {seconds:g} s"
+    text = f"the trainer cannot generate now; retry in {seconds:g} s"
     return RefusedCall(grpc.StatusCode.RESOURCE_EXHAUSTED, "TRY_AGAIN_LATER", text, RetryInfo(retry_delay=delay))
 
 
 def internal_error(part: str, turn_key: str) -> RefusedCall:
-    """A fault of the trainer's own code; its text stays in its log."""
-    text = f"{part} failed in the trainer, whose log has it under {turn_key!r}; correct it there and start the rollout anew"
+    """Return the error for an exception in the user's code. The exception itself is only in the trainer's log."""
+    text = f"{part} failed in the trainer for turn {turn_key!r}; see its log, correct the function and start the rollout again"
     return RefusedCall(grpc.StatusCode.INTERNAL, f"{part.upper()}_FAILED", text)

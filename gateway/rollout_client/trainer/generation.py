@@ -1,4 +1,4 @@
-"""What is asked of a model and what it brings back."""
+"""Input and output of `generate`: sampling parameters, generated tokens, and their validation."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Final, TypeAlias
 from osmosis.rollout.v1 import spec_pb2
 
 MODEL_BIT: Final = 1 << 31
-"""Set in a digest for each token that the model wrote (token.proto, Checkpoint); ids are below it."""
+"""In a digest, this bit marks a generated token (token.proto, Checkpoint). Token ids are below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. None means that the trainer decides; 0 is a value.
+    """Sampling parameters of one turn. None: the trainer chooses; 0 is a value.
 
     Args:
         temperature: 0 to 2.
         top_p: 0 to 1.
-        max_tokens: the most tokens of this answer.
-        stop: texts that end it.
-        logprobs: whether logprobs are wanted.
-        extra_json: further parameters, the text of a JSON object; or empty.
+        max_tokens: maximum number of tokens of this completion.
+        stop: texts that end the completion.
+        logprobs: True: logprobs are requested. False: they are dropped.
+        extra_json: further parameters as the text of a JSON object; empty: none.
     """
 
     temperature: float | None = None
@@ -38,13 +38,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One answer as it was sampled.
+    """One completion as sampled.
 
     Args:
-        ids: the sampled token ids, at least one, the end token included where one was sampled.
-        logprobs: one natural logarithm for each; None: unknown.
-        finish_reason: "stop", "length" or a word of your own.
-        policy_version: the policy that sampled, in your words; it comes back on each span of the training sample.
+        ids: sampled token ids (int, 0 to 2^31 - 1), at least one. Includes the stop token if one was sampled.
+        logprobs: natural logarithm of the probability of each id (finite float), same length as `ids`. None: unknown. They are
+            stored as float32.
+        finish_reason: "stop", "length" or another word.
+        policy_version: version of the policy that sampled; it appears on the spans of the training sample.
     """
 
     ids: Sequence[int] = field(repr=False)
@@ -54,13 +55,16 @@ class Generated:
 
 
 Generate: TypeAlias = Callable[[Sequence[int], SamplingParams], Awaitable[Generated]]
-"""Prompt ids and how to sample, to an answer. It is cancelled when nobody waits for the answer any more."""
+"""Coroutine function `generate(prompt_ids, sampling)`. It is cancelled when no request waits for the completion."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-"""Ids of an answer, without the one that ends it, to its text."""
+"""Function `decode(ids)`: token ids of a completion, without a trailing id of `end_ids`, to text."""
 
 
 class TryAgainLater(Exception):
-    """Raised by `generate` while it cannot: nothing was generated. The server asks again after `seconds`, if its time allows."""
+    """Raised by `generate` if it cannot generate now, for example during a weight update.
+
+    The server repeats the request after `seconds` (0 to 86,400), unless the rollout's time limit expires first.
+    """
 
     def __init__(self, seconds: float = 1.0) -> None:
         if not 0 <= seconds <= 86_400:
@@ -70,7 +74,7 @@ class TryAgainLater(Exception):
 
 
 def sampling_params(proto: spec_pb2.Sampling) -> SamplingParams:
-    """What a request asks for."""
+    """Convert the sampling parameters of a request."""
     return SamplingParams(
         temperature=proto.temperature if proto.HasField("temperature") else None,
         top_p=proto.top_p if proto.HasField("top_p") else None,
@@ -82,25 +86,28 @@ def sampling_params(proto: spec_pb2.Sampling) -> SamplingParams:
 
 
 def token_ids(values: Sequence[int], where: str) -> array[int]:
-    """Token ids, compact. Raises TypeError and ValueError, which name the place."""
+    """Return token ids as an array of uint32. Raises TypeError and ValueError that name `where`."""
     try:
         ids = array("I", [operator.index(value) for value in values])
     except OverflowError:
-        raise ValueError(f"{where} holds an id that is negative or 2^31 or more") from None
+        raise ValueError(f"{where} contains an id outside 0 to 2^31 - 1") from None
     except TypeError:
-        raise TypeError(f"{where} must hold integers") from None
+        raise TypeError(f"{where} must contain integers") from None
     if ids and max(ids) >= MODEL_BIT:
-        raise ValueError(f"{where} holds an id that is 2^31 or more")
+        raise ValueError(f"{where} contains an id outside 0 to 2^31 - 1")
     return ids
 
 
 def validate_generated(generated: Generated) -> tuple[array[int], array[float] | None]:
-    """Ids and logprobs, compact, the logprobs as precise as they travel. Raises TypeError and ValueError for what is no answer."""
+    """Check a completion and return its ids as uint32 and its logprobs as float32, the precision on the wire.
+
+    Raises TypeError and ValueError that name the field.
+    """
     if not isinstance(generated, Generated):
         raise TypeError(f"generate must return a Generated, not {type(generated).__name__}")
     ids = token_ids(generated.ids, "Generated.ids")
     if not ids:
-        raise ValueError("Generated.ids is empty: an answer has at least its end token")
+        raise ValueError("Generated.ids is empty; a completion has at least one token")
     for name in ("finish_reason", "policy_version"):
         if not isinstance(getattr(generated, name), str):
             raise TypeError(f"Generated.{name} must be a str")
@@ -110,5 +117,5 @@ def validate_generated(generated: Generated) -> tuple[array[int], array[float] |
     if len(logprobs) != len(ids):
         raise ValueError(f"Generated.logprobs has {len(logprobs)} values for {len(ids)} ids")
     if not all(map(math.isfinite, logprobs)):
-        raise ValueError("Generated.logprobs holds a value that is not finite")
+        raise ValueError("Generated.logprobs contains a value that is not finite")
     return ids, logprobs

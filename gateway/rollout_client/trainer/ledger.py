@@ -1,6 +1,6 @@
-"""A segment as the trainer keeps it: every token, who wrote it, and what both sides held after each turn.
+"""The trainer's ledger of one segment: every token with its author, and a checkpoint after each completion.
 
-Digests follow token.proto (Checkpoint), so that two records that agree on a digest agree on every token and author before it.
+Digests are those of token.proto (Checkpoint). Two ledgers with equal digests agree on every token and author before that point.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LedgerCheckpoint:
     """A checkpoint of a segment.
 
     Args:
-        messages: how many the conversation has; 0: not known.
-        tokens: how many the segment has.
+        messages: number of messages in the conversation; 0: unknown.
+        tokens: number of tokens in the segment.
         digest: SHA-256 over these tokens and their authors, 32 bytes.
     """
 
@@ -35,25 +35,25 @@ class LedgerCheckpoint:
     digest: bytes
 
     def to_proto(self) -> token_pb2.Checkpoint:
-        """As it travels."""
+        """Convert to the protobuf message."""
         return token_pb2.Checkpoint(messages=self.messages, tokens=self.tokens, digest=self.digest)
 
     def matches(self, other: LedgerCheckpoint) -> bool:
-        """Whether both stand for the same tokens and authors."""
+        """Whether both checkpoints cover the same tokens and authors."""
         return (self.tokens, self.digest) == (other.tokens, other.digest)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerRun:
-    """Tokens of one author in one turn.
+    """Consecutive tokens of one author in one turn.
 
     Args:
-        turn: from 1.
-        by_model: the model wrote them.
-        ids: the tokens.
-        logprobs: one natural logarithm for each; None: unknown. The model's only.
-        policy_version: of the policy that sampled them.
-        own: they were generated here. What the server says that the model wrote is believed, but nothing is proved by it.
+        turn: turn of the tokens, from 1.
+        by_model: True for generated tokens.
+        ids: token ids (uint32).
+        logprobs: one natural logarithm (float32) per generated token; None: unknown or not generated.
+        policy_version: policy version that generated them.
+        own: True if this trainer generated them. False for generated tokens that were taken from the server's history.
     """
 
     turn: int
@@ -64,16 +64,16 @@ class LedgerRun:
     own: bool = False
 
     def since(self, token: int) -> LedgerRun:
-        """The run without its first tokens."""
+        """Return the run without its first `token` tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[token:]
         return LedgerRun(self.turn, self.by_model, self.ids[token:], logprobs, self.policy_version, self.own)
 
 
 class SegmentLedger:
-    """One segment, append-only.
+    """Append-only ledger of one segment.
 
-    Its `checkpoints` stand behind each completion. `inherited` is how many of its first tokens were taken over from another one,
-    and it is `restarted` where a prompt that was rendered here did not extend the one before.
+    `checkpoints` has one entry after each completion. `inherited` is the number of leading tokens copied from another segment.
+    `restarted` is True if a prompt that `render` returned did not extend the previous ledger, so this one began anew.
     """
 
     def __init__(self) -> None:
@@ -86,17 +86,17 @@ class SegmentLedger:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return len(self._ids)
 
     @property
     def ids(self) -> array[int]:
-        """All token ids; nobody else may change them."""
+        """All token ids, not copied. Callers must not modify the array."""
         return self._ids
 
     @property
     def complete(self) -> bool:
-        """Whatever the model wrote in this segment was generated here."""
+        """Whether this trainer generated all generated tokens of the segment, inherited ones aside."""
         start = 0
         for run in self.runs:
             if run.by_model and not run.own and start >= self.inherited:
@@ -105,7 +105,7 @@ class SegmentLedger:
         return True
 
     def checkpoint(self, messages: int, more: Iterable[LedgerRun] = ()) -> LedgerCheckpoint:
-        """What is held, or would be with more runs, as a checkpoint of so many messages."""
+        """Return the checkpoint after the ledger's tokens and `more`. `messages` is the number of messages it records."""
         digest, tokens = self._digest.copy(), self.tokens
         for run in more:
             _update_digest(digest, run)
@@ -113,7 +113,7 @@ class SegmentLedger:
         return LedgerCheckpoint(messages, tokens, digest.digest())
 
     def append(self, runs: Iterable[LedgerRun]) -> None:
-        """Adds runs; empty ones are nothing."""
+        """Append runs; empty ones are skipped."""
         for run in runs:
             if run.ids:
                 self.runs.append(run)
@@ -121,7 +121,7 @@ class SegmentLedger:
                 _update_digest(self._digest, run)
 
     def adopt(self, runs: Sequence[LedgerRun]) -> None:
-        """Takes a history over from the server, with a checkpoint behind each answer in it."""
+        """Append a history that the server sent, with a checkpoint after each completion in it."""
         for index, run in enumerate(runs):
             self.append((run,))
             after = runs[index + 1] if index + 1 < len(runs) else None
@@ -129,7 +129,7 @@ class SegmentLedger:
                 self.checkpoints.append(self.checkpoint(0))
 
     def new_runs(self, runs: Sequence[LedgerRun]) -> Sequence[LedgerRun] | None:
-        """What a whole history adds to this ledger; None: it does not extend it."""
+        """Return the runs by which a whole history extends this ledger; None if it does not extend it."""
         digest, left = hashlib.sha256(), self.tokens
         for index, run in enumerate(runs):
             if left < len(run.ids):
@@ -145,7 +145,7 @@ class SegmentLedger:
         return found if digest.digest() == self._digest.digest() else None
 
     def branch(self, at: LedgerCheckpoint) -> SegmentLedger:
-        """A ledger that begins with what this one held at a checkpoint."""
+        """Return a new ledger with the tokens of this one up to a checkpoint. They count as inherited and not as own."""
         made = SegmentLedger()
         left = at.tokens
         for run in self.runs:
@@ -158,7 +158,7 @@ class SegmentLedger:
         return made
 
     def spans(self, offset: int) -> Iterator[token_pb2.Span]:
-        """The spans from a token on, as they travel."""
+        """Convert the tokens from index `offset` on to protobuf spans."""
         start, opened = 0, False
         for run in self.runs:
             opened = opened or run.by_model
@@ -169,7 +169,7 @@ class SegmentLedger:
 
 
 def runs_from_spans(spans: Iterable[token_pb2.Span]) -> list[LedgerRun]:
-    """The runs of spans that were checked."""
+    """Convert protobuf spans, which must have been validated, to runs."""
     return [
         LedgerRun(
             span.turn,

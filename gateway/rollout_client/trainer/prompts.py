@@ -1,7 +1,7 @@
-"""From a request to what the model is to see, or to the reason why it sees nothing.
+"""Prompts of completion requests. An invalid request, or one that contradicts the ledger, raises `RefusedCall`.
 
-In token mode nothing is rendered here: the prompt is the ledger and the tokens that came, and both sides must agree on its digest
-before anything is generated.
+In token mode the prompt is the ledger plus the new tokens of the request. Its digest must match the server's before anything is
+generated. In message mode `render` produces the prompt, and the ledger records it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ from rollout_client.trainer.ledger import LedgerCheckpoint, LedgerRun, SegmentLe
 from rollout_client.trainer.rollout_records import JsonObject, Record, TurnPrompt
 
 Render: TypeAlias = Callable[[Sequence[JsonObject], Sequence[JsonObject]], Sequence[int]]
-"""Messages and tools, in the shape that chat templates know, to prompt ids."""
+"""Function `render(messages, tools)`: dictionaries as `apply_chat_template` takes them, to prompt ids with generation prompt."""
 
 
 def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
-    """Raises `RefusedCall` for a request that nothing held here can make right."""
+    """Validate a request without looking at any ledger. Raises `RefusedCall`.
+
+    Args:
+        request: the request.
+        renders: the trainer has a `render` function, so a request may contain messages without token ids.
+    """
     for name in ("uid", "segment_id"):
         if not getattr(request, name):
             raise invalid_field(name, "is missing")
     if request.turn < 1:
-        raise invalid_field("turn", "counts from 1")
+        raise invalid_field("turn", "must be 1 or more")
     key = f"{request.uid}/{request.segment_id}/{request.turn}"
     if request.turn_key != key:
-        raise invalid_field("turn_key", f"must be uid/segment/turn, which is {key!r}")
+        raise invalid_field("turn_key", f"must be uid/segment/turn, here {key!r}")
     if request.HasField("base"):
         _check_checkpoint(request.base, "base")
     if request.HasField("new_tokens"):
@@ -46,7 +51,7 @@ def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
 
 
 def build_prompt(record: Record, request: pb.CompleteRequest, render: Render | None) -> TurnPrompt:
-    """The prompt of a checked request. Raises `RefusedCall` where the records part; whatever `render` raises goes through."""
+    """Return the prompt of a validated request. Raises `RefusedCall` if the ledgers differ, and whatever `render` raises."""
     if record.typed is None and request.new_messages:
         record.typed = request.new_messages[0].WhichOneof("form") == "chat"
     if request.HasField("new_tokens") or render is None:
@@ -60,31 +65,32 @@ def _from_tokens(record: Record, request: pb.CompleteRequest) -> TurnPrompt:
         ledger = _ledger_at_base(record, request)
     elif known is None:
         ledger = SegmentLedger()
-        answers = max((index for index, run in enumerate(runs, start=1) if run.by_model), default=0)
-        ledger.adopt(runs[:answers])
-        runs = runs[answers:]
+        # The trainer has no record (after a restart, for example): take over the history up to its last completion.
+        history = max((index for index, run in enumerate(runs, start=1) if run.by_model), default=0)
+        ledger.adopt(runs[:history])
+        runs = runs[history:]
     else:
         ledger, rest = known, known.new_runs(runs)
         if rest is None:
-            raise ledger_mismatch(_mismatch_text("the history that was sent", known), known.checkpoints)
+            raise ledger_mismatch(_mismatch_text("the history in the request", known), known.checkpoints)
         runs = list(rest)
     if any(run.by_model for run in runs):
-        raise ledger_mismatch("new_tokens has tokens of the model that were not generated here", ledger.checkpoints)
+        raise ledger_mismatch("new_tokens has generated tokens that this trainer did not generate", ledger.checkpoints)
     after = request.new_tokens.after
     checkpoint = ledger.checkpoint(after.messages, runs)
     if not checkpoint.tokens:
-        raise invalid_field("new_tokens.spans", "there is no token to generate from")
+        raise invalid_field("new_tokens.spans", "must contain a token: the prompt is empty")
     if not checkpoint.matches(_to_checkpoint(after)):
         raise ledger_mismatch(
             f"new_tokens.after has {_checkpoint_text(_to_checkpoint(after))}, "
-            f"but base and spans make {_checkpoint_text(checkpoint)} in turn {request.turn}",
+            f"but base and spans give {_checkpoint_text(checkpoint)} in turn {request.turn}",
             ledger.checkpoints,
         )
     return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint)
 
 
 def _ledger_at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
-    """The segment's ledger, or a branch of the one that stood at the base."""
+    """Return the segment's ledger, or a branch of the ledger that has a checkpoint equal to the base."""
     base, known = _to_checkpoint(request.base), record.segments.get(request.segment_id)
     if known is not None:
         if not known.checkpoints[-1].matches(base):
@@ -95,23 +101,25 @@ def _ledger_at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedge
             record.conversations[request.segment_id] = record.conversations.get(segment_id, ())
             forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
             if not forked and ledger.restarted and ledger.checkpoints[-1].matches(base):
-                # The server gave the prompt that began anew a segment of its own.
+                # Message mode: the last prompt did not extend this segment, so its ledger was restarted under the old id. The
+                # server opened a new segment for that prompt: move the ledger to the new id.
                 record.segments[request.segment_id] = record.segments.pop(segment_id)
                 return ledger
             return ledger.branch(base)
     raise base_unknown(
-        f"no segment of rollout {request.uid!r} stood at the base here; send the whole history without a base"
+        f"no segment of rollout {request.uid!r} has a checkpoint equal to the base; send the whole history without a base"
     )
 
 
 def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) -> TurnPrompt:
     conversation = _conversation(record, request)
-    rendered = token_ids(render(conversation, _tools(record, request)), "what render returned")
+    rendered = token_ids(render(conversation, _tools(record, request)), "the return value of render")
     if not rendered:
         raise ValueError("render returned no ids")
-    held = record.segments.get(request.segment_id)
-    ledger = _ledger_at_base(record, request) if request.HasField("base") else held or SegmentLedger()
+    known = record.segments.get(request.segment_id)
+    ledger = _ledger_at_base(record, request) if request.HasField("base") else known or SegmentLedger()
     if rendered[: ledger.tokens] != ledger.ids:
+        # The rendering rewrote history (drift). Generated tokens are never realigned: record the prompt in a new ledger.
         ledger = SegmentLedger()
         ledger.restarted = True
     runs = [LedgerRun(request.turn, False, array("I", rendered[ledger.tokens :]))]
@@ -123,14 +131,16 @@ def _conversation(record: Record, request: pb.CompleteRequest) -> list[JsonObjec
     try:
         added = messages(request.new_messages)
     except ValueError:
-        raise invalid_field("new_messages", "each must be one JSON object or a typed message") from None
+        raise invalid_field("new_messages", "each item must be one JSON object or a typed message") from None
     if not request.HasField("base"):
         return list(added)
-    _ledger_at_base(record, request)
-    held = record.conversations.get(request.segment_id, ())
-    if request.base.messages > len(held):
-        raise base_unknown(f"the base has {request.base.messages} messages, here are {len(held)}; send all of them")
-    return [*held[: request.base.messages], *added]
+    _ledger_at_base(record, request)  # for a new segment, this also copies the conversation of its parent
+    known = record.conversations.get(request.segment_id, ())
+    if request.base.messages > len(known):
+        raise base_unknown(
+            f"the base has {request.base.messages} messages, the trainer {len(known)}; send all messages"
+        )
+    return [*known[: request.base.messages], *added]
 
 
 def _tools(record: Record, request: pb.CompleteRequest) -> Sequence[JsonObject]:
@@ -156,7 +166,7 @@ def _check_tokens(tokens: pb.NewTokens) -> None:
         raise invalid_field("new_tokens.after", "is missing")
     if tokens.media:
         raise RefusedCall(
-            grpc.StatusCode.UNIMPLEMENTED, "MEDIA", "this trainer generates from text only; new_tokens.media is set"
+            grpc.StatusCode.UNIMPLEMENTED, "MEDIA", "this trainer generates from text only, but new_tokens.media is set"
         )
     _check_checkpoint(tokens.after, "new_tokens.after")
     for index, span in enumerate(tokens.spans):
@@ -164,7 +174,7 @@ def _check_tokens(tokens: pb.NewTokens) -> None:
         if span.author not in (token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER):
             raise invalid_field(f"{where}.author", "must be AUTHOR_MODEL or AUTHOR_OTHER")
         if span.token_ids and max(span.token_ids) >= MODEL_BIT:
-            raise invalid_field(f"{where}.token_ids", "each must be below 2^31")
+            raise invalid_field(f"{where}.token_ids", "each id must be below 2^31")
         if span.HasField("logprobs") and len(span.logprobs.values) != len(span.token_ids):
             raise invalid_field(f"{where}.logprobs", "must be as long as token_ids")
 
@@ -183,4 +193,6 @@ def _checkpoint_text(checkpoint: LedgerCheckpoint) -> str:
 
 
 def _mismatch_text(what: str, ledger: SegmentLedger) -> str:
-    return f"{what} does not fit: turn {ledger.runs[-1].turn} ended here at {_checkpoint_text(ledger.checkpoints[-1])}"
+    return (
+        f"{what} differs: the trainer's turn {ledger.runs[-1].turn} ended at {_checkpoint_text(ledger.checkpoints[-1])}"
+    )

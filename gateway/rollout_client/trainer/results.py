@@ -1,4 +1,4 @@
-"""What comes back: finished rollouts with their samples, in groups."""
+"""Prompts, and results of `Trainer.rollouts`: finished rollouts with their samples, in groups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rollout_client.trainer.verify import Mismatch, find_mismatch
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a group of rollouts begins with.
+    """Prompt of a group of rollouts.
 
     Args:
-        messages: the conversation so far.
-        group_id: of the rollouts that are compared with each other; empty: one is made up.
-        metadata: for agents and tools, such as the ground truth that a reward is computed from.
+        messages: the conversation so far, as for `Client.start`.
+        group_id: id of the group; empty: a random id.
+        metadata: values for agents and tools, such as the ground truth for a reward function.
     """
 
     messages: Sequence[MessageLike]
@@ -31,19 +31,19 @@ class Prompt:
 
 
 PromptLike: TypeAlias = str | Sequence[MessageLike] | Prompt
-"""A prompt, the messages of one, or the text of a single user message."""
+"""A prompt: a `Prompt`, a list of messages, or the text of a single user message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A rollout that is over.
+    """A finished rollout.
 
     Args:
-        rollout: as the server delivered it.
-        samples: what to train on, nearly always one; empty where nothing can be trusted.
-        mismatch: where the server's samples part from what was generated here; None: nowhere.
-        checked: every token of the samples was compared with what was generated here. False after a restart of either side, or
-            where more rollouts ran than the trainer remembers: then part of the record is the server's word.
+        rollout: the rollout with its outcome, as the server delivered it.
+        samples: training samples, usually one. Empty on a mismatch.
+        mismatch: first difference between the server's samples and the tokens that this trainer generated. None: they are equal.
+        checked: every token of the samples was compared. False if part of the ledger came from the server: after a restart of
+            either side, or if more rollouts ran than `remembered`.
     """
 
     rollout: Rollout = field(repr=False)
@@ -53,39 +53,45 @@ class Finished:
 
     @property
     def uid(self) -> str:
-        """The server's id."""
+        """The server's id of the rollout."""
         return self.rollout.uid
 
     @property
     def group_id(self) -> str:
-        """Of its group."""
+        """Id of the rollout's group."""
         return self.rollout.spec.group_id
 
     @property
     def reward(self) -> float | None:
-        """The agent's verdict; None: it gave none."""
+        """Reward that the agent gave the rollout; None: none."""
         outcome = self.rollout.outcome
         return outcome.reward if outcome.HasField("reward") else None
 
     @property
     def end(self) -> str:
-        """How it ended: "stop", "failure" or "cancellation"."""
+        """How the rollout ended: "stop", "failure" or "cancellation"."""
         return self.rollout.outcome.WhichOneof("end") or ""
 
     @property
     def error(self) -> str:
-        """What went wrong, for a person; empty: nothing did."""
+        """Error message of a failed rollout; otherwise empty."""
         return self.rollout.outcome.failure.message
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The whole conversation."""
+        """The whole conversation, as dictionaries in the shape of OpenAI's chat completions API."""
         return messages(self.rollout.outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The finished rollouts of one prompt, in the order in which they were asked for."""
+    """The finished rollouts of one prompt.
+
+    Args:
+        id: id of the group.
+        prompt: the prompt.
+        rollouts: the `n` rollouts, in the order of their indices.
+    """
 
     id: str
     prompt: Prompt
@@ -93,7 +99,10 @@ class Group:
 
 
 class RecordMismatch(Exception):
-    """The server's samples are not what was generated here, so nothing may be trained on them. `finished` is the rollout."""
+    """The server's samples differ from the tokens that this trainer generated, so they must not be trained on.
+
+    `finished` is the rollout, without samples. The text names segment, field and token index.
+    """
 
     def __init__(self, finished: Finished) -> None:
         super().__init__(f"rollout {finished.uid!r}: {finished.mismatch}")
@@ -101,11 +110,11 @@ class RecordMismatch(Exception):
 
 
 def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
-    """A rollout compared with what was kept of it; None: nothing was."""
+    """Compare a finished rollout with the trainer's record of it. None: the trainer has no record of it."""
     try:
         found = samples(rollout)
     except ValueError as error:
-        wrong = Mismatch("", "segment", None, "samples that hold together", str(error))
+        wrong = Mismatch("", "segment", None, "consistent samples", str(error))
         return Finished(rollout, (), wrong, True)
     if record is None:
         return Finished(rollout, found, None, checked=not found)
@@ -115,11 +124,11 @@ def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
 
 
 def to_prompt(given: PromptLike) -> Prompt:
-    """A prompt in whichever form it came. Raises TypeError for none."""
+    """Convert any form of a prompt to a `Prompt`. Raises TypeError for other types."""
     if isinstance(given, Prompt):
         return given
     if isinstance(given, str):
         return Prompt([{"role": "user", "content": given}])
     if isinstance(given, Mapping) or not isinstance(given, Sequence):
-        raise TypeError(f"a prompt must be a text, a list of messages or a Prompt, not {type(given).__name__}")
+        raise TypeError(f"a prompt must be a str, a list of messages or a Prompt, not {type(given).__name__}")
     return Prompt(given)

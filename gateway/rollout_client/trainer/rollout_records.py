@@ -1,4 +1,4 @@
-"""The rollouts that a trainer knows: what was generated for each, by the server's id, and who waits for which outcome."""
+"""State of a trainer's rollouts: ledgers and completions by the server's id, and pending outcomes by rollout id."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _REMEMBERED_OUTCOMES: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StoredCompletion:
-    """A turn's answer, to be given again.
+    """Response of a turn, kept so that a repeated request gets the same one.
 
     Args:
-        request_digest: of what was requested.
-        body: the message that went out, without the prompt's ids.
-        prompt: they are the first `tokens` of this ledger; None: they do not travel.
+        request_digest: digest of the request.
+        body: the serialized response, without the prompt ids.
+        prompt: ledger whose first `tokens` ids are the prompt ids. None: the response has no prompt ids.
+        tokens: number of prompt ids.
     """
 
     request_digest: bytes
@@ -35,7 +36,7 @@ class StoredCompletion:
     tokens: int = 0
 
     def response(self) -> CompleteResponse:
-        """The message."""
+        """Return the response."""
         response = CompleteResponse.FromString(self.body)
         if self.prompt is not None:
             response.prompt_ids.values.extend(self.prompt.ids[: self.tokens])
@@ -44,16 +45,16 @@ class StoredCompletion:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """What a turn is generated from, checked: a ledger, and what is new behind it.
+    """Verified prompt of a turn: a ledger plus new tokens.
 
     Args:
-        record: the rollout.
-        segment_id: the segment that is continued.
-        ledger: as it stands; not in the record before its first answer is.
-        length: its tokens when the turn was asked for.
-        runs: what is new; all of others than the model.
-        checkpoint: what both sides hold behind the prompt.
-        conversation: the whole of it, in message mode.
+        record: record of the rollout.
+        segment_id: segment that the turn continues.
+        ledger: ledger of the segment. A new ledger enters the record with its first completion.
+        length: number of tokens in the ledger when the turn was requested.
+        runs: new prompt tokens, none of them generated.
+        checkpoint: checkpoint after the prompt.
+        conversation: in message mode, all messages of the prompt.
     """
 
     record: Record
@@ -65,7 +66,7 @@ class TurnPrompt:
     conversation: Sequence[JsonObject] | None = None
 
     def ids(self) -> list[int]:
-        """All of it as the model is to see it."""
+        """Return all prompt ids."""
         ids = self.ledger.ids[: self.length]
         for run in self.runs:
             ids.extend(run.ids)
@@ -74,16 +75,16 @@ class TurnPrompt:
 
 @dataclass(slots=True)
 class Record:
-    """A rollout.
+    """The trainer's record of one rollout.
 
     Args:
-        segments: by their ids, as they stand.
-        replaced: what a segment held before its prompt began anew, with the segment's id.
-        completions: those that were given, by turn key.
-        conversations: in message mode, each segment's messages up to and with its last answer.
-        tools: by digest, in the shape that chat templates know.
-        latest_tools: the digest that the last request with tools had.
-        typed: the server writes messages in the typed form; None: not known before the first message.
+        segments: current ledgers by segment id.
+        replaced: former ledgers of segments that were restarted, with their segment ids.
+        completions: responses by turn key.
+        conversations: in message mode, the messages of each segment up to and including its last completion.
+        tools: lists of tools by digest, as `apply_chat_template` takes them.
+        latest_tools: digest in the last request that had tools.
+        typed: True: the server sends typed messages. False: JSON messages. None: unknown before the first message.
     """
 
     segments: dict[str, SegmentLedger] = field(default_factory=dict)
@@ -95,30 +96,33 @@ class Record:
     typed: bool | None = None
 
     def ledgers(self) -> Iterator[tuple[str, SegmentLedger]]:
-        """All that was kept, also what a segment held before its prompt began anew."""
+        """Iterate over all ledgers with their segment ids, replaced ones included."""
         yield from self.segments.items()
         yield from self.replaced
 
-    def add_turn(self, prompt: TurnPrompt, answer: LedgerRun) -> LedgerCheckpoint:
-        """Adds a turn, or leaves everything as it is and raises `RefusedCall`: another one of the segment was first."""
-        held, ledger = self.segments.get(prompt.segment_id), prompt.ledger
+    def add_turn(self, prompt: TurnPrompt, completion: LedgerRun) -> LedgerCheckpoint:
+        """Append a turn's prompt and completion to its ledger and return the new checkpoint.
+
+        Raises `RefusedCall` without any change if another turn of the segment was added while this one was generated.
+        """
+        known, ledger = self.segments.get(prompt.segment_id), prompt.ledger
         replaces = ledger.restarted and ledger.tokens == 0
-        if ledger.tokens != prompt.length or (held is not None and held is not ledger and not replaces):
+        if ledger.tokens != prompt.length or (known is not None and known is not ledger and not replaces):
             raise ledger_mismatch(
-                f"segment {prompt.segment_id!r} went on while turn {answer.turn} was generated: one turn of a segment at a time",
-                held.checkpoints if held is not None else (),
+                f"segment {prompt.segment_id!r} changed while turn {completion.turn} was generated; request one turn at a time",
+                known.checkpoints if known is not None else (),
             )
-        if held is not None and replaces:
-            self.replaced.append((prompt.segment_id, held))
+        if known is not None and replaces:
+            self.replaced.append((prompt.segment_id, known))
         self.segments[prompt.segment_id] = ledger
-        ledger.append((*prompt.runs, answer))
+        ledger.append((*prompt.runs, completion))
         checkpoint = ledger.checkpoint(prompt.checkpoint.messages + 1)
         ledger.checkpoints.append(checkpoint)
         return checkpoint
 
 
 class Records:
-    """The `most` rollouts used last. What was forgotten is sent anew by the server, once it is told so."""
+    """Records of the `most` rollouts used last. If a dropped one is needed again, `BASE_UNKNOWN` makes the server resend it."""
 
     def __init__(self, most: int) -> None:
         self._records: OrderedDict[str, Record] = OrderedDict()
@@ -128,21 +132,21 @@ class Records:
         return len(self._records)
 
     def find(self, uid: str) -> Record | None:
-        """A rollout that is known."""
+        """Return the record of a rollout, or None."""
         return self._records.get(uid)
 
     def ledger(self, request: ReadLedgerRequest) -> ReadLedgerResponse | None:
-        """A segment as it is held here; None: it is not known, or not any more."""
+        """Return the trainer's ledger of a segment; None if it is unknown or was dropped."""
         record = self.find(request.uid)
-        held = record.segments.get(request.segment_id) if record else None
-        if held is None:
+        known = record.segments.get(request.segment_id) if record else None
+        if known is None:
             return None
         return ReadLedgerResponse(
-            spans=held.spans(request.offset), checkpoints=[checkpoint.to_proto() for checkpoint in held.checkpoints]
+            spans=known.spans(request.offset), checkpoints=[checkpoint.to_proto() for checkpoint in known.checkpoints]
         )
 
     def open(self, uid: str) -> Record:
-        """A rollout, known or not."""
+        """Return the record of a rollout, created if necessary, and drop the least recently used records above `most`."""
         record = self._records.setdefault(uid, Record())
         self._records.move_to_end(uid)
         while len(self._records) > self._most:
@@ -150,14 +154,15 @@ class Records:
         return record
 
     def forget(self, uid: str) -> Record | None:
-        """Lets go of a rollout that is over."""
+        """Remove and return the record of a finished rollout; None if there is none."""
         return self._records.pop(uid, None)
 
 
 class Outcomes:
-    """Outcomes by the rollout id that the trainer gave. Those that came are remembered for a while.
+    """Pending outcomes by the rollout id that the trainer chose.
 
-    An outcome may come more than once, and before the response that says a rollout has started.
+    Deliveries are at least once, so an outcome may arrive twice. It may also arrive before the response to the start request. The
+    last 10,000 closed ids are remembered, so that late deliveries of their outcomes are acknowledged.
     """
 
     def __init__(self) -> None:
@@ -165,15 +170,15 @@ class Outcomes:
         self._settled: OrderedDict[str, None] = OrderedDict()
 
     def expect(self, rollout_id: str) -> asyncio.Future[Rollout]:
-        """The outcome of a rollout that is about to be started."""
+        """Return the future outcome of a rollout. Call this before the rollout is started."""
         return self._awaited.setdefault(rollout_id, asyncio.get_running_loop().create_future())
 
     def awaits(self, rollout_id: str) -> bool:
-        """Whether somebody still waits."""
+        """Whether the outcome is still expected."""
         return rollout_id in self._awaited
 
     def settle(self, rollout: Rollout) -> bool:
-        """Takes an outcome in. False: nobody here ever waited for it."""
+        """Accept an outcome. Returns False if this trainer never expected it."""
         rollout_id = rollout.spec.rollout_id
         future = self._awaited.get(rollout_id)
         if future is not None and not future.done():
@@ -181,14 +186,14 @@ class Outcomes:
         return future is not None or rollout_id in self._settled
 
     def fail(self, rollout_id: str, error: RolloutError) -> None:
-        """Nobody will ever tell the outcome."""
+        """Fail a pending outcome: it will never arrive."""
         future = self._awaited.get(rollout_id)
         if future is not None and not future.done():
             future.set_exception(error)
-            future.exception()  # looked at, also where nobody waits any more
+            future.exception()  # mark as retrieved: asyncio logs an exception that no waiter retrieves
 
     def close(self, rollout_id: str) -> None:
-        """Nobody waits any more; what still comes is acknowledged."""
+        """Stop expecting an outcome. Later deliveries are acknowledged and ignored."""
         self._awaited.pop(rollout_id, None)
         self._settled[rollout_id] = None
         while len(self._settled) > _REMEMBERED_OUTCOMES:

@@ -1,6 +1,6 @@
-"""A trainer that listens: CompletionService and OutcomeService on one port.
+"""Trainer that listens: serves CompletionService and OutcomeService on one port.
 
-Turns that come over another way are answered by the same `Turns`, and outcomes settled by the same `Outcomes`.
+The streaming transport uses the same `Turns` and `Outcomes`.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from rollout_client.trainer.turns import Turns
 _LOG: Final = logging.getLogger("rollout_client")
 _LARGEST_MESSAGE: Final = 64 * 1024 * 1024
 _OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.so_reuseport", 0),  # a port in use is an error; by default gRPC would share it
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-    # gRPC drops calls silently when more than 1,000 wait to be picked up.
+    # By default gRPC silently drops calls when more than 1,000 wait to be accepted.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -43,13 +43,15 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Where a trainer listens, and where the rollout server finds it.
+    """Address on which a trainer listens, and address at which the rollout server calls it.
 
     Args:
-        listen: host:port; port 0 is any free one.
-        address: host:port as the server is to call it; empty: the one that is listened on.
-        credentials: TLS of the port; None: none.
-        look: seconds between looks for a rollout whose outcome was not delivered.
+        listen: host:port to listen on; port 0: any free port.
+        address: host:port that the rollout server calls; empty: the one of `listen`.
+        credentials: TLS credentials of the port; None: no TLS.
+        look: seconds between two requests for the state of a rollout whose outcome was not delivered.
+
+    Raises ValueError if `listen` is not host:port, or is a wildcard address such as 0.0.0.0 without `address`.
     """
 
     listen: str = "127.0.0.1:0"
@@ -60,13 +62,13 @@ class Serving:
     def __post_init__(self) -> None:
         host, separator, port = self.listen.rpartition(":")
         if not separator or not host or not port.isdigit():
-            raise ValueError("listen must be host:port, such as 127.0.0.1:0; an IPv6 host stands in brackets")
+            raise ValueError("listen must be host:port, such as 127.0.0.1:0; put an IPv6 host in brackets")
         if host in _WILDCARDS and not self.address:
-            raise ValueError("listen names every interface, so address must say where the server is to call")
+            raise ValueError("listen is a wildcard address, which the server cannot call; set address to a host:port")
 
 
 class Listener:
-    """Both services, from `open` to `close`. Every call must bring the `bearer`, which only rollouts of this trainer know."""
+    """Both services, from `open` to `close`. Every call must carry `bearer`, which only this trainer's rollouts receive."""
 
     def __init__(self, serving: Serving, turns: Turns, records: Records, outcomes: Outcomes) -> None:
         self.bearer = secrets.token_urlsafe(32)
@@ -79,7 +81,7 @@ class Listener:
         self._server.add_generic_rpc_handlers((self._completions(), self._deliveries()))
 
     async def open(self) -> None:
-        """Listens. Raises OSError if the address cannot be had."""
+        """Start listening. Raises OSError if the address cannot be bound."""
         serving = self._serving
         try:
             if serving.credentials is None:
@@ -93,25 +95,27 @@ class Listener:
         self.url = f"{scheme}://{serving.address or serving.listen.rpartition(':')[0] + f':{port}'}"
 
     async def close(self) -> None:
-        """Stops at once; generations are cancelled."""
+        """Stop at once, without grace period, and cancel all generations."""
         await self._server.stop(None)
         await self._turns.close()
 
     async def read_ledger(self, request: pb.ReadLedgerRequest) -> pb.ReadLedgerResponse:
-        """A segment as it is held here."""
+        """Serve ReadLedger: the trainer's ledger of a segment."""
         ledger = self._records.ledger(request)
         if ledger is None:
-            text = f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here, or not any more"
+            text = (
+                f"segment {request.segment_id!r} of rollout {request.uid!r} is unknown to this trainer, or was dropped"
+            )
             raise RefusedCall(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
         return ledger
 
     async def deliver(self, request: outcome_service_pb2.DeliverOutcomeRequest) -> Message:
-        """Takes an outcome in, once; again it is acknowledged and nothing else."""
+        """Serve DeliverOutcome. A repeated delivery is acknowledged and ignored."""
         if not request.HasField("rollout") or not request.rollout.HasField("outcome"):
-            text = "rollout: a finished one must be delivered"
+            text = "rollout: must be a finished rollout with its outcome"
             raise RefusedCall(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", text)
         if not self._outcomes.settle(request.rollout):
-            text = f"nobody here waits for rollout {request.rollout.uid!r}; another trainer may have started it"
+            text = f"this trainer did not start rollout {request.rollout.uid!r}; check the outcome target of its spec"
             raise RefusedCall(grpc.StatusCode.NOT_FOUND, "ROLLOUT_UNKNOWN", text)
         return outcome_service_pb2.DeliverOutcomeResponse()
 
@@ -130,22 +134,22 @@ class Listener:
         delivery = self._unary(self.deliver, outcome_service_pb2.DeliverOutcomeRequest)
         return grpc.method_handlers_generic_handler(service, {"DeliverOutcome": delivery})
 
-    def _unary(self, answer: Callable[[_Q], Awaitable[_A]], kind: type[_Q]) -> grpc.RpcMethodHandler[_Q, _A]:
-        """A method: who may not call is refused, and no text of an unforeseen error leaves the process."""
+    def _unary(self, method: Callable[[_Q], Awaitable[_A]], kind: type[_Q]) -> grpc.RpcMethodHandler[_Q, _A]:
+        """Return a handler that checks the bearer token and hides the text of unexpected exceptions from the caller."""
 
         async def call(request: _Q, context: _Context) -> _A:
             try:
                 self._authorize(context.invocation_metadata() or ())
-                return await answer(request)
+                return await method(request)
             except RefusedCall as error:
                 refused = error
             except Exception:
-                _LOG.exception("a call of the rollout server failed")
+                _LOG.exception("%s from the rollout server failed", kind.DESCRIPTOR.name)
                 refused = RefusedCall(
-                    grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it"
+                    grpc.StatusCode.INTERNAL, "INTERNAL", "internal error of the trainer; see its log"
                 )
             await context.abort(refused.code, refused.text, refused.trailers())
-            raise AssertionError("abort raises")
+            raise AssertionError("unreachable: abort raises")
 
         return grpc.unary_unary_rpc_method_handler(
             call,
@@ -157,7 +161,7 @@ class Listener:
         given = next((value for key, value in metadata if key == "authorization"), "")
         sent = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(sent, f"Bearer {self.bearer}".encode()):
-            text = "the bearer token is missing or not of this trainer; it travels in the rollout's credentials"
+            text = "the bearer token is missing or wrong; send the one in the rollout's credentials"
             raise RefusedCall(grpc.StatusCode.UNAUTHENTICATED, "BEARER", text)
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of a rollout server: the model is asked for turns, finished samples come back."""
+"""`Trainer`: runs groups of rollouts on a server with a local model, and verifies their samples."""
 
 from __future__ import annotations
 
@@ -36,18 +36,23 @@ from rollout_client.trainer.transport import CallbackTransport, Transport, group
 from rollout_client.trainer.turns import Model, Turns
 
 _FAREWELL_SECONDS: Final = 1.0
-"""How long the outcome of a rollout that was let go of is waited for."""
+"""Time to wait for the outcome of a rollout that the trainer cancelled."""
 _PER_ROLLOUT: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials")
-"""Fields of the spec that differ from rollout to rollout."""
+"""Fields of the request that `Trainer` sets for each rollout."""
 _T = TypeVar("_T")
 
 
 class ModelFields(TypedDict, total=False):
-    """The model, and how much of it there is.
+    """Keyword arguments of `Trainer` that describe the model.
 
-    `end_ids` are the ids that end an answer: one at the end is left out of what `decode` is given. `render` makes prompt ids of
-    messages and tools; with it the server may send messages instead of ids. At most `generating` turns are generated at the
-    same time, and the last `remembered` rollouts are kept until they end.
+    Keys:
+        generate: coroutine function `generate(prompt_ids, sampling)` that returns a `Generated`. May raise `TryAgainLater`.
+        decode: function `decode(ids)` that returns the text of token ids, special tokens included.
+        parse: function `parse(text)` that returns a `ParsedCompletion`. Default: all text is content.
+        end_ids: stop token ids. A trailing one is removed before `decode`.
+        render: function `render(messages, tools)` that returns prompt ids. With it the server may send messages instead of ids.
+        generating: maximum number of turns generated at the same time. Default 256.
+        remembered: maximum number of unfinished rollouts whose tokens are kept for verification. Default 1024.
     """
 
     generate: Required[Generate]
@@ -60,7 +65,7 @@ class ModelFields(TypedDict, total=False):
 
 
 class RolloutFields(TypedDict, total=False):
-    """What the rollouts of all prompts have in common: fields of RolloutSpec by their names."""
+    """Keyword arguments of `Trainer.rollouts` for all rollouts: fields of RolloutSpec, as in `SpecFields`."""
 
     agent: str | None
     tools: str | Target | spec_pb2.Target | None
@@ -76,17 +81,22 @@ class RolloutFields(TypedDict, total=False):
 
 
 class Trainer:
-    """Runs rollouts on a server with a model of one's own.
+    """Runs rollouts on a server with a local model. An async context manager, bound to one event loop and entered once.
 
-    `async with Trainer("localhost:50051", generate=..., decode=..., parse=...) as trainer`, in one event loop. The server sends
-    token ids and is sent token ids; every token is compared on both sides, in each turn and again in the finished sample.
+        async with Trainer("localhost:50051", generate=generate, decode=decode, parse=parsers.hermes) as trainer:
+            async for group in trainer.rollouts(["What is 5 plus 3?"], n=8, tokenizer="Qwen/Qwen3-8B"): ...
+
+    Trainer and server exchange token ids. Both keep a ledger and compare every token and its author: by digest in each turn, and
+    element by element in the finished samples.
 
     Args:
-        server: its address, or an AsyncClient, for keys and TLS, that stays yours to close.
-        serving: where the server calls back. None: everything goes over one stream to the server, and nothing listens here.
-        on_mismatch: what to do when a sample is not what was generated: "raise" `RecordMismatch`, or "flag" the rollout, which then
-            has no samples.
-        model: how to generate, and what ids and texts mean; see `ModelFields`.
+        server: address of the server, or an AsyncClient (for API key, TLS and retries), which the Trainer does not close.
+        serving: listen for calls of the server. None: use one stream to the server, and open no port.
+        on_mismatch: if a sample differs from the generated tokens: "raise" `RecordMismatch`, or "flag": yield the rollout with
+            its `mismatch` and without samples.
+        **model: functions of the model and limits; see `ModelFields`.
+
+    Raises TypeError and ValueError that name the argument.
     """
 
     def __init__(
@@ -113,9 +123,9 @@ class Trainer:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Connects, or listens. Raises RolloutError where the server cannot be reached, OSError if an address cannot be had."""
+        """Connect or listen. Raises RolloutError if the server is unreachable, OSError if the address cannot be bound."""
         if self._transport is not None:
-            raise RuntimeError("a Trainer can be entered once; make another one")
+            raise RuntimeError("a Trainer can be entered only once; create another one")
         self._transport = self._make_transport()
         try:
             await self._transport.open()
@@ -127,7 +137,7 @@ class Trainer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancels what still runs, here and on the server."""
+        """Cancel all running rollouts and their generations, and disconnect."""
         await _cancel_all(self._groups)
         await asyncio.gather(*self._ending, return_exceptions=True)
         await self._open_transport().close()
@@ -135,20 +145,28 @@ class Trainer:
     async def rollouts(
         self, prompts: Iterable[PromptLike], *, n: int = 4, at_once: int = 64, **fields: Unpack[RolloutFields]
     ) -> AsyncGenerator[Group, None]:
-        """Iterates over groups of `n` finished rollouts, one for each prompt, as they finish.
+        """Yield one group of `n` finished rollouts per prompt, in the order in which the groups finish.
 
-        About `at_once` rollouts run at the same time; prompts are taken as there is room, so they may be without end. What is
-        common to all rollouts is given by keyword: `tokenizer` at least. A prompt's metadata is added to the common one.
+        Leaving the loop cancels the remaining rollouts. After a `break` this happens when the generator is closed, so wrap it in
+        `contextlib.aclosing`, or leave the Trainer.
 
-        Raises RolloutError where the server cannot be reached for too long, lost a rollout or refuses one, TypeError and
-        ValueError for arguments that cannot be sent, and `RecordMismatch`. Leaving the loop, also by an error, cancels what still
-        runs; after a `break` use `contextlib.aclosing`, or leave the Trainer.
+        Args:
+            prompts: prompts; may be infinite. A prompt is taken when its group can start.
+            n: rollouts per prompt (group size).
+            at_once: maximum number of rollouts that run at the same time, rounded down to whole groups, but at least one group.
+            **fields: fields of the spec for all rollouts; `tokenizer` is required without `render`. A prompt's `metadata` is
+                merged over the common `metadata`.
+
+        Raises:
+            RolloutError: the server is unreachable for longer than `retry` allows, refuses a rollout, or lost one.
+            RecordMismatch: a sample differs from the generated tokens, with `on_mismatch="raise"`.
+            TypeError, ValueError: an argument cannot be sent.
         """
         _positive_int(n, "n")
         room = max(1, _positive_int(at_once, "at_once") // n)
         if room * n > self._remembered:
             raise ValueError(
-                f"{room * n} rollouts at once are more than are remembered; give Trainer(remembered=...) more"
+                f"{room * n} rollouts at once exceed remembered={self._remembered}; raise Trainer(remembered=...)"
             )
         _check_fields(fields)
         waiting, running = iter(prompts), set[asyncio.Task[Group]]()
@@ -189,6 +207,7 @@ class Trainer:
             uids = await transport.start(spec, name, n)
             return Group(group_id, prompt, await self._finish_group(transport, uids, outcomes))
         except BaseException as error:
+            # If the start was refused, nothing runs and no outcome will arrive. A cancelled start may still succeed.
             runs = bool(uids) or isinstance(error, asyncio.CancelledError)
             left = [each for each in outcomes if self._outcomes.awaits(each)]
             await asyncio.gather(
@@ -223,13 +242,13 @@ class Trainer:
     async def _cancel_rollout(
         self, transport: Transport, rollout_id: str, uid: str | None, outcome: asyncio.Future[Rollout] | None
     ) -> None:
-        """Ends a rollout on the server, and forgets it here. Goes on also where whoever waits for it does not."""
+        """Cancel a rollout on the server and drop its record. The cancellation completes even if this task is cancelled."""
 
         async def end() -> None:
             with contextlib.suppress(RolloutError, RuntimeError):
                 await transport.cancel(rollout_id)
             if outcome is not None:
-                # So that its last turn is not asked of a trainer that is gone.
+                # Stay connected until the rollout has ended, or it would request its last turn from a closed trainer.
                 done, _ = await asyncio.wait((outcome,), timeout=_FAREWELL_SECONDS)
                 uid_found = next((each.result().uid for each in done if each.exception() is None), "")
                 self._records.forget(uid or uid_found)
@@ -242,7 +261,7 @@ class Trainer:
 
     def _open_transport(self) -> Transport:
         if self._transport is None:
-            raise RuntimeError("the trainer has no server yet: use it within `async with`")
+            raise RuntimeError("the trainer is not connected; use it within `async with`")
         return self._transport
 
     def _make_transport(self) -> Transport:
@@ -260,10 +279,10 @@ class Trainer:
 def _model_from(fields: ModelFields) -> Model:
     for name in ("generate", "decode"):
         if not callable(fields.get(name)):
-            raise TypeError(f"{name} must be given, and callable")
+            raise TypeError(f"{name} must be given and callable")
     unknown = set(fields) - set(ModelFields.__annotations__)
     if unknown:
-        raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; there are {', '.join(ModelFields.__annotations__)}")
+        raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; use one of {', '.join(ModelFields.__annotations__)}")
     return Model(
         fields["generate"],
         fields["decode"],
@@ -276,9 +295,11 @@ def _model_from(fields: ModelFields) -> Model:
 def _check_fields(fields: Mapping[str, Any]) -> None:
     taken = [name for name in _PER_ROLLOUT if name in fields]
     if taken:
-        raise TypeError(f"{taken[0]!r} is not for all rollouts: the trainer sets it, or it stands in a Prompt")
+        raise TypeError(
+            f"{taken[0]!r} cannot be set for all rollouts; the trainer sets it, or it belongs into a Prompt"
+        )
     if isinstance(fields.get("metadata"), str):
-        raise TypeError("metadata must be a mapping here, so that a prompt's can be added")
+        raise TypeError("metadata must be a mapping here, because the metadata of a prompt is merged into it")
 
 
 def _positive_int(value: int, name: str) -> int:
@@ -290,7 +311,7 @@ def _positive_int(value: int, name: str) -> int:
 
 
 async def _cancel_all(tasks: Collection[asyncio.Task[_T]]) -> None:
-    """Cancels tasks and waits until they are gone. Their errors have been raised already, or come too late."""
+    """Cancel tasks and wait until they have ended. Their exceptions are dropped: the first one is already being raised."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

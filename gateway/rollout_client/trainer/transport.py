@@ -1,4 +1,4 @@
-"""The way between a trainer and the rollout server."""
+"""`Transport`, the interface between a trainer and the rollout server, and the transport in which the server calls back."""
 
 from __future__ import annotations
 
@@ -14,42 +14,47 @@ from rollout_client.errors import NotFound
 from rollout_client.spec import Credentials, Target
 from rollout_client.trainer.server import Listener
 
-CANCEL_REASON = "its trainer let go of it"
+CANCEL_REASON = "cancelled by its trainer"
 
 
 class Transport(Protocol):
-    """How rollouts are started. Their turns come to `Turns` and their outcomes to `Outcomes`, by whichever way this is."""
+    """Starts and cancels rollouts. It passes their completion requests to `Turns` and their outcomes to `Outcomes`."""
 
     async def open(self) -> None:
-        """Makes the way. Raises OSError or RolloutError where there is none."""
+        """Connect or listen. Raises RolloutError if the server is unreachable, OSError if the address cannot be bound."""
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
-        """Starts the `n` rollouts that are called `group_rollout_ids(name, n)`, and returns their uids by these names.
+        """Start `n` rollouts with the ids `group_rollout_ids(name, n)` and return their uids by these ids.
 
-        Raises RolloutError, TypeError and ValueError; then some of them may run.
+        Raises RolloutError, TypeError and ValueError. Some of the rollouts may run in that case.
         """
 
     async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
-        """A rollout once it has finished; a delivered one is in `outcome`. Raises RolloutError where its end cannot be known."""
+        """Return a rollout once it has finished. `outcome` receives delivered outcomes.
+
+        Raises RolloutError if the outcome is lost.
+        """
 
     async def cancel(self, rollout_id: str) -> None:
-        """Ends a rollout, if it runs."""
+        """Cancel a rollout if it is running."""
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Disconnect or stop listening, and cancel all generations."""
 
 
 def group_rollout_ids(name: str, n: int) -> Sequence[str]:
-    """The ids of a group's rollouts, as `TrainStart` has them."""
+    """Return the rollout ids of a group as the server derives them (trainer_service.proto, TrainStart)."""
     return [f"{name}/{index}" for index in range(n)] if n > 1 else [name]
 
 
 class CallbackTransport:
-    """The server is asked over `client`, and calls back at `listener`. Where outcomes do not get through, it looks for them.
+    """Transport that starts rollouts through `client` and receives the server's calls at `listener`. See `Transport`.
 
     Args:
-        look: seconds between two looks.
-        own: the client is closed with the link.
+        client: client of the server.
+        listener: receives completion requests and outcomes.
+        look: seconds between two requests for the state of a rollout, in case a delivery did not arrive.
+        own: close the client together with the transport.
     """
 
     def __init__(self, client: AsyncClient, listener: Listener, look: float, *, own: bool) -> None:
@@ -79,7 +84,8 @@ class CallbackTransport:
             try:
                 rollout = await self._fetch_finished(uid)
             except NotFound:
-                if not outcome.done():  # else it was delivered meanwhile, and forgotten there
+                # If the outcome was delivered during this request, the server may already have dropped the rollout.
+                if not outcome.done():
                     raise
             else:
                 if rollout is not None:
@@ -97,11 +103,11 @@ class CallbackTransport:
             await self._client.aclose()
 
     async def _fetch_finished(self, uid: str) -> Rollout | None:
-        """A rollout that has finished, which is noted as received; None: it has not. Raises RolloutError."""
+        """Return a finished rollout and acknowledge its outcome; None if it has not finished. Raises RolloutError."""
         if (await self._client.get(uid)).state != ROLLOUT_STATE_FINISHED:
             return None
         rollout = await self._client.get(uid, view="samples")
-        with contextlib.suppress(NotFound):  # it was delivered meanwhile
+        with contextlib.suppress(NotFound):  # it was delivered and dropped during the requests above
             await self._client.acknowledge(uid)
         return rollout
 

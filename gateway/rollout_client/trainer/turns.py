@@ -1,7 +1,7 @@
-"""Answers completion requests, whichever way they come: from checking one to the message that goes back.
+"""Completion requests of both transports, from validation to response.
 
-A turn is generated for as long as anybody waits for it. Its answer enters the ledger in one go, or not at all, and is given again
-to whoever repeats its key.
+A turn is generated once and cancelled when no request waits for it. Its completion enters the ledger as a whole or not at all. A
+repeated turn key gets the same response.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a user gives: how to generate, and what ids and texts mean. `end_ids` end an answer and are no part of its text."""
+    """The user's functions. A trailing id of `end_ids` is removed before `decode`."""
 
     generate: Generate
     decode: Decode
@@ -49,7 +49,7 @@ class Model:
 
 @dataclass(slots=True)
 class _RunningTurn:
-    """A turn that is being generated: what was requested, and how many wait for it."""
+    """A turn in generation: its task, the digest of its request, and the number of requests waiting for it."""
 
     task: asyncio.Task[pb.CompleteResponse]
     digest: bytes
@@ -57,7 +57,7 @@ class _RunningTurn:
 
 
 class Turns:
-    """Answers turns, `generating` of them at the same time; the others wait in order."""
+    """Generates turns, at most `generating` at the same time. Further turns wait in order."""
 
     def __init__(self, model: Model, records: Records, generating: int) -> None:
         self._model = model
@@ -66,7 +66,7 @@ class Turns:
         self._running: dict[str, _RunningTurn] = {}
 
     async def complete(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
-        """The answer of a turn. Raises `RefusedCall`. Cancelling the last one who waits cancels the generation."""
+        """Return the completion of a turn. Raises `RefusedCall`. Cancelling the last waiting call cancels the generation."""
         check_request(request, renders=self._model.render is not None)
         key, digest = request.turn_key, _request_digest(request)
         record = self._records.find(request.uid)
@@ -83,7 +83,7 @@ class Turns:
         return await self._wait(key, turn)
 
     async def close(self) -> None:
-        """Gives up what is being generated."""
+        """Cancel all generations."""
         tasks = [turn.task for turn in self._running.values()]
         for task in tasks:
             task.cancel()
@@ -96,12 +96,13 @@ class Turns:
         except asyncio.CancelledError:
             waiter = asyncio.current_task()
             if turn.task.cancelled() and (waiter is None or not waiter.cancelling()):
-                # gRPC would leave its caller hanging.
+                # The generation was cancelled, not this call. With a CancelledError, grpc.aio would never send a response.
                 raise internal_error("generate", key) from None
             raise
         finally:
             turn.waiting -= 1
             if not turn.waiting and not turn.task.done():
+                # Remove the turn first: a retry must start a new generation instead of joining the cancelled one.
                 if self._running.get(key) is turn:
                     del self._running[key]
                 turn.task.cancel()
@@ -111,7 +112,7 @@ class Turns:
         if turn is not None and turn.task is task:
             del self._running[key]
         if not task.cancelled():
-            task.exception()  # looked at, also where nobody waits any more
+            task.exception()  # mark as retrieved: asyncio logs an exception that no waiter retrieves
 
     async def _generate(self, request: pb.CompleteRequest, digest: bytes) -> pb.CompleteResponse:
         key, record = request.turn_key, self._records.open(request.uid)
@@ -124,23 +125,25 @@ class Turns:
             except TryAgainLater as error:
                 raise try_again_later(error.seconds) from None
             except Exception:
-                _LOG.exception("generate failed for turn %s", key)
+                _LOG.exception("turn %s: generate failed", key)
                 raise internal_error("generate", key) from None
         turn = self._running.get(key)
         if turn is None or turn.task is not asyncio.current_task():
-            # It was cancelled, and the generation took no notice.
+            # The turn was cancelled but `generate` suppressed the cancellation. Its completion must not enter the ledger.
             raise asyncio.CancelledError
+        # No await from here on: ledger, stored response and conversation change together.
         run = LedgerRun(
             request.turn, True, ids, None if sampling.logprobs is False else logprobs, generated.policy_version, True
         )
         text = _call_user_code(
-            "decode", key, lambda: utf8_text(self._model.decode(self._text_ids(ids)), "what decode returned")
+            "decode", key, lambda: utf8_text(self._model.decode(self._text_ids(ids)), "the return value of decode")
         )
         message, calls = _call_user_code("parse", key, lambda: self._parse(text, request.turn, record))
         response = self._response(prompt, message, run, generated)
         response.raw_text = text
         if calls and response.finish_reason == "stop":
             response.finish_reason = "tool_calls"
+        # Only responses in message mode contain prompt ids; they are rebuilt from the ledger instead of stored twice.
         ledger = None if prompt.conversation is None else prompt.ledger
         stored = record.completions[key] = StoredCompletion(
             digest, response.SerializeToString(), ledger, prompt.checkpoint.tokens
@@ -148,18 +151,18 @@ class Turns:
         return stored.response()
 
     def _text_ids(self, ids: array[int]) -> list[int]:
-        """The ids without the one that ends the answer."""
+        """Return the ids without a trailing id of `end_ids`."""
         return ids[:-1].tolist() if ids[-1] in self._model.end_ids else ids.tolist()
 
     def _parse(self, text: str, turn: int, record: Record) -> tuple[Message, bool]:
-        """The message of a text, and whether it calls tools. Raises what `parse` does, and TypeError for what is no answer."""
+        """Return the message for a text, and whether it has tool calls. Raises what `parse` raises, and TypeError."""
         completion = self._model.parse(text)
         return to_message(completion, turn, typed=bool(record.typed)), bool(completion.tool_calls)
 
     def _response(
         self, prompt: TurnPrompt, message: Message, run: LedgerRun, generated: Generated
     ) -> pb.CompleteResponse:
-        """The answer as it travels, without the prompt's ids. With it the turn enters the ledger."""
+        """Append the turn to the ledger and return its response, without the prompt ids."""
         response = pb.CompleteResponse(
             message=message,
             finish_reason=generated.finish_reason,
@@ -177,18 +180,18 @@ class Turns:
 
 
 def _call_user_code(part: str, key: str, work: Callable[[], _T]) -> _T:
-    """What a part of the user's returns. Its errors stay in the log."""
+    """Call a function of the user. Its exceptions are logged; the server only learns which function failed."""
     try:
         return work()
     except RefusedCall:
         raise
     except Exception:
-        _LOG.exception("%s failed for turn %s", part, key)
+        _LOG.exception("turn %s: %s failed", key, part)
         raise internal_error(part, key) from None
 
 
 def _request_digest(request: pb.CompleteRequest) -> bytes:
-    """What makes two requests the same one, whether or not the history came along."""
+    """Return a digest of the sampling parameters and, in token mode, the prompt, with or without the history in the request."""
     digest = hashlib.sha256(request.sampling.SerializeToString(deterministic=True))
     if request.HasField("new_tokens"):
         digest.update(request.new_tokens.after.digest)
@@ -198,5 +201,6 @@ def _request_digest(request: pb.CompleteRequest) -> bytes:
 def _check_same_request(stored: bytes, digest: bytes) -> None:
     if stored != digest:
         raise invalid_field(
-            "turn_key", "this turn was requested with another prompt or sampling; a key stands for one request"
+            "turn_key",
+            "this turn was already requested with another prompt or other sampling; a key identifies one request",
         )

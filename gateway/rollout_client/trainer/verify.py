@@ -1,4 +1,4 @@
-"""Whether what the server makes of a rollout is what the trainer generated, token by token."""
+"""Verification of a rollout: the server's samples must equal the trainer's ledgers, token by token."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rollout_client.trainer.rollout_records import Record
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Where the two records part.
+    """First difference between the trainer's ledger and the server's sample.
 
     Args:
-        segment_id: the segment.
+        segment_id: id of the segment.
         field: "segment", "length", "ids", "mask", "logprobs" or "policy_version".
-        index: the token, counted from the start of the prompt; None: no single one.
-        ours: what the trainer kept.
-        theirs: what the server sent.
+        index: index of the token, counted from the first prompt token. None: the difference has no single token.
+        ours: value in the trainer's ledger.
+        theirs: value in the server's sample.
     """
 
     segment_id: str
@@ -37,18 +37,18 @@ class Mismatch:
 
 
 def find_mismatch(record: Record, samples: Sequence[TrainingSample], *, turns: int) -> Mismatch | None:
-    """The first difference; None: element by element the same.
+    """Return the first difference, or None if all samples equal the ledgers element by element.
 
     Args:
-        record: the trainer's.
-        samples: the server's.
-        turns: answers that the server took, by its own count. The last one of a conversation may be none of them: the server
-            had stopped waiting for it. Whatever it took must be there.
+        record: the trainer's record.
+        samples: the server's samples.
+        turns: number of completions that the server accepted, by its own count. The server may have stopped waiting for the last
+            completion of a conversation, so the ledger may have more. Every accepted completion must be in a sample.
     """
     left = list(record.ledgers())
     found, lacking = 0, list[Mismatch]()
     for sample in samples:
-        # Where a prompt began anew, the two sides may call a segment by different names.
+        # After a restarted prompt the two sides may use different ids for a segment: try the same id first, then the others.
         left.sort(key=lambda named: named[0] != sample.segment_id)
         wrong = [_segment_mismatch(left[0][1], sample)] if left else []
         same = 0 if wrong == [None] else _find_equal(left[1:], sample)
@@ -60,6 +60,7 @@ def find_mismatch(record: Record, samples: Sequence[TrainingSample], *, turns: i
         found += _completed_turns(ledger, length)
         if length < ledger.checkpoints[-1].tokens:
             lacking.append(Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{length}"))
+    # Tokens that no sample covers are a fault only if the samples have fewer completions than the server says it accepted.
     lacking += [
         Mismatch(segment_id, "segment", None, f"{ledger.tokens} tokens", "no sample of it")
         for segment_id, ledger in left
@@ -69,47 +70,47 @@ def find_mismatch(record: Record, samples: Sequence[TrainingSample], *, turns: i
 
 
 def _completed_turns(ledger: SegmentLedger, length: int) -> int:
-    """How many turns the model answered in the first tokens of a segment, those left out that belong to another one."""
-    start, answered = 0, set[int]()
+    """Count the completions within the first `length` tokens of a segment, inherited tokens excluded."""
+    start, turns = 0, set[int]()
     for run in ledger.runs:
         if run.by_model and ledger.inherited <= start < length:
-            answered.add(run.turn)
+            turns.add(run.turn)
         start += len(run.ids)
-    return len(answered)
+    return len(turns)
 
 
 def _find_equal(left: Sequence[tuple[str, SegmentLedger]], sample: TrainingSample) -> int | None:
-    """Which one of those behind the first is the sample's."""
+    """Return the index of the ledger that equals the sample, for ledgers after the first one; None if there is none."""
     equal = (at for at, (_, ledger) in enumerate(left, start=1) if _segment_mismatch(ledger, sample) is None)
     return next(equal, None)
 
 
 def _segment_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
-    theirs = [*sample.prompt_ids, *sample.response_ids]
-    ours = ledger.ids[: len(theirs)].tolist()
-    if (at := _first_difference(ours, theirs)) is not None:
-        return Mismatch(sample.segment_id, "ids", at, str(ours[at]), str(theirs[at]))
-    if len(theirs) not in [checkpoint.tokens for checkpoint in ledger.checkpoints]:
-        return Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{len(theirs)}")
+    actual = [*sample.prompt_ids, *sample.response_ids]
+    expected = ledger.ids[: len(actual)].tolist()
+    if (at := _first_difference(expected, actual)) is not None:
+        return Mismatch(sample.segment_id, "ids", at, str(expected[at]), str(actual[at]))
+    if len(actual) not in [checkpoint.tokens for checkpoint in ledger.checkpoints]:
+        return Mismatch(sample.segment_id, "length", None, f"{ledger.tokens} tokens", f"{len(actual)}")
     return _mask_mismatch(ledger, sample) or _logprobs_mismatch(ledger, sample) or _policy_mismatch(ledger, sample)
 
 
 def _mask_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
-    """What trains was written by the model here; what the model wrote and does not train, an agent's author masked."""
-    theirs = [*([0] * len(sample.prompt_ids)), *sample.response_mask]
-    ours: list[int] = []
+    """Compare masks: exactly the tokens generated here have mask 1, except those that the agent's author masked out."""
+    actual = [*([0] * len(sample.prompt_ids)), *sample.response_mask]
+    expected: list[int] = []
     for run in ledger.runs:
-        start = len(ours)
+        start = len(expected)
         if run.by_model and not run.own and start >= ledger.inherited:
-            ours += theirs[start : start + len(run.ids)]  # the server's word
+            expected += actual[start : start + len(run.ids)]  # known from the server's history only: cannot be verified
         else:
-            ours += [int(run.own)] * len(run.ids)
-    ours = ours[: len(theirs)]
+            expected += [int(run.own)] * len(run.ids)
+    expected = expected[: len(actual)]
     for span in sample.spans or ():
         if span.reason == "author":
-            ours[span.start : span.stop] = [0] * (span.stop - span.start)
-    at = _first_difference(ours, theirs)
-    return None if at is None else Mismatch(sample.segment_id, "mask", at, str(ours[at]), str(theirs[at]))
+            expected[span.start : span.stop] = [0] * (span.stop - span.start)
+    at = _first_difference(expected, actual)
+    return None if at is None else Mismatch(sample.segment_id, "mask", at, str(expected[at]), str(actual[at]))
 
 
 def _logprobs_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
@@ -121,40 +122,40 @@ def _logprobs_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatc
             known = known and run.logprobs is not None
             if sample.logprobs is not None and run.logprobs is not None:
                 mask = sample.response_mask[start - opening : stop - opening]
-                # As precise as they travel.
-                theirs = array("f", sample.logprobs[start - opening : stop - opening]).tolist()
-                ours = [value if trains else 0.0 for value, trains in zip(run.logprobs, mask, strict=True)]
-                if (at := _first_difference(ours, theirs)) is not None:
-                    return Mismatch(sample.segment_id, "logprobs", start + at, repr(ours[at]), repr(theirs[at]))
+                # Compare as float32, the precision on the wire.
+                actual = array("f", sample.logprobs[start - opening : stop - opening]).tolist()
+                expected = [value if trains else 0.0 for value, trains in zip(run.logprobs, mask, strict=True)]
+                if (at := _first_difference(expected, actual)) is not None:
+                    return Mismatch(sample.segment_id, "logprobs", start + at, repr(expected[at]), repr(actual[at]))
         start = stop
     if known == (sample.logprobs is not None) or not ledger.complete:
         return None
-    words = {True: "one for each sampled token", False: "an answer without them"}
-    return Mismatch(sample.segment_id, "logprobs", None, words[known], words[not known])
+    text = {True: "one for each sampled token", False: "a completion without logprobs"}
+    return Mismatch(sample.segment_id, "logprobs", None, text[known], text[not known])
 
 
 def _policy_mismatch(ledger: SegmentLedger, sample: TrainingSample) -> Mismatch | None:
     if sample.spans is None:
         return None
     length = len(sample.prompt_ids) + len(sample.response_ids)
-    theirs = [""] * length
+    actual = [""] * length
     for span in sample.spans:
-        theirs[span.start : span.stop] = [span.policy_version] * (span.stop - span.start)
+        actual[span.start : span.stop] = [span.policy_version] * (span.stop - span.start)
     start = 0
     for run in ledger.runs:
         stop = min(start + len(run.ids), length)
         if run.own:
-            ours = [run.policy_version] * (stop - start)
-            if (at := _first_difference(ours, theirs[start:stop])) is not None:
+            expected = [run.policy_version] * (stop - start)
+            if (at := _first_difference(expected, actual[start:stop])) is not None:
                 return Mismatch(
-                    sample.segment_id, "policy_version", start + at, repr(ours[at]), repr(theirs[start + at])
+                    sample.segment_id, "policy_version", start + at, repr(expected[at]), repr(actual[start + at])
                 )
         start += len(run.ids)
     return None
 
 
-def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int | None:
-    """The first index at which two lists differ, as far as both go."""
-    if ours == theirs:
+def _first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
+    """Return the first index at which two lists differ, up to the length of the shorter one; None if there is none."""
+    if expected == actual:
         return None
-    return next((at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other), None)
+    return next((at for at, (one, other) in enumerate(zip(expected, actual, strict=False)) if one != other), None)

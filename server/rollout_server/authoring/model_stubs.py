@@ -1,29 +1,21 @@
-"""Stubs for a model: a script from a file, an object of an author's, or an echo."""
+"""Stubs for a model: a script from a file, an object of the author's, or the mock model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 from rollout_server.authoring.agent_loader import Reference, get_object, instantiate
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.testing.model.calculator import Model, text_of
+from rollout_server.authoring.mock_model import MockModel
+from rollout_server.testing.model.calculator import Model
 from rollout_server.testing.model.script_json import script_from_json
-from rollout_server.testing.script import Script, ScriptedReply
+from rollout_server.testing.script import Script
 
+MOCK = "built-in"
 _LONGEST_SCRIPT = 16 * 1024 * 1024
-
-
-class Echo:
-    """Answers with what the user said last. It calls no tool."""
-
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The model's next message."""
-        prompts = [text_of(message) for message in messages if message.get("role") == "user"]
-        return ScriptedReply(content=prompts[-1] if prompts and prompts[-1] else "Nobody said anything.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +23,17 @@ class ModelStub:
     """What stands in for a model: the lines of `script` for each rollout, or where it leaves them to it, `model`."""
 
     name: str
-    model: Model = field(default_factory=Echo)
+    model: Model = field(default_factory=MockModel)
     script: Script = field(default_factory=lambda: Script(then_model=True))
 
 
 def load_stub(text: str) -> ModelStub:
     """What a reference to a script means: FILE.json in the form of `PUT /script`, or an object that has `reply(messages)`.
 
-    Empty: an echo. Raises `AuthorError`, and OSError for a file that cannot be read.
+    Empty: the mock model. Raises `AuthorError`, and OSError for a file that cannot be read.
     """
     if not text:
-        return ModelStub("echo")
+        return ModelStub(MOCK)
     if text.endswith(".json"):
         return ModelStub(text, script=_script(Path(text)))
     reference = Reference.parse(text)

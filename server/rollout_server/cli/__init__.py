@@ -1,4 +1,4 @@
-"""The command `rollout`: one small module for each subcommand."""
+"""The `rollout` command. Each subcommand has its own module."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line."""
-    # gRPC tells on standard error of each connection that a peer gives up, though nobody asked it.
+    """Run the command line."""
+    # Without this, gRPC prints a line to standard error for each connection that a peer drops.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
-        from rollout_server.cli.commands import app  # typer and rich are not needed elsewhere
+        from rollout_server.cli.commands import app  # a client is installed without typer and rich
 
         app()
     except ModuleNotFoundError as error:
         if not _only_client():
             raise
         needed = 'pip install "rollout-server[server]" (in a clone of it: pip install ".[server]")'
-        sys.exit(f"rollout: {error.name} is not installed; the command needs {needed}")
+        sys.exit(f"rollout: the module {error.name} is not installed; run: {needed}")
 
 
 def _only_client() -> bool:
-    """Whether something is missing of what is installed with the server; a client is installed without it."""
+    """Return whether a dependency of the extra `server` is missing. The client is installed without that extra."""
     from importlib.metadata import PackageNotFoundError, distribution, requires
 
     for requirement in requires("rollout-server") or ():

@@ -1,4 +1,4 @@
-"""`python -m rollout_server.cli`."""
+"""Run the command line with `python -m rollout_server.cli`."""
 
 from rollout_server.cli import main
 

@@ -1,4 +1,4 @@
-"""The list of subcommands."""
+"""The `rollout` command group and its subcommands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollout_server.cli.operate.trainer import trainer
 
 
 class Commands(TyperGroup):
-    """All commands. Where JSON is asked for, a wrong command line is told in JSON, too."""
+    """Group of all subcommands. With `--json` it prints usage errors as JSON too."""
 
     def main(
         self,
@@ -37,7 +37,7 @@ class Commands(TyperGroup):
         windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
-        """Runs a command line and exits, where it is not told otherwise."""
+        """Run a command line, then exit unless `standalone_mode` is False."""
         arguments = sys.argv[1:] if args is None else list(args)
         parsed = super().main
         with json_mode(arguments) as as_json:
@@ -51,7 +51,8 @@ class Commands(TyperGroup):
 
 
 def _print_usage_error(error: Exception, arguments: Sequence[str]) -> int:
-    """Tells of a wrong command line, which is the library's exception; every other one is ours."""
+    """Print a usage error as JSON and return its exit code. Any other exception is raised again."""
+    # Only the exceptions of Click, which typer is built on, have `format_message`.
     format_message = getattr(error, "format_message", None)
     if format_message is None:
         raise error
@@ -66,12 +67,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Runs agent rollouts for RL training and knows who wrote every token. Each command answers in JSON with --json.",
+    help="Run multi-turn, tool-using agents for RL training of LLMs, with token ids, loss masks and logprobs. "
+    "All commands accept --json.",
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         version()
         raise typer.Exit
 
@@ -82,7 +84,7 @@ def rollout(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options in front of any command."""
+    """Options that precede a subcommand."""
 
 
 for command in (new, serve, validate, run, test, gateway, trainer, demo, inspect, config):

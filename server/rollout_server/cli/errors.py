@@ -1,4 +1,4 @@
-"""How a command says what is wrong: in one line, without a traceback, and without the libraries' remarks."""
+"""Errors of commands: one line each, without a traceback and without warnings from libraries."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from rollout_server.cli.json_output import error_document, is_json
 
 
 class Interrupted(RuntimeError):
-    """The user ended the command."""
+    """The user pressed Ctrl-C."""
 
-    exit_code = 130  # a shell's own for Ctrl-C
+    exit_code = 130  # 128 + SIGINT, as shells report it
 
 
 @contextmanager
 def report_errors(command: str, code: int = 1) -> Iterator[None]:
-    """Turns what a user can mend (settings, ports, files, agents, tokenizers) into a line, or JSON, and an exit code."""
+    """Report errors that a user can fix (settings, ports, files, agents, tokenizers) and exit with `code`.
+
+    The report is one line on standard error, or with `--json` an error document on standard output.
+    """
     from rollout_server.runtime.errors import RolloutFailed
 
     try:
@@ -35,7 +38,7 @@ def report_errors(command: str, code: int = 1) -> Iterator[None]:
 
 
 def _print_error(command: str, error: Exception) -> None:
-    """Says what is wrong."""
+    """Print the error as one line, or as JSON."""
     from rollout_server.inspection.escape import visible_lines
 
     text = _text(error)
@@ -47,14 +50,17 @@ def _print_error(command: str, error: Exception) -> None:
 
 
 def _text(error: Exception) -> str:
-    """What it says. The system's own errors say a number first, which tells nobody anything, and the file last."""
+    """Return the error's text. For an `OSError` leave out the errno and put the file first."""
     if not isinstance(error, OSError) or type(error).__str__ is not OSError.__str__ or not error.strerror:
         return str(error)
     where = f"{error.filename}: " if error.filename is not None else ""
-    hint = "; end what listens there, or choose another port" if error.errno == errno.EADDRINUSE else ""
+    hint = "; stop the process that listens there, or choose another port" if error.errno == errno.EADDRINUSE else ""
     return f"{where}{error.strerror}{hint}"
 
 
 def quiet_transformers() -> None:
-    """Before it is imported: it would say that it misses PyTorch, which nobody needs here. A setting of the user's stays."""
+    """Silence the warning that PyTorch is missing. Call it before `transformers` is imported.
+
+    A value that the user has set is kept.
+    """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

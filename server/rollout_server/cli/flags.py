@@ -1,4 +1,4 @@
-"""Flags as fields: a command takes them as dataclasses, such as those of commands that run rollouts."""
+"""Command-line flags declared as dataclass fields, and the flags that all commands that run rollouts share."""
 
 from __future__ import annotations
 
@@ -24,55 +24,60 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 @dataclass(frozen=True, slots=True)
 class CompletionFlags:
-    """How a rollout's completions are asked for."""
+    """Flags for the endpoint that generates completions, for sampling and for limits."""
 
     model_url: Annotated[
-        str, typer.Option(metavar="URL", help="The endpoint that completes. Without one a scripted model stands in.")
+        str, typer.Option(metavar="URL", help="Endpoint that generates completions. Default: a mock model.")
     ] = ""
     dialect: Annotated[
-        str, typer.Option(help=f"What is spoken there: {_DIALECTS}. By default grpc or openai, as the URL says.")
+        str,
+        typer.Option(
+            help=f"API of the endpoint: {_DIALECTS}. Default: grpc for grpc:// and grpcs:// URLs, else openai."
+        ),
     ] = ""
-    model: Annotated[str, typer.Option(metavar="NAME", help="The model's name there.")] = ""
+    model: Annotated[str, typer.Option(metavar="NAME", help="Name of the model at the endpoint.")] = ""
     api_key_env: Annotated[
-        str, typer.Option(metavar="VAR", help="The environment variable that holds the endpoint's API key.")
+        str, typer.Option(metavar="VAR", help="Environment variable that holds the endpoint's API key.")
     ] = ""
     tokenizer: Annotated[
-        str, typer.Option(metavar="NAME[=DIRECTORY]", help="The model's tokenizer: http-masked needs it, others may.")
+        str, typer.Option(metavar="NAME[=DIRECTORY]", help="Tokenizer of the model; required for http-masked.")
     ] = ""
     script: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="What stands in: FILE.json (as PUT /script takes it), or FILE.py[:OBJECT] with reply(messages).",
+            help="Mock model: FILE.json (format of PUT /script) or FILE.py[:OBJECT] with reply(messages).",
         ),
     ] = ""
     scripted: Annotated[
         bool,
-        typer.Option("--scripted", help="A stand-in without a script: it repeats what the user said. The default."),
+        typer.Option("--scripted", help="Built-in mock model, which calls a tool and repeats its result. The default."),
     ] = False
-    temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None
-    top_p: Annotated[float | None, typer.Option(min=0, max=1)] = None
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None
-    turns: Annotated[int | None, typer.Option(min=1, help="Most turns of a rollout.")] = None
-    generated_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens that a rollout generates.")] = None
-    seconds: Annotated[float | None, typer.Option(min=0.001, help="Longest time of a rollout.")] = None
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Sampling temperature.")] = None
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Token limit per completion.")] = None
+    turns: Annotated[int | None, typer.Option(min=1, help="Turn limit per rollout.")] = None
+    generated_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget per rollout.")] = None
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="Time limit per rollout.")] = None
 
     def model_stub(self) -> ModelStub | None:
-        """What stands in for a model; None where there is one. Raises `AuthorError`."""
+        """Return the mock model, or None with `--model-url`. Raises `AuthorError` for flags that exclude each other."""
         from rollout_server.authoring.author_traceback import AuthorError
         from rollout_server.authoring.model_stubs import load_stub
 
         if self.model_url and (self.script or self.scripted):
-            raise AuthorError("--model-url and --script exclude each other: either a model completes, or a script does")
+            raise AuthorError(
+                "--model-url and --script or --scripted exclude each other: choose an endpoint or a mock model"
+            )
         if self.script and self.scripted:
-            raise AuthorError("--scripted is a stand-in without a script; leave it out beside --script")
-        alone = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
-        if not self.model_url and (needless := [flag for flag, value in alone.items() if value]):
-            raise AuthorError(f"{needless[0]} needs --model-url URL")
+            raise AuthorError("--script and --scripted exclude each other: the mock model of --scripted has no script")
+        endpoint_flags = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
+        if not self.model_url and (unused := [flag for flag, value in endpoint_flags.items() if value]):
+            raise AuthorError(f"{unused[0]} needs --model-url URL")
         return None if self.model_url else load_stub(self.script)
 
     def endpoint(self) -> Endpoint:
-        """The endpoint of --model-url. Raises `AuthorError`."""
+        """Return the endpoint of `--model-url`. Raises `AuthorError` for flags that do not fit it."""
         from rollout_server.authoring.endpoint import Endpoint, check_endpoint
 
         return check_endpoint(
@@ -89,19 +94,19 @@ class CompletionFlags:
 
     @property
     def sampling(self) -> dict[str, float | int]:
-        """What the client takes as sampling."""
+        """Sampling parameters that were given, in the client's names."""
         options = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def limits(self) -> dict[str, float | int]:
-        """What the client takes as limits."""
+        """Limits that were given, in the client's names."""
         options = {"turns": self.turns, "generated_tokens": self.generated_tokens, "time": self.seconds}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def tokenizers(self) -> dict[str, Path]:
-        """Where the tokenizer is, if that was said."""
+        """Directory of the tokenizer by its name; empty if no directory was given."""
         name, _, directory = self.tokenizer.partition("=")
         return {name: Path(directory)} if directory else {}
 
@@ -117,7 +122,10 @@ class CompletionFlags:
 
 
 def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:
-    """A command that takes the fields of these dataclasses as keywords: typer reads flags off a function's parameters."""
+    """Return a decorator that makes the fields of these dataclasses the flags of a command.
+
+    typer derives flags from a function's signature, so the decorator replaces the signature.
+    """
 
     def decorate(command: _Command) -> _Command:
         command.__dict__["__signature__"] = Signature([each for kind in kinds for each in _parameters(kind)])
@@ -127,7 +135,7 @@ def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:
 
 
 def pick_flags(kind: type[_T], values: Mapping[str, Any]) -> _T:
-    """One of these dataclasses, of what a command was given."""
+    """Return one of these dataclasses, filled from the values that a command received."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})
 

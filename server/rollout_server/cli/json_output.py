@@ -1,7 +1,7 @@
-"""`--json`: what a command answers on standard output, whichever way it ends, and nothing else there.
+"""JSON output of commands (`--json`).
 
-A command answers with one document, or one on each line where it tells of things as they happen. A command that fails answers
-`{"error": {"command", "kind", "message", ...}}`. What is for people goes to standard error.
+With `--json` standard output carries JSON only; text for people goes to standard error. A command prints one document, or one
+document per line if it reports progress. A command that fails prints `{"error": {"command", "kind", "message", ...}}`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
-AsJson = Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _JSON: ContextVar[bool] = ContextVar("json", default=False)
 
 
 def is_json() -> bool:
-    """The command line that runs asks for JSON."""
+    """Return whether the current command line has `--json`."""
     return _JSON.get()
 
 
 @contextlib.contextmanager
 def json_mode(arguments: Sequence[str]) -> Iterator[bool]:
-    """Whether the arguments ask for JSON, and so does everything until the end."""
+    """Yield whether the arguments have `--json`; `is_json` returns the same within the block."""
+    # Words after `--` are arguments, not flags.
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     token = _JSON.set("--json" in before)
     try:
@@ -38,27 +39,27 @@ def json_mode(arguments: Sequence[str]) -> Iterator[bool]:
 
 
 class JsonOutput:
-    """Where a command's documents go."""
+    """Writes the JSON documents of a command. Without `--json` it writes nothing."""
 
     def __init__(self, out: TextIO, *, as_json: bool) -> None:
         self._out = out
         self.as_json = as_json
 
     def write(self, document: Mapping[str, Any]) -> None:
-        """Writes the command's document, if JSON was asked for."""
+        """Write the command's only document, indented."""
         if self.as_json:
             self._out.write(_text(document, indent=2) + "\n")
             self._out.flush()
 
     def line(self, document: Mapping[str, Any]) -> None:
-        """Writes one of several documents, each on a line."""
+        """Write one of several documents on a line."""
         if self.as_json:
             self._out.write(_text(document) + "\n")
             self._out.flush()
 
 
 def _text(document: Mapping[str, Any], indent: int | None = None) -> str:
-    """ASCII. Numbers that JSON does not know, which others may have sent, are null."""
+    """Return the document as ASCII. NaN and infinities, which a trainer may have sent, become null."""
     try:
         return json.dumps(document, indent=indent, allow_nan=False)
     except ValueError:
@@ -68,11 +69,13 @@ def _text(document: Mapping[str, Any], indent: int | None = None) -> str:
 
 @contextlib.contextmanager
 def open_output(*, as_json: bool) -> Iterator[JsonOutput]:
-    """With JSON, whatever is written meanwhile goes to standard error, also by an author's code and by programs that it starts: the
-    document stays whole.
+    """Yield the output for a command's documents.
+
+    With JSON, everything else that is printed within the block goes to standard error, so that it cannot corrupt the document. This
+    includes output of the author's code and of subprocesses.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not encode every character
             stream.reconfigure(errors="backslashreplace")
     if not as_json:
         yield JsonOutput(sys.stdout, as_json=False)
@@ -83,10 +86,10 @@ def open_output(*, as_json: bool) -> Iterator[JsonOutput]:
 
 @contextlib.contextmanager
 def _reserve_stdout(out: TextIO) -> Iterator[TextIO]:
-    """Standard output, to which nobody else can write until the end of the block."""
+    """Yield standard output for exclusive use; file descriptor 1 points to standard error within the block."""
     try:
         number, elsewhere = out.fileno(), sys.stderr.fileno()
-    except OSError:  # no file of the system's, so other programs have none of it
+    except OSError:  # not a file descriptor (a test's buffer), so no subprocess can write to it
         yield out
         return
     out.flush()
@@ -101,6 +104,6 @@ def _reserve_stdout(out: TextIO) -> Iterator[TextIO]:
 
 
 def error_document(command: str, kind: str, message: str, **more: object) -> dict[str, Any]:
-    """What a command that failed answers. `kind` is "usage" for a wrong command line, else "failed"."""
+    """Return the document of a failed command. `kind` is "usage" for a wrong command line, else "failed"."""
     values = {key: value for key, value in more.items() if value}
     return {"error": {"command": command, "kind": kind, "message": message, **values}}

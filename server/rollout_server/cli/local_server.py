@@ -1,11 +1,11 @@
-"""The real server in a command's process, its log, a client of it and, where no model is named, a model stub."""
+"""The server within a command's process, with a client, its log and, if no endpoint was given, a mock model."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollout_server.agent import Agent
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 
 _TOY = "toy"
 _RECORDS = 64
-
-
-_MOST = 50
+_MAX_LINES = 50
 
 
 @dataclass(frozen=True, slots=True)
 class LocalServer:
-    """A server that serves, its client, and who completes."""
+    """A running server.
+
+    Args:
+        client: a client of the server.
+        endpoint: the endpoint that generates completions.
+        model_stub: the mock model behind the endpoint; None for an endpoint of `--model-url`.
+    """
 
     client: AsyncClient
     endpoint: Endpoint
@@ -39,7 +43,10 @@ class LocalServer:
 async def serve_for_command(
     agents: Sequence[Agent], flags: CompletionFlags, concurrency: int = 1
 ) -> AsyncIterator[LocalServer]:
-    """Serves agents for so many rollouts at a time. Raises `AuthorError`, and RuntimeError or OSError where it cannot be."""
+    """Serve agents for at most `concurrency` rollouts at the same time, with the endpoint of the flags.
+
+    Raises `AuthorError` for flags that do not fit together, RuntimeError or OSError if the server cannot start.
+    """
     stub = flags.model_stub()
     if stub is None:
         endpoint = flags.endpoint()
@@ -47,8 +54,14 @@ async def serve_for_command(
             yield LocalServer(client, endpoint, None)
         return
 
-    async def prepare(_client: AsyncClient) -> ModelStub:
-        return stub
+    async def prepare(client: AsyncClient) -> ModelStub:
+        from rollout_server.authoring.mock_model import MockModel
+        from rollout_server.authoring.model_stubs import MOCK
+
+        if stub.name != MOCK:
+            return stub
+        # The mock model chooses among the tools that the server offers.
+        return replace(stub, model=MockModel(await client.tools(agents[0].name)))
 
     async with serve_with_stub(agents, prepare, flags, concurrency) as server:
         yield server
@@ -61,9 +74,9 @@ async def serve_with_stub(
     flags: CompletionFlags | None = None,
     concurrency: int = 1,
 ) -> AsyncIterator[LocalServer]:
-    """The same with a stand-in, which may be made of what the server says.
+    """Serve agents with a mock model, which `prepare` builds with a client of the running server.
 
-    The strict trainer speaks for it, over gRPC: it checks every token, and samples are complete.
+    The mock model runs behind the strict trainer over gRPC, so every token is verified and samples are complete.
     """
     from rollout_server.authoring.endpoint import Endpoint
     from rollout_server.testing.trainer import StrictTrainer
@@ -72,7 +85,7 @@ async def serve_with_stub(
     async with _serve(agents, flags, concurrency) as client:
         stub = await prepare(client)
         async with StrictTrainer(model=stub.model, script=stub.script, requests_kept=_RECORDS) as trainer:
-            url, label = f"grpc://{trainer.grpc_target}", f"a stand-in ({stub.name})"
+            url, label = f"grpc://{trainer.grpc_target}", f"mock model ({stub.name})"
             endpoint = Endpoint(url, "grpc", tokenizer=_TOY, sampling=flags.sampling, limits=flags.limits, label=label)
             yield LocalServer(client, endpoint, stub)
 
@@ -91,7 +104,10 @@ async def _serve(agents: Sequence[Agent], flags: CompletionFlags, concurrency: i
 
 
 def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
-    """The user's own settings of tokenizers, times and retries; but nobody else is served, and every endpoint is the user's."""
+    """Return the user's settings, adapted to a private server.
+
+    Tokenizers, timeouts and retries stay. The server listens on loopback without HTTP, TLS and keys, and may call any endpoint.
+    """
     from rollout_server.settings import load
 
     before = load()
@@ -117,7 +133,7 @@ def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
 
 
 class _ServerLogHandler(logging.Handler):
-    """Prints each line once: a thousand rollouts fail for the same reason."""
+    """Prints each distinct line once, because a thousand rollouts may fail for the same reason."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -125,13 +141,13 @@ class _ServerLogHandler(logging.Handler):
         self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints the message of a record, with control characters escaped, unless the same line was printed before."""
+        """Print a record's message with control characters escaped, unless the same line was printed before."""
         from rich.text import Text
 
         from rollout_server.inspection.escape import visible_lines
 
         text = visible_lines(_log_text(record))
-        if text in self._printed or len(self._printed) >= _MOST:
+        if text in self._printed or len(self._printed) >= _MAX_LINES:
             return
         self._printed.add(text)
         self._console.print(Text(text, "red" if record.levelno >= logging.ERROR else "yellow"), soft_wrap=True)
@@ -139,7 +155,7 @@ class _ServerLogHandler(logging.Handler):
 
 @contextmanager
 def print_server_log(console: Console) -> Iterator[None]:
-    """Until the end of the block, warnings and errors go to the console."""
+    """Print the server's warnings and errors to the console within the block."""
     root, handler = logging.getLogger(), _ServerLogHandler(console)
     before, level = root.handlers[:], root.level
     root.handlers[:] = [handler]
@@ -159,5 +175,6 @@ def _log_text(record: logging.LogRecord) -> str:
         error = error.exceptions[0]
     if error is None:
         return record.getMessage()
+    # The driver wraps a SystemExit of an agent in another exception. The exit itself has the author's traceback.
     mistake = author_error(error.__cause__ if isinstance(error.__cause__, SystemExit) else error, "")
     return f"{record.getMessage()}: {str(mistake).removeprefix(': ')}"

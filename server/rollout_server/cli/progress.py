@@ -1,4 +1,4 @@
-"""One rollout, as it goes: each event on lines of its own, and below them, on a terminal, where it stands."""
+"""Live output of one rollout: a line per event and, on a terminal, a status line below them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ if TYPE_CHECKING:
 
     from rollout_server.authoring.rollout_result import Result
 
-_LONGEST = 20_000
+_MAX_CHARACTERS = 20_000
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
 _ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
 _SEGMENT_EVENTS = frozenset({"answered", "tool_returned", "appended", "drift_found"})
-_AUTHOR_TEXTS = {"model": "of the model", "author": "of the model, masked by the agent"}
+_END_TEXTS = {"stop": "completed", "failure": "failed", "cancellation": "cancelled"}
+_AUTHOR_TEXTS = {"author": "model (masked by the agent)"}
 
 
 class Progress:
-    """Prints a rollout's events, and knows where it stands."""
+    """Prints a rollout's events and keeps the counts for the status line."""
 
     def __init__(self, console: Console, limits: Limits) -> None:
         self._console = console
@@ -42,7 +43,7 @@ class Progress:
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """On a terminal, the state stands below everything else until the end of the block, which is the rollout's."""
+        """Show the status line on a terminal within the block. Entering the block starts the clock."""
         self._began = time.monotonic()
         if not self._console.is_terminal:
             yield
@@ -53,12 +54,12 @@ class Progress:
             yield
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Prints the messages that a rollout begins with."""
+        """Print messages, such as those that a rollout begins with."""
         for message in messages:
             self._message(message)
 
     def show(self, event: RolloutEvent) -> None:
-        """Prints an event."""
+        """Print an event and update the status line."""
         self._turn = max(event.turn, self._turn)
         self._show_segment(event)
         match event.WhichOneof("event"):
@@ -73,23 +74,27 @@ class Progress:
             case "appended":
                 self.messages([_parse_message(message) for message in event.appended.messages])
             case "drift_found":
-                self._line("drift", f"the trainer's prompt parts from ours at token {event.drift_found.index}", "red")
+                self._line(
+                    "drift",
+                    f"the trainer's prompt differs from the prediction at token {event.drift_found.index}",
+                    "red",
+                )
             case "note":
                 self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
             case "forked" | "given_up" | "masked" | "observed":
                 self._show_action(event)
 
     def _show_segment(self, event: RolloutEvent) -> None:
-        """Conversations may go on at the same time: what follows belongs to this one."""
+        """Print the segment if it differs from the previous event's, because segments can run at the same time."""
         belongs = event.WhichOneof("event") in _SEGMENT_EVENTS
         if belongs and event.segment_id and event.segment_id != self._segment:
             self._segment = event.segment_id
             self._line("", f"in segment {event.segment_id}:", "dim")
 
     def _show_action(self, event: RolloutEvent) -> None:
-        """What the agent itself did."""
-        who, text = agent_action(event)
-        self._line(who, text, _ACTION_STYLES[who])
+        """Print a fork, an abandoned completion, a mask or an observation of the agent."""
+        action, text = agent_action(event)
+        self._line(action, text, _ACTION_STYLES[action])
         if event.HasField("forked"):
             self._segment = event.segment_id
             self.messages([_parse_message(message) for message in event.forked.messages])
@@ -124,14 +129,18 @@ class Progress:
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
             self._line(role, f"calls {function.get('name')} {text}", style)
 
-    def _line(self, who: str, text: str, style: str) -> None:
-        """Each line of a text begins with who says it, so that no text can pass for somebody else's."""
+    def _line(self, label: str, text: str, style: str) -> None:
+        """Print a text with the label in front of each of its lines, so that no text can imitate another label."""
         from rich.text import Text
 
-        cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST} characters more)"
+        cut = (
+            text
+            if len(text) <= _MAX_CHARACTERS
+            else f"{text[:_MAX_CHARACTERS]} … ({len(text) - _MAX_CHARACTERS} more characters)"
+        )
         for part in cut.split("\n"):
             line = Text()
-            line.append(f"{visible(who)[:9]:9} │ ", "dim")
+            line.append(f"{visible(label)[:9]:9} │ ", "dim")
             line.append(visible(part), style)
             self._console.print(line, soft_wrap=True)
 
@@ -151,21 +160,30 @@ class Progress:
 
 
 def show_result(console: Console, result: Result, authors: Mapping[str, int] | None) -> None:
-    """Prints how a rollout ended, and what it used."""
+    """Print how a rollout ended and what it used.
+
+    Args:
+        authors: number of tokens by author, as `authors_of` returns them; None if the endpoint returned no token ids.
+    """
     from rich.text import Text
 
-    failed = f", {sum(result.tool_errors.values())} of them failed" if result.tool_calls else ""
+    failed = f" ({sum(result.tool_errors.values())} failed)" if result.tool_calls else ""
     used = f"{plural(result.turns, 'turn')}, {plural(result.tool_calls, 'tool call')}{failed}"
-    lines = [(f"{result.end}: {result.reason}{f': {result.message}' if result.message else ''}", "bold")]
+    lines = [
+        (
+            f"{_END_TEXTS.get(result.end, result.end)}: {result.reason}{f': {result.message}' if result.message else ''}",
+            "bold",
+        )
+    ]
     lines.append((f"{used}; {plural(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
     if authors is None:
-        lines.append(("who wrote which token is not known: the endpoint told no token ids", "dim"))
+        lines.append(("tokens: authors unknown, because the endpoint returned no token ids", "dim"))
     else:
         named = ", ".join(
             f"{authors[name]} {_AUTHOR_TEXTS.get(name, name)}" for _, name in _AUTHORS if authors.get(name)
         )
         lines.append((f"tokens: {named}", ""))
-    reward = "the agent gave no reward" if result.reward is None else f"reward {result.reward:g}"
+    reward = "the agent returned no reward" if result.reward is None else f"reward {result.reward:g}"
     scores = "".join(f", {name} {value:g}" for name, value in sorted(result.scores.items()))
     lines.append((reward + scores, "bold"))
     lines += [(f"warning: {text}", "yellow") for text in result.warnings]
@@ -175,7 +193,7 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
 
 
 def authors_of(letters: Mapping[str, int]) -> dict[str, int]:
-    """Counts of tokens by who wrote them or why they do not train, from those by a transcript's letters."""
+    """Return token counts by author or mask reason, from token counts by the letters of a transcript."""
     return {name: letters[letter] for letter, name in _AUTHORS if letter in letters}
 
 

@@ -1,1 +1,1 @@
-"""All I/O: gRPC, trainers, tokenizers."""
+"""All I/O: gRPC, trainers, inference engines, tokenizers, tool processes and metrics."""

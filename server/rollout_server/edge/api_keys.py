@@ -1,7 +1,7 @@
-"""API keys: who calls. Wrong ones are logged by their hash, never by their text, and many of them are answered slowly.
+"""API keys: identify callers. Wrong keys are logged by their hash, never in clear text, and many of them are answered slowly.
 
-A key is a long random text, so its SHA-256 is all that has to be kept: there is nothing to guess that a slower hash would protect.
-Two keys of one name are one caller, which is how a key is replaced: add the new one, move its users, drop the old one.
+A key is a long random text, so its SHA-256 is enough to store: a slow password hash would not make it harder to guess. Two keys
+with one name are one caller. To replace a key, add the new one, move its users, and remove the old one.
 """
 
 from __future__ import annotations
@@ -26,34 +26,39 @@ _ENTRY = re.compile(r"(?P<name>[A-Za-z0-9_.@-]{1,64})[ \t]+sha256:(?P<digest>[0-
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key as it is kept: the caller it stands for, and the SHA-256 of its text."""
+    """A stored key: the caller it identifies, and the SHA-256 of its text."""
 
     caller: Caller
     digest: bytes = field(repr=False)
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Return a random key."""
     return f"rk_{secrets.token_urlsafe(32)}"
 
 
 def entry_of(name: str, key: str, *, admin: bool = False) -> str:
-    """The line that stands for a key in a file or setting. Raises ValueError for a name that cannot stand there."""
+    """Return the line for a key in a file or setting. Raise ValueError for an invalid name."""
     line = f"{name} sha256:{_digest(key).hex()}{' admin' if admin else ''}"
     if _ENTRY.fullmatch(line) is None or name == ANONYMOUS:
-        raise ValueError(f"a key's name has 1 to 64 characters of A-Z a-z 0-9 _ . @ - and is not {ANONYMOUS!r}")
+        raise ValueError(
+            f"a key's name must have 1 to 64 characters of A-Z a-z 0-9 _ . @ - and must not be {ANONYMOUS!r}"
+        )
     return line
 
 
 def key_of(name: str, text: str, *, admin: bool = False) -> ApiKey:
-    """A key whose text is known. Raises ValueError for one that no header can carry."""
+    """Return a key whose text is known. Raise ValueError for a text that a header cannot carry."""
     if not text or not text.isascii() or not text.isprintable() or text != text.strip():
-        raise ValueError("a key is printable ASCII without spaces around it: it travels in a header")
+        raise ValueError("a key must be printable ASCII without spaces around it, because it is sent in a header")
     return ApiKey(Caller(name, admin), _digest(text))
 
 
 def read_entries(lines: Iterable[str], where: str) -> Sequence[ApiKey]:
-    """Keys, one an entry: `NAME sha256:HEX`, with ` admin` behind it for an admin's. Raises ValueError naming the place."""
+    """Parse keys, one per entry: `NAME sha256:HEX`, followed by ` admin` for an admin key.
+
+    Raises ValueError with the number of the entry.
+    """
     keys = []
     for number, line in enumerate(lines, start=1):
         entry = line.partition("#")[0].strip()
@@ -64,17 +69,17 @@ def read_entries(lines: Iterable[str], where: str) -> Sequence[ApiKey]:
             raise ValueError(
                 f"{where}, entry {number}: needs NAME sha256:HEX, or NAME sha256:HEX admin (see `rollout keys new`)"
             )
-        if bytes.fromhex(found["digest"]) == _digest(""):  # whoever sends no key would be this caller
+        if bytes.fromhex(found["digest"]) == _digest(""):  # a request without a key would match it
             raise ValueError(f"{where}, entry {number}: is the hash of an empty key")
         keys.append(ApiKey(Caller(found["name"], found["admin"] is not None), bytes.fromhex(found["digest"])))
     return keys
 
 
 class Keyring:
-    """The keys in force: those given once, and those of a file that may change while the server runs."""
+    """The keys in force: fixed ones, and those of a file that may change while the server runs."""
 
     def __init__(self, keys: Sequence[ApiKey], file: Path | None = None) -> None:
-        """Raises OSError or ValueError where the file cannot be read."""
+        """Read the file. Raise OSError or ValueError if it cannot be read."""
         self._given = tuple(keys)
         self._file = file
         self._stamp: tuple[int, ...] | None = None
@@ -87,19 +92,19 @@ class Keyring:
 
     @property
     def demands(self) -> bool:
-        """Callers need a key. A file of keys demands one even while it is empty."""
+        """Whether callers need a key. True for an empty file of keys, too."""
         return bool(self._given) or self._file is not None
 
     def anonymous_key(self) -> str:
-        """A key, made anew, for those who are let in without one."""
+        """Return a new key for callers that are admitted without a key of their own."""
         text = new_key()
         self._internal = (*self._internal, ApiKey(Caller(ANONYMOUS), _digest(text)))
         return text
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who sends this header: `Bearer KEY`, or the key alone. Raises `Unauthenticated`.
+        """Return the caller that sent this header: `Bearer KEY`, or the key alone. Raise `Unauthenticated`.
 
-        Every key is compared, each in constant time.
+        All keys are compared, each in constant time, so the response time does not depend on which key matches.
         """
         if not self.demands:
             return Caller(ANONYMOUS)
@@ -113,7 +118,7 @@ class Keyring:
         return found
 
     def refresh(self, changed: Callable[[], None] = lambda: None) -> None:
-        """Reads the file again if it changed, then calls `changed`. One that cannot be read leaves the keys as they were."""
+        """Read the file again if it changed, then call `changed`. If it cannot be read, keep the previous keys."""
         if self._file is None:
             return
         try:
@@ -121,19 +126,20 @@ class Keyring:
             if stamp == self._stamp:
                 return
             self._filed = _read(self._file)
-            self._stamp = stamp  # once it is read: what kept it from being read may pass without a trace in the file
+            # Only after a successful read: a temporary read error may disappear without a change of the file.
+            self._stamp = stamp
         except (OSError, ValueError) as error:
-            if str(error) != self._complaint:  # a file that stays away is told of once
-                _log.error("API keys stay as they were: %s", error)
+            if str(error) != self._complaint:  # log a lasting error once
+                _log.error("the API keys stay unchanged, their file cannot be used: %s", error)
             self._complaint = str(error)
             return
         self._complaint = ""
-        _log.info("API keys read again: %d of them", len(self._filed))
+        _log.info("%d API keys were read from the changed file", len(self._filed))
         changed()
 
 
 def fingerprint(authorization: str) -> str:
-    """The beginning of the hash of a header's key: enough to find the key among entries, and too little to be one."""
+    """Return the first 12 hex digits of the hash of a header's key: enough to find its entry, too few to use it."""
     return _digest(_bare(authorization)).hex()[:12]
 
 
@@ -147,7 +153,7 @@ def _digest(text: str) -> bytes:
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
-    """Changes with contents, owner and rights: a file that could not be read may become readable."""
+    """Return a value that changes with contents, owner and permissions: an unreadable file may become readable."""
     status = file.stat()
     return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
 
@@ -156,20 +162,21 @@ def _read(file: Path) -> Sequence[ApiKey]:
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is no text in UTF-8") from None
+        raise ValueError(f"{file} is not UTF-8 text") from None
     return read_entries(text.splitlines(), str(file))
 
 
 BURST = 20
 PER_SECOND = 10
-"""So many wrong keys, and then so many more each second, are answered at once and logged one by one."""
+"""Token bucket: `BURST` wrong keys, then `PER_SECOND` per second, are answered at once and logged individually."""
 DELAY_SECONDS = 1.0
+"""Delay before a wrong key beyond that rate is answered."""
 
 
 class WrongKeys:
-    """Counts the wrong keys of all callers together, so that its memory does not grow with them.
+    """Counts the wrong keys of all callers together, so that its memory does not grow with their number.
 
-    Right keys are never delayed, and so nobody suffers from the wrong ones of others.
+    Valid keys are never delayed, so one caller's wrong keys do not slow down others.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -179,7 +186,7 @@ class WrongKeys:
         self._unlogged = 0
 
     def record(self, authorization: str | None, peer: str) -> float:
-        """Takes note of a refused header. Returns after how many seconds to answer; a request without a key is never delayed."""
+        """Count a refused header. Return the delay of the response in seconds; a request without a key is not delayed."""
         if authorization is None:
             return 0.0
         now = self._clock()

@@ -1,4 +1,4 @@
-"""gRPC channels to the endpoints that requests name: one for each, kept for a while."""
+"""gRPC channels to the endpoints that requests name: one per URL, cached."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from rollout_server.edge.trainer.response_limits import ANSWER_BYTES
 
 _KEPT = 256
 LARGEST_ANSWER = ANSWER_BYTES
-"""Bytes of one answer, as over HTTP. gRPC's own limit of 4 MiB is less than a long prompt's ids with values beside them."""
+"""Maximum size of one response in bytes, as over HTTP.
+
+gRPC's default of 4 MiB is too small for the ids and logprobs of a long prompt.
+"""
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", LARGEST_ANSWER),
-    # Servers that are not told otherwise close connections that ping more often than every 5 minutes while they generate.
+    # 330 s: by default, gRPC servers close connections that send keepalive pings more often than every 5 minutes.
     ("grpc.keepalive_time_ms", 330_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -36,7 +39,10 @@ class _CachedChannel:
 
 
 class Channels:
-    """The channels of the process. The least recently used are let go when there are too many; none is closed under a call."""
+    """The channels of the process.
+
+    The least recently used channels are evicted when there are too many. A channel is never closed while a call uses it.
+    """
 
     def __init__(self, lookup: CheckedLookup, tls: ClientTls) -> None:
         self._lookup = lookup
@@ -45,51 +51,53 @@ class Channels:
 
     @asynccontextmanager
     async def use(self, url: str) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel for `grpc://HOST:PORT` or `grpcs://HOST:PORT`. Raises OSError where the endpoint may not be called.
+        """Yield the channel for `grpc://HOST:PORT` or `grpcs://HOST:PORT`. Raise OSError if the endpoint may not be called.
 
-        One over which nobody could be reached is let go: it holds the addresses that the name had when it was opened.
+        A channel whose endpoint cannot be reached is evicted, because it keeps the addresses that the name had when it was
+        opened.
         """
-        held = await self._take(url)
+        entry = await self._take(url)
         try:
             await self._close_oldest()
-            yield held.channel
+            yield entry.channel
         except (grpc.aio.AioRpcError, ConnectionError) as error:
             away = isinstance(error, ConnectionError) or error.code() is grpc.StatusCode.UNAVAILABLE
-            if away and self._held.get(url) is held:
+            if away and self._held.get(url) is entry:
                 del self._held[url]
             raise
         finally:
-            held.users -= 1
-            if not held.users and self._held.get(url) is not held:
-                await held.channel.close()
+            entry.users -= 1
+            # An evicted channel is closed by its last user.
+            if not entry.users and self._held.get(url) is not entry:
+                await entry.channel.close()
 
     async def close(self) -> None:
-        """Closes those that are kept."""
-        for held in self._held.values():
-            await held.channel.close()
+        """Close all cached channels."""
+        for entry in self._held.values():
+            await entry.channel.close()
         self._held.clear()
 
     @staticmethod
     async def connect(channel: grpc.aio.Channel, seconds: float) -> None:
-        """Waits until a channel is connected. Raises ConnectionError where it cannot be: then nothing was sent."""
+        """Wait until a channel is connected. Raise ConnectionError on failure; nothing was sent then."""
         connectivity = grpc.ChannelConnectivity
         try:
             async with asyncio.timeout(seconds):
                 while (state := channel.get_state(try_to_connect=True)) is not connectivity.READY:
                     if state in (connectivity.TRANSIENT_FAILURE, connectivity.SHUTDOWN):
-                        raise ConnectionError("no connection came about")
+                        raise ConnectionError("the connection failed")
                     await channel.wait_for_state_change(state)
         except TimeoutError:
-            raise ConnectionError(f"no connection came about within {seconds:g} s") from None
+            raise ConnectionError(f"no connection was established within {seconds:g} s") from None
 
     async def _take(self, url: str) -> _CachedChannel:
-        held = self._held.get(url)
-        if held is None:  # others may be as far; a channel that is never used has no connection
+        entry = self._held.get(url)
+        if entry is None:  # a concurrent call may win `setdefault`; an unused channel has no connection to close
             made = _CachedChannel(await self._make(url))
-            held = self._held.setdefault(url, made)
-        held.users += 1
+            entry = self._held.setdefault(url, made)
+        entry.users += 1
         self._held.move_to_end(url)
-        return held
+        return entry
 
     async def _close_oldest(self) -> None:
         while len(self._held) > _KEPT:
@@ -101,8 +109,7 @@ class Channels:
         found = await self._lookup.grpc_target(url)
         options = (*_OPTIONS, *found.options)
         if found.secure:
-            credentials = await asyncio.to_thread(
-                channel_credentials, self._tls
-            )  # which reads the system's certificates
+            # In a thread, because it reads certificate files.
+            credentials = await asyncio.to_thread(channel_credentials, self._tls)
             return grpc.aio.secure_channel(found.target, credentials, options=options)
         return grpc.aio.insecure_channel(found.target, options=options)

@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 def run_loop(main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> T:
-    """Runs a coroutine in a loop of its own, in which gRPC is at hand until the loop is closed. Raises what it raises.
+    """Run a coroutine in a new event loop and keep gRPC initialized until the loop is closed. Raise what it raises.
 
-    gRPC ends its poller as soon as nobody uses it any more, which is whenever the last server or channel is collected as garbage,
-    in whatever thread that happens. A loop that goes on meanwhile may read from the poller's socket just as it is closed, and
-    tells of an OSError in `PollerCompletionQueue._handle_events`.
+    By default gRPC stops its poller when its last server or channel is garbage-collected, in whatever thread that happens. A
+    loop that is still running may read from the poller's socket at that moment and log an OSError from
+    `PollerCompletionQueue._handle_events`.
     """
     from grpc.aio import init_grpc_aio, shutdown_grpc_aio
 
@@ -23,16 +23,16 @@ def run_loop(main: Coroutine[Any, Any, T], loop_factory: Callable[[], asyncio.Ab
 
     with ExitStack() as stack:
 
-        async def held() -> T:
+        async def main_with_grpc() -> T:
             init_grpc_aio()
             stack.callback(shutdown_grpc_aio)
             return await main
 
-        return run(held(), loop_factory)
+        return run(main_with_grpc(), loop_factory)
 
 
 def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    """uvloop's loop, where there is one."""
+    """Return uvloop's loop type, or None if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:

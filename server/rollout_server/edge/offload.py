@@ -1,7 +1,7 @@
-"""Parsing of large inputs in threads, so that nothing else on the event loop waits for it.
+"""Parses large inputs in threads, so that they do not block the event loop.
 
-What trainers return and what callers request have threads of their own, so that neither waits for the other. There are few, since
-what is parsed in them takes memory and the GIL, and the other threads of the process have work, too.
+Trainers' responses and callers' requests have separate thread pools, so neither waits for the other. The pools are small:
+parsing needs memory and the GIL, which the other threads of the process need as well.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 _LARGE: Final = 64 * 1024
-"""Bytes. Parsing less takes about as long as handing it to a thread."""
+"""In bytes. Parsing a smaller input takes about as long as handing it to a thread."""
 
 _T = TypeVar("_T")
 _responses = ThreadPoolExecutor(2, thread_name_prefix="response")
@@ -20,12 +20,12 @@ _requests = ThreadPoolExecutor(2, thread_name_prefix="request")
 
 
 async def offload_response(parse: Callable[[], _T], size: int) -> _T:
-    """Calls `parse`, which reads `size` bytes of a trainer's, a tool's or an engine's; in a thread where they are many."""
+    """Call `parse` on `size` bytes from a trainer, a tool or an engine; in a thread if the input is large."""
     return await _offload(_responses, parse, size)
 
 
 async def offload_request(parse: Callable[[], _T], size: int) -> _T:
-    """Calls `parse`, which reads `size` bytes of a caller's; in a thread where they are many."""
+    """Call `parse` on `size` bytes from a caller; in a thread if the input is large."""
     return await _offload(_requests, parse, size)
 
 

@@ -1,5 +1,5 @@
-"""Looking at a rollout: where it comes from, what it says token by token, and how that is drawn.
+"""Views of a finished rollout, token by token, as terminal text or JSON.
 
-Everything is read into the contract's `Rollout`, turned into a `Transcript`, and told as text or JSON. What models wrote is
-hostile until it was made visible: no control character of it reaches a terminal.
+`load` reads a protobuf `Rollout`, `transcript` converts it to a `Transcript`, and `terminal` and `text` render that. Text from
+models and trainers is untrusted: `escape` makes control characters visible, so that none reaches a terminal.
 """

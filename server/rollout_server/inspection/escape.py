@@ -1,30 +1,30 @@
-"""Foreign text, made safe to print and honest to look at."""
+"""Escaping of untrusted text, so that it is safe to print and hides nothing."""
 
 from __future__ import annotations
 
 import unicodedata
 
 BREAK = "⏎"
-"""Stands for a line feed."""
+"""Shown for a line feed."""
 
 EMPTY = "⟨empty⟩"
-"""Stands for a message without any text."""
+"""Shown for a message without text."""
 
-# Controls, formats (also those that turn the direction of writing), surrogates, private and unassigned characters, and
-# separators of lines and paragraphs. A terminal may do anything with them.
+# Unicode categories whose effect on a terminal is unpredictable: controls, formats (including bidirectional overrides), surrogates,
+# private and unassigned characters, line and paragraph separators.
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def visible(text: str) -> str:
-    """The text with each character that shows nothing, or does something, replaced by one that shows what it is.
+    """Return the text with each invisible or control character replaced by a printable one.
 
-    C0 controls become their pictures (U+2400 and after), a line feed `BREAK`, others their number: ⟨U+202E⟩.
+    C0 controls become their control pictures (U+2400 and following), a line feed becomes `BREAK`, others become ⟨U+202E⟩.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_visible_character, text))
 
 
 def visible_lines(text: str) -> str:
-    """The same of a text of several lines. What stands below the first is set apart: it cannot pass for a line of its own."""
+    """Escape a text of several lines. All lines but the first are indented, so that none looks like a separate message."""
     first, *more = text.split("\n")
     return "\n".join([visible(first), *(f"    {visible(line)}" for line in more)])
 

@@ -1,4 +1,4 @@
-"""Rollouts from files: the plain API's JSON, and the contract's messages in JSON or binary."""
+"""Read rollouts from files: JSON of the REST API, or protobuf messages in JSON or binary."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rollout_server.inspection.rest_json import is_rest_json, rollout_of
 
 UID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
-_FORMS = "JSON as GET /v1/rollouts/UID?view=full answers, or the contract's Rollout or Outcome in JSON or binary"
-# What is saved where a rollout comes back, each tried in this order.
+_FORMS = "the JSON of GET /v1/rollouts/UID?view=full, or a protobuf Rollout or Outcome in JSON or binary"
+# Messages that contain a rollout or an outcome, in the order in which they are tried.
 _MESSAGES: tuple[type[Message], ...] = (
     pb.Rollout,
     pb.GetRolloutResponse,
@@ -28,12 +28,12 @@ _MESSAGES: tuple[type[Message], ...] = (
 
 
 def read_file(path: Path) -> pb.Rollout:
-    """The rollout in a file. Raises OSError for one that cannot be read, ValueError for one that holds none."""
+    """Return the rollout in a file. Raises OSError if the file cannot be read, ValueError if it holds no rollout."""
     return parse_rollout(path.read_bytes())
 
 
 def parse_rollout(content: bytes) -> pb.Rollout:
-    """The rollout in the bytes of a file. Raises ValueError."""
+    """Return the rollout in the bytes of a file. Raises ValueError if there is none."""
     content = content.removeprefix(BOM_UTF8)
     if not content.strip():
         raise ValueError(f"the file is empty; it must hold {_FORMS}")
@@ -52,14 +52,14 @@ def _from_json(content: bytes) -> pb.Rollout | None:
     except RecursionError:
         raise ValueError("the file's JSON is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"the file is no JSON: {error}") from None
+        raise ValueError(f"the file is not JSON: {error}") from None
     if not is_rest_json(value):
         return next((found for kind in _MESSAGES if (found := _from_contract(value, kind)) is not None), None)
     try:
         return rollout_of(value)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"the file's JSON is not what the plain API answers: {what}") from None
+        raise ValueError(f"the file's JSON is not a rollout of the REST API: {what}") from None
 
 
 def _from_contract(value: Any, kind: type[Message]) -> pb.Rollout | None:
@@ -70,7 +70,7 @@ def _from_contract(value: Any, kind: type[Message]) -> pb.Rollout | None:
 
 
 def _from_binary(content: bytes) -> pb.Rollout | None:
-    """Any bytes may be read as any message, so the one is taken that says what a rollout must say."""
+    """Return the first message that has the required fields: most bytes parse as some protobuf message."""
     for kind in _MESSAGES:
         try:
             found = _rollout_in(kind.FromString(content))

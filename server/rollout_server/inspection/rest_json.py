@@ -1,4 +1,4 @@
-"""The plain API's JSON of a rollout, back in the contract's messages: as much of it as is looked at."""
+"""Conversion of the REST API's JSON to protobuf messages, limited to the fields that the views show."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ Fields: TypeAlias = Mapping[str, Any]
 
 
 def is_rest_json(value: Fields) -> bool:
-    """Whether an object is a rollout as `GET /v1/rollouts/{uid}` answers, rather than the contract's own JSON."""
+    """Return whether an object is a rollout of `GET /v1/rollouts/{uid}` and not the JSON form of a protobuf message."""
     outcome = value.get("outcome")
     states = list(enum_values(rollout_service_pb2.RolloutState.DESCRIPTOR))
     return value.get("state") in states or (isinstance(outcome, dict) and isinstance(outcome.get("end"), str))
 
 
 def rollout_of(value: Fields) -> rollout_service_pb2.Rollout:
-    """The rollout. Raises ValueError, KeyError, TypeError or AttributeError for JSON of another shape."""
+    """Return the rollout as a protobuf message.
+
+    Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for JSON of another shape.
+    """
     spec = value.get("spec") or {}
     found = rollout_service_pb2.Rollout(
         uid=value["uid"],
@@ -125,9 +128,9 @@ def _logprobs(values: Sequence[float] | None) -> token_pb2.Logprobs | None:
     return None if values is None else token_pb2.Logprobs(values=values)
 
 
-# Any: the generated code has a type of its own for each enum.
+# Returns Any because the generated code has a separate type for each enum.
 def _number(enum: EnumDescriptor, word: str | None) -> Any:
-    """The value of a word; 0 for none, and for one of a later version."""
+    """Return the enum number of a word; 0 for None and for an unknown word, such as one of a later version."""
     if not isinstance(word, str | None):
-        raise TypeError(f"{word!r} is no word")
+        raise TypeError(f"{word!r} is not an enum name")
     return enum_values(enum).get(word or "", 0)

@@ -1,7 +1,7 @@
-"""A transcript drawn for a terminal.
+"""Rendering of a transcript for a terminal.
 
-Each line begins with the letter of its author, which no text can forge because every line break in a text begins a line of
-its own; colour says the same once more. Then comes the number of the first token on the line.
+Each line begins with a letter for the author of its tokens, followed by the index of its first token. Text cannot forge a letter,
+because each line break in a text starts another line with its letter. Colours repeat the letters' meaning.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from rollout_server.inspection.transcript import TokenRun, Transcript, Transcrip
 if TYPE_CHECKING:
     from rich.console import Console
 
-LEGEND = "M model, A model but masked by the author, P prompt, E environment, C closing token, ! drift; M trains, the rest does not"
+LEGEND = "M model (mask 1); mask 0: A model, masked by the agent, P prompt, E environment, C closing token; ! drift"
 _STYLES = {"M": "bold green", "A": "red", "P": "cyan", "E": "yellow", "C": "magenta", "!": "bold red", "?": "white"}
 _IDS_ON_A_LINE = 12
 
 
 @dataclass(frozen=True, slots=True)
 class ViewOptions:
-    """What to show: the text of tokens where `decode` is known, and with logprobs if they are wanted."""
+    """What to show.
+
+    Args:
+        decode: decodes token ids to text; None shows ids.
+        logprobs: show each generated token with its logprob.
+    """
 
     decode: Decode | None
     logprobs: bool = False
@@ -33,7 +38,13 @@ class ViewOptions:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptLine:
-    """A line of a drawing. `letter` is blank for what stands between tokens; `number` is the first token's."""
+    """A line of the rendering.
+
+    Args:
+        letter: the author; empty for headings and other lines without tokens.
+        number: index of the line's first token in its segment; None on a continuation line.
+        text: escaped text.
+    """
 
     letter: str
     number: int | None
@@ -41,11 +52,11 @@ class TranscriptLine:
 
     @property
     def margin(self) -> str:
-        """What stands in front of the text."""
+        """Prefix of the line: letter and token index; empty for lines without a letter."""
         return f"{self.letter} {'' if self.number is None else self.number:>6}│ " if self.letter else ""
 
     def wrap(self, width: int) -> Iterator[TranscriptLine]:
-        """The line in parts of at most so many cells, each with the letter in front: a terminal would wrap without."""
+        """Split the line into parts of at most `width` cells, each with the letter; a terminal would wrap without it."""
         from rich.cells import chop_cells
 
         indent = TranscriptLine(self.letter, None, "").margin or "  "
@@ -59,7 +70,7 @@ class TranscriptLine:
 
 
 def print_transcript(console: Console, transcript: Transcript, options: ViewOptions) -> None:
-    """Prints a transcript, wrapped where there is a terminal; a pipe gets whole lines."""
+    """Print a transcript. Lines are wrapped on a terminal only, not in a pipe."""
     from rich.text import Text
 
     for line in lines(transcript, options):
@@ -68,7 +79,7 @@ def print_transcript(console: Console, transcript: Transcript, options: ViewOpti
 
 
 def lines(transcript: Transcript, options: ViewOptions) -> Iterator[TranscriptLine]:
-    """The lines of a transcript; no character in them does anything to a terminal."""
+    """Yield the lines of a transcript. They contain no control characters."""
     yield TranscriptLine("", None, visible(headline(transcript.rollout)))
     yield TranscriptLine("", None, visible(ending(transcript.outcome)))
     for warning in transcript.outcome.warnings:
@@ -84,20 +95,20 @@ def lines(transcript: Transcript, options: ViewOptions) -> Iterator[TranscriptLi
 
 
 def _message_lines(transcript: Transcript) -> Iterator[TranscriptLine]:
-    """What is left to see where no tokens are known."""
+    """Yield the messages of a rollout that has no tokens."""
     yield TranscriptLine(
-        "", None, "no tokens are known: the trainer sent none, or the rollout was read in a lesser view; its messages:"
+        "", None, "no token ids: the trainer sent none, or the rollout was not read with view=full; messages:"
     )
     for message in transcript.outcome.messages:
         yield TranscriptLine("", None, visible(message.json or str(message.chat)))
 
 
 def _title(segment: TranscriptSegment) -> str:
-    shares = f"which shares {segment.parent_tokens} tokens" if segment.parent_tokens else "with a prompt of its own"
+    shares = f"{segment.parent_tokens} shared tokens" if segment.parent_tokens else "new prompt"
     opened = f" of segment {segment.parent_id}, {shares}" if segment.parent_id else ""
-    masked = f", {segment.masked} of the model's are masked by the author" if segment.masked else ""
+    masked = f", {segment.masked} generated tokens masked by the agent" if segment.masked else ""
     checked = "verified" if segment.verified else "not verified: the trainer did not report every prompt"
-    trained = f"{segment.trained} of {len(segment.ids)} tokens train{masked}"
+    trained = f"{segment.trained} of {len(segment.ids)} tokens have mask 1{masked}"
     return f"segment {segment.id} ({segment.kind}{opened}): {trained}, {checked}"
 
 
@@ -121,10 +132,10 @@ def _segment_lines(segment: TranscriptSegment, options: ViewOptions) -> Iterator
 
 
 def _turn(runs: Sequence[TokenRun]) -> str:
-    """Which turn it is, and what the trainer said of it."""
+    """Return the heading of a turn: number, policy version and token planes."""
     policy = next((f", policy {run.policy_version}" for run in runs if run.policy_version), "")
     planes = ", ".join(f"{name} ({dtype})" for run in runs for name, dtype in run.planes)
-    return f"turn {runs[0].turn}{policy}{f', with {planes}' if planes else ''}"
+    return f"turn {runs[0].turn}{policy}{f', planes {planes}' if planes else ''}"
 
 
 def _run_lines(run: TokenRun, own: Sequence[TokenText], options: ViewOptions) -> Iterator[TranscriptLine]:
@@ -140,15 +151,16 @@ def _run_lines(run: TokenRun, own: Sequence[TokenText], options: ViewOptions) ->
 
 
 def _text_lines(run: TokenRun, own: Sequence[TokenText]) -> Iterator[TranscriptLine]:
-    """Runs of text, broken behind each line feed. Tokens without a text stand there by their ids."""
+    """Yield lines of text, one per line feed. Tokens that cannot be decoded are shown as ids."""
     text, number = "", None
     for token in own:
-        *whole, rest = (f"⟨{_ids(run, token)}⟩" if token.text is None else token.text).split("\n")
-        for part in whole:
+        *complete, rest = (f"⟨{_ids(run, token)}⟩" if token.text is None else token.text).split("\n")
+        for part in complete:
             yield TranscriptLine(run.letter, token.start if number is None else number, text + visible(part) + BREAK)
             text, number = "", None
-        if rest or not whole:
-            number = token.start if number is None and not whole else number
+        if rest or not complete:
+            # The rest of a token after a line feed does not set the index of its line; the next token does.
+            number = token.start if number is None and not complete else number
             text += visible(rest)
     if text:
         yield TranscriptLine(run.letter, number, text)
@@ -170,7 +182,9 @@ def _logprobs(run: TokenRun, token: TokenText) -> str:
 
 
 def _drift_lines(drift: TranscriptDrift, options: ViewOptions) -> Iterator[TranscriptLine]:
-    message = drift.message or f"turn {drift.turn}: the trainer's prompt parts from ours at token {drift.index}"
+    message = (
+        drift.message or f"turn {drift.turn}: the trainer's prompt differs from the prediction at token {drift.index}"
+    )
     yield TranscriptLine("!", drift.index, visible(message))
     if drift.was is not None:
         yield TranscriptLine("!", None, f"was   {_window(drift.was, options)}")
@@ -180,5 +194,5 @@ def _drift_lines(drift: TranscriptDrift, options: ViewOptions) -> Iterator[Trans
 def _window(ids: Sequence[int], options: ViewOptions) -> str:
     text = decoded_text(ids, options.decode)
     if not ids:
-        return "(nothing)"
+        return "(no tokens)"
     return " ".join(map(str, ids)) if text is None else visible(text)

@@ -1,4 +1,4 @@
-"""A transcript as text: what stands above its tokens, and the whole of it as JSON."""
+"""A transcript as JSON, and the headings that both views share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from rollout_server.inspection.transcript import TokenRun, Transcript, Transcrip
 
 
 def segment_token_texts(segment: TranscriptSegment, decode: Decode | None) -> list[TokenText]:
-    """The token texts of a segment; none reaches over the end of a run or a drift."""
+    """Return the token texts of a segment. None crosses the boundary of a run or a drift index."""
     cuts = [run.start for run in segment.runs] + [run.stop for run in segment.runs]
     return split_token_texts(segment.ids, decode, [*cuts, *(drift.index for drift in segment.drifts)])
 
 
 def ending(outcome: outcome_pb2.Outcome) -> str:
-    """How a rollout ended, on one line once it is made visible."""
+    """Return how a rollout ended. The text is not escaped."""
     match outcome.WhichOneof("end"):
         case "stop":
             return (
-                f"stopped: {outcome.stop.reason}{', the last answer cut by length' if outcome.stop.truncated else ''}"
+                f"stopped: {outcome.stop.reason}{', last completion cut by length' if outcome.stop.truncated else ''}"
             )
         case "failure":
             failure = outcome.failure
@@ -31,11 +31,11 @@ def ending(outcome: outcome_pb2.Outcome) -> str:
         case "cancellation":
             return f"cancelled: {outcome.cancellation.reason}"
         case _:
-            return "ended in a way that is not known here"
+            return "ended in a way that this version does not know"
 
 
 def as_json(transcript: Transcript, decode: Decode | None) -> dict[str, Any]:
-    """The transcript as an object that JSON knows: texts as they are, null where they cannot be told."""
+    """Return the transcript as a JSON object. Texts are not escaped; they are null if tokens cannot be decoded."""
     rollout, outcome = transcript.rollout, transcript.outcome
     return {
         "uid": rollout.uid,
@@ -98,9 +98,9 @@ def _drift(drift: TranscriptDrift, decode: Decode | None) -> dict[str, Any]:
 
 
 def headline(rollout: rollout_service_pb2.Rollout) -> str:
-    """Which rollout it is, and what it brought."""
+    """Return the rollout's ids, tokenizer and reward on one line. The text is not escaped."""
     spec, outcome = rollout.spec, rollout.outcome
-    names = [f"rollout {rollout.uid}" if rollout.uid else "a rollout without its name"]
+    names = [f"rollout {rollout.uid}" if rollout.uid else "rollout without a uid"]
     names += [f"{word} {value}" for word, value in (("id", spec.rollout_id), ("group", spec.group_id)) if value]
     names += [f"tokenizer {spec.tokenizer.name}"] if spec.tokenizer.name else []
     names += [f"reward {outcome.reward:g}"] if outcome.HasField("reward") else []

@@ -1,7 +1,8 @@
-"""Which text belongs to which tokens.
+"""Assignment of decoded text to tokens.
 
-A token need not be a text: one character may be several tokens, and some tokenizers write a token differently at the start. So
-text is what a decoded sequence grows by, and tokens that only together make characters stay together.
+Tokens cannot be decoded one by one: a character may span several tokens, and some tokenizers decode a token differently at the
+start of a sequence. The text of a token is therefore what the decoded sequence grows by. Tokens that form a character together
+share a text.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Decode: TypeAlias = Callable[[Sequence[int]], str]
-"""The text of token ids, special ones too."""
+"""Decodes token ids to text, including special tokens."""
 
 _INCOMPLETE = "\ufffd"
-# No character has more tokens; without a limit a hostile sequence would be decoded again and again from its start.
-_LONGEST = 16
+# More tokens than any character has. Without a limit, decoding a hostile sequence would take quadratic time.
+_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """Tokens from `start` to before `stop`, and their text; None: it cannot be told."""
+    """The tokens `start` to `stop` (exclusive) and their text; None if they cannot be decoded."""
 
     start: int
     stop: int
@@ -28,29 +29,36 @@ class TokenText:
 
 
 def split_token_texts(ids: Sequence[int], decode: Decode | None, cuts: Iterable[int] = ()) -> list[TokenText]:
-    """The tokens in order, each in exactly one text; none reaches over one of the `cuts`. Without `decode` no text is known."""
+    """Split tokens into texts, in order, each token in exactly one text.
+
+    Args:
+        ids: token ids of a segment.
+        decode: decodes token ids; None leaves all texts unknown.
+        cuts: token indices that no text may cross.
+    """
     if decode is None:
         return [TokenText(index, index + 1, None) for index in range(len(ids))]
     ends = {*cuts, len(ids)}
     found: list[TokenText] = []
-    context = start = 0  # the text before `start` decides how the next token is written
+    # Decoding starts at `context`, because the text of a token depends on the tokens before it.
+    context = start = 0
     for stop in range(1, len(ids) + 1):
         text = _added_text(decode, ids[context:stop], start - context)
-        whole = bool(text) and not text.endswith(_INCOMPLETE)
-        if not whole and stop not in ends and stop - start < _LONGEST:
+        complete = bool(text) and not text.endswith(_INCOMPLETE)
+        if not complete and stop not in ends and stop - start < _MAX_TOKENS:
             continue
         found.append(TokenText(start, stop, text or None))
-        context, start = (start if whole else stop), stop
+        context, start = (start if complete else stop), stop
     return found
 
 
 def decoded_text(ids: Sequence[int], decode: Decode | None) -> str | None:
-    """The text of tokens that stand alone; None where it cannot be told."""
+    """Return the text of a token sequence without context; None if it cannot be decoded."""
     return None if decode is None else _decode(decode, ids) or None
 
 
 def _added_text(decode: Decode, ids: Sequence[int], known: int) -> str:
-    """What the text of the first `known` tokens grows by with the others."""
+    """Return the text that the tokens after the first `known` add to the decoded sequence."""
     before, after = _decode(decode, ids[:known]) if known else "", _decode(decode, ids)
     return after[len(before) :] if after.startswith(before) else _decode(decode, ids[known:])
 
@@ -58,5 +66,5 @@ def _added_text(decode: Decode, ids: Sequence[int], known: int) -> str:
 def _decode(decode: Decode, ids: Sequence[int]) -> str:
     try:
         return decode(ids)
-    except Exception:  # ids come from a foreign vocabulary, and tokenizers raise whatever their readers do
+    except Exception:  # ids may be outside the vocabulary, and tokenizers raise various exceptions for them
         return ""

@@ -1,4 +1,4 @@
-"""A rollout as it is looked at: segments of runs, each of one author, and where the trainer's prompts diverge from ours."""
+"""The transcript of a rollout: segments, runs of tokens with one author, and drift."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ _WINDOW = 12
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Tokens of one author and one turn.
+    """Consecutive tokens with one author and one turn.
 
     Args:
-        letter: M the model, P the prompt, E the environment, C a closing token, A the model's but masked out by the agent's
-            author, ? not told.
+        letter: M model, P prompt, E environment, C closing token, A model but masked by the agent, ? unknown.
         author: "model" or "other".
-        reason: why they do not train, by the contract's name; None: they do.
-        turn: from 1.
-        start: of the first token, counted from the start of the segment.
+        reason: mask reason, why the tokens have mask 0; None for mask 1.
+        turn: turn number, from 1.
+        start: index of the first token in the segment.
         ids: token ids, at least one.
-        logprobs: one natural logarithm for each id; None: not known.
-        policy_version: the policy that sampled them, as the trainer names it; empty: unknown.
-        planes: what the trainer sent beside them: names and element types.
+        logprobs: natural logarithm of the probability per token; None if unknown.
+        policy_version: policy that sampled the tokens, as the trainer names it; empty if unknown.
+        planes: name and dtype of each token plane that the trainer sent along.
     """
 
     letter: str
@@ -43,13 +42,21 @@ class TokenRun:
 
     @property
     def stop(self) -> int:
-        """Behind the last token."""
+        """Index after the last token."""
         return self.start + len(self.ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TranscriptDrift:
-    """At token `index` the prompt of `turn` is not what was expected. `was` and `here`: the tokens from there on, where known."""
+    """A difference between the prompt that the trainer used and the prediction.
+
+    Args:
+        index: index of the first token that differs.
+        turn: the turn whose prompt differs.
+        message: the rollout's warning; empty if there is none.
+        was: tokens of the parent segment from the index on; None if unknown.
+        here: tokens of this segment from the index on.
+    """
 
     index: int
     turn: int
@@ -60,7 +67,15 @@ class TranscriptDrift:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptSegment:
-    """A segment: all its tokens, how many train and how many the author masked, and the runs and drifts that are looked at."""
+    """A segment.
+
+    Args:
+        ids: all token ids of the segment.
+        trained: number of tokens with mask 1.
+        masked: number of generated tokens that the agent masked.
+        runs: the selected runs.
+        drifts: the selected drifts, by index.
+    """
 
     id: str
     kind: str
@@ -76,40 +91,40 @@ class TranscriptSegment:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A finished rollout. `segments` are those that are looked at."""
+    """A finished rollout and its selected segments."""
 
     rollout: rollout_service_pb2.Rollout
     segments: tuple[TranscriptSegment, ...]
 
     @property
     def outcome(self) -> outcome_pb2.Outcome:
-        """How it ended."""
+        """Outcome of the rollout."""
         return self.rollout.outcome
 
     def select(self, segment: str | None, turn: int | None) -> Transcript:
-        """The part of one segment, of one turn, or both. Raises ValueError where there is none."""
+        """Return the part for one segment, one turn, or both. Raises ValueError if it does not exist."""
         known = [each.id for each in self.segments]
         if segment is not None and segment not in known:
             raise ValueError(f"there is no segment {segment!r}; there are {', '.join(known) or 'none'}")
         left = [each for each in self.segments if segment in (None, each.id)]
         turns = sorted({run.turn for each in left for run in each.runs})
         if turn is not None and turn not in turns:
-            raise ValueError(f"no tokens of turn {turn} are here; there are turns {_ranges(turns) or 'none'}")
+            raise ValueError(f"turn {turn} has no tokens; there are turns {_ranges(turns) or 'none'}")
         selected = [each if turn is None else _of_turn(each, turn) for each in left]
         return replace(self, segments=tuple(each for each in selected if each.runs))
 
 
 def transcript_of(rollout: rollout_service_pb2.Rollout) -> Transcript:
-    """What there is to see of a rollout in view "full".
+    """Return the transcript of a rollout that was read with view "full".
 
-    Raises ValueError for one that has not finished, that was read in a lesser view, or that contradicts itself.
+    Raises ValueError if the rollout has not finished, was read with another view, or is inconsistent.
     """
     if not rollout.HasField("outcome"):
-        raise ValueError("the rollout has not finished: its tokens are told once it has")
+        raise ValueError("the rollout has not finished; read it again when it has an outcome")
     outcome = rollout.outcome
-    samples(rollout)
+    samples(rollout)  # raises if segments and samples contradict each other
     if outcome.samples and not outcome.segments:
-        raise ValueError('the rollout tells no segments, only samples: read it again in view "full"')
+        raise ValueError('the rollout has samples but no segments; read it again with view "full"')
     found = [_segment(segment) for segment in outcome.segments]
     return Transcript(rollout, tuple(_with_drifts(each, found, outcome.warnings) for each in found))
 
@@ -131,7 +146,7 @@ def _run(span: token_pb2.Span, start: int, segment_id: str) -> TokenRun:
     reason = MASK_REASONS.get(span.mask_reason, _UNKNOWN) if span.mask_reason else None
     logprobs = tuple(span.logprobs.values) if span.HasField("logprobs") else None
     if logprobs is not None and len(logprobs) != len(span.token_ids):
-        raise ValueError(f"segment {segment_id!r}, token {start}: there are not as many logprobs as tokens")
+        raise ValueError(f"segment {segment_id!r}, token {start}: the numbers of logprobs and tokens differ")
     return TokenRun(
         _letter(author, reason),
         author,
@@ -154,7 +169,10 @@ def _letter(author: str, reason: str | None) -> str:
 def _with_drifts(
     segment: TranscriptSegment, others: Sequence[TranscriptSegment], warnings: Sequence[outcome_pb2.Warning]
 ) -> TranscriptSegment:
-    """A warning belongs to the segment that its turn is in; the one that opened a segment tells both sides."""
+    """Add drifts to a segment, from the warnings of its turns.
+
+    The drift that opened the segment also shows the parent's tokens. It is added without a message if its warning is missing.
+    """
     turns = {run.turn for run in segment.runs}
     opened = segment.runs[0].turn if segment.kind == "drift" and segment.runs else None
     parent = next((each.ids for each in others if each.id == segment.parent_id), None)
@@ -164,8 +182,8 @@ def _with_drifts(
         if each.code == _DRIFT and each.turn in turns and each.HasField("index")
     ]
     if opened is not None and all(each.turn != opened for each in found):
-        silent = outcome_pb2.Warning(turn=opened, index=segment.parent_tokens)
-        found.append(_drift(segment, silent, parent))
+        unreported = outcome_pb2.Warning(turn=opened, index=segment.parent_tokens)
+        found.append(_drift(segment, unreported, parent))
     return replace(segment, drifts=tuple(sorted(found, key=lambda drift: drift.index)))
 
 
@@ -182,7 +200,7 @@ def _of_turn(segment: TranscriptSegment, turn: int) -> TranscriptSegment:
 
 
 def _ranges(turns: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
+    """Return sorted numbers as ranges: 1, 2, 3, 7 becomes "1-3, 7"."""
     found: list[list[int]] = []
     for turn in turns:
         if found and turn == found[-1][1] + 1:

@@ -1,7 +1,7 @@
-"""A local stack for agents: a real server, a scripted model, and a strict trainer that checks every token. For authors' tests.
+"""A local stack for agent tests: a real server, a scripted model, and a strict trainer that verifies every token.
 
-The pytest plugin `pytest_rollout` offers it as fixtures. Without pytest, `with LocalStack(LoopThread(), agent) as stack` does
-the same.
+The pytest plugin `pytest_rollout` provides it as fixtures. Without pytest, use
+`with LoopThread() as loop, LocalStack(loop, agent) as stack`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that plain tests and asynchronous ones use the same local stack."""
+"""An event loop in its own thread: synchronous and asynchronous tests use the same local stack."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs coroutines in its own thread. A context manager."""
+    """Runs coroutines on an event loop in its own thread. A context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -30,15 +30,18 @@ class LoopThread:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        left = self.run(end_tasks())
-        if left:
-            hold(left)
+        pending = self.run(end_tasks())
+        if pending:
+            hold(pending)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine there and waits for its result. Raises what it raises."""
+        """Run a coroutine in the thread and wait for its result. Raises the coroutine's exception.
+
+        If the wait itself is interrupted (KeyboardInterrupt), the coroutine is cancelled.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -47,11 +50,11 @@ class LoopThread:
             raise
 
     def enter(self, manager: AbstractAsyncContextManager[T]) -> T:
-        """Enters a context there."""
+        """Enter an async context manager in the thread."""
         return self.run(_enter(manager))
 
     def leave(self, manager: AbstractAsyncContextManager[Any]) -> None:
-        """Leaves a context that was entered here."""
+        """Leave a context manager that `enter` entered."""
         self.run(_leave(manager))
 
 

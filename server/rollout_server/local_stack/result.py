@@ -21,15 +21,15 @@ class FinishedRollout:
     """One finished rollout.
 
     Args:
-        uid: the server's id of it.
-        messages: the conversation, OpenAI-style dictionaries.
-        reward: what the agent's `reward` returned; None: none.
-        scores: named parts of it.
-        stop: why it ended well: "stop", "max_turns", a word of the agent's ...; None: it failed.
-        failure: why it did not; None: it did.
-        warnings: about its tokens, for a person.
-        samples: its training samples, one for each segment.
-        events: everything that happened, in order.
+        uid: the server's id of the rollout.
+        messages: the conversation, as OpenAI-style dictionaries.
+        reward: the value that the agent's `reward` returned; None if there was none.
+        scores: named components of the reward.
+        stop: why it completed: "stop", "max_turns" or a reason that the agent chose; None if it failed or was cancelled.
+        failure: why it failed or was cancelled; None if it completed.
+        warnings: warnings about its tokens, for humans.
+        samples: its training samples, one per segment.
+        events: its events, in order.
     """
 
     uid: str
@@ -44,18 +44,18 @@ class FinishedRollout:
 
     @property
     def answer(self) -> str:
-        """The text of the model's last message; empty: it has none."""
+        """The text of the last completion; empty if it has none."""
         completions = [message["content"] for message in self.messages if message["role"] == "assistant"]
         return completions[-1] if completions and isinstance(completions[-1], str) else ""
 
     @property
     def tool_results(self) -> Sequence[Any]:
-        """What the model read of each call, in order; content parts where a tool returned an image."""
+        """The result of each tool call as the model read it, in order: a text, or content parts if a tool returned an image."""
         return [message["content"] for message in self.messages if message["role"] == "tool"]
 
 
 def finished_rollout(rollout: Rollout, events: Sequence[RolloutEvent]) -> FinishedRollout:
-    """The finished rollout, with its samples and events."""
+    """Return the finished rollout with its samples and events."""
     outcome = rollout.outcome
     failure = outcome.failure.message if outcome.HasField("failure") else None
     if outcome.HasField("cancellation"):
@@ -74,16 +74,17 @@ def finished_rollout(rollout: Rollout, events: Sequence[RolloutEvent]) -> Finish
 
 
 def objections(finished: FinishedRollout, verdict: Verdict | None) -> str:
-    """Where the strict trainer's record differs from the server's, for a person; empty: nowhere."""
-    if verdict is None:  # the agent sampled nothing
+    """Return how the strict trainer's verdict differs from the server's sample, for humans; empty if they agree."""
+    if verdict is None:  # the agent requested no completion
         return ""
     if verdict.refusals:
         return "; ".join(refusal.text for refusal in verdict.refusals)
-    if len(finished.samples) != 1:  # further segments are conversations of their own
+    if len(finished.samples) != 1:  # the verdict of the rollout id covers only one of several conversations
         return ""
-    theirs, (ours,) = verdict.sample, finished.samples
-    mask = tuple(ours.response_mask)
-    if any(event.HasField("masked") for event in finished.events):  # by the agent: trainers hear of it at the end only
-        mask = tuple(own or train for own, train in zip(mask, theirs.response_mask, strict=False))
-    same = tuple(ours.response_ids) == theirs.response_ids and mask == theirs.response_mask
-    return "" if same else "the trainer's tokens or mask are not those of the server's sample"
+    expected, (sample,) = verdict.sample, finished.samples
+    mask = tuple(sample.response_mask)
+    # Tokens that the agent masked out have mask 1 in the trainer, which gets that mask only with the outcome.
+    if any(event.HasField("masked") for event in finished.events):
+        mask = tuple(own or train for own, train in zip(mask, expected.response_mask, strict=False))
+    same = tuple(sample.response_ids) == expected.response_ids and mask == expected.response_mask
+    return "" if same else "the server's sample differs from the trainer's in its tokens or its mask"

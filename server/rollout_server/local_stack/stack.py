@@ -1,4 +1,4 @@
-"""A server with the author's agents, a strict trainer beside it, and the scripted model of a test."""
+"""The local stack: a server with the author's agents, a strict trainer, and the scripted model of a test."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _HOST: Final = "127.0.0.1"
 _TOKENIZER: Final = "toy"
 
 Form: TypeAlias = Literal["tokens", "messages"]
-"""What the trainer is sent: token ids that this server rendered, or messages that it renders itself."""
+"""What the server sends to the trainer: token ids that the server rendered, or messages that the trainer renders."""
 
 
 class LocalStack:
-    """Serves agents on free ports, from `with` to its end. One server runs many rollouts.
+    """Serves agents on free ports until the `with` block ends. One server runs many rollouts.
 
-    `settings` are those of `rollout serve` by their field names; nothing is read from the environment's `.env`. Without a
-    `trainer` it has one of its own. Raises TypeError and ValueError for agents and settings that cannot be served.
+    Args:
+        trainer: the strict trainer to use; by default the stack starts its own.
+        settings: settings of `rollout serve` by field name. A `.env` file is not read.
+
+    Raises TypeError and ValueError for invalid agents and settings.
     """
 
     def __init__(
@@ -46,7 +49,7 @@ class LocalStack:
         self.http_port = 0
 
     def __enter__(self) -> Self:
-        from rollout_server.app import Server  # takes a second to load
+        from rollout_server.app import Server  # the import takes a second
         from rollout_server.settings import load
         from rollout_server.testing.trainer import StrictTrainer
 
@@ -68,13 +71,13 @@ class LocalStack:
 
     @property
     def client(self) -> Client:
-        """A client of the server, for whatever `play` does not do."""
+        """A client of the server, for everything that `play` does not cover."""
         return self._client
 
     @property
     def trainer(self) -> StrictTrainer:
-        """The trainer that judges. Its `verdict` tells what it found."""
-        assert self._trainer is not None, "the local stack is not entered"  # noqa: S101 - a mistake in the caller's code
+        """The strict trainer. Its `verdict(rollout_id)` has the findings about a rollout."""
+        assert self._trainer is not None, "the local stack is not entered"  # noqa: S101 - a bug in the caller's code
         return self._trainer
 
     def play(
@@ -85,10 +88,15 @@ class LocalStack:
         form: Form = "tokens",
         **fields: Any,
     ) -> FinishedRollout:
-        """Runs one rollout to its end. `prompt` is the user's message, or a whole conversation.
+        """Run one rollout to its end and return it. A rollout that fails is returned too, with its failure.
 
-        `fields` are those of RolloutSpec: agent, limits, metadata ... Raises AssertionError where the strict trainer objects to a
-        token, RolloutError where the server refuses the rollout. A rollout that fails is returned, with its failure.
+        Args:
+            prompt: the user's message, or a whole conversation.
+            model: the scripted completions.
+            form: what the server sends to the trainer.
+            fields: further fields of RolloutSpec: agent, limits, metadata ...
+
+        Raises AssertionError if the strict trainer finds a wrong token or mask, RolloutError if the server refuses the rollout.
         """
         conversation = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         rollout_id = fields.pop("rollout_id", f"test-{uuid.uuid4().hex}")
@@ -115,10 +123,10 @@ class LocalStack:
 
 
 class ScriptedModel:
-    """What the model says, answer by answer: `model.calls("add", a=5, b=3).says("It is 8.")`.
+    """The completions of a model, in order: `model.calls("add", a=5, b=3).says("It is 8.")`.
 
-    Every rollout that is run with it gets all of it from the start. A rollout that asks for more answers than there are
-    fails, and its failure says so.
+    Each rollout gets all completions from the start. A rollout that requests more completions than there are fails, and its failure
+    names the reason.
     """
 
     def __init__(self) -> None:
@@ -127,25 +135,25 @@ class ScriptedModel:
 
     @property
     def script(self) -> Script:
-        """As the strict trainer takes it. Raises ValueError for a model without answers."""
+        """The script for the strict trainer. Raises ValueError for a model without completions."""
         return Script(tuple(self._lines))
 
     def says(self, content: str, *, reasoning: str | None = None) -> Self:
-        """Answers with a text, which ends the default loop."""
+        """Add a completion with a text, which ends the default loop."""
         return self.answers(ScriptedReply(content=content, reasoning=reasoning))
 
     def calls(self, tool: str, /, **arguments: object) -> Self:
-        """Answers with one call."""
+        """Add a completion with one tool call."""
         return self.calls_together((tool, arguments))
 
     def calls_together(self, *calls: tuple[str, Mapping[str, object] | str]) -> Self:
-        """Answers with several calls at once, each a tool's name and its arguments; a text is sent as it is, broken or not."""
+        """Add a completion with several tool calls, each a tool's name and its arguments. A text as arguments is sent verbatim."""
         return self.answers(
             ScriptedReply(tool_calls=tuple(tool_call(self._id(), name, given) for name, given in calls))
         )
 
     def answers(self, line: Line) -> Self:
-        """Answers with anything that `rollout_server.testing.script` knows: an answer that is cut, a fault, a lie."""
+        """Add any line of `rollout_server.testing.script`: a truncated completion, a fault, a lie."""
         self._lines.append(line)
         return self
 

@@ -1,5 +1,6 @@
-"""The asyncio runtime: performs what the machine of a rollout wants, and keeps the rollouts that there are.
+"""The asyncio runtime: performs the intents of each rollout's state machine, and keeps the server's rollouts.
 
-No gRPC, protobuf, HTTP or tokenizers: those are behind `ports`, `agent_protocol` and `registry.dependencies`. Imports go one way:
-`registry` imports `run`, `run` imports `tools`, all of them the modules here, and `aio` imports none of them.
+It contains no gRPC, protobuf, HTTP or tokenizer code: these are behind `ports`, `agent_protocol` and `registry.dependencies`.
+Imports go one way: `registry` imports `run`, `run` imports `tools`, all three import the modules of this folder, and `aio`
+imports none of them.
 """

@@ -1,4 +1,4 @@
-"""An agent, as the runtime sees it, and the request that it sees."""
+"""The agent protocol of the runtime, and the request that an agent sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_server.runtime.ports import Tool
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A rollout as its caller wants it. `spec` is all of it, in the server's own words."""
+    """The request for a rollout, as the agent sees it. `spec` holds all of it in the server's own types."""
 
     spec: Spec
 
@@ -26,78 +26,78 @@ class Request:
 
     @property
     def group_id(self) -> str:
-        """Of the rollouts that belong together, as the caller groups them; may be empty."""
+        """The caller's id of the rollout's group; may be empty."""
         return self.spec.group_id
 
     @property
     def labels(self) -> Mapping[str, str]:
-        """What rollouts are selected by."""
+        """Labels by which rollouts are selected."""
         return self.spec.labels
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the request says beside the conversation, parsed anew at each look."""
+        """The request's metadata object, parsed again at each access."""
         return parse_object(self.spec.metadata_json) if self.spec.metadata_json else {}
 
     @property
     def source(self) -> Mapping[str, Any]:
-        """What the caller's own protocol said and nothing else here keeps as it was written, parsed anew at each look."""
+        """Fields of the caller's protocol that the spec does not hold verbatim, parsed again at each access."""
         return parse_object(self.spec.source_json) if self.spec.source_json else {}
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
-        """The conversation that the rollout begins with, parsed anew at each look."""
+        """The initial conversation, parsed again at each access."""
         return [message.fields() for message in self.spec.messages]
 
     @property
     def sampling(self) -> Sampling:
-        """How the model samples where a turn says nothing else; None leaves it to the trainer."""
+        """Default sampling parameters of a turn; None leaves a parameter to the trainer."""
         return self.spec.sampling
 
     @property
     def limits(self) -> Limits:
-        """What the rollout may use up: of the request's own limits and the agent's the lower ones."""
+        """Limits of the rollout. Of the request's limit and the agent's, the lower one holds."""
         return self.spec.limits
 
 
 class AgentProtocol(Protocol):
-    """An agent, as the runtime sees it. `play` and `reward` get a `Run`."""
+    """An agent, as the runtime sees it. `perform` and `judge` receive a `Run`."""
 
     @property
     def name(self) -> str:
-        """Unique within the server."""
+        """Name, unique within the server."""
 
     @property
     def version(self) -> str:
-        """As its author gives it."""
+        """Version, as its author defines it."""
 
     @property
     def description(self) -> str:
-        """What it does, for a person."""
+        """Description for people."""
 
     @property
     def replayable(self) -> bool:
-        """Its `play` can run again over a log (D3)."""
+        """Whether `play` can run again over a log (D3)."""
 
     @property
     def limits(self) -> Limits:
-        """Its own limits."""
+        """The agent's own limits."""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Its tools, in the order in which the model is told."""
+        """Its tools, in the order in which the model sees them."""
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
-        """Those of one rollout. Whatever it raises is its author's fault."""
+        """Return the tools of one rollout. Any exception counts as an error of the agent."""
 
     def start(self) -> object:
-        """Before its first rollout: a result, or something to await."""
+        """Run before the first rollout. Return any value, or an awaitable."""
 
     def stop(self) -> object:
-        """After its last one."""
+        """Run after the last rollout. Return any value, or an awaitable."""
 
     async def perform(self, run: object) -> None:
-        """Plays the rollout to its end."""
+        """Run the rollout to its end."""
 
     async def judge(self, run: object) -> RewardResult:
-        """Judges a rollout that came to its end."""
+        """Compute the reward of a rollout that ended with a stop."""

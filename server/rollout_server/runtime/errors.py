@@ -1,4 +1,4 @@
-"""The errors that the runtime, agents, tools and the edge raise across their boundaries."""
+"""Errors that cross the boundaries between runtime, agents, tools and edge."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from rollout_server.core.outcome import End, Failure
 
 
 class RolloutFailed(Exception):
-    """What was asked of the world failed, and with it the rollout. Classified once, where the failure crossed into our code."""
+    """An external call failed, and the rollout fails with it.
+
+    The failure is classified once, at the boundary where it occurred.
+    """
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -14,15 +17,18 @@ class RolloutFailed(Exception):
 
 
 class ToolError(Exception):
-    """A tool's own error: its text goes to the model after "Error: ", and the rollout goes on."""
+    """A tool's own error. The model receives its text after "Error: ", and the rollout continues."""
 
 
 class ArgumentError(ToolError):
-    """The arguments do not fit the tool: the model reads "Error: Invalid arguments for NAME: " and this text."""
+    """The arguments do not fit the tool. The model receives "Error: Invalid arguments for NAME: " and this text."""
 
 
 class RolloutEnded(BaseException):
-    """The rollout has come to its end: raised out of `play`, past any `except Exception` on the way. Let it pass."""
+    """The rollout has ended. Raised out of `play`; let it propagate.
+
+    It derives from BaseException so that `except Exception` in an agent cannot swallow it (docs/design.md, D2).
+    """
 
     def __init__(self, end: End) -> None:
         super().__init__(type(end).__name__)
@@ -30,4 +36,4 @@ class RolloutEnded(BaseException):
 
 
 class AgentMistake(Exception):
-    """The agent asked for something that makes no sense at this point."""
+    """The agent called a method that is not valid at this point, or passed invalid arguments."""

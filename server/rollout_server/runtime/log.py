@@ -1,4 +1,4 @@
-"""The log of a rollout: the one list that watchers, replay and recordings read (D1)."""
+"""The log of a rollout: the single list that watchers, replay and recordings read (D1)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollout_server.core.record import Ended, Record
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record at its place.
+    """A record and its position in the log.
 
-    `sequence` counts from 1 without gaps, `time` is in seconds since 1970; `turn` and `segment_id` are those of the rollout after
-    the record, 0 and empty before the first.
+    `sequence` counts from 1 without gaps. `time` is in seconds since 1970. `turn` and `segment_id` describe the rollout after
+    the record; before the first turn they are 0 and empty.
     """
 
     sequence: int
@@ -26,7 +26,10 @@ class Entry:
 
 
 class Log:
-    """Append-only. Readers pull and are woken; none has a buffer of its own, so a slow one costs nothing."""
+    """Append-only list of entries. Readers pull from it and have no buffers, so a slow reader costs no memory.
+
+    Lives on one event loop. `append` never awaits, so a reader that found no new entry and then waits cannot miss a wake-up.
+    """
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -35,19 +38,20 @@ class Log:
 
     @property
     def last_sequence(self) -> int:
-        """The number of the newest entry, 0 if there is none."""
+        """Sequence number of the newest entry, 0 for an empty log."""
         return len(self._entries)
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """All entries so far."""
+        """All entries so far, oldest first."""
         return self._entries
 
     def append(self, records: Iterable[Record], time: float, turn: int = 0, segment_id: str = "") -> Sequence[Entry]:
-        """Adds records and wakes the readers. Returns the entries that were added."""
+        """Append records, wake the readers, and return the new entries."""
         last = len(self._entries)
         for record in records:
             self._entries.append(Entry(len(self._entries) + 1, time, record, turn, segment_id))
+        # Each wake-up uses up its event: readers that wait again create another one, so an old reader never sees a stale event.
         if self._grown is not None:
             self._grown.set()
             self._grown = None
@@ -56,19 +60,22 @@ class Log:
         return self._entries[last:]
 
     def check(self, after: int) -> None:
-        """Raises `Gone` for a sequence number that is not reached yet."""
+        """Raise `Gone` if the log has not reached this sequence number."""
         if after > self.last_sequence:
             raise Gone(f"there is no event {after} yet", oldest=1, newest=self.last_sequence)
 
     async def final_entry(self) -> Entry:
-        """The last entry of the rollout, once it is there. Whoever only wants the end is not woken for all the others."""
+        """Wait for the rollout's last entry. Uses its own event, so intermediate entries do not wake the caller."""
         if not self._is_over():
             self._ended = self._ended or asyncio.Event()
             await self._ended.wait()
         return self._entries[-1]
 
     async def follow(self, after: int) -> AsyncIterator[Entry]:
-        """The entries after a sequence number, until the last record of the rollout. Raises `Gone` for numbers not reached yet."""
+        """Yield the entries after a sequence number, up to the rollout's last record.
+
+        Raises `Gone` for a number that the log has not reached yet.
+        """
         self.check(after)
         position = after
         while True:

@@ -1,4 +1,4 @@
-"""How far the delivery of an outcome is, and what one attempt came to."""
+"""State of an outcome's delivery, and results of single attempts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.core.spec import Target
 
 
 class DeliveryState(Enum):
-    """How far the delivery of an outcome is."""
+    """State of an outcome's delivery."""
 
     PENDING = "pending"
     ACKNOWLEDGED = "acknowledged"
@@ -20,7 +20,7 @@ class DeliveryState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The delivery of one outcome. `error` tells of the last attempt; times are in seconds since 1970."""
+    """The delivery of one outcome. `error` describes the last attempt; times are in seconds since 1970."""
 
     state: DeliveryState = DeliveryState.PENDING
     attempts: int = 0
@@ -36,16 +36,16 @@ class DeliveryAcknowledged:
 
 @dataclass(frozen=True, slots=True)
 class DeliveryRefused:
-    """The receiver refuses the outcome for good. `text` is for a person."""
+    """The receiver rejected the outcome permanently. `text` is a message for a person."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryUnsettled:
-    """Nobody knows whether the outcome arrived, or it did not: it is to be sent again.
+    """The outcome did not arrive, or its arrival is unknown. It must be sent again.
 
-    `retry_after` is in seconds, where the receiver says when to try again.
+    `retry_after` is the delay in seconds that the receiver requested, or None.
     """
 
     text: str
@@ -57,7 +57,10 @@ Receipt: TypeAlias = "DeliveryAcknowledged | DeliveryRefused | DeliveryUnsettled
 
 @dataclass(frozen=True, slots=True)
 class PackedOutcome:
-    """An outcome on its way: the same `body` under the same `key` on each attempt. `credential` is a bearer token, or empty."""
+    """A serialized outcome. Each attempt sends the same `body` under the same idempotency `key`.
+
+    `credential` is a bearer token, or empty.
+    """
 
     target: Target
     key: str

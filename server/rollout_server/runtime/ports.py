@@ -1,4 +1,4 @@
-"""The ports of a turn: what a rollout needs of the world while it runs, and agents of their tools."""
+"""Ports of a turn: what a running rollout and its agent's tools need from the outside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Sampling, Spec
 
 Content: TypeAlias = "str | Sequence[Mapping[str, JSON]]"
-"""The content of a tool message: a text, or content parts as OpenAI writes them."""
+"""Content of a tool message: a text, or content parts in OpenAI's format."""
 
 
 class Tool(Protocol):
@@ -21,51 +21,54 @@ class Tool(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique within the agent."""
+        """Name, unique within the agent."""
 
     @property
     def description(self) -> str:
-        """What the model reads."""
+        """Description for the model."""
 
     @property
     def parameters_json_schema(self) -> str:
-        """JSON Schema of the arguments object."""
+        """JSON Schema of the arguments object, as JSON text."""
 
     async def run(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call and returns the content of the tool message. Raises `ToolError`; any other exception is told likewise."""
+        """Run one call and return the content of the tool message.
+
+        Raises `ToolError` with a text for the model. Any other exception is reported to the model in the same way.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Bearer tokens for the endpoints of a rollout; empty: none. They never show in a repr."""
+    """Bearer tokens for the endpoints of a rollout; empty means none. They never appear in a repr."""
 
     completions: str = field(default="", repr=False)
     outcome: str = field(default="", repr=False)
     tools: str = field(default="", repr=False)
 
     def updated(self, by: Credentials) -> Credentials:
-        """With those replaced that `by` brings."""
+        """Return a copy in which non-empty tokens of `by` replace the current ones."""
         return Credentials(by.completions or self.completions, by.outcome or self.outcome, by.tools or self.tools)
 
     def secrets(self) -> tuple[str, ...]:
-        """Those that are set: none of them may be repeated to anybody."""
+        """Return the non-empty tokens. None of them may appear in messages or logs."""
         return tuple(secret for secret in (self.completions, self.outcome, self.tools) if secret)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One completion that is wanted.
+    """A request for one completion.
 
     Args:
-        asked: the record that waits for the answer.
+        asked: the record of this request.
         messages: the whole conversation. Only its first `asked.messages` messages belong to this turn.
-        last: the answer before, or None.
-        last_messages: how many messages had been asked for then.
-        ledger: of the conversation, without this turn.
-        deadline: when the rollout's time is over, on the monotonic clock; None: never.
-        credentials: of the rollout.
-        note: leaves a note in the rollout's log, as (code, text).
-        sampling: how the model samples in this turn, whole.
+        last: the previous completion of the conversation, or None.
+        last_messages: number of messages in the request for `last`.
+        ledger: the conversation's ledger before this turn.
+        deadline: end of the rollout's time limit on the monotonic clock; None: no limit.
+        credentials: the rollout's bearer tokens.
+        note: appends a note (code, text) to the rollout's log.
+        sampling: the complete sampling parameters of this turn.
     """
 
     asked: Asked
@@ -84,9 +87,9 @@ class Fork:
     """A conversation that an agent opens.
 
     Args:
-        origin: where it comes from. A branch begins with the first `parent_tokens` tokens of the segment `parent_id`, and with all
-            messages of the conversation that is forked; any other kind begins with nothing.
-        tools: what its model is told; None: the same as before.
+        origin: its source. A branch begins with the first `parent_tokens` tokens of the segment `parent_id` and all messages of
+            the forked conversation. Other kinds begin without tokens.
+        tools: tools offered to the model; None: the same as in the forked conversation.
     """
 
     origin: Origin
@@ -94,25 +97,26 @@ class Fork:
 
 
 class Sampler(Protocol):
-    """Asks the trainer of one conversation for completions. Keeps what it learns about that trainer between turns."""
+    """Requests completions for one conversation from its trainer. Keeps per-trainer state between turns."""
 
     async def sample(self, request: CompletionRequest) -> Answered:
-        """The answer. Raises `RolloutFailed`."""
+        """Return the completion. Raise `RolloutFailed`."""
 
     def fork(self, fork: Fork) -> Sampler:
-        """Returns the sampler of another conversation of the rollout. Raises `RolloutFailed` where the trainer knows only one.
+        """Return a sampler for another conversation of the rollout.
 
-        Never called for a branch or a compaction while `sample` is under way.
+        Raises `RolloutFailed` if the trainer supports only one conversation. It is never called for a branch or a compaction
+        while `sample` is running.
         """
 
 
 OpenSampler: TypeAlias = Callable[[str, Spec, Sequence[Tool]], Sampler]
-"""Makes the sampler of a rollout from its uid, its spec and the tools that its model is told."""
+"""Creates a rollout's sampler from its uid, its spec and the tools offered to the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Where time comes from: `wall` in seconds since 1970, `monotonic` in seconds since whenever."""
+    """Sources of time, in seconds: `wall` since 1970, `monotonic` since an arbitrary point."""
 
     wall: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic

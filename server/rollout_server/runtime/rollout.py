@@ -1,4 +1,4 @@
-"""A rollout that this server knows: its machine, its log, how it ends, and who listens."""
+"""A rollout of this server: its state machine, log, ending and attached clients."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rollout_server.runtime.start_request import AdmittedStart
 
 
 class RolloutOwner(Protocol):
-    """Who keeps rollouts."""
+    """The object that keeps rollouts, in practice the registry."""
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """Is told of every entry right after it was added to a rollout's log."""
+        """Called for new entries right after they were added to a rollout's log."""
 
     def on_released(self, rollout: Rollout) -> None:
-        """Nobody holds it any more."""
+        """Called when the rollout's hold is released."""
 
 
 class RolloutState(Enum):
-    """Where a rollout is, as its caller sees it."""
+    """State of a rollout, as its caller sees it."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -36,17 +36,17 @@ class RolloutState(Enum):
 
 
 class RolloutEnding:
-    """Whether a rollout is ending, and how: the one place that knows.
+    """Whether a rollout is ending, and how: the single source of that state.
 
-    Two things end a rollout that runs, and the first of each kind counts. Somebody requests it: a cancel, its time limit, a drain.
-    Or its own run reaches it: a limit, a failed trainer, `finish`, or a `play` that returned. The driver waits for both. A failure
-    that was reached holds; a stop that was reached holds unless a request comes before the reward is there. What holds is recorded
-    as `Ended`, and from then on the machine has the outcome.
+    Two kinds of events end a running rollout; of each kind the first one counts. An end is *requested* by a cancel, the time
+    limit or a drain. An end is *reached* by the run itself: a limit, a failed trainer, `finish`, or a `play` that returned. The
+    driver waits for both. A failure that was reached is final. A stop that was reached is final unless an end is requested
+    before the reward is computed. The final end is recorded as `Ended`, and from then on the machine has the outcome.
 
     Attributes:
-        requested: the end that somebody requested.
-        reached: the end that the run reached. It can ask for nothing more then.
-        reward: given together with the end that was reached. The reward of a stop is computed after it instead.
+        requested: the end that was requested.
+        reached: the end that the run reached. After it the run can issue no more commands.
+        reward: the reward of a reached failure. The reward of a stop is computed afterwards.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -58,36 +58,39 @@ class RolloutEnding:
 
     @property
     def is_requested(self) -> bool:
-        """Somebody requested it, or the rollout has ended."""
+        """Whether an end was requested, or the rollout has ended."""
         return self.requested.done() or self._machine.outcome is not None
 
     @property
     def is_reached(self) -> bool:
-        """The run reached it, or the rollout has ended."""
+        """Whether the run reached an end, or the rollout has ended."""
         return self.reached.done() or self._machine.outcome is not None
 
     @property
     def end(self) -> End:
-        """The end as the run sees it; a plain stop while there is none."""
+        """The end as the run sees it; a plain stop if there is none yet."""
         if self.reached.done():
             return self.reached.result()
         outcome = self._machine.outcome
         return outcome.end if outcome is not None else Stop("stop")
 
     def request(self, end: End) -> None:
-        """Wants the rollout to end this way. One that has finished stays as it is."""
+        """Request this end. Has no effect if an end was requested before or the rollout has ended."""
         if not self.is_requested:
             self.requested.set_result(end)
 
     def reach(self, end: End, reward: RewardResult | None = None) -> None:
-        """The run ends this way."""
+        """Set the end that the run reached. Only the first call has an effect."""
         if not self.reached.done():
             self.reached.set_result(end)
             self.reward = reward or self.reward
 
 
 class Rollout:
-    """Lives on one event loop. Only its own methods change it; what happens in it goes through `record`, and then to its owner."""
+    """One rollout. Lives on one event loop.
+
+    Only its own methods change it. Everything that happens during the run goes through `record`, which then notifies the owner.
+    """
 
     def __init__(
         self, uid: str, admitted: AdmittedStart, tools: Sequence[Tool], clock: Clock, owner: RolloutOwner
@@ -119,24 +122,24 @@ class Rollout:
 
     @property
     def state(self) -> RolloutState:
-        """Where it is."""
+        """Queued, running or finished."""
         if self.outcome is not None:
             return RolloutState.FINISHED
         return RolloutState.RUNNING if self._running else RolloutState.QUEUED
 
     @property
     def outcome(self) -> Outcome | None:
-        """The terminal value, once there is one."""
+        """The outcome; None until the rollout has ended."""
         return self.machine.outcome
 
     @property
     def running(self) -> bool:
-        """It has a slot, perhaps for a while after its end."""
+        """Whether it occupies a slot. It may keep the slot for a moment after its end."""
         return self._running
 
     @property
     def deadline(self) -> float | None:
-        """When its time is over, on the monotonic clock; None: never, or it does not run yet."""
+        """End of its time limit on the monotonic clock; None: no limit, or not running yet."""
         return self._deadline
 
     @property
@@ -146,35 +149,38 @@ class Rollout:
 
     @property
     def credentials(self) -> Credentials:
-        """For its endpoints; empty once nobody is to be called any more."""
+        """Bearer tokens for its endpoints; empty once no endpoint will be called any more."""
         return self._credentials
 
     @property
     def delivery(self) -> Delivery | None:
-        """How far the delivery of its outcome is; None: it is not delivered."""
+        """State of its outcome's delivery; None if the outcome is not delivered."""
         return self._delivery
 
     @property
     def owes(self) -> bool:
-        """Its outcome is still to be delivered."""
+        """Whether its outcome still has to be delivered."""
         return self._delivery is not None and self._delivery.state is DeliveryState.PENDING
 
     @property
     def received(self) -> bool:
-        """Somebody acknowledged its outcome."""
+        """Whether its outcome was acknowledged."""
         return self._received
 
     @property
     def held(self) -> bool:
-        """Somebody is still to take note of how it ends, and until then it is not forgotten."""
+        """Whether a consumer still has to see its end. Until `release` it is not dropped."""
         return self._held
 
     def queued_ms(self) -> float:
-        """Milliseconds since it was accepted."""
+        """Return the milliseconds since it was accepted."""
         return 1000 * (self.clock.monotonic() - self._queued_at)
 
     def record(self, record: Input) -> tuple[Record, ...]:
-        """Applies and publishes a record. Returns all that went into the log with it."""
+        """Apply a record to the machine and append the result to the log. Return all records that were logged.
+
+        Nothing here awaits, so machine, log and owner never disagree when another task looks at them.
+        """
         logged = self.machine.accept(record)
         now = self.clock.wall()
         if isinstance(record, Ended):
@@ -187,47 +193,47 @@ class Rollout:
         return logged
 
     def take_slot(self) -> None:
-        """It begins to run."""
+        """Mark it as running."""
         self._running = True
 
     def leave_slot(self) -> None:
-        """It runs no more."""
+        """Mark it as not running."""
         self._running = False
 
     def limit_time(self, seconds: float) -> None:
-        """Sets the deadline that those who work for it keep to."""
+        """Set the deadline to `seconds` from now."""
         self._deadline = self.clock.monotonic() + seconds
 
     def update_credentials(self, by: Credentials) -> None:
-        """Takes those that `by` brings, as long as they are of use."""
+        """Take over the tokens of `by`, unless no endpoint will be called any more."""
         if self.outcome is None or self.owes:
             self._credentials = self._credentials.updated(by)
 
     def drop_credentials(self) -> None:
-        """Forgets them."""
+        """Delete the credentials."""
         self._credentials = Credentials()
 
     def update_delivery(self, delivery: Delivery) -> None:
-        """The delivery of its outcome has come so far."""
+        """Set the state of the outcome's delivery."""
         self._delivery = delivery
 
     def mark_received(self) -> None:
-        """Somebody acknowledged its outcome."""
+        """Mark its outcome as acknowledged."""
         self._received = True
 
     def hold(self) -> None:
-        """Keeps it from being forgotten, unless it has ended, until `release`."""
+        """Keep it from being dropped until `release`. Has no effect on a rollout that has ended."""
         self._held = self.outcome is None or self._held
 
     def release(self) -> None:
-        """Takes `hold` back."""
+        """End the hold and notify the owner."""
         if self._held:
             self._held = False
             self._owner.on_released(self)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Somebody listens. When the last one leaves, `cancel_after_detach` begins to run (D6)."""
+        """Count a client as attached. When the last one leaves, the `cancel_after_detach` timer starts (D6)."""
         self._attached += 1
         self._stop_detach_timer()
         try:

@@ -1,4 +1,4 @@
-"""Requests to start a rollout: who asks, what a server has room for, and a request that was found to be right."""
+"""Requests to start a rollout: the caller, the server's capacity, and requests that passed validation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls: sees its own rollouts, and as an admin everybody's."""
+    """The client behind an API key. It sees its own rollouts; an admin sees all rollouts."""
 
     name: str
     admin: bool = False
 
     def sees(self, owner: str) -> bool:
-        """Whether a rollout of `owner` exists for this caller."""
+        """Return whether this caller may see a rollout owned by `owner`."""
         return self.admin or owner == self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one caller may take of a server; None: as much as there is.
+    """Limits for one caller. None: only the server's capacity applies.
 
     Args:
-        running: rollouts that run at the same time; more wait.
-        queued: rollouts that wait while as many run as may; one more is refused.
-        bytes: the same of `Capacity.active_bytes`.
-        starts_per_minute: rollouts that are started, all of them at once if none was in the minute before.
+        running: rollouts that run at the same time; further ones wait in the queue.
+        queued: rollouts that wait while `running` rollouts run; further ones are refused.
+        bytes: share of `Capacity.active_bytes`.
+        starts_per_minute: rollouts started per minute. A caller that started none for a minute may start all of them at once.
     """
 
     running: int | None = None
@@ -51,14 +51,16 @@ class Capacity:
 
     Args:
         running: rollouts that run at the same time.
-        queued: rollouts that wait for a slot; one more is refused.
-        active_bytes: what rollouts may hold, counted roughly, until they are among those that are remembered; one more is refused.
-        per_caller: what one caller may take of all that.
-        shared: among several callers. Of queue and bytes one of them may then take nine tenths, unless `per_caller` says otherwise.
-        finished: finished rollouts that are remembered; the oldest are forgotten first. As many outcomes, and one at least, may
-            wait for their receivers; then no rollout is taken whose outcome is to be delivered. Those that are held, such as by a
-            trainer's stream that owes their outcomes, come on top.
-        finished_bytes: the same in bytes, counted roughly.
+        queued: rollouts that wait for a slot; further ones are refused.
+        active_bytes: approximate memory of active rollouts, which wait, run, or still deliver their outcome. Beyond it, starts
+            are refused.
+        per_caller: limits for one caller.
+        shared: several callers use this server. One caller then gets at most nine tenths of queue and bytes, unless
+            `per_caller` sets its own limits.
+        finished: number of finished rollouts that are remembered; the oldest are dropped first. The same number of outcomes (at
+            least 1) may wait for delivery; beyond it, rollouts with a delivery target are refused. Rollouts under
+            `Rollout.hold`, such as those whose outcome a trainer's stream has not acknowledged, are not counted.
+        finished_bytes: approximate memory of finished rollouts; the oldest are dropped first.
         finished_seconds: how long a finished rollout is remembered.
     """
 
@@ -73,11 +75,11 @@ class Capacity:
 
     @property
     def total(self) -> int:
-        """Rollouts that run and wait."""
+        """Maximum number of rollouts that run or wait."""
         return self.running + self.queued
 
     def quota(self) -> Quota:
-        """What one caller may take. A caller that fills the server leaves room for the first rollouts of another one."""
+        """Return the limits of one caller. On a shared server, a caller that uses all of its quota leaves room for others."""
         own = self.per_caller
         queued, size = (total - total // 10 if self.shared else None for total in (self.queued, self.active_bytes))
         return replace(
@@ -92,9 +94,10 @@ class StartRequest:
     """A request for a rollout.
 
     Args:
-        caller: the name of who asks; the rollout is theirs.
-        request_id: the same id and payload attach to the same rollout; empty: always a new one.
-        until_received: the id is free again once the outcome was acknowledged.
+        caller: name of the caller, which owns the rollout.
+        request_id: idempotency key. A request with the same id and payload returns the same rollout. Empty: always start a new
+            one.
+        until_received: whether the id becomes free again once the rollout's outcome is acknowledged.
     """
 
     spec: Spec
@@ -106,7 +109,7 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedStart:
-    """A request with which nothing is wrong, with what its spec left open filled in. Room for it is checked later."""
+    """A validated request whose spec has its defaults filled in. Capacity is checked later."""
 
     request: StartRequest
     agent: AgentProtocol
@@ -114,22 +117,25 @@ class AdmittedStart:
 
     @property
     def key(self) -> tuple[str, str, str] | None:
-        """What a repeated request finds its rollout by; None where the request has no id."""
+        """Idempotency key under which a repeated request finds its rollout; None if the request has no id."""
         request = self.request
         return (request.caller, request.spec.completions.url, request.request_id) if request.request_id else None
 
     @property
     def size(self) -> int:
-        """About how many bytes its rollout begins with, counted as `Machine.size`."""
+        """Approximate initial size of the rollout in bytes, counted as in `Machine.size`."""
         return 2 * sum(utf8_length(message.text) for message in self.request.spec.messages)
 
     def tools(self) -> Sequence[Tool]:
-        """Those of its rollout, chosen by the agent. Raises `RolloutError`."""
+        """Return the tools that the agent chooses for this rollout. Raise `RolloutError` as `chosen_tools` does."""
         return chosen_tools(self.agent, self.request.spec)
 
 
 def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:
-    """The tools of a rollout. Raises `RolloutError` where choosing fails, `NotPossible` where the trainer cannot hear of them."""
+    """Return the tools that the agent chooses for a rollout.
+
+    Raises `RolloutError` if the agent's code fails, and `NotPossible` if the trainer's protocol cannot transmit a choice.
+    """
     try:
         tools = agent.tools_for(Request(spec))
     except Exception as error:  # the boundary to an author's code
@@ -138,7 +144,7 @@ def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:
         raise RolloutError(text, reason="AGENT_FAILED") from None
     if spec.completions.dialect is Dialect.HTTP_MASKED and [*tools] != [*agent.tools]:
         text = (
-            f"agent {agent.name!r} chooses its tools by request, and a trainer of POST /rollout never hears of the choice; use "
+            f"agent {agent.name!r} chooses its tools by request, but POST /rollout cannot send that choice to the trainer; use "
             "another protocol"
         )
         raise NotPossible(text, reason="TOOLS_FIXED")

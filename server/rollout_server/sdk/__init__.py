@@ -1,7 +1,7 @@
-"""The names of the earlier rollout SDK, over this project's API.
+"""The public names of the earlier rollout SDK, implemented with this project's API.
 
-An agent written for it runs with its imports changed and nothing else: the packages `osmosis_ai` and `osmosis_ai.rollout` are both
-`rollout_server.sdk`, and the submodules have the names that they had. New agents are better written against `rollout_server.Agent`.
+Agents written for that SDK run after a change of imports: replace `osmosis_ai` and `osmosis_ai.rollout` by `rollout_server.sdk`.
+Submodules keep their names. Write new agents with `rollout_server.Agent`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one adapter: an `Agent` that runs an agent loop of the earlier SDK."""
+"""Adapter that runs an agent loop of the earlier SDK as an `Agent`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ _MESSAGES_LENGTH = 1024 * 1024
 
 
 def as_agent(agent_loop: RolloutAgentLoop, *, debug_dir: str | None = None) -> Agent:
-    """The agent that plays as this loop does, for `serve` and whatever else takes agents.
+    """Return an agent that runs this loop, for `serve` and all other functions that take agents.
 
-    `debug_dir` is where `log_event` writes, one file for each rollout. Raises TypeError or ValueError for a loop that cannot be
-    served, naming the class, its file and line.
+    Args:
+        agent_loop: an instance, not a class.
+        debug_dir: directory in which `log_event` writes one file per rollout; None disables the files.
+
+    Raises TypeError or ValueError for a loop that cannot be served. The message names the class, its file and line.
     """
     if not isinstance(agent_loop, RolloutAgentLoop):
-        hint = ", make one of it: create_app(MyAgent())" if isinstance(agent_loop, type) else ""
+        hint = "; create an instance: create_app(MyAgent())" if isinstance(agent_loop, type) else ""
         raise TypeError(f"an instance of RolloutAgentLoop is needed, not {agent_loop!r}{hint}")
     if not inspect.iscoroutinefunction(agent_loop.run):
         raise TypeError(f"{location_of(agent_loop, 'run')}: run must be `async def`")
@@ -47,7 +50,7 @@ def as_agent(agent_loop: RolloutAgentLoop, *, debug_dir: str | None = None) -> A
 
 
 def location_of(agent_loop: RolloutAgentLoop, method: str) -> str:
-    """`Class.method (file:line)`, for what is wrong with it."""
+    """Return `Class.method (file:line)` for error messages."""
     kind = type(agent_loop)
     function = inspect.unwrap(getattr(kind, method, kind))
     try:
@@ -59,7 +62,7 @@ def location_of(agent_loop: RolloutAgentLoop, method: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoopTool:
-    """A tool that the model is told of and that the loop runs itself; `source` is what `get_tools` returned."""
+    """A tool that is offered to the model and run by the loop itself; `source` is what `get_tools` returned."""
 
     name: str
     description: str
@@ -69,18 +72,18 @@ class LoopTool:
 
     @classmethod
     def of(cls, schema: OpenAIFunctionToolSchema, source: object) -> LoopTool:
-        """The tool of a schema."""
+        """Return the tool of a schema."""
         function = schema.function
         parameters = json.dumps(function.parameters.model_dump(exclude_none=True), ensure_ascii=False)
         return cls(function.name, function.description, parameters, function.strict, source)
 
     async def run(self, arguments: Mapping[str, JSON]) -> str:
-        """Never called by a loop: it answers the model itself."""
+        """Raise `ToolError`: the loop runs its tools itself and never calls this method."""
         raise ToolError(f"The agent loop runs {self.name} itself")
 
 
 class LoopAgent(Agent):
-    """Plays as an agent loop of the earlier SDK."""
+    """An agent that runs an agent loop of the earlier SDK."""
 
     replayable = False
 
@@ -89,23 +92,23 @@ class LoopAgent(Agent):
         self.description = inspect.getdoc(type(agent_loop)) or ""
         self._loop = agent_loop
         self._debug_dir = debug_dir
-        # By the rollout's end, which all its conversations share and which is forgotten with it.
+        # The key is an object that all conversations of a rollout share. Weak keys remove the entry with the rollout.
         self._rewards: weakref.WeakKeyDictionary[RolloutEnding, RewardResult] = weakref.WeakKeyDictionary()
         self.tools = self._tools_without_request()
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
-        """Those that `get_tools` gives for the request, where its trainer hears of them."""
+        """Return the tools of `get_tools` for the request, or the default tools if the trainer reads only `GET /tools`."""
         return self.tools if _has_fixed_tools(request) else self._tools(request_of(request))
 
     async def play(self, run: Run) -> None:
-        """Lets the loop run, and ends the rollout as its result says."""
+        """Run the loop and end the rollout with its result."""
         request = request_of(run.request)
         client = RunClient(run, request)
         tools = list(run.tools)
         if _has_fixed_tools(run.request):
             tools = self._tools(request)
             if tools != list(run.tools):
-                run.note("tools_not_told", "get_tools gave this rollout other tools than the model was told of")
+                run.note("tools_not_told", "get_tools returned other tools for this rollout than the model was offered")
         context = RolloutContext(
             request=request,
             tools=[tool.source for tool in tools if isinstance(tool, LoopTool)],
@@ -121,16 +124,16 @@ class LoopAgent(Agent):
             run.close(_failure(error, run.turn))
 
     async def reward(self, run: Run) -> RewardResult:
-        """What the loop's result says."""
+        """Return the reward of the loop's result."""
         return self._rewards.get(run.ending, RewardResult())
 
     def _tools_without_request(self) -> list[Tool]:
-        """What `GET /tools` tells: the loop's default tools, none where `get_tools` needs more to choose."""
+        """Return the tools of `GET /tools`: the loop's default tools, or none if the loop raises without a real request."""
         where = location_of(self._loop, "get_tools")
         try:
             tools = self._loop.get_default_tools()
-        except Exception as error:  # the boundary to an author's code
-            _log.warning("%s gives no tools without a real request, so GET /tools has none", where, exc_info=error)
+        except Exception as error:  # boundary to an author's code
+            _log.warning("%s: no tools without a real request, so GET /tools lists none", where, exc_info=error)
             return []
         return _loop_tools(tools, where)
 
@@ -143,14 +146,14 @@ class LoopAgent(Agent):
         messages = result.final_messages
         known = not messages or await client.conclude(messages)
         if result.status == RolloutStatus.ERROR:
-            text = result.error_message or "the agent loop ended with an error and said nothing about it"
-            # A receiver is sent no messages of a failed rollout, unless its loop names them.
+            text = result.error_message or "the agent loop returned an error without an error_message"
+            # The outcome of a failed rollout carries final_messages only if the loop returned some.
             extra = _messages_json(run, messages) if messages else ""
             run.close(Failure(Category.INTERNAL, text, run.turn), RewardResult(reward, extra_json=extra))
             return
         if not known:
             run.note(
-                "final_messages", "final_messages goes on from no conversation that there was; the outcome holds both"
+                "final_messages", "final_messages continues no conversation of this rollout; the outcome holds both"
             )
         self._rewards[run.ending] = RewardResult(reward, extra_json="" if known else _messages_json(run, messages))
         await client.finish(result.finish_reason)
@@ -160,16 +163,16 @@ class LoopAgent(Agent):
         if not isinstance(result, RolloutResult):
             raise TypeError(f"{where} returned {result!r:.100}; return ctx.complete(...) or ctx.error(...)")
         if result.status not in (RolloutStatus.COMPLETED, RolloutStatus.ERROR):
-            raise ValueError(f"{where}: status is {result.status!r}, COMPLETED or ERROR is needed")
+            raise ValueError(f"{where}: status is {result.status!r}; it must be COMPLETED or ERROR")
         reason = result.finish_reason
         if not isinstance(reason, str) or not reason.strip() or len(reason) > _REASON_LENGTH:
             raise ValueError(
-                f"{where}: finish_reason must be a text of 1 to {_REASON_LENGTH} characters, not {reason!r:.100}"
+                f"{where}: finish_reason is {reason!r:.100}; it must be a string of 1 to {_REASON_LENGTH} characters, not blank"
             )
         return result
 
     def _reward(self, result: RolloutResult) -> float | None:
-        """A number of any kind: many a loop compares its answer, and gives True or False."""
+        """Return the reward as a float. Booleans are accepted, because many loops return the result of a comparison."""
         if result.reward is None:
             return None
         try:
@@ -178,7 +181,7 @@ class LoopAgent(Agent):
             reward = math.nan
         if not math.isfinite(reward):
             where = location_of(self._loop, "run")
-            raise ValueError(f"{where}: reward is {result.reward!r:.100}; a finite number or None is needed")
+            raise ValueError(f"{where}: reward is {result.reward!r:.100}; it must be a finite number or None")
         return reward
 
 
@@ -187,24 +190,24 @@ def _loop_tools(tools: Sequence[object], where: str) -> list[Tool]:
 
 
 def _has_fixed_tools(request: Request) -> bool:
-    """Trainers of the synchronous dialect know the tools of `GET /tools`, and hear of no others (docs/design.md, A)."""
+    """Return whether the trainer takes its tools from `GET /tools`, as with the synchronous HTTP API (docs/design.md, A)."""
     return request.spec.completions.dialect is Dialect.HTTP_MASKED
 
 
 def _messages_json(run: Run, messages: Sequence[MessageDict]) -> str:
-    """The loop's last list, as it goes along with the outcome."""
+    """Return the loop's final list as JSON for the outcome's extra fields; empty if it is too long."""
     text = json.dumps({"final_messages": messages}, default=str, ensure_ascii=False)
     if len(text) <= _MESSAGES_LENGTH:
         return text
     run.note(
         "final_messages",
-        f"final_messages has {len(text):,} characters and is left out: at most {_MESSAGES_LENGTH:,} go along",
+        f"final_messages has {len(text):,} characters and is omitted; the limit is {_MESSAGES_LENGTH:,}",
     )
     return ""
 
 
 def _failure(error: OsmosisRolloutError, turn: int) -> Failure:
-    """What a loop means that lets one of the SDK's errors out: its text is for whoever asked for the rollout."""
+    """Return the failure for an SDK error that the loop raised. The caller of the rollout receives its text."""
     category = Category.INTERNAL
     if isinstance(error, ToolExecutionError):
         category = Category.TOOL

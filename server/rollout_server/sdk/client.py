@@ -1,4 +1,4 @@
-"""Completions: their result, and a client for trainers outside of rollouts."""
+"""Result of a completion, and a client that calls a trainer outside of rollouts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompletionsResult:
-    """An answer of the model.
+    """A completion.
 
     Args:
-        message: the answer as it came; a copy of your own, to be appended to your messages.
-        token_ids: the sampled tokens; empty where the trainer sends none.
-        logprobs: one for each of them, or none.
+        message: the assistant message as received; a copy that you may append to your messages.
+        token_ids: generated token ids; empty if the trainer sends none.
+        logprobs: one float per token id; empty if the trainer sends none.
         usage: `prompt_tokens`, `completion_tokens` and `total_tokens`.
-        finish_reason: the trainer's word for why it ended.
+        finish_reason: why the generation ended, as the trainer reports it.
     """
 
     message: MessageDict
@@ -37,32 +37,35 @@ class CompletionsResult:
 
     @property
     def has_tool_calls(self) -> bool:
-        """The answer calls tools."""
+        """Return whether the message calls tools."""
         return bool(self.tool_calls)
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls as they came; an empty list for none."""
+        """Return the tool calls as received; an empty list if there are none."""
         return parse_tool_calls(self.message)
 
     @property
     def content(self) -> str | None:
-        """The content of the message, None where there is none."""
+        """Return the content of the message, or None."""
         return self.message.get("content")
 
 
 class ClientOptions(TypedDict, total=False):
-    """What a client takes by name only. The settings, by default those in force, stand in for what is not given."""
+    """Keyword-only arguments of the client.
+
+    settings: defaults for arguments that are not given; by default those of `get_settings`.
+    """
 
     settings: RolloutClientSettings | None
 
 
 class OsmosisLLMClient:
-    """A client for a trainer of the asynchronous dialect: `async with OsmosisLLMClient(url, rollout_id) as client: ...`.
+    """Client for a trainer of the asynchronous HTTP API: `async with OsmosisLLMClient(url, rollout_id) as client: ...`.
 
-    Agent loops need none: in a rollout `ctx.llm` completes, and the server tells the trainer of the end. This is for programs
-    that speak to a trainer themselves, and what they sample is in no ledger. Retries 5xx, timeouts and transport errors, every
-    attempt under one `Idempotency-Key` (docs/design.md, B).
+    Agent loops do not need it: in a rollout they use `ctx.llm`, and the server delivers the outcome. Use it in programs that call a
+    trainer directly; no ledger records their completions. The client retries 5xx, timeouts and transport errors. All attempts
+    carry the same `Idempotency-Key` (docs/design.md, B).
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class OsmosisLLMClient:
         logprobs: bool = True,
         **kwargs: Any,
     ) -> CompletionsResult:
-        """Asks for the answer to the whole conversation. Other parameters are ignored.
+        """Request a completion of the whole conversation. Unknown parameters are ignored.
 
         Raises `OsmosisTransportError`, `OsmosisTimeoutError`, `OsmosisServerError` or `OsmosisValidationError`.
         """
@@ -139,7 +142,7 @@ class OsmosisLLMClient:
         metrics: RolloutMetrics | None = None,
         reward: float | None = None,
     ) -> None:
-        """Tells the trainer of the end. Any 2xx acknowledges. Raises as `chat_completions`."""
+        """Deliver the outcome to the trainer. Any 2xx acknowledges it. Raises the same errors as `chat_completions`."""
         body = {
             "rollout_id": self.rollout_id,
             "status": status,
@@ -154,11 +157,11 @@ class OsmosisLLMClient:
         await self._post("/v1/rollout/completed", fields, f"{self.rollout_id}/outcome", final=True)
 
     def get_metrics(self) -> RolloutMetrics:
-        """What this client has used so far."""
+        """Return the usage of this client so far."""
         return self._metrics.model_copy()
 
     async def close(self) -> None:
-        """Closes its connections; it opens others when it is used again."""
+        """Close all connections. The client opens new ones if it is used again."""
         if self._http is not None:
             await self._http.aclose()
             self._http = None

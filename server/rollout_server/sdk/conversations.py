@@ -1,8 +1,9 @@
 """The conversations of one agent loop.
 
-A loop hands over a whole list of messages with each chat, and may have several chats under way. Each needs a conversation of its
-own meanwhile. Chats that begin together and go on from the same point get branches of one conversation: the tokens until there
-are shared, and train once. A chat whose conversation waits for an answer gets a new one, whose first prompt is the whole list.
+A loop passes the whole message list with each chat and may run several chats at the same time. Each pending chat needs a
+conversation for itself. Chats that start together and continue from the same message get branches of one conversation: they share
+the tokens up to there, which are trained once. A chat whose conversation is already waiting for a completion gets a new
+conversation, whose first prompt is the whole list.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from rollout_server.sdk.run_access import append_results
 
 @dataclass(slots=True, eq=False)
 class LoopConversation:
-    """One conversation, as its loop has shown it.
+    """One conversation of a loop.
 
     Args:
-        run: what completes it.
-        history: the messages so far.
-        calls: the tool calls of the last answer, whose results are still to come.
-        is_taken: a chat waits for its answer.
-        is_closed: nothing can be added to it any more.
+        run: generates the completions of this conversation.
+        history: the messages so far, as the loop passed them.
+        calls: tool calls of the last completion that have no result yet.
+        is_taken: a chat is waiting for a completion.
+        is_closed: no message can be appended.
     """
 
     run: Run
@@ -41,22 +42,28 @@ class LoopConversation:
     is_closed: bool = False
 
     async def append(self, messages: MessageList, stop: int, tool_ms: float) -> None:
-        """Adds the messages of a list that follows, those before `stop`; results of tool calls took `tool_ms` together."""
+        """Append the new messages of a list that continues this conversation.
+
+        Args:
+            messages: the whole list.
+            stop: index after the last message to append.
+            tool_ms: milliseconds that the tools took together since the last completion.
+        """
         added = messages[self.history.known : stop]
-        # The calls of a turn count as returned together, when their messages come: so their time is the sum of what was recorded.
+        # All tool calls of a turn count as returned when their messages arrive, so their latency is the sum that the loop recorded.
         left, calls = await append_results(self.run, self.calls, added, tool_ms)
-        # At once: whoever asked may stop waiting below, and what is recorded must not be appended again.
+        # Before the await below, because the chat may be cancelled there, and recorded results must not be appended twice.
         self.history.extend(messages, stop - len(left))
         self.calls = () if left else calls
         await self.run.append(*left)
         self.history.extend(messages, stop)
 
     async def branch(self) -> LoopConversation:
-        """One that goes on from where this one is."""
+        """Return a new conversation that continues from the current end of this one."""
         return LoopConversation(await self.run.fork(), copy(self.history), self.calls)
 
     def append_completion(self, messages: MessageList, reply: Reply) -> None:
-        """The model has answered this list."""
+        """Add the completion of this list."""
         self.history.append_completion(messages, reply.message)
         self.calls = reply.tool_calls
 
@@ -71,8 +78,8 @@ class Conversations:
     """All conversations of one rollout.
 
     Args:
-        run: the one that the rollout begins with.
-        messages: those of the request.
+        run: the rollout's first run.
+        messages: messages of the request.
 
     Attributes:
         main: the conversation whose messages the outcome holds.
@@ -86,20 +93,21 @@ class Conversations:
         self._tool_ms = 0.0
 
     def tool_call_took(self, milliseconds: float) -> None:
-        """The loop ran a tool; its result is still to come."""
+        """Add the latency of a tool that the loop ran. Its result arrives with a later list."""
         self._tool_ms += max(0.0, milliseconds)
 
     async def take(self, messages: MessageList) -> LoopConversation:
-        """A conversation that holds this list, for one chat. Whoever asked for it sets `is_taken` back.
+        """Return a conversation that holds this list, reserved for one chat. The caller resets `is_taken`.
 
-        Raises `RolloutEnded` where the trainer knows one conversation only, and `OsmosisValidationError` for an empty list that
-        goes on from none.
+        Raises `RolloutEnded` if the list needs another conversation and the trainer supports only one. Raises
+        `OsmosisValidationError` for an empty list that continues no conversation.
         """
         chat = _Chat(messages)
         self._waiting.append(chat)
         try:
-            await asyncio.sleep(0)  # chats that begin together are all known before the first of them is asked
+            await asyncio.sleep(0)  # lets chats that start together register before the first of them is served
             async with self._lock:
+                # While this chat waited for the lock, another one may have assigned a branch to it.
                 found = self._latest = chat.conversation or await self._share(chat)
                 await found.append(messages, len(messages), self._time())
         except BaseException:
@@ -112,7 +120,7 @@ class Conversations:
         return found
 
     async def conclude(self, messages: MessageList) -> bool:
-        """Makes the loop's last list the main conversation; False where none is known that the list goes on from."""
+        """Make the loop's final list the main conversation. Return False if the list continues no known conversation."""
         usable = [each for each in self._all if each is self.main or each.history.has_completion]
         found = self._find(messages, (each for each in usable if not each.is_taken))
         if found is None or self.main.is_taken:
@@ -120,22 +128,23 @@ class Conversations:
         if not found.is_closed:
             await found.append(messages, len(messages), self._time())
         if found is not self.main:
-            # Nothing is sampled in it: it only is the conversation that the outcome holds.
+            # Nothing is sampled in the new conversation. It only supplies the outcome's messages.
             await self._replace(self.main, messages)
         return True
 
     async def _share(self, chat: _Chat) -> LoopConversation:
-        """Gives a conversation to a chat, and branches of it to all that wait and go on from the same point."""
+        """Assign a conversation to a chat, and branches of it to all waiting chats that continue the same conversation."""
         free = [each for each in self._all if not each.is_closed and not each.is_taken]
         shared = self._find(chat.messages, free) or await self._open(chat.messages)
         others = [each for each in self._waiting if each is not chat and shared.history.follows(each.messages)]
+        # Append only the messages that all lists share. Each branch then gets the rest of its list in `take`.
         texts = zip(chat.messages.texts, *(each.messages.texts for each in others), strict=False)
         common = sum(1 for _ in takewhile(lambda same: len({*same}) == 1, texts))
         await shared.append(chat.messages, max(common, shared.history.known), self._time())
         for other in others:
             branch = await shared.branch()
             self._all.append(branch)
-            if other in self._waiting:  # it has not been given up meanwhile
+            if other in self._waiting:  # its chat may have been cancelled during the await
                 self._waiting.remove(other)
                 other.conversation, branch.is_taken = branch, True
         shared.is_taken = True
@@ -143,9 +152,9 @@ class Conversations:
         return shared
 
     async def _open(self, messages: MessageList) -> LoopConversation:
-        """A conversation for a list that follows none: in place of the latest one, unless that is still needed."""
+        """Open a conversation for a list that continues none. It replaces the latest one unless a chat still needs that."""
         if not messages:
-            raise OsmosisValidationError("messages is empty: there is nothing to answer", 400)
+            raise OsmosisValidationError("messages is empty; pass at least one message", 400)
         latest = self.main if self._latest.is_closed else self._latest
         needed = any(each.is_taken for each in self._all)
         if not needed and not any(latest.history.follows(each.messages) for each in self._waiting):
@@ -163,11 +172,11 @@ class Conversations:
         return opened
 
     def _find(self, messages: MessageList, candidates: Iterable[LoopConversation]) -> LoopConversation | None:
-        """The conversation that this list goes on from: that which has most of it, and the main one of several."""
+        """Return the conversation that this list continues: the longest one, and of several the main one."""
         found = [each for each in candidates if each.history.follows(messages)]
         return max(found, key=lambda each: (each.history.known, each is self.main), default=None)
 
     def _time(self) -> float:
-        """The milliseconds of tools since somebody asked."""
-        taken, self._tool_ms = self._tool_ms, 0.0
-        return taken
+        """Return the tool latency since the last call, in milliseconds, and reset it."""
+        elapsed, self._tool_ms = self._tool_ms, 0.0
+        return elapsed

@@ -1,10 +1,11 @@
-"""Follows the message list of an agent loop, which hands over the whole conversation each time.
+"""Detects whether a message list of an agent loop continues a conversation.
 
-A rollout's history only grows, and the answers in it are the model's own words, token for token. So a list is followed where it
-is the list of the turn before, the last answer, and whatever came after it. The answer may have been written anew by the author's
-own classes: it is the same one if role, content and tool calls say the same, and nothing was changed or added beside them; a key
-that such classes dropped is taken as unchanged, for the rollout keeps the answer as it came. A message that was there before is
-compared with how the author wrote it before.
+A loop passes the whole conversation each time. A rollout's history only grows, and the completions in it are the exact generated
+tokens. A list therefore continues a conversation if it consists of the previous list, the last completion and any new messages.
+
+The author's own classes may have rebuilt the completion. It counts as unchanged if role, content and tool calls are equal and no
+other key was changed or added. A dropped key counts as unchanged, because the rollout keeps the completion as received. Earlier
+messages are compared with the form in which the author passed them before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COMPARED_KEYS = ("role", "content", "tool_calls")
 
 
 class MessageList(list[MessageDict]):
-    """A list of messages as a loop hands it over; `texts` are what it is compared by, made once."""
+    """A message list of a loop. `texts` holds each message in normalised form, computed once for comparisons."""
 
     def __init__(self, messages: Sequence[MessageDict]) -> None:
         super().__init__(messages)
@@ -28,7 +29,7 @@ class MessageList(list[MessageDict]):
 
 
 class ConversationHistory:
-    """One conversation, as its loop has shown it so far."""
+    """Messages of one conversation, as its loop has passed them so far."""
 
     def __init__(self, messages: Sequence[MessageDict]) -> None:
         self._seen = _texts(messages)
@@ -37,23 +38,23 @@ class ConversationHistory:
 
     @property
     def known(self) -> int:
-        """How many messages it holds."""
+        """Number of messages, including the last completion."""
         return len(self._seen) + (self._completion is not None)
 
     def follows(self, messages: Sequence[MessageDict]) -> bool:
-        """Whether the list is the conversation so far, with or without something appended."""
+        """Return whether the list is this conversation, with or without new messages at the end."""
         seen = len(self._seen)
         if len(messages) < self.known or _texts(messages)[:seen] != self._seen:
             return False
         return self._completion is None or _is_same(self._completion, messages[seen])
 
     def extend(self, messages: Sequence[MessageDict], stop: int) -> None:
-        """The conversation holds the first messages of a list that follows it, those before `stop`."""
+        """Take over the messages before index `stop` of a list that continues this conversation."""
         if stop > self.known:
             self._seen, self._completion = _texts(messages)[:stop], None
 
     def append_completion(self, messages: Sequence[MessageDict], completion: Mapping[str, Any]) -> None:
-        """The model has answered this list."""
+        """Set the completion of this list."""
         self._seen, self._completion, self.has_completion = _texts(messages), completion, True
 
 
@@ -62,11 +63,11 @@ def _texts(messages: Sequence[MessageDict]) -> list[str]:
 
 
 def _is_same(completion: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
-    ours, theirs = _plain(completion), _plain(message)
-    if any(ours.get(key) != theirs.get(key) for key in _COMPARED_KEYS):
+    expected, passed = _plain(completion), _plain(message)
+    if any(expected.get(key) != passed.get(key) for key in _COMPARED_KEYS):
         return False
     return all(
-        _json_text(ours.get(key)) == _json_text(value) for key, value in theirs.items() if key not in _COMPARED_KEYS
+        _json_text(expected.get(key)) == _json_text(value) for key, value in passed.items() if key not in _COMPARED_KEYS
     )
 
 
@@ -79,7 +80,7 @@ def _json_text(value: object) -> str:
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message without what says nothing: nulls, an empty content or list of calls, white space in arguments."""
+    """Return the message without nulls, empty content, an empty list of calls and white space in arguments."""
     plain = {key: value for key, value in message.items() if value is not None}
     if plain.get("content") in ("", []):
         del plain["content"]

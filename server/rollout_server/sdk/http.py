@@ -1,4 +1,4 @@
-"""One request of the client, and what its failures are called."""
+"""HTTP requests of the client, and their failures as SDK errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXCERPT_LENGTH = 500
 
 @dataclass(frozen=True, slots=True)
 class PostResult:
-    """What came back, and the milliseconds from the request to it."""
+    """Body of a successful response, and the milliseconds from request to response."""
 
     body: bytes
     elapsed_ms: float
@@ -34,54 +34,54 @@ class PostResult:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What is posted: the same on each attempt."""
+    """A POST request. All attempts send the same one."""
 
     url: str
     body: Mapping[str, Any]
     headers: Mapping[str, str]
 
     async def send(self, client: httpx.AsyncClient) -> PostResult:
-        """Sends it once. Raises an `OsmosisRolloutError`."""
+        """Send the request once. Raises an `OsmosisRolloutError` unless the response is 2xx."""
         import httpx
 
         started = time.monotonic()
         try:
             response = await client.post(self.url, json=self.body, headers=dict(self.headers))
         except httpx.TimeoutException as error:
-            raise OsmosisTimeoutError(f"no answer came in time ({type(error).__name__})") from error
+            raise OsmosisTimeoutError(f"the trainer did not respond in time ({type(error).__name__})") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise OsmosisTransportError(f"the trainer could not be reached ({type(error).__name__})") from error
+            raise OsmosisTransportError(f"the trainer is not reachable ({type(error).__name__})") from error
         except (TypeError, ValueError) as error:
             raise OsmosisValidationError(f"the request is not JSON: {error}", 400) from None
         status = response.status_code
         if status >= 500:
-            raise OsmosisServerError(f"the trainer answered {status}: {response.text[:_EXCERPT_LENGTH]}", status)
+            raise OsmosisServerError(f"the trainer returned {status}: {response.text[:_EXCERPT_LENGTH]}", status)
         if not 200 <= status < 300:
-            raise OsmosisValidationError(f"the trainer answered {status}: {response.text[:_EXCERPT_LENGTH]}", status)
+            raise OsmosisValidationError(f"the trainer returned {status}: {response.text[:_EXCERPT_LENGTH]}", status)
         return PostResult(response.content, 1000 * (time.monotonic() - started))
 
     @staticmethod
     def may_repeat(error: OsmosisRolloutError) -> bool:
-        """Whether another attempt may help."""
+        """Return whether a retry may succeed."""
         return isinstance(error, OsmosisServerError | OsmosisTimeoutError | OsmosisTransportError)
 
 
 class Choice(BaseModel):
-    """An answer among those of a completion."""
+    """One choice of a completion."""
 
     message: MessageDict
     finish_reason: str | None = "stop"
 
 
 class UsageBody(BaseModel, extra="allow"):
-    """The counts of a completion's tokens that metrics need; the others are passed on."""
+    """Token counts of a completion. The named ones go into the metrics; others are passed on."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 class CompletionBody(BaseModel):
-    """What a client reads of a completion; trainers need not send the rest."""
+    """The fields of a completion that the client reads."""
 
     choices: list[Choice]
     usage: UsageBody | None = None
@@ -91,13 +91,13 @@ class CompletionBody(BaseModel):
 
 
 def read_completion(body: bytes) -> CompletionBody:
-    """The completion that a body holds. Raises `OsmosisValidationError`."""
+    """Parse a completion. Raises `OsmosisValidationError` naming the field that is wrong."""
     try:
         completion = CompletionBody.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(map(str, first["loc"])) or "body"
-        raise OsmosisValidationError(f"the trainer's answer cannot be read: {path}: {first['msg']}", 200) from None
+        raise OsmosisValidationError(f"the trainer's completion is malformed: {path}: {first['msg']}", 200) from None
     if not completion.choices:
-        raise OsmosisValidationError("the trainer's answer has no choices", 200)
+        raise OsmosisValidationError("the trainer's completion has no choices", 200)
     return completion

@@ -1,4 +1,4 @@
-"""Agent loops by name. The earlier SDK has one registry for the process, and registries of one's own."""
+"""Registries of agent loops by name: one for the process, and any number of separate ones."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from rollout_server.sdk.core.exceptions import AgentLoopNotFoundError
 
 
 class AgentLoopRegistry:
-    """Agent loops by name. Safe to use from several threads."""
+    """Agent loops by name. Thread-safe."""
 
     def __init__(self) -> None:
         self._loops: dict[str, RolloutAgentLoop] = {}
         self._lock = threading.Lock()
 
     def register(self, loop: RolloutAgentLoop) -> None:
-        """Adds a loop under its name. Raises ValueError where the name is taken."""
+        """Add a loop under its name. Raises ValueError if the name is already registered."""
         with self._lock:
             if loop.name in self._loops:
                 raise ValueError(f"an agent loop {loop.name!r} is already registered; unregister it first")
             self._loops[loop.name] = loop
 
     def unregister(self, name: str) -> bool:
-        """Removes a loop; False where there was none."""
+        """Remove a loop. Return False if the name is not registered."""
         with self._lock:
             return self._loops.pop(name, None) is not None
 
     def get(self, name: str) -> RolloutAgentLoop | None:
-        """The loop of that name, or None."""
+        """Return the loop with this name, or None."""
         with self._lock:
             return self._loops.get(name)
 
     def list_names(self) -> list[str]:
-        """All names, in the order in which they were registered."""
+        """Return all names in order of registration."""
         with self._lock:
             return list(self._loops)
 
     def clear(self) -> None:
-        """Removes all."""
+        """Remove all loops."""
         with self._lock:
             self._loops.clear()
 
@@ -47,17 +47,17 @@ _REGISTRY = AgentLoopRegistry()
 
 
 def register_agent_loop(loop: RolloutAgentLoop) -> None:
-    """Adds a loop to the process's registry. Raises ValueError where its name is taken."""
+    """Add a loop to the process's registry. Raises ValueError if its name is already registered."""
     _REGISTRY.register(loop)
 
 
 def unregister_agent_loop(name: str) -> bool:
-    """Removes a loop from it; False where there was none."""
+    """Remove a loop from the process's registry. Return False if the name is not registered."""
     return _REGISTRY.unregister(name)
 
 
 def get_agent_loop(name: str) -> RolloutAgentLoop:
-    """The loop of that name. Raises `AgentLoopNotFoundError`, which lists those there are."""
+    """Return the loop with this name. Raises `AgentLoopNotFoundError`, which lists the registered names."""
     loop = _REGISTRY.get(name)
     if loop is None:
         raise AgentLoopNotFoundError(name, _REGISTRY.list_names())
@@ -65,5 +65,5 @@ def get_agent_loop(name: str) -> RolloutAgentLoop:
 
 
 def list_agent_loops() -> list[str]:
-    """The names in it."""
+    """Return all names in the process's registry."""
     return _REGISTRY.list_names()

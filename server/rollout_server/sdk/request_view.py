@@ -1,4 +1,4 @@
-"""A rollout's spec as a request of the earlier SDK."""
+"""Conversion of a rollout's spec to a request of the earlier SDK, and checks of what a loop passes back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _SAMPLED = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
 def request_of(request: Request) -> RolloutRequest:
-    """The request, with the limits in force; where there is none, the dialect's default stands in. Not validated again.
+    """Return the request without validating it again.
 
-    Sampling parameters are those that the caller sent, without the defaults of its protocol, where that is known.
+    Limits are the effective ones; a missing limit becomes the default of the asynchronous HTTP API. If the source request is known,
+    `completion_params` are exactly what the caller sent, without defaults.
     """
     spec, source = request.spec, request.source
     tools = spec.tools.url if spec.tools is not None else None
@@ -43,7 +44,7 @@ def request_of(request: Request) -> RolloutRequest:
 
 
 def sample_request() -> RolloutRequest:
-    """A request such as a trainer sends, for asking a loop about its tools before there is one."""
+    """Return a sample request, to get the tools of a loop when there is no real request."""
     return RolloutRequest(
         rollout_id="sample",
         server_url="http://trainer.invalid",
@@ -53,9 +54,14 @@ def sample_request() -> RolloutRequest:
 
 
 def own_sampling(request: Request, parameters: SamplingParamsDict, wanted: Mapping[str, Any]) -> SamplingOptions:
-    """The sampling parameters of a call that are not the request's, `parameters`. Raises `OsmosisValidationError`.
+    """Return the sampling parameters of a call that differ from the request's.
 
-    None leaves a parameter as it is, and parameters that the earlier SDK ignores are ignored.
+    Args:
+        request: the rollout's request.
+        parameters: sampling parameters of the request, as the loop sees them.
+        wanted: keyword arguments of the call. None keeps a parameter; unknown names are ignored, as in the earlier SDK.
+
+    Raises `OsmosisValidationError` for a value out of range.
     """
     sent, known = _with_stops(wanted), _with_stops(parameters)
     own = {name: sent[name] for name in _SAMPLED if name in sent and sent[name] != known.get(name)}
@@ -78,10 +84,10 @@ def _parameters(sampling: Sampling) -> SamplingParamsDict:
 
 
 def validate_tools(tools: object, where: str) -> list[OpenAIFunctionToolSchema]:
-    """What `get_tools` gave, checked. Raises TypeError or ValueError naming the loop and the tool."""
+    """Check what `get_tools` returned. Raises TypeError or ValueError naming the loop and the tool."""
     if not isinstance(tools, list | tuple):
         raise TypeError(
-            f"{where} returned {_excerpt(tools)}; a list of OpenAIFunctionToolSchema is needed, [] for no tools"
+            f"{where} returned {_excerpt(tools)}; return a list of OpenAIFunctionToolSchema, [] for no tools"
         )
     checked = [_validate_tool(tool, f"{where}[{index}]") for index, tool in enumerate(tools)]
     names = [tool.function.name for tool in checked]
@@ -100,9 +106,9 @@ def _validate_tool(tool: object, where: str) -> OpenAIFunctionToolSchema:
             field = ".".join(map(str, first["loc"]))
             raise ValueError(f"{where}.{field}: {first['msg']}") from None
     if not isinstance(tool, OpenAIFunctionToolSchema):
-        raise TypeError(f"{where} is {_excerpt(tool)}; an OpenAIFunctionToolSchema is needed")
+        raise TypeError(f"{where} is {_excerpt(tool)}; it must be an OpenAIFunctionToolSchema")
     if tool.type != "function":
-        raise ValueError(f'{where}: type is {tool.type!r}, "function" is needed')
+        raise ValueError(f'{where}: type is {tool.type!r}; it must be "function"')
     if not tool.function.name.strip():
         raise ValueError(f"{where}: the function has no name")
     return tool

@@ -1,4 +1,4 @@
-"""The earlier SDK's decorators for reward functions: they check a function's signature when it is defined, and what it returns."""
+"""Decorators for reward functions. They check the signature at definition and the return value at each call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NAMES = ("solution_str", "ground_truth", "extra_info")
 
 
 def osmosis_reward(function: Callable[P, float]) -> Callable[P, float]:
-    """A reward of an answer: `def f(solution_str: str, ground_truth: str, extra_info: dict = None) -> float`.
+    """Decorate a reward function: `def f(solution_str: str, ground_truth: str, extra_info: dict = None) -> float`.
 
-    More parameters may follow; an argument `data_source` is dropped. Raises TypeError for another signature, and when the function
-    returns anything but a float.
+    More parameters may follow. A keyword argument `data_source` is dropped. Raises TypeError for another signature, and at a call
+    if the function does not return a float.
     """
     parameters, hints = _signature(function)
     for parameter, kind in zip(parameters, (str, str, dict), strict=False):
@@ -32,10 +32,10 @@ def osmosis_reward(function: Callable[P, float]) -> Callable[P, float]:
 
 
 def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
-    """The same for a judgement: `def f(solution_str: str, ground_truth: str | None, extra_info: dict) -> float`.
+    """Decorate a rubric function: `def f(solution_str: str, ground_truth: str | None, extra_info: dict) -> float`.
 
-    `extra_info` is always given to it. Raises TypeError for another signature, for arguments that are missing or of another type,
-    and when the function returns anything but a float.
+    `extra_info` is required. A keyword argument `data_source` is dropped. Raises TypeError for another signature, and at a call for
+    missing arguments, wrong types or a result that is not a float.
     """
     parameters, hints = _signature(function)
     for parameter in parameters[:2]:
@@ -61,14 +61,14 @@ def osmosis_rubric(function: Callable[P, float]) -> Callable[P, float]:
 
 
 def _signature(function: Callable[..., Any]) -> tuple[Sequence[Parameter], dict[str, Any]]:
-    """The parameters, of which the first three have their names, and the types of those that name some."""
+    """Return the parameters and their type hints. Raises TypeError if the first three parameters have other names."""
     parameters = list(inspect.signature(function).parameters.values())
     if [parameter.name for parameter in parameters[:3]] != list(_NAMES):
         raise TypeError(f"{function.__name__}: the first parameters must be {', '.join(_NAMES)}")
     try:
         return parameters, get_type_hints(function)
     except NameError as error:
-        raise TypeError(f"{function.__name__}: an annotation cannot be read: {error}") from None
+        raise TypeError(f"{function.__name__}: an annotation cannot be resolved: {error}") from None
 
 
 def _check_float(function: Callable[P, float]) -> Callable[P, float]:
@@ -77,7 +77,7 @@ def _check_float(function: Callable[P, float]) -> Callable[P, float]:
         kwargs.pop("data_source", None)
         reward: object = function(*args, **kwargs)
         if not isinstance(reward, float):
-            raise TypeError(f"{function.__name__} returned {type(reward).__name__}, a float is needed")
+            raise TypeError(f"{function.__name__} returned {type(reward).__name__}; it must return a float")
         return reward
 
     return checked

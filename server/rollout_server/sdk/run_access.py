@@ -1,4 +1,4 @@
-"""What the adapter looks up behind the face that agents see: results of tools that a loop ran itself, and the tokens of a turn."""
+"""Access to a run's internals for the adapter: results of tools that a loop ran itself, and token counts of a turn."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ from rollout_server.runtime.run.run import Run
 async def append_results(
     run: Run, calls: Sequence[ToolCall], messages: Sequence[Mapping[str, JSON]], elapsed_ms: float
 ) -> tuple[Sequence[Mapping[str, JSON]], Sequence[ToolCall]]:
-    """Appends the results of tool calls that the loop ran itself, as results of these calls: so events and metrics know them.
+    """Record messages as results of tool calls that the loop ran itself, so that events and metrics include the calls.
 
-    Returns the messages that are left, from the first on that answers none of the calls, and the calls that none answers.
+    Args:
+        run: the conversation's run.
+        calls: tool calls without a result.
+        messages: new messages of the conversation.
+        elapsed_ms: milliseconds that the tools took together.
+
+    Returns the remaining messages, from the first one that is not a result of these calls, and the calls still without a result.
     """
     matched = list(_matching_calls(calls, messages))
     if not matched:
         return messages, calls
-    await run.append()  # raises where nothing can be appended
+    await run.append()  # appends nothing, but raises if the conversation cannot be extended
     started = run._machine.start_calls(matched, run._conversation)
     if isinstance(started, LimitReached):
         return messages, calls
@@ -39,7 +45,7 @@ async def append_results(
 
 
 def usage_of(run: Run, reply: Reply) -> dict[str, int]:
-    """The tokens of a turn of this run, the last one: its prompt, its answer and both."""
+    """Return the token counts of this run's last turn: prompt, completion and total; empty without token ids."""
     if reply.sampled is None:
         return {}
     generated, prompt = lengths(reply.sampled, run._conversation.line)
@@ -47,7 +53,7 @@ def usage_of(run: Run, reply: Reply) -> dict[str, int]:
 
 
 def _matching_calls(calls: Sequence[ToolCall], messages: Sequence[Mapping[str, JSON]]) -> Iterator[ToolCall]:
-    """The calls that the first messages answer, each once and in order, until a message answers none."""
+    """Yield the call of each message, in order, until a message is not the result of an open call."""
     open_calls = list(calls)
     for message in messages:
         call_id = message.get("tool_call_id") if message.get("role") == "tool" else None

@@ -1,4 +1,4 @@
-"""`ctx.llm` in a rollout: every answer goes through the run, and so into the ledger."""
+"""`ctx.llm` in a rollout: completions go through the run, so the ledger records every token."""
 
 from __future__ import annotations
 
@@ -26,27 +26,34 @@ from rollout_server.sdk.history_diff import MessageList
 from rollout_server.sdk.request_view import own_sampling
 from rollout_server.sdk.run_access import usage_of
 
+_TIMEOUT_TEXTS = ("no response within", "no answer came within")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
 class RunClient:
-    """Completes for one rollout of an agent loop. Several calls may be under way."""
+    """LLM client of one rollout. Several calls may be pending at the same time."""
 
     def __init__(self, run: Run, request: RolloutRequest) -> None:
         self._run = run
         self._params = request.completion_params
         self._conversations = Conversations(run, [copy_message(message) for message in request.messages])
         self._has_failed = False
-        # A trainer that counts masks has counted the turn, so a rollout that gives it up fails.
+        # With the synchronous HTTP API the trainer has counted the turn for its masks, so abandoning a turn ends the rollout.
         self._one_conversation = run.request.spec.completions.dialect is Dialect.HTTP_MASKED
 
     async def chat_completions(self, messages: list[MessageDict], *args: Any, **kwargs: Any) -> CompletionsResult:
-        """The model's answer to the whole conversation.
+        """Return the model's completion of the whole conversation.
 
-        A list that goes on from an earlier one and its answer is followed; any other opens a segment, and so does one that comes
-        while an answer is awaited. Sampling parameters hold for this call, by name or in the order temperature, top_p, max_tokens,
-        stop, logprobs; those that are not given are the request's. Raises `OsmosisValidationError` for a list or a parameter that
-        cannot be sent, and an `OsmosisRolloutError` when the trainer fails; then the rollout is over.
+        A list that continues an earlier one and its completion extends that segment. Any other list opens a new segment. So does a
+        list that arrives while its conversation waits for a completion.
+
+        Args:
+            messages: the whole conversation.
+            args: sampling parameters of this call, in the order temperature, top_p, max_tokens, stop, logprobs.
+            kwargs: the same by name. Parameters that are not given are the request's.
+
+        Raises `OsmosisValidationError` for invalid messages or parameters, and an `OsmosisRolloutError` if the trainer fails. After
+        a trainer failure the rollout has ended.
         """
         parameters = {**dict(zip(_SAMPLING, args, strict=False)), **kwargs}
         own = own_sampling(self._run.request, self._params, parameters)
@@ -55,18 +62,18 @@ class RunClient:
             conversation = await self._conversations.take(messages)
             sampling = self._sample(conversation, messages, own)
             if conversation is self._conversations.main and not self._one_conversation:
-                # The outcome needs its main conversation, so a chat in it goes on though the loop stops waiting.
+                # The outcome needs the main conversation, so its completion continues even if the loop cancels this call.
                 return await asyncio.shield(sampling)
             return await sampling
         except RolloutEnded as over:
-            # Once: a loop that swallows it and asks again has to end.
+            # Only once. A loop that catches the error and calls again gets `RolloutEnded`, a BaseException, which ends it.
             if not isinstance(over.end, Failure) or self._has_failed:
                 raise
             self._has_failed = True
             raise sdk_error(over.end) from over
 
     def get_metrics(self) -> RolloutMetrics:
-        """What the rollout has used so far."""
+        """Return the usage of the rollout so far."""
         used = self._run.used
         return RolloutMetrics(
             llm_latency_ms=used.completion_ms,
@@ -77,15 +84,15 @@ class RunClient:
         )
 
     def tool_call_took(self, milliseconds: float) -> None:
-        """The loop ran a tool; its result is still to come."""
+        """Add the latency of a tool that the loop ran. Its result arrives with a later list."""
         self._conversations.tool_call_took(milliseconds)
 
     async def conclude(self, messages: Sequence[MessageDict]) -> bool:
-        """Takes over what the last list says; False where it goes on from no conversation that there was."""
+        """Make the loop's final list the main conversation. Return False if the list continues no known conversation."""
         return await self._conversations.conclude(_check_messages(messages))
 
     async def finish(self, reason: str) -> None:
-        """Ends the rollout with the loop's own word."""
+        """End the rollout with the loop's finish reason."""
         main = self._conversations.main
         if main.is_taken:
             main.run.close(Stop(reason))
@@ -100,6 +107,7 @@ class RunClient:
             conversation.append_completion(messages, reply)
             return _result(reply, usage_of(conversation.run, reply))
         except asyncio.CancelledError:
+            # The turn has no completion, so nothing can be appended. The main one stays open, because the outcome needs it.
             conversation.is_closed = conversation is not self._conversations.main
             raise
         finally:
@@ -117,13 +125,15 @@ def _result(reply: Reply, usage: dict[str, int]) -> CompletionsResult:
 
 
 def sdk_error(failure: Failure) -> OsmosisRolloutError:
-    """What the earlier SDK raises for a trainer that failed."""
+    """Return the exception that the earlier SDK raises for this failure."""
     text, status = failure.message, failure.http_status or 0
     match failure.category:
         case Category.TIMEOUT:
             return OsmosisTimeoutError(text)
         case Category.NETWORK:
-            return OsmosisTimeoutError(text) if "no answer came within" in text else OsmosisTransportError(text)
+            # A timed-out completion has the category NETWORK too. Only the text of edge/trainer/http_client tells them apart.
+            is_timeout = any(words in text for words in _TIMEOUT_TEXTS)
+            return OsmosisTimeoutError(text) if is_timeout else OsmosisTransportError(text)
         case Category.TRAINER_SERVER | Category.ENGINE_SERVER:
             return OsmosisServerError(text, status or 500)
         case (
@@ -139,14 +149,14 @@ def sdk_error(failure: Failure) -> OsmosisRolloutError:
 
 
 def _check_messages(messages: object) -> MessageList:
-    """Copies, so that nothing of the author's changes under our hands. Raises `OsmosisValidationError` naming the message."""
+    """Return copies, because the loop may change its list later. Raises `OsmosisValidationError` naming the message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise OsmosisValidationError(f"messages must be a list of dicts, not {type(messages).__name__}", 400)
     found = []
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise OsmosisValidationError(f"{where} is {type(message).__name__}, a dict is needed", 400)
+            raise OsmosisValidationError(f"{where} is {type(message).__name__}; it must be a dict", 400)
         role = message.get("role")
         if not isinstance(role, str) or not role.strip():
             raise OsmosisValidationError(f"{where} has no role", 400)

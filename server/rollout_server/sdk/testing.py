@@ -1,6 +1,6 @@
-"""For tests of agent loops: a mock trainer, and what it was told at the end.
+"""A mock trainer for tests of agent loops, and a tracker of the outcomes it receives.
 
-The mock answers whatever it is asked. `rollout_server.testing.trainer.StrictTrainer` also counts tokens and refuses what is wrong.
+The mock verifies nothing. `rollout_server.testing.trainer.StrictTrainer` verifies every token and mask.
 """
 
 from __future__ import annotations
@@ -41,49 +41,52 @@ _ARITHMETIC = ("calculate", "add", "sum", "plus", "subtract", "multiply", "divid
 
 
 def fake_token_ids(text: str) -> list[int]:
-    """Ids for a text: 0, 1, 2 and so on, one for each character."""
+    """Return the token ids 0, 1, 2, ..., one per character."""
     return list(range(len(text)))
 
 
 def fake_prompt_token_ids(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Ids for a prompt: 0, 1, 2 and so on, ten for each message, and ten where there is none."""
+    """Return the token ids 0, 1, 2, ..., ten per message; ten if there are no messages."""
     return list(range(10 * max(1, len(messages))))
 
 
 @dataclass
 class RolloutCompletionTracker:
-    """Keeps the outcomes that a mock trainer is told. `event` is set while there are some. Safe to use from several threads."""
+    """Collects the outcomes that a mock trainer receives. `event` is set while `responses` is not empty. Thread-safe."""
 
     event: threading.Event = field(default_factory=threading.Event)
     responses: list[dict[str, Any]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def record(self, response: dict[str, Any]) -> None:
-        """Takes an outcome, the body of `POST /v1/rollout/completed`."""
+        """Add an outcome, the body of `POST /v1/rollout/completed`."""
         with self._lock:
             self.responses.append(response)
             self.event.set()
 
     def clear(self) -> None:
-        """Forgets all outcomes."""
+        """Remove all outcomes."""
         with self._lock:
             self.responses.clear()
             self.event.clear()
 
     def wait(self, timeout: float = 5.0) -> bool:
-        """Waits at most `timeout` seconds for an outcome; whether there is one."""
+        """Wait at most `timeout` seconds for an outcome. Return whether there is one."""
         return self.event.wait(timeout)
 
 
 def create_mock_trainer_app(
     tracker: RolloutCompletionTracker | None = None, tool_call_generator: ToolCallGenerator | None = None
 ) -> FastAPI:
-    """A trainer of the asynchronous dialect that answers at once, the same each time.
+    """Return a mock trainer of the asynchronous HTTP API with deterministic completions.
 
-    Where a user asks for arithmetic it calls the tool add, with 5 and 3; `tool_call_generator` decides instead, given the last
-    message: the tool calls of the answer, or None for a text. It answers a tool's result with "The calculation is complete." and
-    everything else with "OK.". Its token ids are one for each character, so that prompts extend each other. `tracker` is told of
-    every outcome; `GET /v1/rollout/completed/ID` tells of the last one of a rollout, `{}` of none.
+    If the user asks for arithmetic, the completion calls the tool `add` with 5 and 3. After a tool result it is "The calculation is
+    complete.", otherwise "OK.". Each character is one token, so that prompts extend each other.
+    `GET /v1/rollout/completed/ID` returns the last outcome of a rollout, or `{}`.
+
+    Args:
+        tracker: receives every outcome.
+        tool_call_generator: given the last message, returns the tool calls of the completion, or None for a text.
     """
     from fastapi import FastAPI, HTTPException
 
@@ -99,7 +102,7 @@ def create_mock_trainer_app(
         try:
             request = CompletionsRequest.model_validate(body)
         except ValueError as error:
-            raise HTTPException(422, f"no request for a completion: {error}") from None
+            raise HTTPException(422, f"not a completion request: {error}") from None
         return _completion(request, _reply(request.messages, tool_call_generator or _sum))
 
     @app.post(_COMPLETED)
@@ -115,10 +118,10 @@ def create_mock_trainer_app(
 
 
 def patch_httpx_for_mock_trainer(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends what is meant for a trainer, at any URL, to this client's mock trainer, until `monkeypatch` is undone.
+    """Redirect trainer requests for any URL to the mock trainer of this test client, until `monkeypatch` is undone.
 
-    That is what servers of this process post to `/v1/chat/completions` and `/v1/rollout/completed`, and what httpx's asynchronous
-    client posts there.
+    This covers POST requests to `/v1/chat/completions` and `/v1/rollout/completed` from servers in this process and from
+    `httpx.AsyncClient`.
     """
     import httpx
 
@@ -157,7 +160,7 @@ def _mock_path(path: str) -> str:
 
 
 def _sum(last: MessageDict) -> list[dict[str, Any]] | None:
-    """The tool call where a user's text has a word of arithmetic."""
+    """Return a tool call if the last message is a user's and mentions arithmetic, else None."""
     content = last.get("content")
     if last.get("role") != "user" or not isinstance(content, str):
         return None

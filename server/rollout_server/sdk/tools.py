@@ -1,4 +1,4 @@
-"""Reads tool calls, runs them together, and writes their results."""
+"""Parse tool calls, run them concurrently and format their results."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ __all__ = [
 
 
 def create_tool_result(tool_call_id: str, content: str) -> dict[str, str]:
-    """The tool message that answers a call."""
+    """Return the tool message with the result of a call."""
     return {"role": "tool", "content": content, "tool_call_id": tool_call_id}
 
 
 def create_tool_error_result(tool_call_id: str, error_message: str) -> dict[str, str]:
-    """The tool message of a call that failed: its content starts with "Error: "."""
+    """Return the tool message of a failed call. Its content starts with "Error: "."""
     return create_tool_result(tool_call_id, f"Error: {error_message}")
 
 
 def serialize_tool_result(result: Any) -> str:
-    """A result as the model reads it: a text as it is, a number plainly, everything else as JSON.
+    """Return a tool result as text for the model: strings unchanged, numbers in plain form, everything else as JSON.
 
-    Raises ValueError or TypeError for what cannot be written, an infinite number among them.
+    Raises ValueError or TypeError for values without a JSON form, such as infinity.
     """
     return result_text(result)
 
 
 def parse_tool_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, which trainers send as JSON text or as an object. Raises `ToolArgumentError`."""
+    """Return the arguments of a call, given as JSON text or as an object. Raises `ToolArgumentError` for anything else."""
     if isinstance(arguments, Mapping):
         return dict(arguments)
     if not isinstance(arguments, str):
@@ -51,9 +51,9 @@ def parse_tool_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_tool_call_info(tool_call: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """Id, function name and arguments of a call; a call without an id has the id "unknown".
+    """Return id, function name and arguments of a call. A missing id becomes "unknown".
 
-    Raises `ToolArgumentError`, which names the call as far as it can be read.
+    Raises `ToolArgumentError` for a malformed call, with its id and function name if they are known.
     """
     if not isinstance(tool_call, Mapping):
         raise ToolArgumentError(f"a tool call must be an object, not {type(tool_call).__name__}")
@@ -73,7 +73,7 @@ def get_tool_call_info(tool_call: Mapping[str, Any]) -> tuple[str, str, dict[str
 async def execute_tool_calls(
     tool_calls: list[dict[str, Any]], executor: Callable[[dict[str, Any]], Awaitable[dict[str, str]]]
 ) -> list[dict[str, str]]:
-    """Runs the calls at the same time; results keep the calls' order. The first exception of an executor ends them all."""
+    """Run the calls concurrently and return the results in the calls' order. The first exception cancels the other calls."""
     tasks = [asyncio.ensure_future(executor(call)) for call in tool_calls]
     try:
         return await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""Small functions for messages, stop sequences and options; the decorators for rewards also have this module in the earlier SDK."""
+"""Helpers for messages, stop sequences and options. The reward decorators are here too, as in the earlier SDK."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ __all__ = [
 
 
 def parse_tool_calls(assistant_message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tool calls of an answer; an empty list where there are none, or no list of them."""
+    """Return the tool calls of a message; an empty list if there are none or they are not a list."""
     calls = assistant_message.get("tool_calls")
     return calls if isinstance(calls, list) else []
 
 
 def normalize_stop(stop: Any) -> list[str] | None:
-    """Stop sequences as a list of texts. A text becomes a list of it, members become texts; for anything else there are none."""
+    """Return stop sequences as a list of strings, from a string or a list. Return None for anything else."""
     if isinstance(stop, str):
         return [stop]
     return [str(each) for each in stop] if isinstance(stop, list | tuple) else None
 
 
 def get_message_content(message: Mapping[str, Any]) -> str:
-    """The text of a message; text parts are joined, and nothing reads as empty."""
+    """Return the text of a message. Text parts are joined; missing content is an empty string."""
     return text_of(message.get("content"))
 
 
 def get_message_role(message: Mapping[str, Any]) -> str:
-    """Its role; "unknown" where there is none."""
+    """Return the role of a message, or "unknown"."""
     role = message.get("role")
     return role if isinstance(role, str) else "unknown"
 
 
 def is_assistant_message(message: Mapping[str, Any]) -> bool:
-    """The model wrote it."""
+    """Return whether the model wrote the message."""
     return message.get("role") == "assistant"
 
 
 def is_tool_message(message: Mapping[str, Any]) -> bool:
-    """It is a tool's result."""
+    """Return whether the message is a tool result."""
     return message.get("role") == "tool"
 
 
 def is_user_message(message: Mapping[str, Any]) -> bool:
-    """A user wrote it."""
+    """Return whether a user wrote the message."""
     return message.get("role") == "user"
 
 
 def count_messages_by_role(messages: list[dict[str, Any]]) -> dict[str, int]:
-    """How many messages there are of each role, in the order in which roles appear."""
+    """Return the number of messages per role, in order of first appearance."""
     return dict(Counter(get_message_role(message) for message in messages))
 
 
 def check_options(function: str, options: Mapping[str, object], kind: type[object]) -> None:
-    """Raises TypeError for options that the function does not have, as Python would for parameters. `kind` lists those it has."""
+    """Raise TypeError for options that are not in the TypedDict `kind`, as Python does for unknown parameters."""
     unknown = sorted(options.keys() - kind.__annotations__.keys())
     if unknown:
         raise TypeError(f"{function} takes no {', '.join(unknown)}; it takes {', '.join(kind.__annotations__)}")

@@ -1,7 +1,7 @@
-"""Testing tools that ship with the server: a strict trainer, scripted models, a toy tokenizer.
+"""Testing tools that ship with the server: the strict trainer, scripted models and a toy tokenizer.
 
-`StrictTrainer` is an independent judge. Nothing that it is made of imports anything of the server, so that a mistake in
-how the server counts tokens cannot be made twice.
+`StrictTrainer` verifies every token and mask independently. This package imports no code of the server, because shared code would
+hide the same counting bug on both sides (D20).
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ __all__ = ["TrainerDialect"]
 
 
 class TrainerDialect(StrEnum):
-    """Which of the two HTTP dialects a trainer expects of the calls for completions (docs/design.md, A and B).
+    """Which HTTP trainer protocol the strict trainer expects in completion requests (docs/design.md, protocols A and B).
 
-    They look alike but for `response_mask`. A trainer that expects a mask refuses a call without one, so one that speaks
-    both has to know which is meant: the first call of a rollout says so, by having the key (null there) or not.
+    The two differ in `response_mask`. A trainer that expects a mask refuses a request without one. A trainer that accepts both
+    protocols therefore checks the first request of each rollout: it has the key `response_mask` (with value null) or not.
     """
 
     MASKED = "masked"
-    """The synchronous dialect. Every call is judged by its mask, and outcomes are not received."""
+    """The synchronous HTTP API. Every request must have a correct mask; the trainer receives no outcomes."""
     PLAIN = "plain"
-    """The asynchronous dialect. No call has a mask, every one has an ``Idempotency-Key``, and outcomes are received."""
+    """The asynchronous HTTP API. No request has a mask, each has an ``Idempotency-Key``, and the trainer receives outcomes."""
     EITHER = "either"
-    """Each rollout in the dialect that its first call is in."""
+    """Each rollout uses the protocol of its first request."""
 
     def has_mask(self, body: Mapping[str, Any], known: bool | None) -> bool:
-        """Whether a call is one with a mask; `known` says it of the calls before, None where there were none."""
+        """Return whether a request must have a mask. `known`: whether the rollout's earlier requests did; None: there are none."""
         if self is not TrainerDialect.EITHER:
             return self is TrainerDialect.MASKED
         return known if known is not None else "response_mask" in body

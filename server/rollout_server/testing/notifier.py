@@ -1,21 +1,21 @@
-"""Waiting for something that changes in the event loop."""
+"""A wake-up for coroutines that wait for a condition."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class Notifier:
-    """Notifies when something may have changed; whoever waits then looks again."""
+    """Wakes waiting coroutines, which then check their condition again. One event loop only."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Wakes all who wait."""
+        """Wake all waiting coroutines."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until the condition holds; it is looked at now and after each notification."""
+        """Wait until the condition holds. It is checked at once and after each notification."""
         while not condition():
             await self._changed.wait()

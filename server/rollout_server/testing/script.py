@@ -1,7 +1,7 @@
-"""What a scripted model says, and how a scripted trainer fails: frozen values.
+"""Scripts of a strict trainer: its completions and its failures, as frozen values.
 
-A `Script` is how a trainer treats one rollout, first of all its list of lines. A line is a `ScriptedReply`, which the trainer
-renders, counts and sends, or a `Fault`, which it commits instead of answering. A call that the judge refuses uses up no line.
+A `Script` defines how a trainer treats one rollout. Its lines are used one per request: a `ScriptedReply` is rendered, counted and
+sent; a `Fault` makes the request fail. A request that the judge refuses uses no line.
 """
 
 import dataclasses
@@ -12,72 +12,75 @@ from enum import StrEnum
 from typing import Final, TypeAlias
 
 Json: TypeAlias = Mapping[str, object]
-"""A JSON object, kept verbatim: key order, and whatever keys there are."""
+"""A JSON object, passed on verbatim with all its keys in their order."""
 
 OMITTABLE: Final = frozenset({"token_ids", "logprobs", "prompt_token_ids"})
-"""The extensions of a completion that `ScriptedReply.omit` can leave out."""
+"""Fields of a completion beyond OpenAI's that `ScriptedReply.omit` can leave out."""
 
 
 def tool_call(call_id: str, name: str, arguments: str | Json) -> Json:
-    """One OpenAI tool call; `arguments` as JSON text or as an object, whichever the scripted model is to send."""
-    sent = arguments if isinstance(arguments, str) else dict(arguments)
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": sent}}
+    """Return an OpenAI tool call. `arguments` is JSON text or an object, and is sent as given."""
+    given = arguments if isinstance(arguments, str) else dict(arguments)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
 
 
 class Lie(StrEnum):
-    """What a gRPC trainer tells of an answer that is not so. Its own ledger holds the truth.
+    """A deliberate error in a gRPC trainer's response. The trainer's own ledger stays correct.
 
-    An honest server ends the rollout on the turn of the lie with an error that names the turn and what does not agree,
-    takes nothing of the answer into a sample, and goes on with all other rollouts. Where it does not notice, the next
-    turn's base is a LEDGER_MISMATCH for the first two, for `OTHER_TURN` and for `OVERSIZED_ID`. Over HTTP no lie is told.
+    A correct server ends the rollout in the turn of the lie, with an error that names the turn and the mismatch. It adds nothing
+    of the completion to a sample, and its other rollouts continue. If the server misses the lie, its base in the next turn is a
+    LEDGER_MISMATCH for `CHANGED_ID`, `DROPPED_ID`, `OTHER_TURN` and `OVERSIZED_ID`. Lies exist over gRPC only.
     """
 
     CHANGED_ID = "changed_id"
-    """One of `token_ids` is another. Their digest is not that of `after`: the server has to compute it before it believes
-    the ids."""
+    """One of `token_ids` is changed. Their digest differs from `after`: the server must compute it before it accepts the ids."""
     DROPPED_ID = "dropped_id"
-    """One of `token_ids` is missing, with its logprob. `after` has one token more, and another digest."""
+    """One of `token_ids` and its logprob are missing. `after` counts one token more and has another digest."""
     OVERSIZED_ID = "oversized_id"
-    """One of `token_ids` is 2^31 or more, which token.proto forbids: it would set the author's bit in a digest."""
+    """One of `token_ids` is 2^31 or more. token.proto forbids this, because it would set the author bit in a digest."""
     SHORT_LOGPROBS = "short_logprobs"
-    """`logprobs` has one value less than `token_ids`. All digests are right: the server has to compare the lengths."""
+    """`logprobs` has one value less than `token_ids`. All digests are correct: the server must compare the lengths."""
     TOO_LONG = "too_long"
-    """The answer has one token more than `sampling.max_tokens`, else everything is right: the server has to count. In
-    token mode only, and honest where no `max_tokens` came."""
+    """The completion has one token more than `sampling.max_tokens` and is otherwise correct: the server must count. Token mode
+    only; without `max_tokens` the response is honest."""
     OTHER_TURN = "other_turn"
-    """Message, text, ids and logprobs are those of an earlier answer, the checkpoints those of this turn. The digest of
-    prompt and ids is not that of `after`."""
+    """Message, text, ids and logprobs are those of an earlier turn, with the checkpoints of this turn. The digest of prompt and
+    ids differs from `after`."""
     REPLAYED_TURN = "replayed_turn"
-    """The earlier answer as a whole, checkpoints included. `prompt_checkpoint` is not what was asked for; in message mode
-    the prompt is an older one."""
+    """The whole response is that of an earlier turn, including its checkpoints. `prompt_checkpoint` differs from the request; in
+    message mode the prompt is an older one."""
     STALE_POLICY = "stale_policy"
-    """`policy_version` is one that was replaced already: ``policy-(N-2)`` in turn N (``policy-0`` in the first two). The
-    tokens are right; the server has to see that a rollout's versions do not go back."""
+    """`policy_version` is an outdated one: ``policy-(N-2)`` in turn N (``policy-0`` in the first two). The tokens are correct: the
+    server must notice that a rollout's versions go backwards."""
     PROMPT_DIGEST = "prompt_digest"
-    """`prompt_checkpoint` has another digest than the `after` of the request. In token mode only."""
+    """The digest of `prompt_checkpoint` differs from the `after` of the request. Token mode only."""
     AFTER_DIGEST = "after_digest"
-    """`after` has another digest than prompt and `token_ids` give."""
+    """The digest of `after` differs from that of prompt and `token_ids`."""
     ANSWERED_TWICE = "answered_twice"
-    """A second answer to the same turn follows the honest one, with one id changed. Over a stream only, where the contract has it
-    ignored; elsewhere a call has one answer."""
+    """The honest completion is followed by a second one for the same turn, with one id changed. Only on a stream, where the server
+    must ignore it; a unary call has only one response."""
     NO_CHECKPOINTS = "no_checkpoints"
-    """`prompt_checkpoint` and `after` are unset: in token mode nothing proves what the model saw, and an answer without
-    proof is no answer. In message mode only `after` is missing, and the ids that came are the truth."""
+    """`prompt_checkpoint` and `after` are unset. In token mode nothing proves what the model saw, so the server must refuse the
+    completion. In message mode only `after` is missing, and the server takes the ids as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedReply:
-    """One answer of the model.
+    """One completion of the scripted model.
 
-    `tool_calls` and `extra` go into the message verbatim. A reply that was `cut` has no end token, and `surplus` (ids, or
-    text for the trainer to encode) is appended to the ids that the reply's text renders to; both are part of what the
-    trainer counts with afterwards. `omit`, `usage` (adds the counts of prompt and answer as ``usage``) and `override` change
-    the response's top-level fields only, after counting. The answer goes out after `delay` seconds. ValueError for a negative
-    delay or an unknown name in `omit`.
+    Args:
+        tool_calls, extra: copied into the message verbatim.
+        cut: the completion has no stop token.
+        surplus: ids, or text for the trainer to encode, appended to the ids of the rendered reply. They count as generated tokens.
+        omit, usage, override: change top-level fields of the response after counting. `usage` adds the token counts of prompt
+            and completion as ``usage``.
+        delay: seconds before the response is sent.
+        lie: over gRPC only: an error in the response.
+        policy_version: over gRPC only; by default ``policy-N`` in turn N.
+        forgets: over gRPC only: after this reply the trainer knows no base and no tools of the rollout, until it receives the
+            whole history.
 
-    Over gRPC only: `lie` is told of the answer; `policy_version` is who sampled it, by default ``policy-N`` in turn N; and a
-    trainer that `forgets` after answering knows no base of the rollout, and none of its tools, until it is sent the whole
-    history.
+    Raises ValueError for a negative delay or an unknown name in `omit`.
     """
 
     content: str | Sequence[object] | None = None
@@ -101,7 +104,7 @@ class ScriptedReply:
 
     @property
     def message(self) -> dict[str, object]:
-        """The assistant message. `content` is always there, if only as null; other keys only where they say something."""
+        """The assistant message. `content` is always present and may be null; other keys are present only if set."""
         message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = list(self.tool_calls)
@@ -111,23 +114,23 @@ class ScriptedReply:
 
     @property
     def finish(self) -> str:
-        """`finish_reason`, or what an engine reports without one: `length` for a reply that was cut, else `stop`."""
+        """`finish_reason`; by default that of an engine: `length` for a reply that was cut, else `stop`."""
         return self.finish_reason or ("length" if self.cut else "stop")
 
 
 class FaultKind(StrEnum):
-    """The ways in which a trainer fails to answer."""
+    """The ways in which a trainer fails."""
 
     STATUS = "status"
-    """Any status with any body, whole: an error, an HTML page, broken JSON."""
+    """Any status with any complete body: an error, an HTML page, broken JSON."""
     RESET = "reset"
-    """The connection is reset before anything was answered."""
+    """The connection is reset before a response is sent."""
     CLOSED = "closed"
-    """The connection is closed in good order before anything was answered."""
+    """The connection is closed normally before a response is sent."""
     LOST = "lost"
-    """What the next line says is generated and counts, but the connection is closed without it."""
+    """The next line is generated and counts, but the connection is closed before it is sent."""
     SILENCE = "silence"
-    """No answer, until the caller gives up or the trainer is closed."""
+    """No response until the caller gives up or the trainer is closed."""
     TRUNCATED = "truncated"
     """The connection is closed in the middle of the body."""
     EMPTY_CHOICES = "empty_choices"
@@ -138,11 +141,10 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One failure to answer, after `delay` seconds.
+    """One failure, after `delay` seconds.
 
-    The turn does not count as answered: the rollout's state stays what it was, and the same call is right again.
-    `status`, `body` and `headers` are used by the kinds `STATUS` and `TRUNCATED`, which send `body` verbatim.
-    ValueError for a negative delay.
+    The turn does not count: the rollout's state does not change, and the same request is correct again. The kinds `STATUS` and
+    `TRUNCATED` use `status`, `body` (sent verbatim) and `headers`. Raises ValueError for a negative delay.
     """
 
     kind: FaultKind
@@ -156,7 +158,7 @@ class Fault:
 
     @classmethod
     def error(cls, status: int, detail: str, headers: Mapping[str, str] | None = None) -> "Fault":
-        """An HTTP error in the form in which trainers send it, ``{"detail": detail}``."""
+        """Return an HTTP error with the body ``{"detail": detail}``, as trainers send it."""
         body = json.dumps({"detail": detail})
         return cls(
             kind=FaultKind.STATUS,
@@ -167,12 +169,12 @@ class Fault:
 
     @classmethod
     def raw(cls, body: str, content_type: str = "application/json") -> "Fault":
-        """Status 200 with a body that is no completion."""
+        """Return a response with status 200 whose body is not a completion."""
         return cls(kind=FaultKind.STATUS, body=body, headers={"content-type": content_type})
 
     @classmethod
     def truncated(cls, body: str = '{"id": "x"') -> "Fault":
-        """The beginning of an answer whose Content-Length promised more."""
+        """Return the beginning of a response that is shorter than its Content-Length."""
         return cls(kind=FaultKind.TRUNCATED, body=body, headers={"content-type": "application/json"})
 
 
@@ -181,9 +183,9 @@ Line: TypeAlias = ScriptedReply | Fault
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extensions:
-    """What becomes of the extensions of a rollout's answers, in the given `turns` (from 1) or, with None, in all of them.
+    """Changes to the fields of a rollout's completions beyond OpenAI's, in the given `turns` (from 1), or in all turns if None.
 
-    `omit` and `usage` are those of `ScriptedReply`, and add to what a reply says itself. ValueError for an unknown name in `omit`.
+    `omit` and `usage` are as in `ScriptedReply` and add to those of each reply. Raises ValueError for an unknown name in `omit`.
     """
 
     omit: frozenset[str] = frozenset()
@@ -194,7 +196,7 @@ class Extensions:
         _check_omitted(self.omit)
 
     def apply_to(self, reply: ScriptedReply, turn: int) -> ScriptedReply:
-        """The reply as it goes out in this turn."""
+        """Return the reply as it is sent in this turn."""
         if self.turns is not None and turn not in self.turns:
             return reply
         return dataclasses.replace(reply, omit=reply.omit | self.omit, usage=reply.usage or self.usage)
@@ -202,11 +204,11 @@ class Extensions:
 
 @dataclass(frozen=True, slots=True)
 class Reception:
-    """How the deliveries of a rollout's outcome are met: each with the next fault, and after them with status 200.
+    """How a trainer responds to the deliveries of a rollout's outcome: each with the next fault, and then with status 200.
 
-    With `repeat_last` the last fault is committed for ever. A status of 2xx acknowledges; every kind of broken connection
-    means that the outcome was taken and the acknowledgement got lost. ValueError for the kinds that only completions know,
-    and for a last fault to repeat where there is none.
+    With `repeat_last` the last fault is repeated for all further deliveries. A status of 2xx acknowledges. A fault that breaks the
+    connection means that the outcome was received and the acknowledgement is lost. Raises ValueError for kinds that apply to
+    completions only, and for `repeat_last` without faults.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -215,12 +217,12 @@ class Reception:
     def __post_init__(self) -> None:
         for fault in self.faults:
             if fault.kind in (FaultKind.EMPTY_CHOICES, FaultKind.NULL_MESSAGE):
-                raise ValueError(f"{fault.kind} is no way to meet the delivery of an outcome")
+                raise ValueError(f"{fault.kind} does not apply to the delivery of an outcome, only to completions")
         if self.repeat_last and not self.faults:
-            raise ValueError("there is no last fault to repeat")
+            raise ValueError("repeat_last needs at least one fault")
 
     def fault(self, index: int) -> Fault | None:
-        """What is committed at the delivery at `index`, counted from 0; None: it is acknowledged with 200."""
+        """Return the fault for the delivery at `index`, from 0; None: acknowledge it with 200."""
         if index < len(self.faults):
             return self.faults[index]
         return self.faults[-1] if self.repeat_last else None
@@ -228,11 +230,11 @@ class Reception:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """How a trainer treats one rollout: its lines in order, what they are sent with, and how its outcome is met.
+    """How a trainer treats one rollout: the lines in order, changes to their fields, and the responses to its outcome.
 
-    With `repeat_last` the last line is said again for ever; with `then_model` the trainer's model speaks after the last
-    line. Without either a call beyond the last line is an HTTP 500 that names the script's length, so that a server asking
-    too often is noticed. ValueError for a script without lines that does not leave them to the model, and for both at once.
+    After the last line, `repeat_last` repeats it and `then_model` uses the trainer's model. With neither, a further request gets an
+    HTTP 500 that names the script's length, which reveals a server that requests too many turns. Raises ValueError for both
+    flags at once, and for a script without lines unless `then_model` is set.
     """
 
     lines: tuple[Line, ...] = ()
@@ -245,17 +247,17 @@ class Script:
         if not self.lines and not self.then_model:
             raise ValueError("a script needs at least one line, or then_model")
         if self.repeat_last and self.then_model:
-            raise ValueError("after the last line it is repeat_last or then_model, not both")
+            raise ValueError("repeat_last and then_model exclude each other")
 
     def line(self, index: int) -> Line | None:
-        """The line at `index`, counted from 0; None where the model speaks."""
+        """Return the line at `index`, from 0; None if the model generates the completion."""
         if index < len(self.lines):
             return self.lines[index]
         if self.then_model:
             return None
         if self.repeat_last:
             return self.lines[-1]
-        return Fault.error(500, f"the script has {len(self.lines)} lines and all of them were said")
+        return Fault.error(500, f"the script has {len(self.lines)} lines, and all of them were used")
 
 
 def _check_omitted(names: frozenset[str]) -> None:

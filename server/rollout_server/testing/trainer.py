@@ -1,4 +1,4 @@
-"""`StrictTrainer`: a real server that plays a trainer, judges whoever calls it, and fails on demand."""
+"""`StrictTrainer`: a reference trainer that verifies every request, answers with scripted completions and fails on demand."""
 
 import asyncio
 from collections import deque
@@ -32,42 +32,39 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 @dataclass(eq=False)
 class StrictTrainer:
-    """A trainer of the synchronous or the asynchronous dialect (docs/design.md, A and B) on a port of its own.
+    """A trainer for the synchronous or the asynchronous HTTP API (docs/design.md, A and B) and for gRPC.
 
     ``async with StrictTrainer() as trainer:`` serves at `trainer.url` until the block ends:
 
-    * ``POST /v1/chat/completions``: judged, then answered by the rollout's script, or by `model` where there is none.
-      422 with ``{"detail": text}`` for a refused call, 401 for a wrong key, 502 where the tools cannot be had.
-    * ``POST /v1/rollout/completed``, in the asynchronous dialect: judged, then met as the rollout's script says.
-    * ``GET /health``; ``GET /verdicts``, one summary for each rollout; ``GET /verdict?rollout_id=``, everything.
-    * ``PUT /script?rollout_id=``: a script as JSON, see `script_json`.
-    * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message and in token mode, see
+    * ``POST /v1/chat/completions``: verifies the request, then answers with the rollout's script, or with `model` if there is none.
+      422 with ``{"detail": text}`` for a refused request, 401 for a wrong key, 502 if the tools cannot be fetched.
+    * ``POST /v1/rollout/completed``, asynchronous HTTP API only: verifies the outcome, then responds as the rollout's script says.
+    * ``GET /health``; ``GET /verdicts``: one summary per rollout; ``GET /verdict?rollout_id=``: the full verdict.
+    * ``PUT /script?rollout_id=``: sets a script as JSON, see `script_json`.
+    * gRPC at `grpc_target`: `osmosis.rollout.v1.CompletionService` in message mode and in token mode, see
       `completions` and `token_mode`.
 
-    With `async with trainer.connected("host:port") as stream` it is a client instead, see `TrainStream`.
+    With `async with trainer.connected("host:port") as stream` the trainer is a client instead, see `TrainStream`.
 
-    The arguments:
+    Args:
+        tokenizer_dir: a local directory with a tokenizer and its chat template.
+        scripts: scripts by rollout id. `script` applies to all other ids; the default script uses `model` for every turn.
+        dialect: see `TrainerDialect`.
+        replays_keys: a retried turn (same ``Idempotency-Key``) gets the same completion, and the response repeats the key in a
+            header. Otherwise the turn is generated again. Default: True over gRPC, False for the asynchronous HTTP API.
+        reuses_ids: asynchronous HTTP API only: a rollout id may be used again once its outcome is settled. Otherwise it is refused.
+        settled: called with the verdict of each rollout whose outcome was acknowledged or finally refused.
+        model: generates the completions that no script defines, in the trainer's own thread.
+        tools: rendered into every prompt. Alternatively `tools_from`: the base URL of a gateway; the trainer requests its
+            ``GET /tools`` once, on first use, with the API key `tools_key`. With neither, or if `render_tools` is False, prompts
+            are rendered without tools.
+        api_key: required as ``Authorization: Bearer`` for completions (over gRPC in the metadata) and for outcomes only.
+        parse_arguments: render tool call arguments that are JSON text as objects, as vLLM-style front ends do.
+        template_kwargs: arguments of the chat template, for all prompts.
+        port, grpc_port: 0 selects any free port. `grpc_port` None disables gRPC.
+        requests_kept: maximum length of `requests` and of `completions`.
 
-    * `tokenizer_dir`: a local directory with a tokenizer and its chat template.
-    * `scripts`, by rollout id; `script` is for all other ids, and by default leaves everything to `model`, which speaks in
-      a thread of the trainer's.
-    * `dialect`: see `TrainerDialect`.
-    * `replays_keys`: a turn that is asked for again under its ``Idempotency-Key`` gets the answer that it had, and the key
-      is repeated in the answer's header; else the turn is generated anew. By default keys are replayed over gRPC, and not in
-      the asynchronous dialect.
-    * `reuses_ids`: an id of that dialect may begin anew once its outcome is settled; else a rollout is refused after it.
-    * `settled` is called with the verdict of each rollout whose outcome is acknowledged or refused for good.
-    * `tools` are rendered into every prompt; or those of `tools_from`, the base URL of a gateway whose ``GET /tools`` is
-      asked once, on first use, with the API key `tools_key`. With neither, or with `render_tools` off, prompts are rendered
-      without tools.
-    * `api_key`: demanded as ``Authorization: Bearer`` for completions (over gRPC in the metadata) and for outcomes, and
-      for nothing else.
-    * `parse_arguments`: tool call arguments that came as JSON text are rendered as objects, as vLLM-style fronts do.
-    * `template_kwargs`: switches of the chat template, for all prompts.
-    * `port` and `grpc_port`: 0 for any free one; without gRPC, `grpc_port` is None.
-    * `requests_kept`: of how many requests `requests` and `completions` tell.
-
-    Entering raises OSError for an address that cannot be had, ValueError for a tokenizer without a chat template.
+    Entering raises OSError if an address cannot be bound, and ValueError for a tokenizer without a chat template.
     """
 
     tokenizer_dir: Path = TOY_TOKENIZER
@@ -130,64 +127,64 @@ class StrictTrainer:
 
     @property
     def url(self) -> str:
-        """The base URL, without a trailing slash: what goes into `server_url`."""
+        """The base URL without a trailing slash, for `server_url`."""
         return f"http://{target(self.host, self.port)}"
 
     @property
     def grpc_target(self) -> str:
-        """What a gRPC channel is opened to. ValueError if the trainer does not listen for gRPC."""
+        """The target of a gRPC channel to this trainer. Raises ValueError if the trainer does not listen for gRPC."""
         if self.grpc_port is None:
             raise ValueError("this trainer does not listen for gRPC")
         return target(self.host, self.grpc_port)
 
     @property
     def requests(self) -> tuple[SeenRequest, ...]:
-        """The requests for completions that came over HTTP, oldest first, refused ones too."""
+        """The completion requests received over HTTP, oldest first, including refused ones."""
         return tuple(self._requests)
 
     @property
     def completions(self) -> tuple[SeenCompletion, ...]:
-        """The same for gRPC."""
+        """The completion requests received over gRPC, oldest first, including refused ones."""
         return tuple(self._completions)
 
     def verdict(self, rollout_id: str) -> Verdict | None:
-        """What the judge found about one rollout; None where no call came under this id."""
+        """Return the verdict of one rollout; None if no request had this id."""
         return self._engine_thread.judge.verdict(rollout_id)
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts of all rollouts that are kept, the one called least recently first."""
+        """Return all stored verdicts, least recently used first."""
         return self._engine_thread.judge.verdicts()
 
     def deliveries(self, rollout_id: str) -> tuple[ReceivedOutcome, ...]:
-        """The deliveries of a rollout's outcome, oldest first, refused ones too."""
+        """Return the deliveries of a rollout's outcome, oldest first, including refused ones."""
         return self._receiver.deliveries(rollout_id)
 
     def outcome(self, rollout_id: str) -> DeliveredOutcome | None:
-        """What a rollout came to, as it was delivered first; None where nothing was delivered."""
+        """Return a rollout's outcome as first delivered; None if none was delivered."""
         return self._engine_thread.judge.outcome(rollout_id)
 
     async def delivered(self, rollout_id: str, times: int = 1) -> tuple[ReceivedOutcome, ...]:
-        """Waits until a rollout's outcome was delivered so many times."""
+        """Wait until a rollout's outcome was delivered at least `times` times, and return the deliveries."""
         await self._receiver.changed.until(lambda: len(self.deliveries(rollout_id)) >= times)
         return self.deliveries(rollout_id)
 
     async def completed(self, rollout_id: str) -> Mapping[str, Any]:
-        """Waits until a rollout's outcome is settled, acknowledged or refused for good, and returns its body."""
+        """Wait until a rollout's outcome is settled (acknowledged or finally refused), and return its body."""
         await self._receiver.changed.until(lambda: self._settled_outcome(rollout_id) is not None)
         outcome = self._settled_outcome(rollout_id)
         assert outcome is not None  # noqa: S101 - just waited for
         return outcome.body
 
     def connected(self, server: str, *, credit: int = 256, api_key: str = "") -> TrainStream:
-        """A stream to a rollout server at host:port, on which at most `credit` asks are to be under way, to be entered.
+        """Return a stream to the rollout server at host:port, an async context manager.
 
-        `api_key` is what the server wants.
+        `credit` is the maximum number of pending completion requests. `api_key` is the API key of the server.
         """
         return TrainStream(self._completion_calls, server, credit, api_key)
 
     @asynccontextmanager
     async def down(self) -> AsyncIterator[None]:
-        """While the block lasts nobody listens on the HTTP port: connections are closed, and new ones refused."""
+        """Take the HTTP port down during the block: open connections are closed and new ones refused."""
         await self._stop_listening()
         try:
             yield
@@ -195,12 +192,12 @@ class StrictTrainer:
             self._listener = await HttpServer.open(self._app, self.host, self.port)
 
     def start_anew(self, rollout_id: str) -> None:
-        """Ends a rollout on the trainer's side: the next call under this id is a first one."""
+        """Discard a rollout's state and keep its verdict as an earlier one: the next request counts as the first one."""
         self._engine_thread.judge.start_anew(rollout_id)
         self._receiver.begin_anew(rollout_id)
 
     async def put_script(self, rollout_id: str, script: Script) -> None:
-        """Gives a rollout its script, and starts it anew."""
+        """Set the script of a rollout and discard its state, as `start_anew` does."""
         await self._engine_thread.put_script(rollout_id, script)
         self._receiver.begin_anew(rollout_id)
 

@@ -1,4 +1,4 @@
-"""The rollout server's part, played over a real channel, with a record and digests of its own."""
+"""A rollout server for the trainer library's tests, over a real channel, with its own ledger and digests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER, MODEL = token_pb2.AUTHOR_OTHER, token_pb2.AUTHOR_MODEL
 
 @dataclass
 class Asker:
-    """A segment as the server holds it: (id, by model) of each token, and the checkpoint both sides agreed on."""
+    """A segment in the server's view: (id, by model) of each token, and the agreed checkpoint."""
 
     stub: Any
     uid: str = "u1"
@@ -42,13 +42,13 @@ class Asker:
     turn: int = 1
 
     def checkpoint(self, new: list[tuple[int, bool]], messages: int) -> token_pb2.Checkpoint:
-        """What is held with more tokens."""
+        """The checkpoint after more tokens."""
         held = [*self.tokens, *new]
         words = b"".join((token | by_model << 31).to_bytes(4, "little") for token, by_model in held)
         return token_pb2.Checkpoint(messages=messages, tokens=len(held), digest=hashlib.sha256(words).digest())
 
     def request(self, ids: list[int], **changes: Any) -> pb.CompleteRequest:
-        """Asks for the next turn, with new tokens of others."""
+        """A request for the next turn, with new environment tokens."""
         new = [(token, False) for token in ids]
         fields: dict[str, Any] = {
             "uid": self.uid,
@@ -68,7 +68,7 @@ class Asker:
         return pb.CompleteRequest(**{name: value for name, value in fields.items() if value is not None})
 
     def whole(self, ids: list[int], **changes: Any) -> pb.CompleteRequest:
-        """The same with the whole history."""
+        """The same request with the whole history."""
         request = self.request(ids, base=None, **changes)
         history = [
             token_pb2.Span(author=MODEL if by_model else OTHER, turn=turn, token_ids=[token])
@@ -80,7 +80,7 @@ class Asker:
         return request
 
     def took(self, request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
-        """Adds a turn. Both checkpoints must be what is held here."""
+        """Add a turn. Asserts that both checkpoints equal this side's."""
         new = [(token, False) for token in request.new_tokens.spans[-1].token_ids]
         assert response.prompt_checkpoint == request.new_tokens.after == self.checkpoint(new, self.messages + 1)
         answer = [(token, True) for token in response.token_ids]
@@ -90,7 +90,7 @@ class Asker:
         self.base, self.messages, self.turn = response.after, self.messages + 2, self.turn + 1
 
     async def ask(self, ids: list[int]) -> pb.CompleteResponse:
-        """A turn that goes well."""
+        """Run a turn that succeeds."""
         request = self.request(ids)
         response: pb.CompleteResponse = await self.stub.Complete(request)
         self.took(request, response)
@@ -99,7 +99,7 @@ class Asker:
 
 @dataclass
 class Stand:
-    """A trainer's services on a port of their own."""
+    """A trainer's services on a free port."""
 
     model: ToyModel
     records: Records
@@ -109,13 +109,13 @@ class Stand:
     deliveries: Any
 
     def asker(self, **fields: Any) -> Asker:
-        """A server with a rollout."""
+        """A server with one rollout."""
         return Asker(self.completions, **fields)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a stand takes on, and what else is its own."""
+    """Limits and other options of the services."""
 
     generating: int = 8
     remembered: int = 8
@@ -126,7 +126,7 @@ class Limits:
 
 @asynccontextmanager
 async def standing(model: Any = None, limits: Limits = Limits()) -> AsyncIterator[Stand]:
-    """Both services, open."""
+    """Serve both services."""
     toy = model or ToyModel()
     records, outcomes = Records(limits.remembered), Outcomes()
     turns = Turns(Model(toy, decode, limits.parse, limits.render, {END}), records, limits.generating)
@@ -143,12 +143,12 @@ async def standing(model: Any = None, limits: Limits = Limits()) -> AsyncIterato
 
 
 async def refusal(call: Any) -> RolloutError:
-    """What a call fails with."""
+    """The error of a call that must fail."""
     try:
         await call
     except grpc.aio.AioRpcError as error:
         return failure_of(error, "")
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 async def held_after(call: Any) -> list[int]:
@@ -168,11 +168,11 @@ async def retry_info(call: Any) -> RetryInfo | None:
         await call
     except grpc.aio.AioRpcError as error:
         return find_detail(rich_status(error), RetryInfo())
-    raise AssertionError("the call went well")
+    raise AssertionError("the call succeeded")
 
 
 class _Bearer(grpc.aio.UnaryUnaryClientInterceptor):
-    """Sends a bearer token with each call."""
+    """Add a bearer token to each call."""
 
     def __init__(self, value: str) -> None:
         self._value = value

@@ -1,4 +1,4 @@
-"""The rollout server's part of `TrainerService.Train`, by the contract alone: streams outlive connections, a test plays on them."""
+"""The server side of `TrainerService.Train`, written from the contract: streams outlive connections; a test drives them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DETAILS = "grpc-status-details-bin"
 
 
 class Rejected(Exception):
-    """An ask that the trainer refused."""
+    """A completion request that the trainer refused."""
 
     def __init__(self, reject: pb.TrainReject) -> None:
         super().__init__(reject.message)
@@ -36,7 +36,7 @@ class Rejected(Exception):
 
 @dataclass
 class Hosted:
-    """One stream. `came` is what the trainer sent, each item once; `hellos` began its connections."""
+    """One stream. `came` holds the trainer's items, each once; `hellos` holds the first item of each connection."""
 
     id: str
     hellos: list[pb.TrainHello] = field(default_factory=list)
@@ -52,29 +52,29 @@ class Hosted:
 
     @property
     def last_seen(self) -> int:
-        """The trainer's last item that was taken."""
+        """Number of the trainer's last accepted item."""
         return max((item.sequence for item in self.came), default=0)
 
     def send(self, **item: Any) -> int:
-        """Sends a numbered item, over as many connections as it takes."""
+        """Send a numbered item, over as many connections as necessary."""
         self._last += 1
         self._kept.append(pb.TrainResponse(sequence=self._last, **item))
         self.stirred.set()
         return self._last
 
     def mention(self, **item: Any) -> None:
-        """Sends one without a number."""
+        """Send an item without a number."""
         self._passing.append(pb.TrainResponse(**item))
         self.stirred.set()
 
     async def Complete(self, request: cs.CompleteRequest) -> cs.CompleteResponse:  # noqa: N802 - an rpc
-        """Asks, and waits for the answer. Raises `Rejected`."""
+        """Request a completion and wait for it. Raises `Rejected`."""
         future = self._asks[request.turn_key] = asyncio.get_running_loop().create_future()
         self.send(ask=request)
         return await future
 
     def take(self, item: pb.TrainRequest) -> bool:
-        """Takes an item in; whether it was a new one."""
+        """Accept an item; return whether it is new."""
         match item.WhichOneof("item"):
             case "acknowledge":
                 self.acknowledged = max(self.acknowledged, item.acknowledge.sequence)
@@ -95,7 +95,7 @@ class Hosted:
         return True
 
     def unsent(self, sent: int) -> list[pb.TrainResponse]:
-        """What one connection has not carried yet."""
+        """Items that a connection has not sent yet."""
         passing, self._passing = self._passing, []
         return [*passing, *(each for each in self._kept if each.sequence > sent)]
 
@@ -105,7 +105,7 @@ Play = Callable[[Hosted, rs.Rollout], Awaitable[None]]
 
 @dataclass
 class Host(TrainerServiceServicer, RolloutServiceServicer):
-    """Plays each rollout that is started. Set `refusals` for the codes of the first starts, `largest` for what an item may have."""
+    """Run a test's code for each started rollout. `refusals`: codes of the first starts; `largest`: maximum item size."""
 
     play: Play
     grace: float = 10.0
@@ -120,12 +120,12 @@ class Host(TrainerServiceServicer, RolloutServiceServicer):
 
     @property
     def stream(self) -> Hosted:
-        """The only one."""
+        """The only stream."""
         (stream,) = self.streams.values()
         return stream
 
     def forget(self) -> None:
-        """Forgets all streams, as a restart does."""
+        """Forget all streams, as after a restart."""
         self.streams.clear()
 
     async def Train(self, requests: Any, context: Any) -> AsyncIterator[pb.TrainResponse]:  # noqa: N802 - an rpc
@@ -185,7 +185,7 @@ class Host(TrainerServiceServicer, RolloutServiceServicer):
         await self.play(stream, rollout)
 
     async def close(self) -> None:
-        """Ends what is played. Raises what went wrong in it."""
+        """End all rollouts. Raises the errors of their code."""
         for task in self._playing:
             task.cancel()
         for ended in await asyncio.gather(*self._playing, return_exceptions=True):
@@ -207,7 +207,7 @@ class Host(TrainerServiceServicer, RolloutServiceServicer):
 
 
 async def abort(context: Any, code: grpc.StatusCode, reason: str, text: str) -> None:
-    """Ends a call as the server does."""
+    """End a call as the server does."""
     packed = Packed()
     packed.Pack(ErrorInfo(reason=reason, domain="rollout.osmosis"))
     status = Status(code=code.value[0], message=text, details=[packed])
@@ -216,7 +216,7 @@ async def abort(context: Any, code: grpc.StatusCode, reason: str, text: str) -> 
 
 @asynccontextmanager
 async def hosting(host: Host, *, trains: bool = True) -> AsyncIterator[int]:
-    """The port of a host that listens, with or without streams for trainers."""
+    """Serve a host and yield its port, with or without trainer streams."""
     server = grpc.aio.server()
     if trains:
         add_TrainerServiceServicer_to_server(host, server)

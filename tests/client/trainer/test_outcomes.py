@@ -1,4 +1,4 @@
-"""Outcomes: taken once, compared token by token, found where no delivery gets through."""
+"""Outcomes in the trainer library: accepted once, compared token by token, fetched if no delivery arrives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAILED: dict[str, Any] = {"failure": outcome_pb2.Failure(category=outcome_pb2.FA
 
 
 def delivered(asker: Asker, answers: list[Any], end: dict[str, Any] = STOP, rollout_id: str = "r1") -> pb.Rollout:
-    """The finished rollout as a server makes it of what it holds."""
+    """The finished rollout that a server would send for its ledger."""
     spans, at = [], 0
     while at < len(asker.tokens):
         by_model, turn = asker.tokens[at][1], asker.turns[at]
@@ -62,7 +62,7 @@ def delivered(asker: Asker, answers: list[Any], end: dict[str, Any] = STOP, roll
 
 @dataclass
 class Played:
-    """A rollout of two turns: the trainer's record, and what the server makes of it."""
+    """A rollout of two turns: the trainer's record, and the server's version."""
 
     record: Record
     rollout: pb.Rollout
@@ -70,22 +70,22 @@ class Played:
 
     @property
     def sample(self) -> token_pb2.Sample:
-        """The server's, to be changed."""
+        """The server's sample, which a test may change."""
         return self.rollout.outcome.samples[0]
 
     @property
     def opening(self) -> int:
-        """Where the response begins."""
+        """The length of the prompt."""
         return len(self.sample.prompt_ids)
 
     def finished(self) -> Finished:
-        """Both compared."""
+        """Compare both records."""
         return verify_rollout(self.rollout, self.record)
 
 
 @pytest.fixture
 async def played() -> Played:
-    """A rollout that went well, and the same without its last turn."""
+    """A consistent rollout, and the same without its last turn."""
     async with standing() as stand:
         asker = stand.asker()
         first = await asker.ask(PROMPT)
@@ -101,11 +101,11 @@ def test_what_is_the_same_is_checked(played: Played) -> None:
 
 @pytest.mark.parametrize("end", [STOP, FAILED], ids=["stop", "failure"])
 def test_an_answer_that_the_server_did_not_take_is_not_missed(played: Played, end: dict[str, Any]) -> None:
-    """It had stopped waiting, or failed."""
+    """The server had stopped waiting, or had failed."""
     played.cut.outcome.MergeFrom(outcome_pb2.Outcome(**end))
     finished = verify_rollout(played.cut, played.record)
     assert (finished.mismatch, finished.end) == (None, next(iter(end)))
-    played.cut.outcome.metrics.turns = 2  # it did take it
+    played.cut.outcome.metrics.turns = 2  # the server did accept it
     mismatch = verify_rollout(played.cut, played.record).mismatch
     assert mismatch is not None
     assert mismatch.field == "length"
@@ -222,7 +222,7 @@ async def staged() -> AsyncIterator[Stage]:
 
 
 def trainer_of(stage: Stage, **fields: Any) -> Trainer:
-    """A trainer of the scripted server that looks for outcomes at once."""
+    """A trainer of the scripted server that fetches outcomes at once."""
     return Trainer(
         stage.address,
         generate=ToyModel(),
@@ -235,7 +235,7 @@ def trainer_of(stage: Stage, **fields: Any) -> Trainer:
 
 
 async def play(stage: Stage, lie: bool) -> None:
-    """Plays the server's part of one rollout: two turns, and an outcome with one id changed."""
+    """Act as the server of one rollout: two turns, and an outcome with one id changed."""
     await until(lambda: stage.script.asked("StartRollout"))
     start = stage.script.asked("StartRollout")[0]
     bearer = _Bearer(f"Bearer {start.credentials.completions_bearer}")

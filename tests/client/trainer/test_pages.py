@@ -1,4 +1,4 @@
-"""The snippets of docs/trainer.md and the example, run as they are written, save for the addresses; and what the library loads."""
+"""The snippets of docs/trainer.md and the example, run as written except for the addresses; and the library's imports."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SAID = {
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    """A server that knows the page's tokenizer."""
+    """A server with the page's tokenizer."""
     known = {"Qwen/Qwen3-8B": TOY_TOKENIZER, "toy": TOY_TOKENIZER}
     async with Server([Calculator()], settings(tokenizers=known)) as server:
         yield f"127.0.0.1:{server.grpc_port}"
 
 
 async def run(*arguments: str, cwd: Path) -> str:
-    """What a program prints that goes well."""
+    """The output of a program that must succeed."""
     piped = subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=cwd, stdout=piped, stderr=piped)
     output, errors = await process.communicate()

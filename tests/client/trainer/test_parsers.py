@@ -1,4 +1,4 @@
-"""Parsers of tool calls: what models should write, what they do write, and what nobody should."""
+"""Parsers of tool calls: valid, sloppy and malicious completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUB = ToolCall("sub", "{}")
 
 
 def said(content: str, *calls: ToolCall, reasoning: str | None = None) -> ParsedCompletion:
-    """An answer."""
+    """A parsed completion."""
     return ParsedCompletion(content, calls, reasoning)
 
 
@@ -152,7 +152,7 @@ def test_a_call_that_is_only_thought_of_is_none() -> None:
     assert parse(f"No thought. {call}") == said("No thought.", SUB)
 
 
-@pytest.mark.timeout(20)  # whoever looks at all of it again and again takes minutes
+@pytest.mark.timeout(20)  # an implementation that rescans the text takes minutes
 @pytest.mark.parametrize(
     "text",
     [

@@ -1,4 +1,4 @@
-"""Groups of rollouts from a real server, whose every token is compared with what was generated."""
+"""Groups of rollouts from a real server, with every token compared to the generated ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUESTION = "Please calculate 5 plus 3."
 
 @pytest.fixture
 async def address() -> AsyncIterator[str]:
-    """Where a server of the calculator listens."""
+    """The address of a server with the calculator."""
     async with Server([Calculator()], settings()) as server:
         yield f"127.0.0.1:{server.grpc_port}"
 
@@ -101,7 +101,7 @@ async def test_leaving_ends_what_runs_on_the_server(address: str) -> None:
 
 
 async def test_an_outcome_that_comes_while_it_is_looked_for_is_not_missed() -> None:
-    """The server forgets a rollout once its outcome was taken, so whoever looks for it then finds nothing."""
+    """The server forgets a rollout once its outcome was accepted, so a later fetch finds nothing."""
     async with Server([Calculator()], settings(max_records=0)) as server:
         address, serving = f"127.0.0.1:{server.grpc_port}", Serving(look=0.001)
         async with trainer_of(address, ToyModel(), serving=serving) as trainer:
@@ -168,7 +168,7 @@ async def test_answers_that_were_cut_agree(address: str) -> None:
 
 
 async def test_a_connection_that_breaks_harms_nothing(address: str) -> None:
-    """The line to the trainer is cut in the middle of a turn, and in the middle of its repetition."""
+    """The trainer's connection is cut in the middle of a turn, and again during the retry."""
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -217,7 +217,7 @@ async def test_a_trainer_that_renders_is_sent_messages(address: str) -> None:
     async with trainer_of(address, model, render=render) as trainer:
         (group,) = [each async for each in trainer.rollouts([QUESTION], n=1)]
     (rollout,) = group.rollouts
-    # What this template makes of an answer with a call is not what the model wrote, so a segment of its own begins.
+    # This template renders a completion with a call differently from the sampled tokens, so a new segment begins.
     assert (rollout.mismatch, rollout.error) == (None, "")
     assert [sample.kind for sample in rollout.samples] == ["main", "drift"]
     assert decode(model.prompts[0]).startswith("4 tools")
@@ -248,7 +248,7 @@ async def test_arguments_that_cannot_be_right_are_named(address: str) -> None:
         ):
             with pytest.raises((TypeError, ValueError), match=text):
                 _ = [each async for each in trainer.rollouts(prompts, n=n, **fields)]  # type: ignore[arg-type]
-        with pytest.raises(RolloutError):  # in token mode somebody has to know the tokenizer
+        with pytest.raises(RolloutError):  # in token mode one side needs the tokenizer
             _ = [each async for each in trainer.rollouts([QUESTION], n=1)]
     with pytest.raises(RuntimeError, match="once"):
         await trainer.__aenter__()

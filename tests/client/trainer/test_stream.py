@@ -1,4 +1,4 @@
-"""A trainer that is only a client: what it says over its stream, and what it makes of cuts, refusals and lost streams."""
+"""A trainer as a client only: the items it sends on its stream, and its reaction to cuts, refusals and lost streams."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def finish(stream: Hosted, rollout: rs.Rollout, asker: Asker, answers: lis
 
 
 async def two_turns(stream: Hosted, rollout: rs.Rollout) -> None:
-    """An answer, a tool's result, an answer."""
+    """A completion, a tool result, a completion."""
     asker = Asker(stream, uid=rollout.uid)
     await finish(stream, rollout, asker, [await asker.ask(PROMPT), await asker.ask(RESULT)])
 
@@ -102,7 +102,7 @@ async def test_asks_are_answered_in_any_order_and_no_more_at_once_than_may_be() 
 
 
 async def cut_at(cut: Cut) -> bool:
-    """Plays a group over a line that is cut there; whether it was."""
+    """Run a group over a connection that is cut there; return whether it was cut."""
     host, model = Host(two_turns), ToyModel()
     async with (
         hosting(host) as port,
@@ -170,7 +170,7 @@ async def test_a_trainer_that_lost_its_stream_looks_for_outcomes_and_fails_the_o
         await until(lambda: model.at_once == 2)
         host.forget()
         line.cut()
-        with pytest.raises(NotPossible, match="start it anew") as caught:
+        with pytest.raises(NotPossible, match="start it again") as caught:
             await going
         assert (caught.value.reason, model.cancelled) == ("STREAM_EXPIRED", 2)
         await until(lambda: host.received == ["u1-0"])
@@ -192,7 +192,7 @@ async def test_a_server_that_is_gone_for_too_long_is_told() -> None:
         going = asyncio.create_task(groups_of(trainer))
         await model.begun.wait()
         await line.down()
-        with pytest.raises(Unavailable, match="was under way when its stream"):
+        with pytest.raises(Unavailable, match="was running when its stream"):
             await going
         assert model.cancelled == 1
 
@@ -225,7 +225,7 @@ async def test_what_cannot_be_answered_is_rejected_with_what_the_contract_wants(
 
     async def play(stream: Hosted, rollout: rs.Rollout) -> None:
         asker = Asker(stream, uid=rollout.uid)
-        await asked(stream, asker.request(PROMPT))  # not now
+        await asked(stream, asker.request(PROMPT))  # refused: the model raises TryAgainLater
         first = await asker.ask(PROMPT)
         lost = Asker(stream, uid=rollout.uid, segment="1", base=asker.checkpoint([(7, False)], 1))
         await asked(stream, lost.request(RESULT))

@@ -1,4 +1,4 @@
-"""Rollouts over streams of a real server: cut at every message, several trainers at once, both ways to the same tokens."""
+"""Rollouts over streams of a real server: cut at every message, with several trainers at once, in both token modes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def groups_of(trainer: Trainer, prompts: Sequence[str] = (QUESTION,), **fi
 
 
 def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A template that writes calls as the model does, so that each prompt extends the one before."""
+    """A template that renders calls as the model writes them, so that each prompt extends the previous one."""
     text = ""
     for each in messages:
         calls = [call["function"] for call in each.get("tool_calls") or ()]
@@ -48,7 +48,7 @@ def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, A
 
 
 async def same_as_the_servers(client: AsyncClient, finished: Finished) -> bool:
-    """Whether what came over the stream is what the server has on record, element by element."""
+    """Whether the samples from the stream equal the server's record, element by element."""
     kept = samples(await client.get(finished.uid, view="full"))
     return (finished.mismatch, finished.checked, finished.error) == (None, True, "") and list(finished.samples) == kept
 
@@ -68,7 +68,7 @@ async def test_what_comes_is_what_the_server_has(server: Server, serving: Any, f
 
 
 class Delegating(Agent):
-    """Asks a sub-agent, then continues twice: as the main conversation and as a branch of it, at the same time."""
+    """Call a sub-agent, then continue twice in parallel: as the main conversation and as a branch of it."""
 
     name = "delegating"
 
@@ -117,7 +117,10 @@ async def test_several_trainers_have_their_own(server: Server) -> None:
 
 
 async def cut_at(server: Server, cut: Cut) -> bool:
-    """Plays a group over a line that is cut there; whether it was. A turn that is generated twice would have two prompts."""
+    """Run a group over a connection that is cut there; return whether it was cut.
+
+    A turn generated twice would have two prompts.
+    """
     model = ToyModel(SAYS)
     async with (
         SeveredLine(server.grpc_port, cut) as line,
@@ -141,13 +144,13 @@ async def test_a_cut_at_any_message_gives_one_outcome_and_no_turn_twice(
 ) -> None:
     cuts = [Cut(to_server, number, passes) for number in range(1, 25)]
     was_cut = await asyncio.gather(*(cut_at(server, cut) for cut in cuts))
-    assert sum(was_cut) > 8  # all there are: the others are beyond the last message
+    assert sum(was_cut) > 8  # all messages; the other cuts are after the last one
     assert was_cut == sorted(was_cut, reverse=True)
     assert not was_cut[-1]
 
 
 async def test_a_stream_that_stayed_away_is_lost_alone() -> None:
-    """Of two trainers one is cut off for longer than the grace time. The other one notices nothing."""
+    """One of two trainers is disconnected for longer than the grace time. The other one is not affected."""
     held, free = ToyModel(SAYS, gate=asyncio.Event()), ToyModel(SAYS)
     async with (
         Server([Calculator()], settings(stream_grace_seconds=0.05)) as server,

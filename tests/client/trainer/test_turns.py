@@ -190,7 +190,7 @@ async def test_digests_that_differ_stop_the_turn() -> None:
         claimed.new_tokens.spans[0].author = MODEL
         claimed.new_tokens.after.CopyFrom(asker.checkpoint([(token, True) for token in RESULT], 3))
         assert await held_after(stand.completions.Complete(claimed)) == held
-        await asker.ask(RESULT)  # nothing of it was kept
+        await asker.ask(RESULT)  # the failed turn left nothing behind
         assert len(stand.model.prompts) == 2
 
 
@@ -324,7 +324,7 @@ def wrong(*_: Any) -> Any:
         (lambda text: ParsedCompletion(None), "ParsedCompletion.content must be a str"),  # type: ignore[arg-type]
         (
             lambda text: ParsedCompletion("", [("add", "{}")]),
-            "ParsedCompletion.tool_calls must hold ToolCalls, not tuple",
+            "ParsedCompletion.tool_calls must contain ToolCall, not tuple",
         ),  # type: ignore[list-item]
         (lambda text: ParsedCompletion("", [ToolCall("add", {})]), "ToolCall.arguments must be a str, not dict"),  # type: ignore[arg-type]
     ],
@@ -402,4 +402,4 @@ async def test_messages_are_rendered_where_a_renderer_is_given() -> None:
         assert (second.after.messages, seen) == (4, [(1, 1), (3, 1)])
         assert await stand.completions.Complete(request) == second
         kept = pb.CompleteResponse.FromString(stand.records.open("u1").completions[request.turn_key].body)
-        assert not kept.HasField("prompt_ids")  # memory would grow with the square of the turns
+        assert not kept.HasField("prompt_ids")  # otherwise memory would grow with the square of the turns

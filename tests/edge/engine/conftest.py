@@ -1,4 +1,4 @@
-"""A client of a real server, which all tests of a module use one after the other."""
+"""A client of a real server, shared by all tests of a module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts against engines, through the real server, and what their samples must be."""
+"""Rollouts with engines through the real server, and checks of their samples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.engine_model import Generated
 from tests.support.engines import MODEL, Engine
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call>'
-# Written as no template writes it: the engine renders what its parser kept, which is not what was sampled.
+# No template writes JSON like this: the engine renders the parsed call, which differs from the sampled tokens.
 SQUEEZED = '<tool_call>{"name":"add","arguments":{"a":5,"b":3}}</tool_call>'
 TWO_CALLS = f'Both.\n{CALL}\n<tool_call>\n{{"name": "multiply", "arguments": {{"a": 2, "b": 4}}}}\n</tool_call>'
 THOUGHT = f"<think>\nFive and three.\n</think>\n\n{CALL}"
@@ -29,14 +29,14 @@ DIALECTS = {"OpenaiEngine": "openai", "VllmEngine": "vllm", "SglangEngine": "sgl
 
 
 class Sums(Agent):
-    """Adds and multiplies."""
+    """Add and multiply."""
 
     name = "sums"
     tools = (add, multiply)
 
 
 class Parts(Agent):
-    """Goes on with one conversation, takes another way from the same place, and starts one aside with another tool."""
+    """Continue the conversation, branch from the same point, and start a subagent with another tool."""
 
     name = "parts"
     tools = (add,)
@@ -52,7 +52,7 @@ class Parts(Agent):
 
 
 class Cooling(Agent):
-    """Samples its second turn of three in a way of its own."""
+    """Change the sampling parameters in the second of three turns."""
 
     name = "cooling"
 
@@ -65,7 +65,7 @@ class Cooling(Agent):
 
 
 class Tree(Agent):
-    """Branches of branches, with and without turns between, and a shorter context in place of the first conversation."""
+    """Branches of branches, with and without turns between them, and a compaction of the main conversation."""
 
     name = "tree"
     tools = (add,)
@@ -88,7 +88,7 @@ class Tree(Agent):
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[AsyncClient]:
-    """A client of a real server that asks again soon."""
+    """A client of a real server that retries quickly."""
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
     retries: Any = {"retry_base_seconds": 0.01, "retry_max_seconds": 0.02, "retries": 2}
     settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports, **retries)
@@ -104,7 +104,7 @@ def target(engine: Engine, **fields: Any) -> Target:
 
 
 async def roll(client: AsyncClient, engine: Engine, **spec: Any) -> outcome_pb2.Outcome:
-    """One rollout to its end."""
+    """Run one rollout to its end."""
     spec = {"completions": target(engine), "messages": [{"role": "user", "content": "5 plus 3?"}], **spec}
     run = client.run(**spec)
     async for _ in run:
@@ -118,7 +118,10 @@ def warned(outcome: outcome_pb2.Outcome) -> list[str]:
 
 
 def check_whole(sample: TrainingSample, seen: Sequence[Generated]) -> None:
-    """The sample is, id by id, what the engine was shown and wrote in these turns, each of which goes on from the one before."""
+    """Assert that the sample consists of the engine's prompts and completions in these turns, id by id.
+
+    Each prompt extends the previous one and its completion.
+    """
     ids = sample.prompt_ids + sample.response_ids
     last = seen[-1]
     assert ids == last.prompt + last.ids
@@ -135,7 +138,7 @@ def check_whole(sample: TrainingSample, seen: Sequence[Generated]) -> None:
 
 
 def check_once(found: Sequence[TrainingSample], seen: Sequence[Generated]) -> None:
-    """Whatever the model wrote trains in one sample and in no other, with its logprobs, behind exactly what the model saw."""
+    """Assert that each completion is trained in exactly one sample, with its logprobs, after the prompt that the engine saw."""
     trained = 0
     for turn in seen:
         start, stop = len(turn.prompt), len(turn.prompt) + len(turn.ids)

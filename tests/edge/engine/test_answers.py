@@ -1,4 +1,4 @@
-"""Any JSON for an answer is read or refused in words, and what is read fits together."""
+"""Any JSON as a response is parsed or refused with a reason, and parsed values are consistent."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BODIES = st.fixed_dictionaries(
 
 
 def read(body: bytes) -> tuple[list[ChatCompletion | Sampled], list[Failure]]:
-    """What both readers make of an answer to turn 3, and how they fail."""
+    """The results of both parsers for a response to turn 3, or their errors."""
     answers: list[ChatCompletion | Sampled] = []
     failures: list[Failure] = []
     for reader in (partial(read_completion, most_calls=Limits().calls_read), read_sampled):

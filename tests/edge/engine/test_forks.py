@@ -1,4 +1,4 @@
-"""Several conversations in one rollout: engines remember nothing, so each goes its own way."""
+"""Several conversations in one rollout: engines are stateless, so the conversations are independent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ async def test_each_conversation_is_a_sample_of_its_own(
 async def test_each_answer_trains_once_in_a_tree_of_branches(
     client: AsyncClient, kind: Callable[[EngineModel], Engine], mode: dict[str, Any], squeezed: bool
 ) -> None:
-    """Where an engine renders, what it keeps of a call is not what was sampled: whoever goes on from it begins a segment anew."""
+    """If the engine renders, the parsed call differs from the sampled tokens.
+
+    A conversation that continues from it opens a new segment.
+    """
     texts = [f"Answer {n}." for n in range(10)]
     if squeezed:
         texts[1] = texts[3] = SQUEEZED

@@ -1,4 +1,4 @@
-"""Engines that fail, refuse or lie: the rollout says what was wrong and what to do, and keeps what it had."""
+"""Engines that fail, refuse or lie: the error says what was wrong and what to do, and the rollout keeps its results."""
 
 from __future__ import annotations
 

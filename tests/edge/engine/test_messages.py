@@ -1,4 +1,4 @@
-"""Message mode: the engine renders, and samples are what it says that it saw and wrote."""
+"""Message mode: the engine renders, and samples consist of the ids that it reports."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_the_limit_has_the_name_that_the_model_takes(client: AsyncClient, 
             outcome = await roll(client, engine, sampling={"max_tokens": 100})
             assert outcome.stop.reason == "stop"
     names = [name for body in engine.bodies() for name in ("max_tokens", "max_completion_tokens") if name in body]
-    # Found out once, by a request that generated nothing, and remembered for the next rollout.
+    # The first request finds out, without generating anything, and later rollouts know.
     assert names == (["max_tokens", *["max_completion_tokens"] * 3] if reasons else ["max_tokens"] * 3)
 
 

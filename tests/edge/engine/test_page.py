@@ -1,4 +1,4 @@
-"""The snippet of docs/engines.md, run as it is written, save for the addresses."""
+"""The snippet of docs/engines.md, run as written except for the addresses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "engines.md").read_text()
 
 
 async def snippet(engine: str, **settings: Any) -> tuple[int | None, str, str]:
-    """The snippet's exit code, output and errors, against an engine at a URL."""
+    """The snippet's exit code, output and errors, with an engine at a URL."""
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
     async with Server([Calculator()], Settings(_env_file=None, **ports, **settings)) as server:
@@ -35,7 +35,7 @@ async def snippet(engine: str, **settings: Any) -> tuple[int | None, str, str]:
 
 
 async def test_where_there_is_no_engine_the_snippet_says_so() -> None:
-    with socket.socket() as nobody:  # bound, and not listening
+    with socket.socket() as nobody:  # bound, but not listening
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         code, output, errors = await snippet(url, retries=0)

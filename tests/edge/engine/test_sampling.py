@@ -1,4 +1,4 @@
-"""A turn that its agent wants sampled in another way: the engine is asked so on that turn only, in either mode."""
+"""Sampling parameters for one turn: the engine receives them for that turn only, in either mode."""
 
 from __future__ import annotations
 

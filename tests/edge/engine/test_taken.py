@@ -1,4 +1,4 @@
-"""Which engines a request may name, where they answer, and what the fingerprint makes of them."""
+"""Engines in requests: which are accepted, their URLs, and their part in the fingerprint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token mode: the server renders, engines generate from ids and read the message, and what was sampled is never tokenised again."""
+"""Token mode: the server renders; engines generate from ids and parse the message; sampled text is never tokenized again."""
 
 from __future__ import annotations
 

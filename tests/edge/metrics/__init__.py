@@ -1,1 +1,1 @@
-"""What a server counts."""
+"""Metrics of a server."""

@@ -1,4 +1,4 @@
-"""Metrics are counted on a loop whose time jumps: latencies are exact, and nobody waits for them."""
+"""Metrics are tested on a loop with virtual time: latencies are exact and tests do not wait."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.support.jumping_loop import JumpingLoop
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """The loop of the tests beside this file."""
+    """The event loop for the tests in this folder."""
     return {"jumping": JumpingLoop}

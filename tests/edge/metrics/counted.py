@@ -1,4 +1,4 @@
-"""Rollouts of a real roster whose observer is the metrics, and what the exposition says then."""
+"""Rollouts of a real registry observed by the metrics, and a parser for the exposition."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGET = Target("http://trainer:9001", Dialect.HTTP_PLAIN)
 
 @dataclass(frozen=True)
 class Exposed:
-    """An exposition, read as Prometheus reads it."""
+    """An exposition in Prometheus's text format, parsed."""
 
     text: str
 
@@ -37,7 +37,7 @@ class Exposed:
         return {family.name: family.type for family in text_string_to_metric_families(self.text)}
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """All samples by name and labels. Fails where one is there twice."""
+        """All samples by name and labels. Fails for duplicates."""
         found: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
         for family in text_string_to_metric_families(self.text):
             for sample in family.samples:
@@ -47,16 +47,16 @@ class Exposed:
         return found
 
     def value(self, name: str, **labels: str) -> float:
-        """One sample; 0 if it is not there."""
+        """One sample; 0 if it is missing."""
         return self.samples().get((name, frozenset(labels.items())), 0.0)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all samples of that name that have these labels, among others."""
+        """The sum of all samples of that name whose labels include these."""
         wanted = frozenset(labels.items())
         return sum(value for (each, has), value in self.samples().items() if each == name and wanted <= has)
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The samples of a name that are not 0, by the values of these labels."""
+        """The non-zero samples of a name, by the values of these labels."""
         found: dict[tuple[str, ...], float] = {}
         for (each, has), value in self.samples().items():
             if each == name and value:
@@ -66,28 +66,28 @@ class Exposed:
 
 
 def read(metrics: MetricsObserver) -> Exposed:
-    """What somebody would read now."""
+    """Render and parse the metrics."""
     return Exposed(metrics.exposition().decode())
 
 
 class Asking:
-    """A sampler that answers as a function says."""
+    """A sampler whose completions come from a function."""
 
     def __init__(self, answer: Callable[[CompletionRequest], Answered]) -> None:
         self._answer = answer
 
     async def sample(self, ask: CompletionRequest) -> Answered:
-        """The answer."""
+        """Return the completion."""
         await asyncio.sleep(0)
         return self._answer(ask)
 
     def fork(self, fork: Fork) -> Asking:
-        """The same function answers."""
+        """A fork uses the same function."""
         return self
 
 
 class Counted:
-    """A roster, and metrics that watch it. `answer` says how the trainer of a rollout answers."""
+    """A registry and metrics that observe it. `answer` returns the completions of a rollout."""
 
     def __init__(self, *agents: Agent, capacity: Capacity = Capacity()) -> None:
         loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ class Counted:
         self.metrics.watch_registry(self.roster)
 
     def start(self, answer: Callable[[CompletionRequest], Answered], **spec: object) -> Rollout:
-        """A new rollout."""
+        """Start a new rollout."""
         rollout_id = f"r{len(self.rollouts) + 1}"
         self._answers[rollout_id] = answer
         made = Spec(rollout_id, (USER,), TARGET, **spec)  # type: ignore[arg-type]
@@ -114,11 +114,11 @@ class Counted:
         return rollout
 
     async def play(self, answer: Callable[[CompletionRequest], Answered], **spec: object) -> Outcome:
-        """A new rollout, to its end."""
+        """Run a new rollout to its end."""
         return await outcome_of(self.start(answer, **spec))
 
     def exposed(self) -> Exposed:
-        """What somebody would read now."""
+        """Render and parse the metrics."""
         return read(self.metrics)
 
     def _open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
@@ -126,14 +126,14 @@ class Counted:
 
 
 async def outcome_of(rollout: Rollout) -> Outcome:
-    """The outcome, once it is there."""
+    """Wait for the outcome."""
     await rollout.log.final_entry()
     assert rollout.outcome is not None
     return rollout.outcome
 
 
 def said(ask: CompletionRequest, *calls: ToolCall, **fields: object) -> Answered:
-    """An answer of two tokens after a prompt that was predicted as one."""
+    """A completion of two tokens after a prompt predicted as one token."""
     message: dict[str, JSON] = {"role": "assistant", "content": "done"}
     if calls:
         message["tool_calls"] = [
@@ -149,17 +149,17 @@ def said(ask: CompletionRequest, *calls: ToolCall, **fields: object) -> Answered
 
 
 def done(ask: CompletionRequest) -> Answered:
-    """Ends the rollout in its first turn."""
+    """End the rollout in its first turn."""
     return said(ask)
 
 
 def calling(*turns: Sequence[ToolCall], **fields: object) -> Callable[[CompletionRequest], Answered]:
-    """Calls tools in the first turns, and is done then."""
+    """Call tools in the first turns, then end."""
     return lambda ask: said(ask, *(turns[ask.asked.turn - 1] if ask.asked.turn <= len(turns) else ()), **fields)
 
 
 def failing(failure: Failure) -> Callable[[CompletionRequest], Answered]:
-    """Fails."""
+    """Fail."""
 
     def fail(ask: CompletionRequest) -> Answered:
         raise RolloutFailed(failure)
@@ -168,7 +168,7 @@ def failing(failure: Failure) -> Callable[[CompletionRequest], Answered]:
 
 
 def call(name: str, arguments: str = "{}", call_id: str = "c") -> ToolCall:
-    """A call as models write it."""
+    """A tool call in the format of models."""
     return ToolCall(call_id, name, arguments)
 
 
@@ -176,7 +176,7 @@ ADD = call("add", '{"a": 5, "b": 3}')
 
 
 def ledger_tokens(outcomes: Sequence[Outcome]) -> Mapping[tuple[str, ...], float]:
-    """Tokens by author and reason, as the ledgers say."""
+    """Tokens by author and reason, computed from the ledgers."""
     found: dict[tuple[str, ...], float] = {}
     for outcome in outcomes:
         for segment in outcome.segments:

@@ -1,4 +1,4 @@
-"""What is counted of rollouts, and that it adds up."""
+"""Counters of rollouts, and that they add up."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.edge.metrics.counted import ADD, Counted, call, calling, done, failin
 
 
 class Wordy(Agent):
-    """Ends with the word that the request says."""
+    """Finish with the reason in the request."""
 
     name = "wordy"
 
     async def play(self, run: Run) -> None:
-        """Asks once."""
+        """Request one completion."""
         await run.sample()
         await run.finish(str(run.metadata["word"]))
 
@@ -41,7 +41,7 @@ async def nap(seconds: float) -> str:
 
 
 class Sleepy(Agent):
-    """Has a tool that takes its time."""
+    """Has a slow tool."""
 
     name = "sleepy"
     tools = (nap,)
@@ -194,7 +194,7 @@ async def test_a_retry_that_may_have_made_a_sibling_is_counted_when_it_happens()
 
 
 class Chance:
-    """A trainer that does everything a trainer may with its ids: none, empty, extending, drifting, leaving gaps."""
+    """A trainer that does everything a trainer may do with ids: none, empty, extending, drifting, leaving gaps."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -223,7 +223,7 @@ class Chance:
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_tokens_turns_segments_and_drift_add_up_to_the_ledgers(seed: int) -> None:
-    """Whatever trainers send, the counters are the sum over all ledgers, whether a rollout runs on or has ended."""
+    """Whatever trainers send, the counters equal the sums over all ledgers, for running and finished rollouts."""
     world = Counted(Calculator())
     for number in range(60):
         trainer = Chance(1000 * seed + number)

@@ -1,4 +1,4 @@
-"""The text that is read: what it is made of, and that nobody can fill it."""
+"""The exposition: its contents, and that callers cannot make it grow."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SECRET = "hunter2"
 
 
 class Talking(Agent):
-    """Notes and ends with what the request says."""
+    """Write a note and finish with texts from the request."""
 
     name = "talking"
 
     async def play(self, run: Run) -> None:
-        """Notes, asks, ends."""
+        """Write a note, request a completion, finish."""
         word = str(run.metadata["word"])
         run.note(word, word)
         reply = await run.sample()
@@ -51,7 +51,7 @@ def test_the_process_shows_itself() -> None:
 
 
 def test_counters_are_there_before_anything_is_counted() -> None:
-    """An increase from nothing to 1 shows only if there was a 0."""
+    """Prometheus sees an increase to 1 only if the counter existed with 0 before."""
     names = {name for (name, _) in read(MetricsObserver()).samples()}
     assert {"rollout_tokens_total", "rollout_drift_total", "rollout_segments_total", "rollout_warnings_total"} <= names
 
@@ -72,7 +72,7 @@ async def test_servers_do_not_count_for_each_other() -> None:
 
 
 async def test_words_of_others_are_no_labels() -> None:
-    """However many different words come in, there are as many series as before, and none of the words shows."""
+    """However many different texts arrive, the number of series is constant and no text appears."""
     world = Counted(Talking(), Calculator())
 
     async def round_of(word: str) -> None:

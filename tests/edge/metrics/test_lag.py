@@ -1,4 +1,4 @@
-"""The lag of the event loop, on a loop whose time jumps when told to."""
+"""The lag of the event loop, on a loop with manual time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_what_holds_the_loop_shows_as_lag() -> None:
     await asyncio.sleep(0.05)
     loop = asyncio.get_running_loop()
     assert isinstance(loop, JumpingLoop)
-    loop._jumping.now += 3.0  # as if a callback had taken so long
+    loop._jumping.now += 3.0  # as if a callback had taken that long
     await asyncio.sleep(0.01)
     await lag.stop()
     assert [round(each, 6) for each in lags] == [2.95]

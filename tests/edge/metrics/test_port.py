@@ -1,4 +1,4 @@
-"""Metrics on a port of their own, over real sockets."""
+"""Metrics on a separate port, over real sockets."""
 
 from __future__ import annotations
 

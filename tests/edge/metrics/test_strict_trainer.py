@@ -1,4 +1,4 @@
-"""A rollout over real HTTP against the strict trainer, called by a name that is looked up and checked."""
+"""A rollout over real HTTP with the strict trainer, at a host name that is resolved and checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROLLOUTS = 5
 
 
 async def play() -> tuple[list[Outcome], Exposed, Table]:
-    """Some rollouts at once."""
+    """Run some rollouts concurrently."""
     tools = [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""Outcomes over gRPC: which codes acknowledge, refuse for good, or are tried again; the same bytes each time."""
+"""Outcomes over gRPC: which codes acknowledge, refuse finally, or are retried; each attempt sends the same bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parcel(url: str, credential: str = SECRET) -> PackedOutcome:
 
 @pytest.fixture
 async def make() -> AsyncIterator[Make]:
-    """`make(rules, timeout)`: a courier that may call where the rules allow it."""
+    """`make(rules, timeout)`: a reporter that may call what the rules allow."""
     opened: list[Channels | CheckedLookup] = []
 
     def courier(rules: str = "", timeout: float = 20.0) -> GrpcCourier:
@@ -59,7 +59,7 @@ async def make() -> AsyncIterator[Make]:
 
 
 def tried_again() -> set[str]:
-    """The codes that the contract's comment names."""
+    """The retried codes according to the contract's comment."""
     comment = (
         PROTO.read_text().partition("rpc DeliverOutcome")[0].rpartition("once.")[2].partition("it is sent again")[0]
     )
@@ -67,7 +67,7 @@ def tried_again() -> set[str]:
 
 
 async def met(courier: GrpcCourier, *answers: Answer) -> list[Receipt]:
-    """The receipts of as many attempts, which are the same call each time."""
+    """The receipts of these attempts, which must be identical calls."""
     async with grpc_receiver(*answers) as receiver:
         receipts = [await courier.deliver(parcel(receiver.url)) for _ in answers]
         came = receiver.came
@@ -169,7 +169,7 @@ async def test_an_echo_of_the_credential_is_taken_out(make: Make, code: grpc.Sta
 
 
 async def test_many_at_once_share_a_channel_and_none_is_closed_under_another(make: Make) -> None:
-    """Half of them fail in a way that lets the channel go, while the others still wait for their answer."""
+    """Half of the calls fail in a way that releases the channel while the others still wait for their response."""
     courier = make()
     answers = [Answer(grpc.StatusCode.UNAVAILABLE) if number % 2 else Answer() for number in range(40)]
     async with grpc_receiver(*answers) as receiver:

@@ -1,4 +1,4 @@
-"""The final callback over HTTP: what acknowledges, what is final, what is tried again, and that each attempt is the same."""
+"""The final callback over HTTP: which responses acknowledge, are final or are retried; all attempts are equal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def courier(client: HttpClient) -> HttpCourier:
 
 
 async def met(courier: HttpCourier, *acts: Act) -> list[Receipt]:
-    """The receipts of as many attempts, which are the same request each time."""
+    """The receipts of these attempts, which must be identical requests."""
     async with raw_trainer(*acts) as receiver:
         receipts = [await courier.deliver(parcel(receiver.url, SECRET)) for _ in acts]
         came = receiver.requests
@@ -122,7 +122,7 @@ async def test_a_lost_acknowledgement_is_to_be_tried_again(courier: HttpCourier,
 
 
 async def test_silence_has_an_end(client: HttpClient) -> None:
-    """The courier's own time counts, not that of a completion."""
+    """The timeout of a delivery applies, not that of a completion."""
     (receipt,) = await met(HttpCourier(client, timeout=0.3), silence())
     assert isinstance(receipt, DeliveryUnsettled)
     assert "0.3 s" in receipt.text

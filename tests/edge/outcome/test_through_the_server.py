@@ -1,4 +1,4 @@
-"""Outcomes of a whole server, told to a gRPC receiver that a request names: exactly one, repeated only while it is not settled."""
+"""Outcomes of a whole server, sent to a gRPC receiver named by the request: exactly one, repeated only until it is settled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PENDING = (pb.DELIVERY_STATE_UNSPECIFIED, pb.DELIVERY_STATE_PENDING)
 
 @asynccontextmanager
 async def world(*answers: Answer, **settings: Any) -> AsyncIterator[tuple[Caller, StrictTrainer, GrpcReceiver]]:
-    """A server, a strict trainer of the asynchronous dialect, and a receiver. Waits between attempts are short."""
+    """A server, a strict trainer of the asynchronous HTTP API, and a receiver. Pauses between attempts are short."""
     async with (
         serving(Calculator(), Idle(), **{"retry_base_seconds": 0.02, **settings}) as caller,
         StrictTrainer(dialect="plain", tools=TOOLS) as trainer,
@@ -47,7 +47,7 @@ async def world(*answers: Answer, **settings: Any) -> AsyncIterator[tuple[Caller
 
 
 def asked(trainer: StrictTrainer, receiver: str, **changes: Any) -> pb.StartRolloutRequest:
-    """A rollout whose trainer counts no masks, and whose outcome goes elsewhere."""
+    """A rollout whose trainer counts no masks, and whose outcome goes to another receiver."""
     fields: dict[str, Any] = {
         "agent": "calculator",
         "completions": target(trainer.url, dialect=spec_pb2.DIALECT_HTTP_PLAIN),
@@ -61,7 +61,7 @@ def asked(trainer: StrictTrainer, receiver: str, **changes: Any) -> pb.StartRoll
 
 
 async def settled(caller: Caller, uid: str) -> pb.Rollout:
-    """Waits until the delivery is over."""
+    """Wait until the delivery is settled."""
 
     async def is_over() -> bool:
         return (await caller.get(uid)).delivery.state not in PENDING
@@ -71,7 +71,7 @@ async def settled(caller: Caller, uid: str) -> pb.Rollout:
 
 
 def check_same(came: list[Delivered], rollout: pb.Rollout) -> pb.Rollout:
-    """All deliveries are one: same bytes, same key, same credential. Returns the rollout in them."""
+    """Assert that all deliveries are equal: bytes, key and credential. Returns the delivered rollout."""
     assert len({each.raw for each in came}) == 1
     assert {each.metadata["authorization"] for each in came} == {"Bearer sk-receiver"}
     request = came[0].request
@@ -170,7 +170,7 @@ async def test_the_synchronous_dialect_has_no_callback_for_outcomes() -> None:
 
 
 async def test_a_receiver_beside_a_trainer_that_counts_masks() -> None:
-    """The dialect of the outcome is its own: gRPC for it, the synchronous dialect for completions."""
+    """The outcome target has its own protocol: gRPC here, while completions use the synchronous HTTP API."""
     async with world() as (caller, _, receiver), StrictTrainer(tools=TOOLS) as masked:
         fields: dict[str, Any] = {
             "completions": target(masked.url),

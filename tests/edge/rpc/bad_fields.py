@@ -1,4 +1,4 @@
-"""Specs with one wrong field each: what to change about a good one, and the field that a refusal has to name."""
+"""Specs with one invalid field each: the change to a valid spec, and the field that the refusal must name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.start_requests import chat, json_message, seconds, target
 Changes: TypeAlias = dict[str, Any]
 Messages: TypeAlias = list[message_pb2.Message]
 METADATA_BYTES = 1000
-"""The largest metadata of the server that is asked."""
+"""The maximum metadata size of the server under test."""
 
 FAR = seconds(2**63 - 1)
 

@@ -1,4 +1,4 @@
-"""Servers with a channel to each, and a strict trainer that knows the calculator's tools."""
+"""Servers with a channel to each, and a strict trainer with the calculator's tools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OpenServer: TypeAlias = Callable[..., Awaitable[Caller]]
 
 @pytest.fixture
 async def open_server() -> AsyncIterator[OpenServer]:
-    """Starts servers: agents, and settings by name."""
+    """Start servers from agents and settings."""
     async with AsyncExitStack() as stack:
 
         async def start(*agents: Agent, **changes: Any) -> Caller:
@@ -41,13 +41,13 @@ def measured() -> Measured:
 
 @pytest.fixture
 async def caller(open_server: OpenServer, gated: Gated, measured: Measured) -> Caller:
-    """A server of small agents; the first one ends at once."""
+    """A server of small agents; the default one ends at once."""
     return await open_server(Idle(), gated, measured, Calculator())
 
 
 @pytest.fixture
 async def trainer() -> AsyncIterator[StrictTrainer]:
-    """A strict trainer that was told of the calculator's tools."""
+    """A strict trainer with the calculator's tools."""
     tools = [
         {
             "type": "function",

@@ -1,4 +1,4 @@
-"""JSON as people and programs really write it: texts whose writing carries more than their value."""
+"""JSON as people and programs write it: texts whose spelling carries more than their value."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ SPACE = st.sampled_from(["", "", "", " ", "\n", "\t", " \r\n  "])
 ROLES = ("system", "user", "assistant", "tool", "function")
 LARGE = (str(2**53 + 1), str(2**64 + 1), str(-(2**63) - 1), str(10**300), "7" * 5000, "-0", "0")
 REALS = ("1.10", "1e5", "1E-7", "-0.0", "1e400", "0.1000000000000000055511151231257827", "1.0")
-# Surrogates cannot travel as characters, only as escapes.
+# Surrogates cannot be encoded as characters, only as escapes.
 CHARACTERS = st.characters(exclude_categories=["Cs"])
 
 
 @st.composite
 def strings(draw: st.DrawFn) -> str:
-    """A JSON string: plain, or with escapes that need not be there, halves of surrogate pairs included."""
+    """A JSON string: plain, or with redundant escapes, unpaired surrogates included."""
     text = draw(st.text(CHARACTERS, max_size=6))
     escaped = json.dumps(text, ensure_ascii=draw(st.booleans()))
     extra = draw(st.sampled_from(["", "", "\\/", "\\u0041", "\\ud83d\\ude00", "\\ud800", "\\u0000"]))
@@ -25,12 +25,12 @@ def strings(draw: st.DrawFn) -> str:
 
 
 def numbers() -> st.SearchStrategy[str]:
-    """Integers of any size, and reals that floats do not hold."""
+    """Integers of any size, and decimals that floats cannot represent."""
     return st.integers(-(10**40), 10**40).map(str) | st.sampled_from(LARGE + REALS)
 
 
 def scalars() -> st.SearchStrategy[str]:
-    """Anything without members."""
+    """Values without members."""
     return st.sampled_from(["null", "true", "false", "{}", "[]", '""']) | numbers() | strings()
 
 
@@ -49,7 +49,7 @@ def pairs(draw: st.DrawFn, values: st.SearchStrategy[str]) -> str:
 
 @st.composite
 def objects(draw: st.DrawFn, values: st.SearchStrategy[str]) -> str:
-    """An object; its keys may be there twice."""
+    """An object whose keys may be duplicated."""
     members: list[str] = draw(st.lists(pairs(values), max_size=4))
     twice = draw(st.booleans())
     if members and twice:
@@ -70,7 +70,7 @@ def values() -> st.SearchStrategy[str]:
 
 @st.composite
 def message_texts(draw: st.DrawFn) -> str:
-    """A message that HTTP trainers may be sent: a known role, any content, any further keys, in any order."""
+    """A message that HTTP trainers accept: a known role, any content, any further keys, in any order."""
     role = f'"role"{draw(SPACE)}:{draw(SPACE)}"{draw(st.sampled_from(ROLES))}"'
     contents = st.sampled_from(["null", '""', '"x"', "[]"]) | strings() | values()
     members = draw(st.lists(pairs(values()), max_size=3))
@@ -83,7 +83,7 @@ def message_texts(draw: st.DrawFn) -> str:
 
 @st.composite
 def plain_message_texts(draw: st.DrawFn) -> str:
-    """A message of an assistant that holds nothing, or hardly anything, that the typed form does not know."""
+    """An assistant message with few or no fields that the typed form cannot express."""
     parts = objects(scalars()) | st.builds('{{"type": "text", "text": {}}}'.format, strings())
     urls = st.builds('{{"type":"image_url", "image_url": {{"url": {}}}}}'.format, strings())
     arguments = strings() | st.sampled_from(["{}", '{"a": 1.10}', "null", "7"])
@@ -100,7 +100,7 @@ def plain_message_texts(draw: st.DrawFn) -> str:
 
 
 def valid(text: str) -> Any:
-    """What a text says; fails where it is not JSON, which has neither NaN nor Infinity."""
+    """Parse a text strictly: NaN and Infinity are refused."""
     return json.loads(text, parse_constant=_no_constant)
 
 

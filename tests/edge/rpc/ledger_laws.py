@@ -1,4 +1,4 @@
-"""The laws of the ledger (docs/design.md), read off what came over the wire."""
+"""The laws of the ledger (docs/design.md), checked on outcomes received over the wire."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODEL, OTHER = token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER
 
 
 def lawful(outcome: outcome_pb2.Outcome) -> None:
-    """Fails where a segment or its sample breaks a law, or where the two are not the same tokens."""
+    """Assert that segments and samples obey the laws and hold the same tokens."""
     assert [sample.segment_id for sample in outcome.samples] == [segment.id for segment in outcome.segments]
     assert len({segment.id for segment in outcome.segments}) == len(outcome.segments)
     for segment, sample in zip(outcome.segments, outcome.samples, strict=True):
@@ -60,7 +60,7 @@ def _same_tokens(segment: token_pb2.Segment, sample: token_pb2.Sample) -> None:
 
 
 def same_sample(sample: token_pb2.Sample, judged: TrainerSample) -> None:
-    """Fails where a sample is not, element by element, the one that the trainer accumulated."""
+    """Assert that a sample equals, element by element, the one that the trainer accumulated."""
     assert tuple(sample.prompt_ids) == judged.prompt_ids
     assert tuple(sample.response_ids) == judged.response_ids
     assert tuple(sample.response_mask) == judged.response_mask

@@ -1,4 +1,4 @@
-"""Bad input of every kind: the right status, a message that names the field, and a server that goes on serving."""
+"""Invalid input of every kind: the right status, a message that names the field, and a server that keeps serving."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Caller]:
-    """One server for all that is thrown at it, with a small limit for metadata."""
+    """One server for all invalid input, with a small limit for metadata."""
     async with serving(Idle(), Gated(), max_metadata_bytes=METADATA_BYTES) as caller:
         yield caller
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def caller(server: Caller) -> AsyncIterator[Caller]:
-    """The server, which serves a good request after the bad one."""
+    """The server; after each test it must still serve a valid request."""
     yield server
     assert (await server.play(start())).outcome.stop.reason == "stop"
 
 
 def wrong(refused: Refusal, *fields: str) -> None:
-    """The request is refused for exactly these fields, which the message names, too."""
+    """Assert that the request is refused for exactly these fields, and that the message names them."""
     assert (refused.code, refused.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
     assert list(refused.fields) == list(fields)
     assert all(f"{field}: " in refused.text for field in fields)
@@ -73,7 +73,7 @@ async def test_a_missing_part_is_named_and_not_what_would_be_in_it(caller: Calle
     wrong(await refusal(caller.start(pb.StartRolloutRequest(request_id="r"))), "spec")
     wrong(await refusal(caller.stub.RunRollout(pb.RunRolloutRequest()).read()), "start")
     wrong(await refusal(caller.stub.RunRollout(pb.RunRolloutRequest(start=pb.StartRolloutRequest())).read()), "spec")
-    # `spec` where `start` should be: field 2 of one message is another thing in the other.
+    # `spec` in place of `start`: the same field number 2 has another meaning in the other message.
     astray = pb.RunRolloutRequest.FromString(start().SerializeToString())
     refused = await refusal(caller.stub.RunRollout(astray).read())
     wrong(refused, "start")
@@ -178,7 +178,7 @@ async def test_a_selection_has_bounds(caller: Caller, conditions: Changes, field
 
 async def test_cancelling_needs_a_selection(caller: Caller) -> None:
     uid = (await caller.start(start(agent="gated"))).rollout.uid
-    newer = pb.Selection.FromString(b"\x7a\x01x")  # a condition that only a later version knows
+    newer = pb.Selection.FromString(b"\x7a\x01x")  # a condition of a later version
     for selection in (None, pb.Selection(all=False), newer):
         request = pb.CancelRolloutsRequest(selection=selection)
         wrong(await refusal(caller.stub.CancelRollouts(request)), "selection")
@@ -198,7 +198,7 @@ async def test_a_request_over_the_limit_is_refused_and_one_within_it_is_not() ->
     async with serving(Idle(), max_request_bytes=2_000_000) as caller:
         fitting = start(messages=[json_message('{"role":"user","content":"' + "x" * 1_990_000 + '"}')])
         assert fitting.ByteSize() < 2_000_000
-        # It comes back twice, in spec and outcome, and can be read all the same.
+        # It is returned twice, in spec and outcome, and must fit into the response.
         assert (await caller.play(fitting, pb.ROLLOUT_VIEW_MESSAGES)).outcome.stop.reason == "stop"
         refused = await refusal(caller.start(start(messages=[json_message("x" * 3_100_000)])))
         assert refused.code is grpc.StatusCode.RESOURCE_EXHAUSTED

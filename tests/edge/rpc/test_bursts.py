@@ -1,4 +1,4 @@
-"""Many calls at the same time: none is lost."""
+"""Many concurrent calls: none is lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_burst_beyond_the_queue_is_refused_call_by_call(open_server: Ope
 
 
 async def test_a_large_request_is_read_in_a_thread(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading it takes seconds, in which other calls are to be answered."""
+    """Parsing takes seconds, during which other calls must be served."""
     on_loop: list[bool] = []
     admit = RolloutRegistry.admit
 

@@ -1,4 +1,4 @@
-"""The options of channels and servers: gRPC takes one that it does not know without a word, and does nothing with it."""
+"""The options of channels and servers: gRPC silently ignores unknown ones, so each must exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARY = Path(cygrpc.__file__).read_bytes()
 
 
 def known(option: str) -> bool:
-    """Whether the library holds this text, to its end."""
+    """Whether the gRPC library contains this option name."""
     return option.encode() + b"\x00" in LIBRARY
 
 

@@ -1,4 +1,4 @@
-"""Leaving is detaching (D6): what becomes of a rollout when its last listener goes."""
+"""A disconnected client detaches (D6): what happens to a rollout when its last client leaves."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def held(request_id: str = "id", *, grace: float | None) -> pb.StartRolloutReque
 
 
 async def run(caller: Caller, request: pb.StartRolloutRequest, **call: Any) -> tuple[str, Stream]:
-    """Attaches by RunRollout, and has seen the first event."""
+    """Attach through RunRollout and read the first event."""
     stream = caller.stub.RunRollout(pb.RunRolloutRequest(start=request), **call)
     items = await first(stream, 2)
     return items[0].started.rollout.uid, stream
 
 
 async def detached(caller: Caller, uid: str) -> bool:
-    """Whether the rollout ended because nobody listened."""
+    """Whether the rollout was cancelled because no client was attached."""
     return (await caller.ended(uid)).outcome.cancellation.reason == "detached"
 
 

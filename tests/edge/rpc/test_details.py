@@ -1,4 +1,4 @@
-"""What each detail of an event and each view of a rollout holds, and that it holds nothing more."""
+"""The exact contents of each event detail and each view of a rollout."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASIC, MESSAGES, FULL, OUTCOME = (
 
 @pytest.fixture
 async def uid(caller: Caller, trainer: StrictTrainer) -> str:
-    """A finished rollout with content that is easily found."""
+    """A finished rollout with recognizable content."""
     await trainer.put_script("r", SCRIPT)
     message = json_message('{"role": "user", "content": "apple"}')
     request = start(agent="calculator", messages=[message], completions=target(trainer.url))
@@ -43,7 +43,7 @@ async def uid(caller: Caller, trainer: StrictTrainer) -> str:
 
 
 def without_tokens(outcome: outcome_pb2.Outcome) -> outcome_pb2.Outcome:
-    """An outcome less its segments and samples."""
+    """An outcome without its segments and samples."""
     copy = outcome_pb2.Outcome()
     copy.CopyFrom(outcome)
     del copy.segments[:], copy.samples[:]
@@ -51,7 +51,7 @@ def without_tokens(outcome: outcome_pb2.Outcome) -> outcome_pb2.Outcome:
 
 
 def reduced(event: event_pb2.RolloutEvent, detail: int) -> event_pb2.RolloutEvent:
-    """A full event, less what a lower detail leaves out."""
+    """A full event, reduced to a lower detail."""
     copy = event_pb2.RolloutEvent()
     copy.CopyFrom(event)
     if copy.WhichOneof("event") == "finished":

@@ -1,4 +1,4 @@
-"""Seconds as durations and back."""
+"""Conversion between seconds and durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hostile caller or an unusual host must not change."""
+"""Malicious callers and unusual hosts."""
 
 from __future__ import annotations
 

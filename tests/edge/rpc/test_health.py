@@ -1,4 +1,4 @@
-"""Health, service by service, from the first answer to the drain."""
+"""Health per service, from startup to the drain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 
 
 async def status(caller: Caller, service: str) -> int:
-    """What a check says."""
+    """The result of a health check."""
     response: Any = await HealthStub(caller.channel).Check(health_pb2.HealthCheckRequest(service=service))
     return int(response.status)
 

@@ -1,4 +1,4 @@
-"""Request ids over the wire: the same id and payload is the same rollout, however often and whenever it is asked for."""
+"""Request ids over the wire: the same id and payload gives the same rollout, at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNTIL_RECEIVED = pb.REQUEST_MEMORY_UNTIL_RECEIVED
 
 
 def keyed(bearer: str = "", memory: int = 0, **changes: Any) -> pb.StartRolloutRequest:
-    """A request under the id "id"."""
+    """A request with the id "id"."""
     request = pb.StartRolloutRequest(request_id="id", spec=spec(**changes), request_memory=memory)  # type: ignore[arg-type]
     request.credentials.completions_bearer = bearer
     return request

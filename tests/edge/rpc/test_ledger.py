@@ -1,4 +1,4 @@
-"""The ledger as it comes over the wire, against its laws and against the strict trainer's own."""
+"""The ledger received over the wire, against its laws and the strict trainer's record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages in their two forms: the JSON form verbatim, the typed form without loss or as JSON."""
+"""Messages in their two forms: the JSON form verbatim; the typed form without loss, or as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 
 
 def through(message: message_pb2.Message, *, typed: bool = True) -> message_pb2.Message:
-    """A message as it comes back after it has become ours, and has crossed the wire."""
+    """A message after conversion to a core value and back over the wire."""
     written = message_to_proto(message_from_proto(message), typed=typed).SerializeToString()
     return message_pb2.Message.FromString(written)
 
 
 @st.composite
 def parts(draw: st.DrawFn) -> list[message_pb2.ContentPart]:
-    """Content that the typed form tells apart: one text, or several parts of text and JSON."""
+    """Content with a typed form: one text, or several parts of text and JSON."""
     if draw(st.booleans()):
         return [message_pb2.ContentPart(text=draw(TEXTS))]
     written = draw(st.dictionaries(TEXTS, TEXTS | st.integers() | st.none() | st.lists(TEXTS), max_size=3))
@@ -64,7 +64,7 @@ def test_the_json_form_comes_out_byte_for_byte(text: str) -> None:
 @EXAMPLES
 @given(message_texts() | plain_message_texts())
 def test_what_the_typed_form_says_of_json_is_json_and_its_own(text: str) -> None:
-    """However a trainer writes: what comes back is typed and says the same when it is read again, or is the JSON as it was."""
+    """However a trainer writes JSON, the result is either a typed message that converts back equally, or the JSON verbatim."""
     message = Message.parse(text)
     shown = message_to_proto(message, typed=True)
     if shown.WhichOneof("form") == "json":

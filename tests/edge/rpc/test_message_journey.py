@@ -1,4 +1,4 @@
-"""Messages on their way through whole rollouts: what went in comes out, byte for byte."""
+"""Messages through whole rollouts are returned byte for byte."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NASTY = (
 
 
 async def echoed(texts: list[str], caller: Caller) -> None:
-    """Fails where an outcome or a spec does not hold the messages as they were sent."""
+    """Assert that outcomes and specs hold the messages as they were sent."""
     rollout = await caller.play(start(messages=[json_message(text) for text in texts]), pb.ROLLOUT_VIEW_MESSAGES)
     assert [message.json for message in rollout.outcome.messages] == texts
     assert [message.json for message in rollout.spec.messages] == texts

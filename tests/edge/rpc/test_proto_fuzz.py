@@ -1,6 +1,6 @@
-"""Requests built from the descriptors alone, and bytes of all kinds: refused in words or answered, never a fault of the server's.
+"""Requests generated from the descriptors, and random bytes: refused with a reason or served, never an internal error.
 
-Most requests are a good one with some fields overwritten: whatever is wrong everywhere does not come far.
+Most requests are valid ones with some fields overwritten; entirely random ones are refused early.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ METHODS = sorted(SERVICE.methods_by_name)
 LEAK = "leak-me-not"
 KEPT = 50
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
-"""For each rpc and kind of request; more of them find more."""
+"""Examples per rpc and kind of request; more of them find more."""
 QUICK = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 
 
 def deep(opening: str, closing: str, depth: int) -> str:
-    """JSON of that depth."""
+    """JSON nested this deep."""
     return opening * depth + "1" + closing * depth
 
 
@@ -71,13 +71,13 @@ FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 5e-324, 1.7e308, float("nan"), float("inf")
 
 @dataclass
 class Builder:
-    """Fills messages at random. `uids` are of rollouts that exist."""
+    """Fill messages at random. `uids` are those of existing rollouts."""
 
     chance: random.Random
     uids: list[str]
 
     def fill(self, descriptor: Descriptor, depth: int = 4, often: float = 0.4) -> Message:
-        """A message of which some fields are set."""
+        """A message with some fields set."""
         made = message_factory.GetMessageClass(descriptor)()
         for field in descriptor.fields:
             if self.chance.random() < often:
@@ -136,7 +136,7 @@ class Builder:
 
 
 def good(name: str, uids: list[str]) -> Message:
-    """A request that is taken."""
+    """A valid request."""
     uid = uids[-1]
     requests: dict[str, Callable[[], Message]] = {
         "StartRollout": start,
@@ -151,7 +151,7 @@ def good(name: str, uids: list[str]) -> Message:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[Caller]:
-    """A server that may call nobody but a port at which nobody is, and remembers few rollouts."""
+    """A server that may call only a closed port, and stores few rollouts."""
     limits = {"max_records": KEPT, "cleanup_seconds": 0.2, "max_queued": 1000, "targets": "127.0.0.1:9", "retries": 0}
     async with serving(
         Idle(), Calculator(), http=True, retry_base_seconds=0.01, delivery_retries=1, **limits
@@ -161,12 +161,12 @@ async def server() -> AsyncIterator[Caller]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def uids(server: Caller) -> list[str]:
-    """Rollouts that exist, for a while."""
+    """Uids of rollouts that exist for a while."""
     return [(await server.start(start(agent="idle"))).rollout.uid for _ in range(3)]
 
 
 async def send(server: Caller, name: str, payload: bytes) -> grpc.StatusCode:
-    """Sends bytes; the status. Fails where that is a fault of the server's, or tells of one."""
+    """Send bytes and return the status. Fails for a status that means an internal error or mentions one."""
     method = SERVICE.methods_by_name[name]
     path = f"/{SERVICE.full_name}/{name}"
     try:
@@ -183,7 +183,7 @@ async def send(server: Caller, name: str, payload: bytes) -> grpc.StatusCode:
 
 
 def checked(refused: Refusal) -> grpc.StatusCode:
-    """The code of a refusal, which is in words and the caller's fault."""
+    """The code of a refusal, which must have a text and blame the caller."""
     assert refused.code not in FAULTS, refused
     assert len(refused.text) < 2000
     assert "Traceback" not in refused.text
@@ -222,7 +222,7 @@ async def test_bytes_of_any_kind_are_answered_or_refused_in_words(
 
 
 async def test_the_fuzzer_comes_far_enough(server: Caller, uids: list[str]) -> None:
-    """Some of its requests are taken, and some are refused."""
+    """The fuzzer gets past validation: some of its requests are accepted, some are refused."""
     codes = set()
     for seed in range(150):
         request = start(agent="idle")
@@ -232,7 +232,7 @@ async def test_the_fuzzer_comes_far_enough(server: Caller, uids: list[str]) -> N
 
 
 async def test_the_server_is_none_the_worse_for_it(server: Caller, uids: list[str]) -> None:
-    """It serves, remembers no more than it may, and no name of a request became one of its own."""
+    """Afterwards the server serves, stores no more rollouts than allowed, and has no metrics with names from requests."""
     for seed in range(100):
         request = start(agent="idle")
         request.MergeFrom(Builder(random.Random(seed), uids).fill(request.DESCRIPTOR, often=0.05))

@@ -1,4 +1,4 @@
-"""A client that has no generated code: all that it knows, reflection told it."""
+"""A client without generated code that uses only reflection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SERVICE = "osmosis.rollout.v1.RolloutService"
 
 
 class Stranger:
-    """Calls by name. Synchronous, so for a thread of its own."""
+    """Call rpcs by name. It is synchronous, so it runs in a thread."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._channel = channel
@@ -26,7 +26,7 @@ class Stranger:
 
     @property
     def services(self) -> set[str]:
-        """What the server says it serves."""
+        """The services that the server lists."""
         return set(self._database.get_services())
 
     @property
@@ -35,7 +35,7 @@ class Stranger:
         return set(self._service.methods_by_name)
 
     def call(self, name: str, **fields: Any) -> Any:
-        """Builds a request, calls, reads the answer."""
+        """Build a request, call the rpc and read the response."""
         method = self._service.methods_by_name[name]
         request = message_factory.GetMessageClass(method.input_type)(**fields)
         rpc: Any = self._channel.unary_unary(
@@ -47,7 +47,7 @@ class Stranger:
 
 
 def visit(address: str, trainer_url: str) -> None:
-    """All that the stranger does."""
+    """Run the whole client."""
     with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stranger = Stranger(channel)
         assert stranger.services == {

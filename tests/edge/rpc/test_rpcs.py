@@ -1,4 +1,4 @@
-"""Every rpc, where all goes well."""
+"""Every rpc in its success case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNKNOWN = "0123456789abcdef0123"
 
 
 class Bounded(Idle):
-    """Has limits."""
+    """An agent with limits."""
 
     name = "bounded"
     version = "7"
@@ -44,7 +44,7 @@ async def test_start_answers_with_the_rollout_on_record(caller: Caller) -> None:
 async def test_a_start_brings_function_tools_where_they_are_requested(caller: Caller) -> None:
     plain = start("id", agent="calculator")
     requested = pb.StartRolloutRequest(request_id="id", spec=plain.spec, include_function_tools=True)
-    for attached in (False, True):  # a found rollout has them, too, and the request's payload is the same
+    for attached in (False, True):  # an attached rollout has them, too, and the request's fingerprint is the same
         started = await caller.start(requested)
         assert started.attached is attached
         assert [*started.function_tools_json] == [function_tool_json(tool) for tool in started.tools] != []

@@ -1,4 +1,4 @@
-"""Directories that killed servers left behind: the next start removes them, and nothing else."""
+"""Socket directories of killed servers: the next start removes them, and nothing else."""
 
 from __future__ import annotations
 

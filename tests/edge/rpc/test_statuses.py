@@ -1,4 +1,4 @@
-"""The statuses that the contract promises, with their details, and the ids of requests."""
+"""The statuses of the contract, with their details, and request ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNKNOWN = "0123456789abcdef0123"
 
 
 def right(refused: Refusal, code: grpc.StatusCode, reason: str) -> None:
-    """What every refusal has in common."""
+    """Assert what all refusals have in common."""
     assert (refused.code, refused.reason, refused.domain) == (code, reason, "rollout.osmosis")
     assert refused.metadata["request_id"] == refused.request_id != ""
 

@@ -1,4 +1,4 @@
-"""Streams of events: order, numbers without gaps, resuming, deadlines."""
+"""Event streams: order, numbers without gaps, resuming, deadlines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TWO_TURNS = [
 
 
 def calculation(trainer: StrictTrainer, request_id: str = "") -> pb.StartRolloutRequest:
-    """Three answers, two of which call a tool."""
+    """Three completions, two of which call a tool."""
     return start(request_id, agent="calculator", completions=target(trainer.url), rollout_id=request_id or "r")
 
 
 async def next_note(permits: asyncio.Semaphore, *watching: Stream) -> list[event_pb2.RolloutEvent]:
-    """What the streams say next once the agent may leave one more note."""
+    """The next event of the streams after the agent may write one more note."""
     permits.release()
     return [(await anext(stream.__aiter__())).event for stream in watching]
 

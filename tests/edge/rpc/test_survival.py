@@ -1,4 +1,4 @@
-"""What clients do to a server without meaning well, or without being there any more."""
+"""Malicious or vanished clients, and what they leave behind in the server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GARBAGE = {
 
 
 async def warm(caller: Caller) -> int:
-    """How many tasks there are once a call was made and nothing is under way."""
+    """The number of tasks after one finished call, with nothing in progress."""
     await caller.stub.GetServerInfo(pb.GetServerInfoRequest())
     await asyncio.sleep(0.05)
     return len(asyncio.all_tasks())
@@ -117,7 +117,7 @@ async def test_clients_that_change_their_mind_at_once_leave_nothing(caller: Call
 
 async def test_a_client_that_reads_nothing_and_leaves_is_detached(caller: Caller) -> None:
     before = await warm(caller)
-    # More than fits into the connection's window, so that the server is in the middle of a write.
+    # More than the connection's flow-control window, so that the server is in the middle of a write.
     request = start(agent="gated", cancel_after_detach=seconds(0), metadata_json=metadata(before=5000))
     run = caller.stub.RunRollout(pb.RunRolloutRequest(start=request))
     uid = (await first(run, 1))[0].started.rollout.uid

@@ -1,4 +1,4 @@
-"""TLS and mTLS on real sockets: who gets in, and certificates that are replaced while the server runs."""
+"""TLS and mTLS on real sockets: which clients are accepted, and certificates that are replaced while the server runs."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ class Files:
 
     @property
     def mutual(self) -> ServerTls:
-        """mTLS."""
+        """TLS with client certificates (mTLS)."""
         return replace(self.tls, client_ca=self.directory / "clients.pem")
 
     def put(self, name: str, *parts: bytes) -> Path:
-        """Replaces a file, as one that renames does."""
+        """Replace a file atomically, by renaming."""
         path, fresh = self.directory / name, self.directory / f"{name}.new"
         fresh.write_bytes(b"".join(parts))
         return fresh.rename(path)
 
     def put_pair(self, certificate: trustme.LeafCert) -> None:
-        """Replaces certificate and key."""
+        """Replace certificate and key."""
         self.put("server.pem", *(pem.bytes() for pem in certificate.cert_chain_pems))
         self.put("server.key", certificate.private_key_pem.bytes())
 
@@ -85,7 +85,7 @@ def leaf(ca: trustme.CA) -> trustme.LeafCert:
 
 @pytest.fixture
 def files(tmp_path: Path, ca: trustme.CA, leaf: trustme.LeafCert) -> Files:
-    """What is right: a pair, and the CA of the clients."""
+    """Valid files: a pair, and the CA of the clients."""
     made = Files(tmp_path)
     made.put_pair(leaf)
     made.put("clients.pem", ca.cert_pem.bytes())
@@ -102,7 +102,7 @@ class Peers:
         self.socket = ""
 
     async def serve(self, tls: ServerTls | None, directory: Path) -> None:
-        """Starts the server."""
+        """Start the server."""
         roster = RolloutRegistry([Idle()], lambda *_: pytest.fail("nobody samples"), lambda: "u1")
         service = RolloutService(roster, ServerFacts("1", (), 2**20, time.time(), lambda _: ()))
         self.socket = f"unix:{directory / 's'}"
@@ -111,7 +111,7 @@ class Peers:
         self._stack.push_async_callback(self.rpc.stop, 0)
 
     def channel(self, tls: ClientTls | None, host: str = "127.0.0.1") -> grpc.aio.Channel:
-        """A channel that is closed in the end."""
+        """A channel that is closed at the end."""
         target = f"{host}:{self.port}"
         made = (
             grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
@@ -122,7 +122,7 @@ class Peers:
         return made
 
     async def certificate(self, client: ClientTls) -> bytes:
-        """The certificate that a handshake shows, in DER."""
+        """The certificate shown in a handshake, in DER."""
         context = ssl.create_default_context(cafile=client.ca)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.set_alpn_protocols(["h2"])
@@ -151,7 +151,7 @@ async def serve(tmp_path: Path) -> AsyncIterator[Serve]:
 
 
 async def answers(channel: grpc.aio.Channel) -> bool:
-    """Whether a call comes through; the only way not to is that there is no connection."""
+    """Whether a call succeeds. The only accepted failure is that there is no connection."""
     try:
         response = await HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
     except grpc.aio.AioRpcError as error:
@@ -162,7 +162,7 @@ async def answers(channel: grpc.aio.Channel) -> bool:
 
 
 def der(certificate: trustme.LeafCert) -> bytes:
-    """The certificate itself."""
+    """The leaf certificate, in DER."""
     return ssl.PEM_cert_to_DER_cert(certificate.cert_chain_pems[0].bytes().decode())
 
 
@@ -241,7 +241,7 @@ async def test_the_cas_of_clients_are_replaced_too(serve: Serve, files: Files, c
 async def test_a_link_to_another_directory_is_followed(
     serve: Serve, tmp_path: Path, ca: trustme.CA, leaf: trustme.LeafCert
 ) -> None:
-    """As Kubernetes replaces secrets: all files at once, by one link."""
+    """Kubernetes replaces secrets this way: all files at once, by one symbolic link."""
     replaced = ca.issue_cert("localhost", "127.0.0.1")
     for name, certificate in (("first", leaf), ("second", replaced)):
         (tmp_path / name).mkdir()
@@ -269,48 +269,48 @@ async def test_handshakes_at_once_while_files_change(
 
 
 def break_key(files: Files) -> None:
-    """A key of another certificate, in the middle of a replacement."""
+    """Write the key of another certificate, as in the middle of a replacement."""
     files.put("server.key", trustme.CA().issue_cert("localhost").private_key_pem.bytes())
 
 
 def break_key_text(files: Files) -> None:
-    """Half a key."""
+    """Write half a key."""
     text = files.tls.key.read_bytes()
     files.put("server.key", text[: len(text) // 2])
 
 
 def encrypt_key(files: Files) -> None:
-    """A key with a password."""
+    """Write a key with a password."""
     key = load_pem_private_key(files.tls.key.read_bytes(), None)
     files.put("server.key", key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"hunter2")))
 
 
 def break_certificate(files: Files) -> None:
-    """No certificate."""
+    """Write a file that is not a certificate."""
     files.put("server.pem", b"-----BEGIN CERTIFICATE-----\nhunter2\n-----END CERTIFICATE-----\n")
 
 
 def empty_certificate(files: Files) -> None:
-    """Nothing."""
+    """Write an empty file."""
     files.put("server.pem", b"")
 
 
 def lose_key(files: Files) -> None:
-    """No file."""
+    """Delete the key."""
     files.tls.key.unlink()
 
 
 def lose_certificate(files: Files) -> None:
-    """No file."""
+    """Delete the certificate."""
     files.tls.certificate.unlink()
 
 
 BREAKAGES = [
     (break_key, "server.key does not belong to the certificate in .*server.pem"),
-    (break_key_text, "server.key holds no TLS key in PEM without a password"),
-    (encrypt_key, "server.key holds no TLS key in PEM without a password"),
-    (break_certificate, "server.pem holds no TLS certificate in PEM"),
-    (empty_certificate, "server.pem holds no TLS certificate in PEM"),
+    (break_key_text, "server.key contains no TLS key in PEM without a password"),
+    (encrypt_key, "server.key contains no TLS key in PEM without a password"),
+    (break_certificate, "server.pem contains no TLS certificate in PEM"),
+    (empty_certificate, "server.pem contains no TLS certificate in PEM"),
     (lose_key, "cannot read the TLS key in .*server.key: No such file"),
     (lose_certificate, "cannot read the TLS certificate in .*server.pem: No such file"),
 ]
@@ -333,7 +333,7 @@ async def test_files_of_no_use_leave_the_old_ones_in_force(
             assert await peers.certificate(client) == before
         errors = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert len(errors) == 1
-        assert re.search(f"the TLS files have changed and cannot be used.*{text}", errors[0].getMessage())
+        assert re.search(f"the changed TLS files cannot be used.*{text}", errors[0].getMessage())
         replaced = ca.issue_cert("localhost", "127.0.0.1")
         files.put_pair(replaced)
         assert await peers.certificate(client) == der(replaced)
@@ -355,7 +355,7 @@ async def test_a_server_does_not_start_without_its_files(
 async def test_a_server_does_not_start_without_the_cas_of_its_clients(
     serve: Serve, files: Files, content: bytes | None
 ) -> None:
-    """Else it would let in nobody, or everybody."""
+    """Otherwise it would accept no client, or every client."""
     files.put("clients.pem", content or b"")
     if content is None:
         (files.directory / "clients.pem").unlink()
@@ -365,7 +365,7 @@ async def test_a_server_does_not_start_without_the_cas_of_its_clients(
 
 def test_a_client_needs_certificate_and_key(files: Files) -> None:
     for tls in (ClientTls(certificate=files.tls.certificate), ClientTls(key=files.tls.key)):
-        with pytest.raises(ValueError, match="only one of the two is set"):
+        with pytest.raises(ValueError, match="only one of TLS certificate and TLS key is set"):
             channel_credentials(tls)
 
 
@@ -377,7 +377,7 @@ def test_a_clients_files_are_checked_too(files: Files, breakage: Callable[[Files
 
 
 def test_a_clients_ca_is_checked_too(files: Files) -> None:
-    with pytest.raises(ValueError, match=r"empty\.pem holds no TLS certificate"):
+    with pytest.raises(ValueError, match=r"empty\.pem contains no TLS certificate"):
         channel_credentials(ClientTls(files.put("empty.pem", b"")))
     with pytest.raises(FileNotFoundError, match=r"missing\.pem"):
         channel_credentials(ClientTls(files.directory / "missing.pem"))

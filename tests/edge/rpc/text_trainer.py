@@ -1,4 +1,4 @@
-"""A trainer whose answers are texts, sent as they stand: for what no JSON library would write."""
+"""A trainer whose responses are raw texts that no JSON library would write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 
 @dataclass
 class TextTrainer:
-    """Answers its k-th request with the k-th message, as the text that it is; the last one again and again."""
+    """Respond to the k-th request with the k-th message, as raw text; the last one repeats."""
 
     messages: list[str]
     url: str = ""

@@ -1,4 +1,4 @@
-"""A server of an agent that talks, a channel to it, and trainers on it."""
+"""A server with an agent, a channel to it, and trainers on streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = (
 
 
 class Held(Agent):
-    """Waits for its gate, then asks once. Leaves `metadata.notes` notes before."""
+    """Write `metadata.notes` notes, wait for the gate, then request one completion."""
 
     name = "held"
 
@@ -51,7 +51,7 @@ class Held(Agent):
 
 @dataclass
 class StreamServer:
-    """A server, a channel to it, and what it is told in settings."""
+    """A server, a channel to it, and its settings."""
 
     server: Server
     channel: grpc.aio.Channel
@@ -61,21 +61,21 @@ class StreamServer:
 
     @property
     def stub(self) -> Any:
-        """RolloutService."""
+        """A stub of RolloutService."""
         return RolloutServiceStub(self.channel)
 
     def trainer(self, **hello: Any) -> Trainer:
-        """A trainer that was not connected yet."""
+        """A trainer that is not connected yet."""
         self.trainers.append(Trainer(self.channel, self.answer, **hello))
         return self.trainers[-1]
 
     async def get(self, uid: str, view: Any = rpb.ROLLOUT_VIEW_SAMPLES) -> rpb.Rollout:
-        """A rollout as RolloutService has it."""
+        """Read a rollout through RolloutService."""
         response: rpb.GetRolloutResponse = await self.stub.GetRollout(rpb.GetRolloutRequest(uid=uid, view=view))
         return response.rollout
 
     async def finished(self, uid: str) -> rpb.Rollout:
-        """The same, once it has finished."""
+        """Wait until a rollout has finished, and read it."""
         await self.stub.WaitRollout(rpb.WaitRolloutRequest(uid=uid))
         return await self.get(uid)
 
@@ -89,7 +89,7 @@ def toy() -> Any:
 
 
 async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> StreamServer:
-    """Starts a server, with settings by name."""
+    """Start a server with these settings."""
     ports: dict[str, Any] = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False}
     tokens: dict[str, Any] = {"tokenizers": {"t": TOY_TOKENIZER}, "tokenizers_offline": True}
     held = Held()
@@ -103,21 +103,21 @@ async def opened(stack: AsyncExitStack, toy: Any, **changes: Any) -> StreamServe
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def open_place(toy: Any) -> AsyncIterator[OpenPlace]:
-    """Starts servers of a test's own."""
+    """Start servers for a single test."""
     async with AsyncExitStack() as stack:
         yield partial(opened, stack, toy)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def common(toy: Any) -> AsyncIterator[StreamServer]:
-    """A server with settings as they are."""
+    """A server with default settings."""
     async with AsyncExitStack() as stack:
         yield await opened(stack, toy, max_streams_of_caller=1000)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def place(common: StreamServer) -> AsyncIterator[StreamServer]:
-    """The same server, on which nobody else is and nothing runs."""
+    """The shared server, without streams and running rollouts."""
     common.held.gate = asyncio.Event()
     yield common
     while common.trainers:

@@ -1,4 +1,4 @@
-"""A stream that breaks: at every item, for too long, and while another connection takes it over."""
+"""A stream whose connection breaks: at every item, for too long, and while another connection takes over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def whole(place: StreamServer, cut_after: int = 0, *, loses: bool = False) -> Trainer:
-    """A rollout from start to end, with one cut on the way."""
+    """A whole rollout with one cut."""
     trainer = place.trainer(detail=FULL)
     trainer.cut_after, trainer.loses = cut_after, loses
     await trainer.put(start=start(f"r{cut_after}{loses}"))
@@ -28,7 +28,7 @@ async def whole(place: StreamServer, cut_after: int = 0, *, loses: bool = False)
 
 @pytest.mark.parametrize("loses", [False, True])
 async def test_cut_at_every_item_it_goes_on_without_losing_or_repeating(place: StreamServer, loses: bool) -> None:
-    """`loses`: an item of the server at which it breaks did not arrive."""
+    """`loses`: the server's item at which the connection breaks is not delivered."""
     uncut = await whole(place, loses=loses)
     assert uncut.on_wire > 4 * TURNS
     samples = uncut.outcomes[0].outcome.samples
@@ -60,7 +60,10 @@ async def test_after_the_grace_time_the_stream_is_gone_and_its_rollouts_fail_whe
     place.held.gate.set()
     for rollout in (first, await place.finished(will_ask)):
         assert rollout.outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_NETWORK
-        assert "turn 1: the trainer's stream was cut and not resumed within 0.05 s" in rollout.outcome.failure.message
+        assert (
+            "turn 1: the trainer's stream was disconnected and not resumed within 0.05 s"
+            in rollout.outcome.failure.message
+        )
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await trainer.connect()
     refusal = Refusal.of(caught.value)
@@ -91,7 +94,7 @@ async def test_an_ask_that_means_nothing_any_more_comes_without_content(place: S
     seen = trainer.seen
     await trainer.until(lambda t: len(t.asks) == 1)
     trainer.cut()
-    trainer.seen = seen  # the ask did not arrive
+    trainer.seen = seen  # the completion request did not arrive
     uid = trainer.started[0].uid
     await place.stub.CancelRollouts(rpb.CancelRolloutsRequest(selection=rpb.Selection(uids=[uid])))
     await place.finished(uid)
@@ -109,7 +112,7 @@ async def test_another_stream_takes_a_rollout_over_and_the_log_says_what_may_hav
     await former.until(lambda t: len(t.asks) == 1)
     other = place.trainer()
     await other.put(start=start("r", request_id="k"))
-    await other.until(lambda t: bool(t.refused))  # the former one is there
+    await other.until(lambda t: bool(t.refused))  # the first stream is still connected
     assert other.refused[0].code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
     former.cut()
     while not other.started:
@@ -191,7 +194,7 @@ async def test_a_drain_lets_rollouts_finish_refuses_others_and_then_ends_the_str
     trainer.cut()
     trainer.automatic = True
     for ask in trainer.asks:
-        await trainer.complete(ask)  # sent with the next connection
+        await trainer.complete(ask)  # sent on the next connection
     await trainer.until(lambda t: len(t.outcomes) == len(t.started))
     assert {r.outcome.stop.reason for r in trainer.outcomes} == {"stop"}
     assert trainer.line is not None
@@ -215,4 +218,4 @@ async def test_no_other_rpc_takes_the_dialect_of_streams(place: StreamServer) ->
         await place.stub.StartRollout(rpb.StartRolloutRequest(spec=spec))
     refusal = Refusal.of(caught.value)
     assert refusal.code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "TrainerService.Train only" in refusal.fields["spec.completions.dialect"]
+    assert "must not be STREAM" in refusal.fields["spec.completions.dialect"]

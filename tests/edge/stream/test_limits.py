@@ -1,4 +1,4 @@
-"""What a stream takes and refuses: statuses, groups, credit, callers, and bounds on what is kept."""
+"""Accepted and refused items of a stream: statuses, groups, credit, callers, and bounds of stored data."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ async def test_what_was_taken_before_is_skipped(place: StreamServer) -> None:
 
 @pytest.mark.parametrize("last_seen", [0, 99])
 async def test_a_last_item_that_cannot_be_is_invalid(place: StreamServer, last_seen: int) -> None:
-    """Another trainer's number, or one from before what was acknowledged."""
+    """The number of another trainer's item, or one from before the last acknowledgement."""
     trainer = place.trainer()
     await trainer.put(start=start("r"))
     await trainer.until(lambda t: bool(t.outcomes))
-    await trainer.put(start=start("other"))  # so the acknowledgements before it were taken
+    await trainer.put(start=start("other"))  # so that the earlier acknowledgements were processed
     await trainer.until(lambda t: len(t.started) == 2)
     trainer.cut()
     trainer.seen = last_seen
@@ -172,7 +172,7 @@ async def test_a_group_that_is_started_again_on_a_full_server_is_found(open_plac
 
 
 async def test_starts_that_nobody_reads_are_refused_before_they_fill_the_memory(open_place: OpenPlace) -> None:
-    """Each of them finds the same rollouts, so that nothing else counts them."""
+    """Each start finds the same rollouts, so no other limit applies."""
     place = await open_place(stream_rollouts=8, stream_unacknowledged=4)
     trainer = place.trainer()
     trainer.automatic = False
@@ -183,13 +183,13 @@ async def test_starts_that_nobody_reads_are_refused_before_they_fill_the_memory(
     await trainer.until(lambda t: len(t.started) + 4 * len(t.refused) == 24)
     assert len(trainer.started) <= 4 + 8 + 4
     assert {refused.code for refused in trainer.refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]}
-    assert "wait to be told" in trainer.refused[0].message
+    assert "are not sent yet" in trainer.refused[0].message
 
 
 async def test_no_more_asks_are_under_way_than_there_is_credit(place: StreamServer) -> None:
     trainer = place.trainer(credit=2)
     trainer.automatic = False
-    # In message mode nothing is rendered first, so all five wait by the time that the first one is answered.
+    # In message mode nothing is rendered first, so all five wait when the first completion arrives.
     await trainer.put(start=start("r", count=5, token_mode=spec_pb2.TOKEN_MODE_MESSAGES))
     open_: list[cpb.CompleteRequest] = []
     most = answered = 0
@@ -207,7 +207,7 @@ async def test_no_more_asks_are_under_way_than_there_is_credit(place: StreamServ
         if item.sequence:
             await trainer.acknowledge()
     assert most == 2
-    assert len(set(order[:5])) == 5, "the rollouts take turns"
+    assert len(set(order[:5])) == 5, "the rollouts' requests alternate"
 
 
 async def _first(trainer: Any) -> pb.TrainResponse:
@@ -327,7 +327,7 @@ async def test_nothing_more_is_sent_than_may_be_unacknowledged(open_place: OpenP
     await trainer.put(start=start("r", count=10))
     await trainer.until(lambda t: t.seen == 4)
     await trainer.put(answer=pb.TrainAnswer(turn_key="none"))
-    await trainer.until(lambda t: kind(t.items[-1]) == "acknowledge")  # the server goes on, and sends nothing else
+    await trainer.until(lambda t: kind(t.items[-1]) == "acknowledge")  # the server continues, but sends nothing else
     assert trainer.seen == 4
     trainer.automatic = True
     await trainer.acknowledge()
@@ -355,7 +355,7 @@ async def test_refusals_that_nobody_takes_end_the_connection_and_nothing_is_lost
     while len(trainer.refused) < trainer.sent:
         try:
             await trainer.until(lambda t: len(t.refused) == t.sent)
-        except grpc.aio.AioRpcError:  # again too many at once; a few were taken
+        except grpc.aio.AioRpcError:  # again too many at once; a few were accepted
             trainer.line = None
     assert [refused.start_sequence for refused in trainer.refused] == list(range(1, trainer.sent + 1))
 

@@ -1,4 +1,4 @@
-"""Whole rollouts on a stream: token mode, message mode, groups, events, and how they are shown."""
+"""Whole rollouts on a stream: token mode, message mode, groups, events, and views."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def test_it_is_shown_as_any_rollout_and_received_when_acknowledged(place: 
     shown = await place.get(trainer.outcomes[0].uid)
     assert shown.spec.completions.dialect == spec_pb2.DIALECT_STREAM
     assert shown.spec.completions.url == ""
-    await trainer.put(start=wanted)  # not received yet: the same one
+    await trainer.put(start=wanted)  # the outcome is not acknowledged yet: the same rollout
     await trainer.until(lambda t: len(t.started) == 2)
     await trainer.acknowledge()
     await trainer.put(start=wanted)
@@ -212,7 +212,7 @@ async def test_late_double_and_strange_answers_are_ignored(place: StreamServer) 
 
 
 async def test_an_answer_for_a_turn_of_another_stream_is_nobodys(place: StreamServer) -> None:
-    """Turn keys are no secret among trainers, and prove nothing."""
+    """Turn keys are not secret among trainers and authorize nothing."""
     owner, other = place.trainer(), place.trainer()
     owner.automatic = False
     await owner.put(start=start("r"))

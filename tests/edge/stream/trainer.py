@@ -1,4 +1,4 @@
-"""A trainer on the raw stub of TrainerService: it numbers and keeps what it sends, and holds ledgers as token.proto says."""
+"""A trainer on the raw stub of TrainerService: it numbers and stores its items, and keeps ledgers as specified in token.proto."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Answer: TypeAlias = Callable[[cpb.CompleteRequest], cpb.CompleteResponse]
 
 
 class Cut(Exception):
-    """The connection breaks here."""
+    """The connection is cut here."""
 
 
 @dataclass
 class Book:
-    """One rollout as a trainer in token mode holds it. `answer` are the ids that it generates each time."""
+    """One rollout of a trainer in token mode. `answer` holds the ids of every completion."""
 
     answer: Sequence[int]
     spans: list[token_pb2.Span] = field(default_factory=list)
 
     def complete(self, request: cpb.CompleteRequest) -> cpb.CompleteResponse:
-        """Generates."""
+        """Return a completion."""
         if not request.HasField("base"):
             self.spans.clear()
         self.spans += request.new_tokens.spans
@@ -51,13 +51,13 @@ class Book:
         return response
 
     def checkpoint(self) -> token_pb2.Checkpoint:
-        """What it holds."""
+        """The checkpoint of the current tokens."""
         words = [t | (span.author == token_pb2.AUTHOR_MODEL) << 31 for span in self.spans for t in span.token_ids]
         digest = hashlib.sha256(struct.pack(f"<{len(words)}I", *words)).digest()
         return token_pb2.Checkpoint(tokens=len(words), digest=digest)
 
     def ids(self) -> list[int]:
-        """All tokens."""
+        """All token ids."""
         return [token for span in self.spans for token in span.token_ids]
 
 
@@ -69,23 +69,23 @@ class Line:
         self.call: Any = TrainerServiceStub(channel).Train(metadata=metadata)
 
     async def send(self, **item: Any) -> None:
-        """Sends one item."""
+        """Send one item."""
         await self.write(pb.TrainRequest(**item))
 
     async def write(self, item: pb.TrainRequest) -> None:
-        """Sends an item. Raises AioRpcError where the connection has ended, also where that was known before."""
+        """Send an item. Raises AioRpcError if the connection has ended, also if that was known before."""
         try:
             await self.call.write(item)
         except asyncio.InvalidStateError:
             raise await self.refused() from None
 
     async def read(self) -> pb.TrainResponse | None:
-        """The next item; None where the server ended the stream with OK. Raises AioRpcError."""
+        """The next item; None if the server ended the stream with OK. Raises AioRpcError."""
         item = await asyncio.wait_for(self.call.read(), SECONDS)
         return None if item is grpc.aio.EOF else item
 
     async def welcome(self, **hello: Any) -> pb.TrainWelcome:
-        """Says hello."""
+        """Send the hello item and return the welcome."""
         await self.send(hello=pb.TrainHello(**({"credit": 16} | hello)))
         item = await self.read()
         assert item is not None
@@ -93,7 +93,7 @@ class Line:
         return item.welcome
 
     async def refused(self) -> grpc.aio.AioRpcError:
-        """The status that the connection ends with."""
+        """The status with which the connection ends."""
         try:
             while await self.read() is not None:
                 pass
@@ -103,7 +103,7 @@ class Line:
 
 
 def start(rollout_id: str, count: int = 0, request_id: str = "", **spec: Any) -> pb.TrainStart:
-    """Asks for a group."""
+    """Start a group."""
     fields: dict[str, Any] = {
         "messages": [message_pb2.Message(json='{"role": "user", "content": "Go."}')],
         "tokenizer": spec_pb2.Tokenizer(name="t"),
@@ -113,13 +113,13 @@ def start(rollout_id: str, count: int = 0, request_id: str = "", **spec: Any) ->
 
 
 class Trainer:
-    """Sees each item of the server once, over as many connections as it takes.
+    """A trainer that receives each item of the server once, over as many connections as necessary.
 
     Args:
         answer: ids of each completion.
-        cut_after: breaks the connection at this item on the wire, counted over all connections, 0 for none.
-        loses: the item at which it breaks did not come there; only for items that it reads.
-        automatic: it answers asks and acknowledges by itself.
+        cut_after: break the connection at this item on the wire, counted over all connections; 0: never.
+        loses: the item at which it breaks is not delivered; only for received items.
+        automatic: return completions and acknowledge without a call from the test.
     """
 
     def __init__(self, channel: grpc.aio.Channel, answer: Sequence[int], **hello: Any) -> None:
@@ -144,7 +144,7 @@ class Trainer:
         self.line: Line | None = None
 
     async def connect(self) -> Line:
-        """Opens the stream, or goes on with it."""
+        """Open the stream or resume it."""
         self.connections += 1
         line = Line(self.channel, self.key)
         welcome = await line.welcome(stream_id=self.stream_id, last_seen=self.seen, **self.hello)
@@ -156,7 +156,7 @@ class Trainer:
         return line
 
     async def put(self, **item: Any) -> int:
-        """Numbers an item, keeps it and sends it, if there is a connection."""
+        """Number an item, store it, and send it if there is a connection."""
         self.sent += 1
         self.kept.append(pb.TrainRequest(sequence=self.sent, **item))
         if self.line is not None:
@@ -164,17 +164,17 @@ class Trainer:
         return self.sent
 
     async def acknowledge(self) -> None:
-        """Acknowledges all that was seen."""
+        """Acknowledge all received items."""
         await self._write(pb.TrainRequest(acknowledge=pb.TrainAcknowledge(sequence=self.seen)))
 
     def cut(self) -> None:
-        """Breaks the connection."""
+        """Break the connection."""
         if self.line is not None:
             self.line.call.cancel()
             self.line = None
 
     async def until(self, enough: Callable[[Trainer], bool]) -> None:
-        """Reads and answers until it is enough, connecting anew after each cut."""
+        """Receive and respond until `enough`, reconnecting after each cut."""
         while not enough(self):
             try:
                 if self.line is None:
@@ -184,7 +184,7 @@ class Trainer:
                 self.cut()
 
     async def one(self) -> pb.TrainResponse:
-        """Takes one item."""
+        """Receive one item."""
         assert self.line is not None
         item = await self.line.read()
         assert item is not None, "the server ended the stream"
@@ -200,7 +200,7 @@ class Trainer:
         return item
 
     def rollout(self, uid: str) -> rpb.Rollout:
-        """The one that ended under this uid."""
+        """The finished rollout with this uid."""
         (found,) = [rollout for rollout in self.outcomes if rollout.uid == uid]
         return found
 
@@ -225,13 +225,13 @@ class Trainer:
             await self.acknowledge()
 
     async def complete(self, ask: cpb.CompleteRequest) -> None:
-        """Generates, and answers."""
+        """Generate and send a completion."""
         self.generated[ask.turn_key] += 1
         book = self.books.setdefault(ask.uid, Book(self.answer))
         await self.put(answer=pb.TrainAnswer(turn_key=ask.turn_key, response=book.complete(ask)))
 
     async def reject(self, ask: cpb.CompleteRequest, code: grpc.StatusCode, **fields: Any) -> None:
-        """Refuses an ask."""
+        """Refuse a completion request."""
         await self.put(reject=pb.TrainReject(turn_key=ask.turn_key, code=code.value[0], **fields))
 
     async def _write(self, item: pb.TrainRequest) -> None:
@@ -241,13 +241,13 @@ class Trainer:
             raise Cut
 
     def _count(self) -> bool:
-        """Counts an item on the wire. Whether the connection breaks at it."""
+        """Count an item on the wire; return whether the connection breaks at it."""
         self.on_wire += 1
         return self.on_wire == self.cut_after
 
 
 def kind(item: pb.TrainResponse) -> str | None:
-    """What an item is."""
+    """The kind of an item."""
     return item.WhichOneof("item")
 
 

@@ -1,1 +1,1 @@
-"""Which endpoints a request may name."""
+"""Targets that requests may name."""

@@ -1,4 +1,4 @@
-"""Lookups on both event loops, which connect in their own ways."""
+"""Run the tests on both event loops, which connect differently."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import uvloop
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Each test once on each loop that there is."""
+    """Each test runs once on each available loop."""
     return {"asyncio": asyncio.SelectorEventLoop, "uvloop": uvloop.new_event_loop}

@@ -1,4 +1,4 @@
-"""What names resolve to: single answers, mixed ones, and ones that carry another address inside."""
+"""DNS results: single addresses, mixed ones, and addresses that embed another address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 
 
 def allowed(rules: str, host: str, *answers: str, port: int = 80) -> bool:
-    """Whether these answers are let through."""
+    """Whether these addresses are allowed."""
     try:
         TargetRules.parse(rules).check_addresses(host, port, answers)
     except TargetRefused:
@@ -27,7 +27,7 @@ def allowed(rules: str, host: str, *answers: str, port: int = 80) -> bool:
         ("", ["ff02::1"], False),
         ("", ["224.0.0.251"], False),
         ("", ["255.255.255.255"], False),
-        # A rule for the name: its addresses are accepted as they are, save reserved ones.
+        # A rule for the name: its addresses are accepted, except for reserved ones.
         ("b.example", ["93.184.216.34", "10.0.0.1"], True),
         ("b.example,10.0.0.0/8", ["93.184.216.34"], True),
         ("b.example", ["93.184.216.34", "169.254.169.254"], False),
@@ -103,6 +103,6 @@ def test_an_answer_that_is_no_address_is_refused(answer: str) -> None:
 
 @pytest.mark.parametrize("host", ["0x7f.1", "127.1", "127。0。0。1", "a..b", "::1%lo", ""])
 def test_a_host_that_can_be_read_in_two_ways_has_no_answers(host: str) -> None:
-    """Such a host is refused long before; should one come this far, it goes no further."""
+    """Such a host is refused much earlier. If one gets here, it has no addresses."""
     with pytest.raises(TargetRefused):
         TargetRules().check_addresses(host, 80, ["127.0.0.1"])

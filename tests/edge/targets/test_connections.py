@@ -1,4 +1,4 @@
-"""Connections of aiohttp: they go to the addresses that were checked, and to no others."""
+"""Connections of aiohttp go only to the addresses that were checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.resolver import Table
 
 @asynccontextmanager
 async def server() -> AsyncIterator[tuple[int, list[str]]]:
-    """An HTTP server that keeps the Host headers it hears."""
+    """An HTTP server that records the Host headers."""
     hosts: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
@@ -39,14 +39,14 @@ async def server() -> AsyncIterator[tuple[int, list[str]]]:
 
 @asynccontextmanager
 async def client(rules: TargetRules, table: Table, **connector: object) -> AsyncIterator[aiohttp.ClientSession]:
-    """As the trainer client makes it; connections are not kept, so that each request resolves anew if the cache lets it."""
+    """An HTTP client like the trainer client's, without keep-alive: each request resolves again unless the cache has the name."""
     made = aiohttp.TCPConnector(resolver=CheckedLookup(rules, table), force_close=True, **connector)  # type: ignore[arg-type]
     async with aiohttp.ClientSession(connector=made) as session:
         yield session
 
 
 async def get(session: aiohttp.ClientSession, url: str) -> str:
-    """The text that comes back."""
+    """The text of the response."""
     async with session.get(URL(url, encoded=True), allow_redirects=False) as response:
         return await response.text()
 
@@ -94,7 +94,7 @@ async def test_one_wrong_answer_spoils_the_others(answers: Sequence[str]) -> Non
 
 @pytest.mark.parametrize("cached", [True, False])
 async def test_rebinding_wins_nothing(cached: bool) -> None:
-    """The first answer is fine and the second is not: whatever is connected to is what was checked."""
+    """DNS rebinding: the first result is allowed and the second is not. The connection goes to the checked one."""
     table = Table({"b.example": [["127.0.0.1"], ["169.254.169.254"], ["127.0.0.1"]]})
     async with server() as (port, hosts), client(TargetRules(), table, use_dns_cache=cached) as session:
         url = f"http://b.example:{port}/v1"
@@ -160,7 +160,7 @@ async def test_a_name_without_addresses_is_one_that_does_not_exist() -> None:
     ],
 )
 async def test_what_aiohttp_connects_to_was_checked_here(host: str) -> None:
-    """aiohttp asks no resolver for what it takes for an address. Whatever it does so, the rules have refused."""
+    """aiohttp resolves no host that it parses as an address. The rules must have refused every such host."""
     rules = TargetRules.parse("10.0.0.0/8")
     table = Table({"localhost": [["127.0.0.1"]], "localhost.": [["127.0.0.1"]], "LOCALHOST": [["127.0.0.1"]]})
     async with server() as (port, hosts), client(rules, table) as session:

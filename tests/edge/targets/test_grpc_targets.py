@@ -1,4 +1,4 @@
-"""Channels of gRPC: opened at checked addresses, under the name of the URL."""
+"""gRPC channels: connected to checked addresses, with the URL's host as the authority."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 
 @asynccontextmanager
 async def health(certificate: trustme.LeafCert | None = None) -> AsyncIterator[int]:
-    """A server of gRPC's health service on a port of its own."""
+    """A server of gRPC's health service on a free port."""
     server, servicer = grpc.aio.server(), HealthServicer()
     add_HealthServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     if certificate is None:
@@ -39,14 +39,14 @@ async def health(certificate: trustme.LeafCert | None = None) -> AsyncIterator[i
 
 
 def lookup(rules: str = "", **answers: str) -> CheckedLookup:
-    """Names with dots are written with `_`; several addresses are separated by spaces."""
+    """A lookup with scripted results. In names `_` stands for a dot; spaces separate addresses."""
     return CheckedLookup(
         TargetRules.parse(rules), Table({name.replace("_", "."): [text.split()] for name, text in answers.items()})
     )
 
 
 async def serves(channel: grpc.aio.Channel) -> bool:
-    """Whether a call comes through."""
+    """Whether a call succeeds."""
     async with channel:
         try:
             await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=""), timeout=20)  # type: ignore[no-untyped-call]
@@ -162,7 +162,7 @@ async def test_a_channel_calls_under_the_name_of_the_url() -> None:
 
 
 async def test_rebinding_after_the_lookup_wins_nothing() -> None:
-    """The channel holds addresses; only another lookup sees the other answer, and that is refused."""
+    """The channel holds addresses. Only another lookup sees the second result, which is refused."""
     answers: Mapping[str, list[list[str]]] = {"b.example": [["127.0.0.1"], ["169.254.169.254"]]}
     looking = CheckedLookup(TargetRules(), Table(answers))
     async with health() as port:

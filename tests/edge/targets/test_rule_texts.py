@@ -1,4 +1,4 @@
-"""The text of the rules: what can be written, and what is said about the rest."""
+"""The syntax of the rules, and error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_lists_are_read_as_texts_are() -> None:
 
 @pytest.mark.parametrize("text", [",", " , ", ",,", ("",)])
 def test_a_text_without_rules_does_not_pass_for_no_rules(text: str | tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="holds no rule"):
+    with pytest.raises(ValueError, match="contains no rule"):
         TargetRules.parse(text)
 
 
@@ -116,6 +116,6 @@ def test_schemes_are_read() -> None:
     ("text", "named"), [("https,file", "'file'"), ("https,unix:", "'unix:'"), ("", "''"), ((), "()"), (",", "','")]
 )
 def test_what_is_no_scheme_is_named(text: str | tuple[str, ...], named: str) -> None:
-    with pytest.raises(ValueError, match="is no scheme of a target") as caught:
+    with pytest.raises(ValueError, match="is not a scheme of a target") as caught:
         TargetRules.parse("", text)
     assert named in str(caught.value)

@@ -1,4 +1,4 @@
-"""URLs as an attacker spells them: what is taken names one host for every reader, and everything else is refused."""
+"""URLs as an attacker writes them: an accepted one names the same host for every parser; all others are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = TargetRules.parse("trainer.internal")
 
 
 def said(rules: TargetRules, url: str) -> str:
-    """What is wrong with a URL, empty if nothing is."""
+    """The error for a URL; empty if it is allowed."""
     violations = list(rules.violations(url, FIELD))
     assert {v.field for v in violations} <= {FIELD}
     return "; ".join(v.description for v in violations)
@@ -123,7 +123,7 @@ def test_names_and_ports(rules: str, url: str, allowed: bool) -> None:
             "a.1",
         ),
         *("127。0。0。1", "１２７.0.0.1", "①②⑦.0.0.1", "127．0．0．1", "٣.0.0.1", "127.0.0.1\u200b", "127\u00ad.0.0.1"),
-        # IPv6 that is more than an address, or less.
+        # IPv6 addresses with additions or omissions.
         *(
             "[::1%25lo]",
             "[::1%lo]",
@@ -137,7 +137,7 @@ def test_names_and_ports(rules: str, url: str, allowed: bool) -> None:
             "[::1]a",
         ),
         *("[]", "[trainer.internal]", "[::ffff:127.1]", "[::1.]"),
-        # Names that one reader splits differently from another.
+        # Names that parsers split differently.
         *("trainer.internal\\@evil.example", "evil.example\\.trainer.internal", "evil.example\\trainer.internal"),
         *("trainer.internal%2eevil.example", "evil.example%00.trainer.internal", "evil.example\x00.trainer.internal"),
         *(
@@ -257,7 +257,7 @@ def test_without_rules_private_targets_are_allowed(host: str) -> None:
 )
 def test_reserved_addresses_are_never_allowed(host: str) -> None:
     url = f"http://{host}/latest/meta-data"
-    # The last rule names those that a gateway turns into reserved ones.
+    # The last rule names networks that NAT64 gateways translate into reserved ones.
     for rules in ("", "0.0.0.0/0,::/0", "10.0.0.0/8", "trainer.internal", "100.0.0.0/8,64:ff9b::a9fe:0/112"):
         assert "is reserved" in said(TargetRules.parse(rules), url)
 
@@ -339,7 +339,7 @@ def test_tunnels_to_reserved_addresses_are_refused(host: str) -> None:
     ],
 )
 def test_what_is_allowed_is_one_host_for_every_reader(url: str, host: str, port: int) -> None:
-    """The readers on the way: ours, the standard library's, and the one that aiohttp connects by."""
+    """The parsers on the way: this project's, the standard library's, and aiohttp's."""
     assert said(TargetRules(), url) == ""
     assert read_url(url).port == port
     assert read_host(host) == read_url(url).host

@@ -1,4 +1,4 @@
-"""Real tokenizers, and a trainer's plain way of counting with them."""
+"""Real tokenizers, and a plain trainer's way of counting with them."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 def template(family: str) -> str | None:
-    """What a family's template is, where it is not its tokenizer's own."""
+    """The template of a family, if it is not its tokenizer's own."""
     if family != "qwen3-instruct":
         return None
     return real_tokenizer("qwen3/templates/qwen3_instruct_2507.jinja").read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def template(family: str) -> str | None:
 
 @dataclass
 class Plain:
-    """What a trainer does: the library's own rendering of everything, on the messages as they came."""
+    """A plain trainer: it renders everything with the library, from the messages as received."""
 
     tokenizer: Any
 
@@ -57,7 +57,7 @@ class Plain:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
-        """What a model that writes as an append-only ChatML template does generates for the last message, end token included."""
+        """The tokens that an append-only ChatML model generates for the last message, end token included."""
         prompt = self.tokenizer.apply_chat_template(messages[:-1], tools, tokenize=False, add_generation_prompt=True)
         whole = self.tokenizer.apply_chat_template(messages, tools, tokenize=False)
         assert whole.startswith(prompt)
@@ -66,7 +66,7 @@ class Plain:
 
 @pytest.fixture(scope="session")
 def plain() -> Callable[[str], Plain]:
-    """Plain rendering by family; each is made once, apart from ours."""
+    """Plain rendering by family. Each tokenizer is created once, separately from the server's."""
     return cache(lambda family: Plain(tokenizer_of(directory(family), template(family))))
 
 
@@ -78,7 +78,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="session")
 def ours(executor: ThreadPoolExecutor) -> Callable[..., LoadedTokenizer]:
-    """Our tokenizer of a family. With `template`, a text, one of its own, with that chat template."""
+    """The server's tokenizer of a family. `template_text` replaces its chat template."""
     loaded: dict[str, LoadedTokenizer] = {}
 
     def of(family: str, template_text: str | None = None) -> LoadedTokenizer:
@@ -95,7 +95,7 @@ def ours(executor: ThreadPoolExecutor) -> Callable[..., LoadedTokenizer]:
 
 @pytest.fixture
 async def tokenizers() -> AsyncIterator[Callable[..., Tokenizers]]:
-    """Makes `Tokenizers` that are closed after the test."""
+    """Create `Tokenizers` that are closed after the test."""
     made: list[Tokenizers] = []
 
     def make(directories: Mapping[str, Path] | None = None, **settings: Any) -> Tokenizers:

@@ -1,8 +1,8 @@
-"""Pytest in forks of one process, for mutation testing of the renderer: what takes seconds to load is loaded once.
+"""Pytest in forks of one process, for mutation testing of the renderer: slow imports happen once.
 
-`python -m tests.edge.tokens.forks serve SOCKET` waits in the directory of the tests, `python -m tests.edge.tokens.forks run
-SOCKET ARGS...` runs pytest there with these arguments and ends with its exit status. Nothing of the project is imported before
-a fork, so each run sees the sources as they are then.
+`python -m tests.edge.tokens.forks serve SOCKET` waits in the directory of the tests. `python -m tests.edge.tokens.forks run
+SOCKET ARGS...` runs pytest there with these arguments and exits with its status. Nothing of the project is imported before
+a fork, so each run uses the current sources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_REQUEST = 65536
-_CPU_SECONDS = 45  # a mutant may never come to an end, also in a thread, which no signal reaches
+_CPU_SECONDS = 45  # a mutant may never terminate, also in a thread, which no signal reaches
 _WAIT_SECONDS = 120.0
 _PLUGINS = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
 _MUTATED = Path("rollout_server/edge/tokens")
@@ -27,7 +27,7 @@ _SHARED = Path("../shared/tokenizers")
 
 
 def serve(path: Path) -> None:
-    """Runs one request after the other, for ever."""
+    """Serve one request after the other, forever."""
     import pydantic
     import pytest
     from hypothesis import Phase, settings
@@ -35,8 +35,8 @@ def serve(path: Path) -> None:
 
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = [option for name in _PLUGINS if import_module(name) for option in ("-p", name)]
-    assert pydantic.BaseModel  # imported lazily: a look at it is what loads it
-    # The same few examples each time, so that a mutant that lives today lives tomorrow.
+    assert pydantic.BaseModel  # pydantic imports it lazily, on first access
+    # The same few examples in each run, so that results are reproducible.
     phases = (Phase.explicit, Phase.generate)
     settings.register_profile("few", derandomize=True, database=None, phases=phases, deadline=None, print_blob=False)
     settings.load_profile("few")
@@ -55,7 +55,7 @@ def serve(path: Path) -> None:
 
 
 def run(path: Path, arguments: list[str]) -> int:
-    """The exit status of pytest."""
+    """Run pytest and return its exit status."""
     until = time.monotonic() + _WAIT_SECONDS
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.1)
@@ -66,7 +66,7 @@ def run(path: Path, arguments: list[str]) -> int:
 
 
 def _fork(work: Any) -> int:
-    """The exit status of `work`, done in a process of its own."""
+    """Run `work` in a child process and return its exit status."""
     child = os.fork()
     if not child:
         resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS))
@@ -75,7 +75,7 @@ def _fork(work: Any) -> int:
 
 
 def _keep_tokenizers() -> None:
-    """Reads each tokenizer of the tests once. Who loads it gets one with a template of its own, over the same vocabulary."""
+    """Read each tokenizer of the tests once. Later loads return a copy with its own template over the same vocabulary."""
     from transformers import AutoTokenizer
 
     read = AutoTokenizer.from_pretrained
@@ -92,7 +92,7 @@ def _keep_tokenizers() -> None:
 
 
 def _compile_tests(main: Any) -> int:
-    """Leaves the tests compiled, and of the sources those that are not mutated."""
+    """Compile the tests, and the sources that are not mutated."""
     sys.dont_write_bytecode = False
     status = int(main(["--collect-only", "-q", "-p", "no:cacheprovider", "tests/edge/tokens"]))
     shutil.rmtree(_MUTATED / "__pycache__", ignore_errors=True)

@@ -1,4 +1,7 @@
-"""The truth without the count: the same as with it, at a cost that does not grow with the history where the template allows."""
+"""Environment tokens without the mask count.
+
+They equal those with the count. Their cost does not depend on the history, if the template allows that.
+"""
 
 from typing import Any
 
@@ -48,7 +51,7 @@ async def test_what_is_appended_is_the_truth(ours, plain, family, start) -> None
 
 
 class Counting(LoadedTokenizer):
-    """Notes how many messages are rendered at a time."""
+    """Record the number of messages per rendering."""
 
     rendered: list[int]
 
@@ -59,7 +62,7 @@ class Counting(LoadedTokenizer):
 
 @pytest.mark.parametrize("start", [[ASKED], [SYSTEM, ASKED], [DEVELOPER, ASKED], [ASKED, SYSTEM]])
 async def test_a_long_history_costs_no_more_than_a_short_one(plain, executor, start) -> None:
-    """Only the first two turns behind an answer and every sixteenth render the whole conversation."""
+    """Only the first two turns after a completion and every sixteenth turn render the whole conversation."""
     counting = Counting("toy", plain("toy").tokenizer, executor)
     counting.rendered = []
     renderer = Renderer(counting, TOOLS, {})
@@ -124,7 +127,7 @@ async def test_what_the_template_leaves_out_is_named(ours, plain) -> None:
 
 
 async def test_a_template_that_refuses_the_conversation_is_obeyed(ours, plain) -> None:
-    """Two questions in a row, long ago, are refused, although the short form does not hold them."""
+    """Two consecutive user messages, long ago, are refused, although the short form does not contain them."""
     strict = (
         "{%- for message in messages -%}"
         "{%- if message.role == 'user' and not loop.first and messages[loop.index0 - 1].role == 'user' -%}"
@@ -137,7 +140,7 @@ async def test_a_template_that_refuses_the_conversation_is_obeyed(ours, plain) -
 
 
 async def test_a_reminder_behind_the_answer_is_part_of_the_environment(ours, plain) -> None:
-    """It ends with the stop that also closes the answer."""
+    """It ends with the same stop token that closes the completion."""
     reminder = "{{- '<|im_start|>system\nStay brief.<|im_end|>\n' if message.role == 'assistant' -}}{%- endfor -%}"
     loaded, naive = ours("toy", CHATML.replace("{%- endfor -%}", reminder)), plain("toy")
     turn = packed(ASKED, SAID, MORE), answered(SAID, naive.ids("<|im_end|>")), 1
@@ -148,7 +151,7 @@ async def test_a_reminder_behind_the_answer_is_part_of_the_environment(ours, pla
 
 
 async def test_a_message_that_the_usual_stop_does_not_announce(ours, plain) -> None:
-    """GLM ends an answer with the token that begins the next message; behind it another message than a question may come."""
+    """GLM ends a completion with the first token of the next message, which need not be a user message."""
     template = (
         "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' "
         "else '<|endoftext|>' if message.role == 'system' "
@@ -175,7 +178,7 @@ async def test_what_the_template_leaves_out_is_named_behind_a_short_history_too(
 
 
 async def test_a_template_that_repeats_the_question_which_a_short_history_lacks(ours, plain) -> None:
-    """A text that stands for the question is in no prompt, and no reason to give the short form up."""
+    """The filler text in place of the user message appears in no prompt, and does not disable the short form."""
     again = (
         "{{- '<|im_start|>assistant\n' -}}{%- for message in messages if message.role == 'user' -%}"
         "{{- message.content if loop.first -}}{%- endfor -%}"
@@ -202,7 +205,7 @@ async def test_a_fork_proves_its_short_form_on_its_own(ours, plain) -> None:
 
 
 async def test_a_line_that_the_model_and_the_template_end_is_ended_twice(ours, plain) -> None:
-    """No special token closes the answer, so nobody can say that the two are the same."""
+    """No special token closes the completion, so the two line breaks cannot be identified as one."""
     bare = (
         "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n' -}}{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"

@@ -1,4 +1,4 @@
-"""Loading: shared, kept, refused, and told in words that help."""
+"""Loading tokenizers: shared, cached, refused, and with helpful errors."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ TOY = TokenizerName("toy")
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """A copy of the toy tokenizer that a test may spoil."""
+    """A copy of the toy tokenizer that a test may change."""
     at = tmp_path / "copied"
     at.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -35,7 +35,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 async def refusal(tokenizers: Tokenizers, name: str, revision: str = "") -> str:
-    """The text of a load that fails; it shows nothing of the server's insides."""
+    """The error text of a load that fails; it must reveal no server internals."""
     with pytest.raises(RolloutFailed) as caught:
         await tokenizers.load(TokenizerName(name, revision))
     failure = caught.value.failure
@@ -205,7 +205,7 @@ def test_settings_that_keep_nothing() -> None:
 
 
 def run(code: str, **environment: str) -> Any:
-    """The JSON that a fresh interpreter prints; nothing else may be printed."""
+    """Run code in a new interpreter and parse its JSON output; nothing else may be printed."""
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stderr == ""

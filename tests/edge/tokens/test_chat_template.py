@@ -1,4 +1,4 @@
-"""Conversations rendered directly: what a template is given, what it may see and what it refuses is as transformers has it."""
+"""Direct rendering equals transformers' rendering: the template's inputs, its permissions and its refusals."""
 
 import copy
 from datetime import datetime
@@ -50,7 +50,7 @@ def outcome(render: Any, *arguments: Any, **options: Any) -> tuple[str, str]:
 def same(tokenizer: Any, templates: Templates, messages: list[Any], **options: Any) -> None:
     kept = copy.deepcopy(messages)
     expected = outcome(tokenizer.apply_chat_template, messages, tokenize=False, **options)
-    for _ in range(2):  # what was remembered the first time is used the second time
+    for _ in range(2):  # the second pass uses what the first one cached
         assert outcome(templates.text, messages, options, datetime.now()) == expected
     assert str(messages) == str(kept)
 
@@ -106,7 +106,7 @@ def test_what_the_library_sees_to_itself(plain) -> None:
 
 
 def own(tokenizer: Any, **changes: Any) -> Any:
-    """A copy of a tokenizer with methods of its own."""
+    """A copy of a tokenizer with overridden methods."""
     made = copy.copy(tokenizer)
     made.__class__ = type("Own", (type(tokenizer),), changes)
     return made
@@ -125,7 +125,7 @@ def test_a_tokenizer_that_renders_in_a_way_of_its_own_is_left_to_it(plain) -> No
 
 
 def test_a_tokenizer_that_shows_templates_more_is_left_to_the_library(plain) -> None:
-    """Its special tokens are other ones each time, so there is no way round the library to be found."""
+    """Its special tokens differ on each call, so no shortcut around the library is valid."""
     seen = iter(range(1000))
     tokenizer = own(plain("toy").tokenizer, special_tokens_map=property(lambda _: {"eos_token": f"<{next(seen)}>"}))
     assert not Templates(tokenizer).direct
@@ -153,7 +153,7 @@ def test_the_direct_way_is_given_up_once_it_comes_to_something_else(plain) -> No
 
 
 def test_a_template_is_looked_at_when_its_tokenizer_is_loaded_and_when_it_is_switched(ours) -> None:
-    """A template that refuses some conversations of the probe is rendered directly all the same."""
+    """A template that refuses some of the probe's conversations is still rendered directly."""
     loaded = ours(
         "toy", "{{ messages | map(attribute='content') | join('\n') }}{{ 1 // (messages | length - 3) if bad }}"
     )
@@ -246,7 +246,7 @@ def sandboxes() -> tuple[Any, Any]:
 
 
 def told(environment: Any, text: str) -> tuple[str, str]:
-    """What a template comes to, without where in memory a function lies."""
+    """The output of a template, without memory addresses of functions."""
     text, error = outcome(lambda: environment.from_string(text).render(values()))
     return text.partition(" at 0x")[0], error
 
@@ -284,7 +284,7 @@ def test_what_a_sandbox_was_asked_once_it_is_not_asked_again() -> None:
 
 
 def test_what_one_type_may_show_another_may_not() -> None:
-    """`pop` of a dictionary changes it; under the same name others have a text, a method of their own, or nothing."""
+    """`pop` of a dictionary changes it; other types have a text, their own method, or nothing under this name."""
 
     class Sly(dict[str, Any]):
         pass
@@ -317,7 +317,7 @@ def test_what_is_not_there_is_told_by_name() -> None:
 
 
 def test_a_sandbox_remembers_so_many_names_and_no_more() -> None:
-    """Names may come from those who talk, where a template formats what they say."""
+    """Names may come from callers, if a template formats what they write."""
     remembering, plain = sandboxes()
     template, data = (
         remembering.from_string("{{ t.format(d) }}"),
@@ -354,12 +354,12 @@ FORMATS: Any = st.lists(
 ).map("".join)
 
 
-#: With documents the library renders, as it does for tokenizers with a way of their own.
+#: With documents the library renders, as for tokenizers with overridden methods.
 LIBRARY: dict[str, Any] = {"documents": [{"title": "T", "text": "Text."}]}
 
 
 def dated(templates: Templates, formats: list[str], date: datetime) -> None:
-    """Compares what a template writes with what the library's own `strftime_now` comes to at this date."""
+    """Compare a template's output with the library's own `strftime_now` at this date."""
     template = "{% for f in more %}{{- strftime_now(f) ~ '|' ~ strftime_now(format=f) ~ '|' -}}{% endfor %}"
     options: dict[str, Any] = {"tools": None, "chat_template": template, "more": formats}
     try:
@@ -386,7 +386,7 @@ def test_dates_in_any_format(plain, formats, date) -> None:
 
 @pytest.mark.parametrize("way", [{}, LIBRARY], ids=["direct", "library"])
 def test_a_format_that_only_the_conversation_decides(plain, way) -> None:
-    """Each rollout may use others: what one used is not held against the next."""
+    """Each rollout may use other formats; those of one do not count against the next."""
     templates = Templates(plain("toy").tokenizer)
     for start in range(0, 300, 50):
         formats = [f"%Y {number}" for number in range(start, start + 50)]

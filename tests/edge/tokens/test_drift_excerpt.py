@@ -1,4 +1,4 @@
-"""The texts around the place where a reported prompt parts from the expected one."""
+"""The texts around the position where a reported prompt diverges from the expected one."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Encoding what changed gives what encoding everything gives, for any two texts and every tokenizer."""
+"""Encoding only the changed part equals encoding everything, for any two texts and every tokenizer."""
 
 import os
 from dataclasses import dataclass
@@ -99,7 +99,7 @@ def test_a_token_that_only_the_normalised_text_holds_is_no_place_to_cut() -> Non
 
 
 def test_what_does_not_compose_is_found_out() -> None:
-    """A tokenizer that reads its text twice over: no part of its encoding stands alone."""
+    """A tokenizer that reads its text twice, so that no part can be encoded separately."""
     tokenizer = words(AddedToken("<x>", normalized=False))
     encoder = growing(tokenizer)
     assert composes(encoder, "a<x>b<x>a", lambda text: pack_tokens(tokenizer.encode(text).ids))

@@ -1,6 +1,6 @@
-"""Against a Hub of our own: the real client libraries ask a small server with the toy tokenizer in it.
+"""Loading from a local Hub: the real client libraries request the toy tokenizer from a small server.
 
-The libraries read the Hub's address when they are imported, so each question is asked in a fresh interpreter.
+The libraries read the Hub's address at import, so each request is made in a new interpreter.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Knows org/toy at its commit, org/gated, and hangs up when asked for org/broken."""
+    """A Hub with org/toy at one commit and a gated org/gated. It drops connections for org/broken."""
 
     protocol_version = "HTTP/1.1"
 
@@ -75,7 +75,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Write no log."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def hub() -> Iterator[str]:
 
 
 async def answers(names: list[tuple[str, str]]) -> list[str]:
-    """What loading says of each name: the stop token, or why not."""
+    """The result of loading each name: the stop token, or the error."""
     tokenizers = Tokenizers(LoaderSettings())
     said = []
     for name, revision in names:

@@ -1,4 +1,4 @@
-"""Any conversation, also a hostile one: the count is a trainer's, and the truth is what an append-only template appends."""
+"""Any conversation, also a malicious one: the count equals a trainer's, and the truth is what an append-only template appends."""
 
 import asyncio
 import os
@@ -48,7 +48,7 @@ SOME = settings(
 def conversations(
     content: st.SearchStrategy[Any], thoughts: st.SearchStrategy[Any] | None = None
 ) -> st.SearchStrategy[list[list[dict[str, Any]]]]:
-    """A prompt, then by turns an answer followed by what the world says to it, which may be nothing."""
+    """A prompt, then alternately a completion and the messages after it, which may be none."""
     system = st.lists(st.builds(lambda text: {"role": "system", "content": text}, content), max_size=1)
     user = st.builds(lambda text: {"role": "user", "content": text}, content)
     tool = st.builds(lambda text: {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": text}, content)
@@ -65,7 +65,7 @@ def conversations(
 
 
 def environment(plain: Plain, messages: Sequence[Any], answers: int, tools: Any) -> list[int]:
-    """What an append-only ChatML template appends to the first `answers` messages, the last of them an answer."""
+    """What an append-only ChatML template appends to the first `answers` messages, the last of them a completion."""
     before = plain.tokenizer.apply_chat_template(list(messages[:answers]), tools=tools, tokenize=False)
     after = plain.tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, add_generation_prompt=True)
     closed = before.removesuffix("\n")
@@ -75,7 +75,7 @@ def environment(plain: Plain, messages: Sequence[Any], answers: int, tools: Any)
 
 
 async def play(renderer: Renderer, plain: Plain, turns: list[list[dict[str, Any]]], *, append_only: bool) -> None:
-    """Renders turn by turn as a rollout does. Answers are a few tokens: what they are does not matter to either rendering."""
+    """Render turn by turn as a rollout does. Completions are a few tokens whose values do not affect the renderings."""
     messages = list(turns[0])
     first = await renderer.predict(packed(*messages), None, 0)
     assert first.predicted.environment == pack_tokens(plain.prompt(messages, TOOLS))
@@ -124,7 +124,7 @@ async def test_a_template_that_drops_thinking_is_counted_all_the_same(ours, plai
     template_kwargs=st.sampled_from(({}, {"enable_thinking": False})),
 )
 async def test_every_way_to_render_gives_the_same(ours, plain, family, turns, cut, template_kwargs) -> None:
-    """The short form and the full one, with a memory of the turns before and without; and the count is a trainer's own."""
+    """The short form and the full one, with and without cached earlier turns, agree; and the count is a trainer's own."""
     loaded, naive = ours(family), plain(family)
     full = copy(loaded)
     full.probed = replace(loaded.probed, short_form=False)
@@ -163,7 +163,7 @@ async def test_many_at_once_are_as_one_after_the_other(ours, plain, family) -> N
 
 
 async def test_many_at_once_of_one_renderer(ours, plain) -> None:
-    """What a renderer remembers of one call must not leak into another."""
+    """What a renderer caches in one call must not leak into another."""
     renderer, naive = Renderer(ours("toy"), TOOLS, {}), plain("toy")
     said, ids = {"role": "assistant", "content": "yes"}, naive.ids("yes<|im_end|>")
     prompts = [[{"role": "user", "content": "x " * length}] for length in range(50)]

@@ -33,7 +33,7 @@ TEXTS = CHATML.replace("BODY", "message.content")
 
 
 async def second_turn(renderer: Renderer, said: Any, ids: list[int], *new: Any, finish_reason: str = "stop") -> Any:
-    """The rendering of a second turn, the first having been rendered."""
+    """Render the first turn, then return the rendering of a second turn."""
     await renderer.predict(packed(ASKED), None, 0)
     return await renderer.predict(packed(ASKED, said, *new), answered(said, ids, finish_reason), 1)
 
@@ -87,7 +87,7 @@ async def test_nothing_new_is_the_generation_prompt(ours, plain, said) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("new", [(MORE,), (HEARD,), (HEARD, MORE), ()])
 async def test_every_family_is_cut_exactly(ours, plain, family, new) -> None:
-    """What follows the stop is the end of the whole prompt, because encoding is compositional at added tokens."""
+    """The text after the stop is the end of the whole prompt, because encoding is compositional at added tokens."""
     said = CALLED if HEARD in new else SAID
     loaded, naive = ours(family), plain(family)
     if family == "phi-3.5" and HEARD in new:
@@ -105,7 +105,7 @@ async def test_every_family_is_cut_exactly(ours, plain, family, new) -> None:
 
 
 async def test_a_template_that_looks_at_how_content_begins_gets_the_mark_elsewhere(ours, plain) -> None:
-    """Qwen3 tells user messages with tool results from real ones by `<tool_response>` around them."""
+    """Qwen3 detects tool results in user messages by the surrounding `<tool_response>`."""
     thought = {"role": "assistant", "content": "Eight.", "reasoning_content": "Five and three."}
     hears = {"role": "user", "content": "<tool_response>\n<|im_start|>8\n</tool_response>"}
     rendered = await second_turn(Renderer(ours("qwen3"), TOOLS, {}), thought, plain("qwen3").ids("<|im_end|>"), hears)
@@ -115,7 +115,7 @@ async def test_a_template_that_looks_at_how_content_begins_gets_the_mark_elsewhe
 
 
 async def test_without_a_place_to_cut_the_end_of_the_encoding_stands_in_and_says_so(ours, plain) -> None:
-    """A template that prints how long all content is changes in front of every mark."""
+    """A template that prints the length of all content changes before every mark."""
     template = "{{- messages | map(attribute='content') | join | length -}}" + TEXTS
     loaded = ours("toy", template)
     toy = plain("toy")
@@ -148,7 +148,7 @@ async def test_a_count_below_nothing_is_told_as_it_is(ours, plain) -> None:
 
 
 async def test_a_count_below_nothing_without_a_place_to_cut(ours, plain) -> None:
-    """A template that prints only the last message, and before it how many there are: the prompt gets shorter."""
+    """A template that prints only the last message, preceded by the message count: the prompt gets shorter."""
     template = "{{- messages | map(attribute='content') | join | length }}{{ messages[-1].content }}"
     loaded = ours("toy", template)
     assert loaded.probed.final is None
@@ -160,7 +160,7 @@ async def test_a_count_below_nothing_without_a_place_to_cut(ours, plain) -> None
 
 @pytest.mark.parametrize("family", ["toy", "llama3", "mistral-small-3.2"])
 async def test_a_renderer_without_memory_renders_the_same(ours, plain, family) -> None:
-    """After a restart, and when the same turn is rendered again."""
+    """After a restart, and if the same turn is rendered again."""
     ids = [ours(family).probed.calls.id]
     renderer = Renderer(ours(family), TOOLS, {})
     expected = await second_turn(renderer, CALLED, ids, HEARD)
@@ -299,7 +299,7 @@ def test_so_many_switches_are_remembered_and_no_more(ours) -> None:
     new = loaded.switched({"number": 64})
     assert loaded.switched({"number": 64}) is new
     assert loaded.switched({"number": 1}) is known[1]
-    assert loaded.switched({"number": 0}) is not known[0]  # used the longest ago
+    assert loaded.switched({"number": 0}) is not known[0]  # the least recently used one was dropped
 
 
 async def test_calls_take_the_template_that_is_there_for_tools(ours) -> None:
@@ -315,7 +315,7 @@ async def test_calls_take_the_template_that_is_there_for_tools(ours) -> None:
 
 
 async def test_an_answer_that_is_left_open_has_no_sure_place(ours) -> None:
-    """Answers of one word stay open: the stop before this one is that of the question."""
+    """Completions of one word are not closed: the stop before this one belongs to the user message."""
     loaded = ours("toy", TEXTS.replace("~ '<|im_end|>", "~ ('' if message.content == 'Eight.' else '<|im_end|>') ~ '"))
     rendered = await second_turn(Renderer(loaded, [], {}), SAID, [7], MORE)
     assert not rendered.exact
@@ -323,7 +323,7 @@ async def test_an_answer_that_is_left_open_has_no_sure_place(ours) -> None:
 
 @pytest.mark.parametrize("family", ["mistral-small-3.2", "toy", "qwen3", "llama3"])
 async def test_what_is_said_twice_in_the_same_words(ours, plain, family) -> None:
-    """Mistral's template puts the tools in front of every message that equals the last one of the user."""
+    """Mistral's template writes the tools before every message that equals the last user message."""
     naive, stop = plain(family), ours(family).probed.final.id
     messages = [ASKED, SAID, ASKED]
     rendered = await second_turn(Renderer(ours(family), TOOLS, {}), SAID, [stop], ASKED)
@@ -385,7 +385,7 @@ async def test_real_templates_with_a_date_are_dated_as_the_library_does(ours, pl
 
 
 class Watched:
-    """A tokenizer that notes the threads in which it works."""
+    """A tokenizer that records the threads in which it works."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -417,7 +417,7 @@ class Watched:
 
 
 async def test_the_event_loop_neither_renders_nor_encodes(plain) -> None:
-    """A turn renders the whole twice, and encodes what is new of it."""
+    """A turn renders the conversation twice, and encodes its new part."""
     watched = Watched(plain("toy").tokenizer)
     with ThreadPoolExecutor(1, thread_name_prefix="renders") as executor:
         loaded = LoadedTokenizer("toy", watched, executor)
@@ -435,7 +435,7 @@ async def test_the_event_loop_neither_renders_nor_encodes(plain) -> None:
         assert set(watched.threads) == {"renders_0"}
         watched.threads.clear()
         await renderer.learn(Prediction(pack_tokens(), pack_tokens()), pack_tokens([1]))
-        assert watched.threads == []  # a prompt with calls in it has shown all that there is to learn
+        assert watched.threads == []  # a prompt with calls has shown everything that can be learned
 
 
 async def test_what_was_saved_with_a_tokenizer_does_not_cut(ours, plain, executor, tmp_path) -> None:

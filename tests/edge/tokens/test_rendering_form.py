@@ -1,4 +1,4 @@
-"""How trainers render and count, as a renderer finds it out: from the prompts they report, and from a mask that was refused."""
+"""How a renderer learns a trainer's way of rendering and counting: from reported prompts, and from a refused mask."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ HEARD_AGAIN = {**HEARD, "content": "16"}
 
 
 def objects(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with their arguments parsed."""
+    """The messages with parsed arguments."""
     return [
         {**m, "tool_calls": [call(json.loads(c["function"]["arguments"])) for c in m["tool_calls"]]}
         if "tool_calls" in m
@@ -63,7 +63,7 @@ def test_the_form_with_other_arguments_differs_in_nothing_else() -> None:
 @pytest.mark.parametrize("family", ["qwen2.5", "llama3", "mistral-small-3.2"])
 @pytest.mark.parametrize("known", [True, False])
 async def test_parsed_arguments_are_learnt_from_the_first_prompt_with_calls(ours, plain, family, known) -> None:
-    """Also where nothing explained the prompt before."""
+    """Also if no known form explained the earlier prompt."""
     naive, ids = plain(family), [ours(family).probed.calls.id]
     renderer = Renderer(ours(family), TOOLS, {})
     first, second = [ASKED], [ASKED, CALLED, HEARD]
@@ -96,7 +96,7 @@ async def test_counts_are_those_of_the_other_forms(ours, plain, family) -> None:
             assert length in known or length < 0
     truth = len(rendered.predicted.closing) + len(rendered.predicted.environment)
     assert truth in known
-    assert await renderer.predict(*turn) == rendered  # looking at others changes nothing
+    assert await renderer.predict(*turn) == rendered  # trying other forms changes nothing
     for form, length in counts.items():
         other = Renderer(ours(family), TOOLS, {}, form=form)
         assert (await other.predict(*turn)).mask_length == length
@@ -139,7 +139,7 @@ async def test_counts_that_no_mask_could_have_are_left_out(ours) -> None:
 
 
 async def test_a_trainer_that_keeps_tokens_counts_what_it_appends(ours, plain) -> None:
-    """Under a template that drops earlier thinking, the rendering shrinks while what is appended does not."""
+    """With a template that drops earlier thinking, the rendering shrinks while the appended tokens do not."""
     thought = {"role": "assistant", "content": "Eight.", "reasoning_content": "Five and three. " * 50}
     more = {"role": "user", "content": "And twice that?"}
     ids = plain("qwen3").ids("<think>\n" + thought["reasoning_content"] + "\n</think>\n\nEight.<|im_end|>")
@@ -165,7 +165,7 @@ async def test_an_adopted_form_is_kept(ours, plain) -> None:
 
 @pytest.mark.parametrize("form", [RenderingForm(tools=Tools.NONE), RenderingForm(arguments=Arguments.PARSED)])
 async def test_what_was_rendered_in_another_form_is_forgotten(ours, form) -> None:
-    """A form may be found out at any turn; the next one counts as if it had always been known."""
+    """A form may be learned at any turn; the next one counts as if it had always been known."""
     turn = (packed(ASKED, CALLED, HEARD, AGAIN, HEARD_AGAIN), answered(AGAIN, [5]), 3)
     renderer = Renderer(ours("qwen2.5"), TOOLS, {})
     await renderer.predict(packed(ASKED, CALLED, HEARD), answered(CALLED, [5]), 1)
@@ -174,7 +174,7 @@ async def test_what_was_rendered_in_another_form_is_forgotten(ours, form) -> Non
 
 
 async def test_forms_that_the_template_refuses_are_passed_over(ours, plain) -> None:
-    """A template that takes no empty list of tools; the trainer gives it parsed arguments, which is tried after that list."""
+    """A template that refuses an empty list of tools. The trainer renders parsed arguments, which are tried after that list."""
     refusing = "{%- if tools is not none and not tools -%}{{- raise_exception('No tools.') -}}{%- endif -%}"
     called = "(message.tool_calls[0].function.arguments if message.tool_calls else message.content)"
     each = "{%- for message in messages -%}{{- '<|im_start|>' ~ CALLED ~ '<|im_end|>' -}}{%- endfor -%}"

@@ -1,4 +1,4 @@
-"""The short history that stands for a long one, and when it has to be compared with it."""
+"""The short form of a history, and when it must be compared with the full one."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def test_a_history_without_a_question_gets_one() -> None:
 
 
 def due(proof: ShortFormProof, messages: list[Any], *turns: list[Any]) -> list[bool]:
-    """Whether each turn is compared; all comparisons find the two equal."""
+    """Whether each turn is compared; all comparisons succeed."""
     found = []
     for turn in turns:
         answered = len(messages)
@@ -46,7 +46,7 @@ def test_the_first_turns_and_every_sixteenth_are_compared() -> None:
 
 
 def test_every_new_shape_is_compared() -> None:
-    """In the turn in which it comes, and once more when it has become part of the history that is dropped."""
+    """In the turn in which the shape appears, and again when it is in the dropped part of the history."""
     usual = [CALLED, HEARD]
     shapes: list[list[Any]] = [
         [{**CALLED, "content": ""}, HEARD],
@@ -80,13 +80,13 @@ def test_a_string_of_the_template_is_a_new_shape_in_each_role() -> None:
     assert due(proof, messages, heard) == [False]  # contents of tool results change in each turn
     switch, asked = [SAID, {**ASKED, "content": "Hello /brief"}], [SAID, ASKED]
     due(proof, messages, asked, asked)
-    # It comes, it is the last question, which a short history keeps, and then it is dropped.
+    # It appears, then it is the last user message, which the short form keeps, and then it is dropped.
     assert due(proof, messages, asked, switch, asked, asked, asked) == [False, True, True, True, False]
     assert due(proof, messages, switch, asked, asked) == [True, True, False]
 
 
 def test_strings_of_dropped_questions_count_in_the_order_in_which_they_came_last() -> None:
-    """A template may let the last one of several switches count, wherever in the conversation it is."""
+    """A template may use the last of several switches, wherever in the conversation it is."""
     for role in ("user", "system"):
         proof, messages = ShortFormProof(Literals(frozenset({"/think", "/no_think"}))), [ASKED]
         asked, loud, quiet = (
@@ -94,7 +94,7 @@ def test_strings_of_dropped_questions_count_in_the_order_in_which_they_came_last
         )
         due(proof, messages, *[asked] * 3, *[quiet, asked, asked], *[loud, asked, asked])
         due(proof, messages, quiet)
-        # Both words have been dropped before, but not in this order.
+        # Both words have been dropped before, but in another order.
         assert due(proof, messages, asked, asked) == [True, False]
         due(proof, messages, loud)
         assert due(proof, messages, asked, asked) == [False, False]

@@ -1,4 +1,4 @@
-"""Where an answer ends, in templates that are plain functions: each does one thing that a real one does among others."""
+"""The end of a completion, in templates that are plain functions, each with one property of a real template."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
@@ -34,7 +34,7 @@ def template(
     prompt: str = "assistant:",
     head: Callable[[Sequence[Fields]], str] = lambda _: "",
 ) -> Callable[[Sequence[Fields], bool], str]:
-    """Renders a head that may look at everything, each message, and the generation prompt."""
+    """A template that renders a head computed from all messages, each message, and the generation prompt."""
 
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         return head(messages) + "".join(map(each, messages)) + (prompt if generation_prompt else "")
@@ -77,7 +77,7 @@ def test_nothing_new_behind_calls() -> None:
         ended = not generation_prompt and messages[-1]["role"] == "assistant"
         return text.removesuffix(f"{STOP}\n") + "<end>" if ended else text
 
-    assert environment(render, ASKED, called) is None  # the last stop is that of the question
+    assert environment(render, ASKED, called) is None  # the last stop belongs to the user message
     assert environment(render, ASKED, SAID, MORE, called, first=4) is None
 
 
@@ -123,7 +123,7 @@ def test_a_template_that_looks_at_both_ends_of_the_content() -> None:
     ],
 )
 def test_a_template_that_looks_for_the_same_message_elsewhere(messages: list[Fields], first: int) -> None:
-    """It puts the tools in front of each message that equals the last of the user, as Mistral's does."""
+    """It writes the tools before each message that equals the last user message, as Mistral's does."""
 
     def render(said: Sequence[Fields], generation_prompt: bool) -> str:
         last = next(message for message in reversed(said) if message["role"] == "user")
@@ -205,13 +205,19 @@ def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> 
     [
         ("</call></calls><stop>", "</call></calls><stop>", "", None, "<stop>"),
         ("</call>, {}</calls>\n<stop>\n", "</call></calls>\n<stop>\n", "", None, "<stop>"),
-        ("<stop><end>", "<return>", "", None, "<stop>"),  # another closes the last of all (gpt-oss)
+        ("<stop><end>", "<return>", "", None, "<stop>"),  # another token closes the last message of all (gpt-oss)
         ("<stop>\n", "<stop>\n<end>", "", None, "<stop>"),  # and the whole text (phi-3)
         ("<stop><begin>", "<stop><begin>", "", 8, "<stop>"),
-        ("</call><stop>", "</call><stop>", "<begin>assistant:", None, "<stop>"),  # opens another answer unasked
+        (
+            "</call><stop>",
+            "</call><stop>",
+            "<begin>assistant:",
+            None,
+            "<stop>",
+        ),  # opens another completion without being asked to
         ("<stop>", "<stop>", "<stop><begin>assistant:", None, "<stop>"),
         ("<stop>", "<stop>", "<begin>assistant:", None, "<stop>"),
-        ("", "", "<begin>assistant:", None, "<begin>"),  # nothing closes it but the next message
+        ("", "", "<begin>assistant:", None, "<begin>"),  # only the next message closes it
         ("", "", "", None, "<begin>"),
     ],
 )
@@ -234,7 +240,7 @@ def test_the_token_that_closes_an_answer_is_the_last_of_those_behind_it(
 
 
 def test_answers_that_end_with_the_token_of_the_next_message() -> None:
-    """As GLM's do; what ends a call is part of the answer then."""
+    """Like GLM's; the end token of a call then belongs to the completion."""
 
     def each(message: Fields) -> str:
         calls = "".join(f"{each['function']}</call>" for each in message.get("tool_calls") or ())
@@ -255,7 +261,7 @@ def test_a_generation_prompt_that_ends_as_answers_do() -> None:
 
 
 def left_open(messages: Sequence[Fields], generation_prompt: bool) -> str:
-    """Closes final answers only: calls and what tools answered to them stand in one message."""
+    """A template that closes only final completions: calls and their results share one message."""
     each = (f"{m['tool_calls']}|" if m.get("tool_calls") else f"{m['content']}{STOP}" for m in messages)
     return "".join(each) + "<begin>assistant:" * generation_prompt
 
@@ -339,7 +345,7 @@ def test_the_first_part_of_content_decides() -> None:
 
 
 def once(messages: Sequence[Fields], generation_prompt: bool) -> str:
-    """Says something in front of the first tool result only, as DeepSeek's templates do."""
+    """Write something before the first tool result only, as DeepSeek's templates do."""
     first = next((place for place, message in enumerate(messages) if message["role"] == "tool"), -1)
     each = (
         f"{'<first>' if place == first else ''}{m['content'] or m['tool_calls']}{STOP}"
@@ -349,21 +355,21 @@ def once(messages: Sequence[Fields], generation_prompt: bool) -> str:
 
 
 def questioning(messages: Sequence[Fields], generation_prompt: bool) -> str:
-    """Takes no question mark for a question."""
+    """Refuse a conversation that begins with a question mark."""
     if messages[0]["content"] == "?":
         raise RolloutFailed(Failure(Category.TOKENIZER, "no question"))
     return template(lambda m: f"{m['content'] or m['tool_calls']}{STOP}")(messages, generation_prompt)
 
 
 def prompting(messages: Sequence[Fields], generation_prompt: bool) -> str:
-    """Asks for an answer in other words once tools were used twice."""
+    """Use another generation prompt after two turns with tools."""
     text = "".join(f"{m['content'] or m['tool_calls']}{STOP}" for m in messages)
     again = sum(message["role"] == "tool" for message in messages) > 1
     return text + ("again:" if again else "assistant:") * generation_prompt
 
 
 def repeating(messages: Sequence[Fields], generation_prompt: bool) -> str:
-    """Says behind the results what was said beside the calls, as Gemma's template does."""
+    """Repeat the text beside the calls after the results, as Gemma's template does."""
     said, text = "", ""
     for m in messages:
         text += f"{m['tool_calls'] if m.get('tool_calls') else m['content']}{STOP}{said if m['role'] == 'tool' else ''}"
@@ -400,7 +406,7 @@ def test_where_nothing_was_seen_there_is_no_short_form() -> None:
 
 
 def test_what_stands_before_an_answer_does_not_matter_to_the_short_form() -> None:
-    """The history may say how it goes on after a tool; what follows an answer is the same behind the short one."""
+    """The history may change after a tool result, but the text after a completion is the same in the short form."""
 
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         before = ["", *(message["role"] for message in messages[:-1])]
@@ -538,7 +544,7 @@ def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is
 
 @pytest.mark.parametrize("more", [[], [HEARD]])
 def test_the_stop_of_a_rewritten_message_is_not_that_of_the_answer(more: list[Fields]) -> None:
-    """Here an answer with calls is nothing but its end, which is no stop, and each result says how many calls there are."""
+    """A completion with calls consists only of an end that is not a stop token. Each result contains the number of calls."""
 
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         calls = sum("tool_calls" in message for message in messages)
@@ -556,7 +562,7 @@ def test_the_stop_of_a_rewritten_message_is_not_that_of_the_answer(more: list[Fi
 
 @pytest.mark.parametrize("length", [6, 99])
 def test_no_place_where_the_head_quotes_what_stands_behind_an_empty_answer(length: int) -> None:
-    """Whether the mark is seen whole in the quotation, or only the beginning of it."""
+    """The quotation contains the whole mark, or only its beginning."""
 
     def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
         answers = (message["content"] for message in messages if message["role"] == "assistant")

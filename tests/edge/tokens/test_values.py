@@ -1,4 +1,4 @@
-"""What is passed between the renderer's parts can be kept and shared, because nobody can change it."""
+"""Values passed between the renderer's parts can be cached and shared, because they are immutable."""
 
 import dataclasses
 import importlib

@@ -19,7 +19,7 @@ COUNT = [0]
 @tool(process=True)
 def add(a: int, b: int) -> int:
     """Add two numbers."""
-    print("noise", flush=True)  # noqa: T201 - authors do it
+    print("noise", flush=True)  # noqa: T201 - authors' tools print
     sys.stderr.write("more noise")
     return a + b
 
@@ -131,7 +131,7 @@ def crash_until(marks: str, times: int) -> int:
 
 
 def undecorated(a: int) -> int:
-    """Is made a tool under another name."""
+    """Made a tool under another name."""
     return a
 
 
@@ -139,5 +139,5 @@ renamed = tool(process=True)(undecorated)
 
 
 def nowhere(a: int) -> int:
-    """Is made a tool elsewhere."""
+    """Made a tool in another place."""
     return a

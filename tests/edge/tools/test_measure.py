@@ -1,4 +1,4 @@
-"""Cutting results by the rollout's own tokenizer."""
+"""Truncation of results by the rollout's own tokenizer."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_characters_count_where_tokens_cannot(tokenizers: Tokenizers, name
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 5), max_size=200), st.integers(1, 100))
 def test_the_start_that_fits_does_fit_and_little_more_would(costs: list[int], tokens: int) -> None:
-    """Characters that cost some tokens each, and never less together."""
+    """Characters that cost some tokens each; together they never cost less."""
     text = "".join(chr(65 + cost) for cost in costs)
 
     def count(part: str) -> int:

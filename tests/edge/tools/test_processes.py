@@ -1,4 +1,4 @@
-"""Tools in processes: what they return, how they end, and that nothing of them is left."""
+"""Tools in processes: their results, how they end, and that nothing of them remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOLS = tuple(value for value in vars(offered).values() if hasattr(value, "polic
 
 
 class Bench:
-    """A toolbox whose processes are its own."""
+    """A tool executor with its own processes."""
 
     def __init__(self, limits: PoolLimits | None = None, tools: Sequence[Tool] = TOOLS) -> None:
         self.pool = ProcessPool(limits)
@@ -46,12 +46,12 @@ async def run() -> AsyncIterator[Bench]:
 
 
 def wait_until_gone(*numbers: int) -> None:
-    """Waits until there are no processes of these numbers. One of ours that is not reaped is still there."""
+    """Wait until these processes do not exist. An unreaped child of this process still counts as existing."""
     for number in numbers:
         try:
             while True:
                 state, parent, *_ = _status(number)
-                if state == "Z" and int(parent) != os.getpid():  # whoever inherits orphans may leave them so
+                if state == "Z" and int(parent) != os.getpid():  # the parent of orphans may leave them as zombies
                     break
                 time.sleep(0.01)
         except OSError:
@@ -63,17 +63,17 @@ def _status(number: int) -> list[str]:
 
 
 def state_of(number: int) -> str:
-    """R, S, T, Z, as `ps` shows it."""
+    """The state R, S, T or Z, as shown by `ps`."""
     return _status(number)[0]
 
 
 def parent_of(number: int) -> int:
-    """The process above a tool's, by which the server knows it."""
+    """The parent of a tool's process, which the server knows."""
     return int(_status(number)[1])
 
 
 def numbers_in(path: Path) -> list[int]:
-    """The process numbers that a tool leaves there, as soon as it has."""
+    """The process ids that a tool writes there, as soon as it has."""
     for _ in range(6000):
         if path.exists() and (text := path.read_text(encoding="ascii")):
             break
@@ -84,7 +84,7 @@ def numbers_in(path: Path) -> list[int]:
 
 
 async def gone(*numbers: int) -> None:
-    """Lets the loop go on while it waits."""
+    """Wait without blocking the event loop."""
     await asyncio.to_thread(wait_until_gone, *numbers)
 
 
@@ -111,11 +111,11 @@ ENDS = [
     ("system exit", "SystemExit: 4", "ended with SystemExit at "),
     ("key", "'key'", "ended with KeyError at "),
     ("tool error", "closed today", ""),
-    ("unwritable", "The result of go_wrong cannot be written: ", "returned what cannot be written as text"),
-    ("crash", "The tool's process was ended by SIGSEGV", "ended with SIGSEGV"),
+    ("unwritable", "The result of go_wrong cannot be written: ", "returned a value that cannot be written as text"),
+    ("crash", "The tool's process was killed by SIGSEGV", "ended with SIGSEGV"),
     ("exit", "The tool's process exited with status 3", "ended with exit status 3"),
-    ("junk", "The tool's process gave an answer that is none", "ended with BadFrame"),
-    ("too large", "The result of go_wrong cannot be written: 60,000,026 bytes", ""),
+    ("junk", "The tool's process sent an invalid response", "ended with BadFrame"),
+    ("too large", "The result of go_wrong cannot be sent: it has 60,000,026 bytes", ""),
 ]
 
 
@@ -159,7 +159,7 @@ async def test_closing_kills_what_runs_and_what_is_idle(tmp_path: Path) -> None:
     running = asyncio.create_task(bench("spin", marks=str(marks)))
     numbers = [*await asyncio.to_thread(numbers_in, marks), json.loads((await bench("where")).text)[0]]
     await bench.bench.close()
-    assert (await running).text == "Error: The tool's process was ended by SIGKILL"
+    assert (await running).text == "Error: The tool's process was killed by SIGKILL"
     assert bench.pool.alive == 0
     await gone(*numbers)
     assert (await bench("where")).text == "Error: The server is stopping"
@@ -183,7 +183,7 @@ async def test_limits_on_memory_and_processor(run: Bench) -> None:
     assert (await run("eat", size=1000)).content == "1000"
     assert (await run("eat", size=300_000_000)).content == "Error: MemoryError"
     assert (await run("eat", size=1000)).content == "1000"
-    assert (await run("burn")).content == "Error: The tool's process had used up its processor time"
+    assert (await run("burn")).content == "Error: The tool's process exceeded its processor time"
 
 
 async def test_retries_start_another_process(run: Bench, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ async def test_of_two_processes_that_start_at_once_each_takes_the_place_of_an_id
             counts.append([json.loads(result.text)[1] for result in results])
     finally:
         await bench.bench.close()
-    assert counts == [[1, 1]] * 3  # a process that had stayed would have counted on
+    assert counts == [[1, 1]] * 3  # a process that was kept would have counted further
 
 
 async def test_an_idle_process_ends_after_a_while() -> None:
@@ -254,7 +254,7 @@ print(asyncio.run(Bench()("environment")).text)
 async def test_a_tool_may_have_another_name_in_its_module_but_needs_one(run: Bench) -> None:
     run.box = run.box.with_tools((offered.renamed, tool(process=True)(offered.nowhere)))
     assert (await run("undecorated", a=3)).content == "3"
-    assert "module has no tool nowhere at its top" in (await run("nowhere", a=3)).text
+    assert "module has no tool nowhere at the top level" in (await run("nowhere", a=3)).text
 
 
 def test_a_script_that_serves_its_own_tools(tmp_path: Path) -> None:

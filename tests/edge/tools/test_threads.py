@@ -1,4 +1,4 @@
-"""Plain functions: each has a thread, which is left alone where its call is given up, and counted as long as it runs."""
+"""Synchronous functions: each runs in a thread, which is abandoned if its call is cancelled, and counted while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools in the shape that clients of the asynchronous dialect validate, whatever their schemas are."""
+"""Tools in the format that clients of the asynchronous HTTP API validate, whatever their schemas are."""
 
 import datetime
 import enum
@@ -17,7 +17,7 @@ from tests.support.transcripts import client_exchange, scenarios, without_nulls
 
 
 def shaped(schema: Any, **fields: Any) -> dict[str, Any]:
-    """The parameters that a client is told, after it has validated them."""
+    """The parameters that a client receives, after it has validated them."""
     text = schema if isinstance(schema, str) else json.dumps(schema)
     told = json.loads(function_tool_json(Tool(name="t", parameters_json_schema=text, **fields)))
     ClientTool.model_validate(told, strict=True)
@@ -25,7 +25,7 @@ def shaped(schema: Any, **fields: Any) -> dict[str, Any]:
 
 
 def prop(schema: Any, **more: Any) -> dict[str, Any]:
-    """What becomes of one property."""
+    """The converted form of one property."""
     return dict(shaped({"type": "object", "properties": {"p": schema}, **more})["properties"]["p"])
 
 
@@ -51,7 +51,7 @@ def test_the_calculators_tools_come_out_as_recorded() -> None:
         ({}, {"type": "string", "description": "Any JSON value"}),
         (True, {"type": "string", "description": "Any JSON value"}),
         ({"type": "any", "description": "It"}, {"type": "string", "description": "It (any JSON value)"}),
-        # Null goes.
+        # Null is dropped.
         ({"type": ["integer", "null"], "default": None}, {"type": "integer"}),
         ({"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]}, {"type": "string", "maxLength": 3}),
         ({"oneOf": [{"type": "null"}, {"type": "boolean"}], "default": True}, {"type": "boolean", "default": True}),
@@ -59,10 +59,10 @@ def test_the_calculators_tools_come_out_as_recorded() -> None:
         ({"type": "null"}, {"type": "null"}),
         ({"anyOf": [{"type": "null"}, {"const": None}]}, {"type": "null"}),
         ({"enum": [None]}, {"type": "null"}),
-        # Numbers are one kind.
+        # Number types are merged.
         ({"type": ["integer", "number"]}, {"type": "number"}),
         ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, {"type": "number"}),
-        # Unions of one kind stay beside their type, others are told.
+        # Unions of one type keep it; others are described in text.
         (
             {"anyOf": [{"type": "string", "format": "date"}, {"type": "string", "format": "time"}]},
             {"type": "string", "anyOf": [{"type": "string", "format": "date"}, {"type": "string", "format": "time"}]},
@@ -75,7 +75,7 @@ def test_the_calculators_tools_come_out_as_recorded() -> None:
         ({"anyOf": [{"type": "string"}, {}]}, {"type": "string", "description": "Any JSON value"}),
         ({"anyOf": [{"not": {}}, {"type": "string"}]}, {"type": "string", "description": 'Any of: {"not":{}}, string'}),
         ({"anyOf": [False, {"type": "string"}]}, {"type": "string"}),
-        # Choices are texts, or told.
+        # Enums become texts, or are described.
         ({"enum": ["a", "b"]}, {"type": "string", "enum": ["a", "b"]}),
         ({"enum": ["a", None, "a"], "type": ["string", "null"]}, {"type": "string", "enum": ["a"]}),
         ({"const": "a", "title": "It"}, {"type": "string", "enum": ["a"], "title": "It"}),
@@ -98,7 +98,7 @@ def test_the_calculators_tools_come_out_as_recorded() -> None:
         ({"enum": [{"a": 1}]}, {"type": "object", "description": 'Always {"a":1}'}),
         ({"type": "string", "enum": []}, {"type": "string"}),
         ({"type": "string", "enum": "a"}, {"type": "string"}),
-        # What the type was left out beside.
+        # A missing type is inferred from other keywords.
         ({"items": {"type": "string"}}, {"type": "array", "items": {"type": "string"}}),
         ({"properties": {}}, {"type": "object", "properties": {}}),
         ({"minimum": 1}, {"type": "number", "minimum": 1}),
@@ -109,13 +109,13 @@ def test_the_calculators_tools_come_out_as_recorded() -> None:
             {"allOf": [{"minLength": 1}, {"type": "string"}]},
             {"type": "string", "allOf": [{"minLength": 1}, {"type": "string"}]},
         ),
-        # Further keys stay.
+        # Further keys are kept.
         (
             {"type": "array", "items": {"type": ["string", "null"], "enum": ["a", None]}, "minItems": 2, "x-unit": [1]},
             {"type": "array", "items": {"type": ["string", "null"], "enum": ["a", None]}, "minItems": 2, "x-unit": [1]},
         ),
         ({"prefixItems": [{"const": 1}, True]}, {"type": "array", "prefixItems": [{"const": 1}, True]}),
-        # Rubbish.
+        # Invalid schemas.
         ("text", {"type": "string", "description": "Any JSON value"}),
         ({"type": 7, "description": 3, "anyOf": "no"}, {"type": "string", "description": "Any JSON value"}),
         ({"type": ["", 3, "string"]}, {"type": "string"}),
@@ -220,7 +220,7 @@ def test_what_describes_no_object_reads_as_no_parameters(text: str) -> None:
 
 def test_a_schema_that_cannot_be_read_is_logged_by_the_tools_name(caplog: pytest.LogCaptureFixture) -> None:
     broken = Tool(name="broken", parameters_json_schema="{")
-    assert function_tool_json(broken) is function_tool_json(broken)  # made once, so logged once
+    assert function_tool_json(broken) is function_tool_json(broken)  # converted once, so logged once
     assert caplog.text.count("'broken'") == 1
 
 

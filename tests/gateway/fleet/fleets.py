@@ -1,4 +1,4 @@
-"""Several real servers, each at the end of a wire, and fleets before them."""
+"""Several real servers behind proxies, and gateways in front of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.tcp_proxy import TcpProxy
 
 @dataclass(frozen=True)
 class FleetMember:
-    """A server, a channel of the test's own to it, and the wire by which others reach it."""
+    """A server, a direct channel to it, and the proxy through which others reach it."""
 
     caller: Caller
     proxy: TcpProxy
     gated: Gated
 
     async def rollouts(self) -> Sequence[pb.Rollout]:
-        """All it has, newest first."""
+        """All its rollouts, newest first."""
         found = await self.caller.stub.ListRollouts(pb.ListRolloutsRequest(page_size=1000))
         listed: Sequence[pb.Rollout] = found.rollouts
         return listed
@@ -33,22 +33,22 @@ class FleetMember:
 
 @dataclass(frozen=True)
 class Fleets:
-    """Servers, and a fleet before them."""
+    """Servers, and a gateway's fleet in front of them."""
 
     places: Sequence[FleetMember]
     fleet: Fleet
     stack: AsyncExitStack
 
     async def another(self) -> Fleet:
-        """Another gateway's fleet before the same servers, told of them in another order."""
+        """The fleet of another gateway with the same servers in another order."""
         return await _fleet(self.stack, [place.proxy.address for place in reversed(self.places)])
 
     async def all(self) -> Sequence[tuple[FleetMember, pb.Rollout]]:
-        """Everything that runs or ran, with its place."""
+        """All rollouts of all servers, with their server."""
         return [(place, rollout) for place in self.places for rollout in await place.rollouts()]
 
     def at(self, address: str) -> FleetMember:
-        """The place with this address."""
+        """The member with this address."""
         (found,) = [place for place in self.places if place.proxy.address == address]
         return found
 
@@ -60,7 +60,7 @@ async def _fleet(stack: AsyncExitStack, addresses: Iterable[str]) -> Fleet:
 
 @asynccontextmanager
 async def fleets(count: int = 3, **settings: Any) -> AsyncIterator[Fleets]:
-    """So many servers, whose agents are `gated` and `idle`."""
+    """This many servers, each with the agents `gated` and `idle`."""
     async with AsyncExitStack() as stack:
         places = []
         for _ in range(count):

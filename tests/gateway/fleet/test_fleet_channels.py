@@ -1,4 +1,4 @@
-"""Channels to servers: addresses, TLS, and client certificates that are replaced while calls run."""
+"""Channels to servers: addresses, TLS, and client certificates that are replaced during calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INFO = pb.GetServerInfoRequest()
 
 
 class Porter(ScriptedServer):
-    """Remembers by which certificate it was called, and over which connection."""
+    """Record the client certificate and the connection of each call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +38,7 @@ class Porter(ScriptedServer):
 
 @asynccontextmanager
 async def secured(authority: Authority, clients: Authority | None = None) -> AsyncIterator[tuple[Porter, int]]:
-    """A server with TLS, and where it listens; with `clients` it demands certificates of theirs."""
+    """A server with TLS and its address; with `clients` it requires client certificates of that authority."""
     issued = authority.ca.issue_cert("localhost")
     chain = b"".join(blob.bytes() for blob in issued.cert_chain_pems)
     trusted = clients.ca.cert_pem.bytes() if clients is not None else None
@@ -129,7 +129,7 @@ async def test_the_systems_authorities_are_trusted(tmp_path: Path, system: Path)
 
 @pytest.fixture
 def system(tmp_path: Path) -> Iterator[Path]:
-    """The file of what the system trusts, set as an administrator would."""
+    """The system's CA file, set as an administrator would set it."""
     path = tmp_path / "system.pem"
     before = os.environ.get("SSL_CERT_FILE")
     os.environ["SSL_CERT_FILE"] = str(path)

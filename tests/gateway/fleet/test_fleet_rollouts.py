@@ -31,13 +31,13 @@ async def world() -> AsyncIterator[Fleets]:
 
 
 async def started(fleet: Fleet, count: int, **changes: str) -> list[str]:
-    """The uids of so many rollouts, on servers by chance."""
+    """Start this many rollouts on arbitrary servers and return their uids."""
     answers = await asyncio.gather(*(fleet.StartRollout(start(**changes)) for _ in range(count)))
     return [answer.rollout.uid for answer in answers]
 
 
 async def one_on_each(world: Fleets) -> list[str]:
-    """The uids of a rollout on each server, of which the fleet has not heard."""
+    """Start a rollout on each server, unknown to the fleet, and return their uids."""
     return [(await place.caller.start(start())).rollout.uid for place in world.places]
 
 
@@ -167,7 +167,7 @@ async def test_a_servers_other_rollouts_are_found_by_its_id(world: Fleets) -> No
     for uid in (others[0], others[2]):
         assert (await world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid))).rollout.uid == uid
         forgotten = pb.GetRolloutRequest(uid=uid[:-1] + "x")
-        # Of its server alone one is told so, whoever else is away.
+        # The server named in the uid decides alone, even if others are unreachable.
         assert (await refusal(world.fleet.GetRollout(forgotten))).code is Code.NOT_FOUND
     assert (await refusal(world.fleet.GetRollout(pb.GetRolloutRequest(uid=others[1])))).code is Code.UNAVAILABLE
 
@@ -246,7 +246,7 @@ async def test_rollouts_that_start_and_go_do_not_disturb_the_pages() -> None:
             told += [rollout.uid for rollout in page.rollouts]
             asked.page_token = page.next_page_token
             asked.page_size = asked.page_size % 7 + 1
-            # Newer ones come, and what was told last is forgotten, so that no server can count from it.
+            # New rollouts arrive and the last listed one is forgotten, so no server can use it as a page position.
             await started(world.fleet, 6)
             last = [rollout.uid for rollout in page.rollouts][-2:]
             await world.fleet.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=last)))
@@ -256,7 +256,7 @@ async def test_rollouts_that_start_and_go_do_not_disturb_the_pages() -> None:
 
 
 async def gone(world: Fleets, uids: Sequence[str]) -> None:
-    """Waits until no server remembers these."""
+    """Wait until no server has these rollouts."""
 
     async def are_forgotten() -> bool:
         for place in world.places:
@@ -267,7 +267,7 @@ async def gone(world: Fleets, uids: Sequence[str]) -> None:
 
 
 class Stepping(ScriptedServer):
-    """Has rollouts whose times do not fall with their order: its clock was set back."""
+    """A server whose rollouts are not ordered by time, because its clock was set back."""
 
     times: Sequence[int] = ()
 

@@ -1,4 +1,4 @@
-"""Starts before several servers: duplicates meet, and what is away or drains is passed over."""
+"""Starts with several servers: duplicates reach the same server; unreachable and draining servers are skipped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def world() -> AsyncIterator[Fleets]:
 
 
 def first_for(world: Fleets, request_id: str) -> FleetMember:
-    """The server to which a start belongs."""
+    """The server to which the hash assigns a start."""
     members = [Member(open_channel(place.proxy.address)) for place in world.places]
     url = start(request_id).spec.completions.url
     return world.at(ranked(members, (url, request_id))[0].address)
@@ -72,7 +72,7 @@ async def test_a_server_that_is_away_is_passed_over_and_the_duplicate_follows(wo
 
 
 async def connected(fleet: Fleet, place: FleetMember) -> None:
-    """Waits until the fleet reaches a server again."""
+    """Wait until the fleet reaches a server again."""
     (member,) = [each for each in fleet._routing.members if each.address == place.proxy.address]
 
     async def is_reached() -> bool:

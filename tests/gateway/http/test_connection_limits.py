@@ -1,4 +1,4 @@
-"""What a client may take of an HTTP port: heads, bodies, time and connections, over raw sockets."""
+"""Limits of an HTTP port: heads, bodies, time and connections, over raw sockets."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ class Client:
         self.writer = writer
 
     async def ask(self, content: bytes) -> tuple[int, bytes]:
-        """Sends something and reads an answer: its status and its body."""
+        """Send bytes and read a response: its status and body."""
         self.writer.write(content)
         return await self.answer()
 
     async def answer(self) -> tuple[int, bytes]:
-        """Reads an answer."""
+        """Read a response."""
         head = await self._reader.readuntil(b"\r\n\r\n")
         fields = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
         return int(head.split()[1]), await self._reader.readexactly(int(fields[b"content-length"]))
 
     async def closed(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the server closed the connection without further bytes."""
         try:
             return await self._reader.read() == b""
         except ConnectionResetError:
@@ -148,7 +148,7 @@ async def test_a_head_that_does_not_come_is_waited_for_only_so_long(server: Scri
             assert await slow.closed()
         async with connected(port) as used:
             assert (await used.ask(GET + b"\r\n"))[0] == 200
-            # It would keep uvicorn waiting for ever.
+            # By itself, it would keep uvicorn waiting forever.
             used.writer.write(b"\r\n")
             assert await used.closed()
 
@@ -168,7 +168,7 @@ async def test_an_answer_may_take_longer_than_a_head(server: ScriptedServer, add
         ).encode()
         asked = asyncio.create_task(client.ask(ASK + b"content-length: %d\r\n\r\n" % len(content) + content))
         await server.started.wait()
-        # The next request, ahead of the answer, in pieces.
+        # The next request, sent in pieces before the response.
         for piece in (b"\r\n", GET, b"\r\n"):
             client.writer.write(piece)
             await asyncio.sleep(0.12)
@@ -191,13 +191,13 @@ async def test_a_body_that_comes_too_slowly_is_408(server: ScriptedServer, addre
 
 
 async def never(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers without reading."""
+    """Respond without reading the request."""
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
     await send({"type": "http.response.body"})
 
 
 async def test_a_body_that_nobody_reads_ends_the_connection_too() -> None:
-    limits = replace(LIMITS, body_seconds=-9.9)  # there is a slack of 10 s
+    limits = replace(LIMITS, body_seconds=-9.9)  # the limit has a tolerance of 10 s
     async with listening(never, limits) as port, connected(port) as client:
         assert (await client.ask(ASK + b"content-length: 1000\r\n\r\n"))[0] == 200
         assert await client.closed()
@@ -237,7 +237,7 @@ async def test_trailers_never_become_headers(trailer: bytes, taken: bool) -> Non
 async def test_connections_over_the_limit_are_refused_and_probes_are_not(server: ScriptedServer, address: str) -> None:
     limits = replace(LIMITS, connections=2)
     async with gateway(address, limits) as port, connected(port) as first, connected(port) as second:
-        # Idle ones count: a stream of events is nothing else to the port.
+        # Idle connections count as well, because the port cannot distinguish them from event streams.
         assert (await first.ask(GET + b"\r\n"))[0] == 200
         assert (await second.ask(GET + b"\r\n"))[0] == 200
         async with connected(port) as third:

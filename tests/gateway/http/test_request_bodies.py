@@ -1,4 +1,4 @@
-"""Bodies: the key comes first, memory and work are bounded, and large ones are parsed off the event loop."""
+"""Request bodies: the key is checked first, memory and work are bounded, and large bodies are parsed off the event loop."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_accepted_keys_are_bounded(
 
 @asynccontextmanager
 async def silent(server: ScriptedServer) -> AsyncIterator[None]:
-    """Has the server accept calls and answer none."""
+    """Make the server accept calls without responding."""
     released = asyncio.Event()
 
     async def enter(rpc: str, context: Any) -> None:
@@ -160,12 +160,12 @@ async def stub(address: str) -> AsyncIterator[Any]:
 
 
 def calls(server: Any, metadata: CallMetadata = ()) -> Calls:
-    """Those of a request without a deadline."""
+    """Calls of a request without a deadline."""
     return Calls(server, metadata, None, server, 10.0)
 
 
 class Host:
-    """An application that does nothing but take bodies in."""
+    """An application that only reads bodies."""
 
     def __init__(self, server: Any, budget: int) -> None:
         self.server = server
@@ -188,7 +188,7 @@ class Host:
 
 
 async def until(done: Any) -> None:
-    while not done():  # noqa: ASYNC110 - nobody says when
+    while not done():  # noqa: ASYNC110 - no event reports it
         await asyncio.sleep(0.01)
 
 
@@ -278,7 +278,7 @@ def test_lists_are_looked_at_up_to_their_first_fault() -> None:
     assert [each["loc"] for each in faults({**EXAMPLE, "messages": [1] * 5_000})] == [("body", "messages", 0)]
     message = {"role": "user", "content": [1] * 5_000, "tool_calls": [1] * 5_000}
     found = faults({**EXAMPLE, "messages": [message], "sampling_params": {"stop": [1] * 5_000}})
-    assert len(found) == 4  # the content is also no text
+    assert len(found) == 4  # the content is also checked for not being a text
     assert not [each for each in found if isinstance(each["loc"][-1], int) and each["loc"][-1] > 0]
 
 

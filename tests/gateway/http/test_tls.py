@@ -1,4 +1,4 @@
-"""HTTPS over real sockets: who is served, and certificates that are replaced meanwhile."""
+"""HTTPS over real sockets: client certificates, and server certificates that are replaced while serving."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def authority() -> Authority:
 
 @asynccontextmanager
 async def gateway(address: str, tls: KeyPair, client_ca: Path | None = None) -> AsyncIterator[int]:
-    """A gateway with TLS before the server at an address; yields its port."""
+    """Run a gateway with TLS in front of the server at an address; yield its port."""
     async with open_channel(address) as channel:
         listening = Listening("127.0.0.1", 0, tls, client_ca, grace_seconds=0.5)
         listener = HttpListener(create_app(channel, GatewaySettings()), listening)
@@ -48,7 +48,7 @@ def client(port: int, context: ssl.SSLContext, *, keep: bool = False) -> httpx.A
 
 
 async def shown(port: int, context: ssl.SSLContext) -> str:
-    """The common name in the certificate that a new connection is shown."""
+    """The common name in the certificate that a new connection receives."""
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname="localhost")
     found = writer.get_extra_info("peercert")
     writer.transport.abort()
@@ -177,7 +177,7 @@ async def test_an_authority_that_is_replaced_no_longer_opens(
 
 
 async def logged(caplog: pytest.LogCaptureFixture, text: str, port: int, context: ssl.SSLContext) -> None:
-    """Waits for a line of the log: the files are looked at with each handshake."""
+    """Wait for a line of the log. Each handshake makes the gateway check the files."""
 
     async def is_there() -> bool:
         await shown(port, context)

@@ -28,7 +28,7 @@ def locations(value: Any, limit: int = LIMIT) -> list[tuple[Any, ...]]:
 
 
 def spliced(messages: str, rest: str = "") -> bytes:
-    """A body around the given text of its messages."""
+    """A body with the given raw text as its messages."""
     return (
         '{"rollout_id": "r", "server_url": "http://t", "tokenizer_name": "m", "sampling_params": {}, '
         f'"messages" : {messages}{rest}}}'

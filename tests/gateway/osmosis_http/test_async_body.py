@@ -1,4 +1,4 @@
-"""Bodies of `POST /v1/rollout/init`, and the calls that they become."""
+"""Bodies of `POST /v1/rollout/init`, and the gRPC requests that they become."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ def asked(**changes: Any) -> StartRolloutRequest:
 
 
 def sampled(params: Any) -> spec_pb2.Sampling:
-    """How a trainer is asked to sample; `params` is an object or its JSON text."""
+    """The sampling parameters sent to a trainer; `params` is an object or its JSON text."""
     text = params if isinstance(params, str) else json.dumps(params)
     content = json.dumps(body(completion_params="HERE")).replace('"HERE"', text)
     return init_request(parse(content.encode())).spec.sampling

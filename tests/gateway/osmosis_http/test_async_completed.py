@@ -1,4 +1,4 @@
-"""The body of the asynchronous dialect's last callback."""
+"""The body of the asynchronous HTTP API's final callback."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def told(outcome: outcome_pb2.Outcome, rollout_id: str = "r") -> dict[str, Any]:
 
 
 def outcome_of(body: dict[str, Any]) -> outcome_pb2.Outcome:
-    """The outcome that a recorded callback tells of."""
+    """The outcome in a recorded callback."""
     outcome = outcome_pb2.Outcome(messages=json_messages(json.dumps(each) for each in body["final_messages"]))
     if body["status"] == "COMPLETED":
         outcome.stop.reason = body["finish_reason"]

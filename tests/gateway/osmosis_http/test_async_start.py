@@ -28,7 +28,7 @@ PROPERTIES: Final = settings(
 
 
 def offer(server: Any, tools: list[dict[str, Any]]) -> None:
-    """Has the server offer the tools of a transcript, as its agent describes them."""
+    """Make the server return the tools of a transcript, as its agent describes them."""
     for tool in tools:
         function = without_nulls(tool["function"])
         schema = json.dumps(function["parameters"])
@@ -58,7 +58,7 @@ async def test_every_recorded_request_is_answered_as_recorded(gateway: Gateway) 
         ClientAnswer.model_validate_json(response.content, strict=True)
         answered = response.json()
         assert (response.status_code, answered["tools"]) == (202, without_nulls(exchange["response"]["tools"]))
-        # Which rollout a key stands for is for the server to know, and this one begins a new one each time.
+        # The server decides which rollout a key identifies. This one starts a new one each time.
         assert answered["rollout_id"] == exchange["request"]["rollout_id"]
 
 
@@ -102,7 +102,7 @@ async def test_messages_and_parameters_reach_the_server_as_they_were_sent(gatewa
 
 
 async def test_what_agents_read_as_it_was_sent_travels_on(gateway: Gateway) -> None:
-    """Without the defaults of the protocol, and without what it ignores; the contract's own fields hold both."""
+    """`source_json` holds the keys as sent, without defaults and ignored keys. The typed fields include the defaults."""
     params = {"temperature": 1, "stop": "END", "seed": 7, "messages": [], "stream": True}
     response = await gateway.init(
         {**INIT_EXAMPLE, "completion_params": params, "idempotency_key": "k", "tool_server_url": "http://tools"}

@@ -10,7 +10,7 @@ from tests.support.transcripts import client_exchange, scenarios
 
 
 def assistant(name: str = "add", **changes: Any) -> dict[str, Any]:
-    """An assistant's message with one tool call."""
+    """An assistant message with one tool call."""
     call = {"id": "c", "type": "function", "function": {"name": name, "arguments": "{}"}} | changes
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 

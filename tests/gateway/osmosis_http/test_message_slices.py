@@ -1,4 +1,4 @@
-"""Messages and metadata come out of a body exactly as they stand in it."""
+"""Messages and metadata are cut out of a body verbatim."""
 
 import json
 
@@ -27,7 +27,7 @@ def _list(items: list[tuple[str, str]]) -> str:
     return "[" + ",".join(f"{space}{item}{space}" for space, item in items) + "]"
 
 
-# Few keys, so that some repeat.
+# A few keys, so that some repeat.
 key = st.one_of(st.sampled_from(['"a"', '"\\u0061"', '"metadata"']), string)
 value = st.recursive(
     st.one_of(string, number, st.sampled_from(["null", "true", "false"])),

@@ -1,4 +1,4 @@
-"""What `POST /rollout` refuses, and how failed calls are answered, over real sockets."""
+"""Requests that `POST /rollout` refuses, and its responses to failed calls, over real sockets."""
 
 import asyncio
 import json

@@ -17,7 +17,7 @@ Code = grpc.StatusCode
 
 
 async def hang_up_after_asking(gateway: Gateway) -> None:
-    """Asks for a rollout, waits until it runs, and closes the connection."""
+    """Request a rollout, wait until it runs, and close the connection."""
     _, writer = await asyncio.open_connection(gateway.host, gateway.port)
     content = json.dumps(EXAMPLE).encode()
     head = f"POST /rollout HTTP/1.1\r\nhost: gateway\r\ncontent-length: {len(content)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""Events as server-sent events over bare sockets: nothing lost, nothing twice, whichever side breaks."""
+"""Server-sent events over raw sockets: no event is lost or repeated, whichever side breaks the connection."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNT = 7
 
 @pytest.fixture
 async def plain() -> AsyncIterator[Plain]:
-    """A gateway before a rollout that has finished."""
+    """A gateway in front of a finished rollout."""
     async with plain_gateway() as opened:
         finish(opened.server)
         yield opened
@@ -45,7 +45,7 @@ def finish(server: PlainServer, *others: event_pb2.RolloutEvent) -> None:
 
 
 def run_on(server: PlainServer, last: int) -> None:
-    """The rollout runs, and has come to that event."""
+    """Make the rollout run, with events up to that one."""
     server.events = [event(number) for number in range(1, last + 1)]
     server.rollout.state = pb.ROLLOUT_STATE_RUNNING
     server.rollout.last_sequence = last
@@ -55,7 +55,7 @@ def run_on(server: PlainServer, last: int) -> None:
 
 @asynccontextmanager
 async def impatient(server: PlainServer, patience: StreamLimits) -> AsyncIterator[tuple[str, int]]:
-    """A gateway of streams only, with a patience of its own; yields where it listens."""
+    """Run a gateway for streams only, with a given retry time; yield host and port."""
     async with scripted(server) as address, grpc.aio.insecure_channel(address) as channel:
         rollouts = Rollouts(RolloutServiceStub(channel), GatewaySettings())
         app = FastAPI()

@@ -1,4 +1,4 @@
-"""The plain API before several real servers, and over connections to them that break."""
+"""The REST API in front of several real servers, with connections that break."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENIZER = {"name": "toy"}
 
 @dataclass(frozen=True)
 class Fronted:
-    """Servers, and one gateway before them."""
+    """Servers, and one gateway in front of them."""
 
     places: Sequence[FleetMember]
     http: httpx.AsyncClient
@@ -30,7 +30,7 @@ class Fronted:
     port: int
 
     async def start(self, rollout_id: str, agent: str, **metadata: int) -> str:
-        """Starts a rollout; returns its uid."""
+        """Start a rollout and return its uid."""
         asked: dict[str, Any] = {
             "rollout_id": rollout_id,
             "request_id": rollout_id,
@@ -45,7 +45,7 @@ class Fronted:
         return str(reply.json()["rollout"]["uid"])
 
     async def events(self, uid: str) -> Sse:
-        """Opens a stream."""
+        """Open a stream of events."""
         return await Sse.open(self.host, self.port, f"/v1/rollouts/{uid}/events")
 
 

@@ -1,4 +1,4 @@
-"""The plain API's forms of the contract: words, places of fields, and texts that come back as they went in."""
+"""The REST API's JSON format of the contract: enum words, positions of fields, and verbatim texts."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_words_are_those_of_the_contract(written: Any, known: Any) -> None:
 
 
 def test_every_field_of_a_spec_can_be_asked_for_and_is_shown() -> None:
-    """A field that the contract gains is not forgotten here. `source_json` is how another protocol wrote what the others hold."""
+    """This covers fields added to the contract later. `source_json` is excluded: it duplicates other fields in another format."""
     renamed = {path[0]: place[0] for path, place in BODY_FIELDS.items() if len(path) == 1}
     names = {renamed.get(field.name, field.name) for field in spec_pb2.RolloutSpec.DESCRIPTOR.fields}
     names.remove("source_json")

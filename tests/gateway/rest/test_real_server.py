@@ -1,4 +1,4 @@
-"""The plain API before a real server with a strict trainer: whole rollouts, pages, streams, and the description's examples."""
+"""The REST API with a real server and a strict trainer: whole rollouts, pages, streams, and the OpenAPI examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOWHERE = "http://127.0.0.1:9"
 
 @pytest.fixture
 async def stack() -> AsyncIterator[AsyncExitStack]:
-    """Closes what the test opens."""
+    """A stack that closes what the test opens."""
     async with AsyncExitStack() as opened:
         yield opened
 
@@ -38,14 +38,14 @@ def body(rollout_id: str, url: str, **changes: Any) -> dict[str, Any]:
 
 
 async def start(world: Service, rollout_id: str, url: str | None = None, **changes: Any) -> str:
-    """Starts a rollout; returns its uid."""
+    """Start a rollout and return its uid."""
     reply = await world.http.post("/v1/rollouts", json=body(rollout_id, url or world.trainer.url, **changes))
     assert reply.status_code == 201, reply.text
     return str(reply.json()["rollout"]["uid"])
 
 
 async def finished(world: Service, uid: str, view: str = "full") -> dict[str, Any]:
-    """Waits for a rollout's end."""
+    """Wait for a rollout's end."""
     while True:
         reply = await world.http.get(f"/v1/rollouts/{uid}", params={"wait": 30, "view": view})
         assert reply.status_code == 200
@@ -55,7 +55,7 @@ async def finished(world: Service, uid: str, view: str = "full") -> dict[str, An
 
 
 async def events(world: Service, uid: str, query: str = "", last: str | None = None) -> Sse:
-    """Opens a stream of events."""
+    """Open a stream of events."""
     return await Sse.open("127.0.0.1", world.server.http_port, f"/v1/rollouts/{uid}/events{query}", last)
 
 

@@ -1,4 +1,4 @@
-"""Reading, listing and ending rollouts by the plain API, over real sockets."""
+"""Read, list and cancel rollouts through the REST API, over real sockets."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ METRICS = {field.name: 0 for field in outcome_pb2.Metrics.DESCRIPTOR.fields}
 
 @pytest.fixture
 async def plain() -> AsyncIterator[Plain]:
-    """A gateway before a scripted server."""
+    """A gateway in front of a scripted server."""
     async with plain_gateway() as opened:
         yield opened
 
 
 def finished() -> pb.Rollout:
-    """A rollout that has everything."""
+    """A rollout with all fields set."""
     segment = token_pb2.Segment(
         id="0",
         origin=token_pb2.SegmentOrigin(kind=token_pb2.SEGMENT_KIND_MAIN),

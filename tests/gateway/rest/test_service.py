@@ -1,4 +1,4 @@
-"""Agents, health and metrics by the plain API, and the one shape of its errors."""
+"""Agents, health and metrics in the REST API, and the common format of its errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOWN = {"authorization": f"Bearer {KEY}"}
 
 @pytest.fixture
 async def plain() -> AsyncIterator[Plain]:
-    """A gateway before a scripted server."""
+    """A gateway in front of a scripted server."""
     async with plain_gateway() as opened:
         yield opened
 
@@ -96,7 +96,7 @@ async def test_readyz_is_what_the_server_says(plain: Plain) -> None:
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
-    """Metrics by name and labels, the labels in the order of their names."""
+    """Metrics by name and labels, with the labels sorted by name."""
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)

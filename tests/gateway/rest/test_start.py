@@ -1,4 +1,4 @@
-"""`POST /v1/rollouts` over real sockets: what reaches the server, what comes back, and what is refused."""
+"""`POST /v1/rollouts` over real sockets: the request to the server, the response, and refusals."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ASKED = pb.StartRolloutRequest(
 
 @pytest.fixture
 async def plain() -> AsyncIterator[Plain]:
-    """A gateway before a scripted server."""
+    """A gateway in front of a scripted server."""
     async with plain_gateway() as opened:
         yield opened
 

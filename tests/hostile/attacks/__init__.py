@@ -1,7 +1,7 @@
-"""The attacks: functions in the modules of this package, each registered by `@attack`.
+"""The attacks: functions in the modules of this package, registered by `@attack`.
 
-An attack takes a `Target` of its own and returns what the server answered, in a few words. It raises AssertionError where the
-answer is one that the server must not give.
+An attack takes its own `Target` and returns a short description of the server's response. It raises AssertionError if the
+server must not respond that way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Run: TypeAlias = Callable[[Target], Awaitable[str]]
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack, and the settings of the server that it is for."""
+    """An attack, and the server settings that it needs."""
 
     name: str
     run: Run
@@ -30,7 +30,7 @@ ATTACKS: list[Attack] = []
 
 
 def attack(name: str, **settings: str) -> Callable[[Run], Run]:
-    """Registers a function."""
+    """Register a function as an attack."""
 
     def registered(run: Run) -> Run:
         ATTACKS.append(Attack(name, run, settings))
@@ -40,7 +40,7 @@ def attack(name: str, **settings: str) -> Callable[[Run], Run]:
 
 
 def all_attacks() -> list[Attack]:
-    """The attacks of all modules here."""
+    """The attacks of all modules in this package."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
     return ATTACKS

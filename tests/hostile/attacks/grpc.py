@@ -1,4 +1,4 @@
-"""Attacks by clients over gRPC and bare HTTP/2."""
+"""Attacks by clients over gRPC and raw HTTP/2."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _varint(number: int) -> bytes:
 
 
 def _empty_messages(count: int) -> bytes:
-    """A StartRolloutRequest whose spec has so many empty messages."""
+    """A StartRolloutRequest whose spec has this many empty messages."""
     from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
 
     spec = rollout_service_pb2.StartRolloutRequest.DESCRIPTOR.fields_by_name["spec"].number

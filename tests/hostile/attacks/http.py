@@ -19,19 +19,19 @@ PATHS = ("/rollout", "/v1/rollout/init", "/v1/rollouts", "/v1/rollouts/cancel", 
 
 
 def ones(size: int) -> bytes:
-    """A list of ones as the messages of a body of about so many bytes."""
+    """A list of ones as the messages of a body, about this many bytes long."""
     return b'{"messages":[' + b"1," * (size // 2 - 20) + b"1]}"
 
 
 def said(replies: Iterable[httpx.Response]) -> str:
-    """How often each status came, and the beginning of one of the answers."""
+    """The count of each status, and the beginning of one response."""
     replies = list(replies)
     counts = ", ".join(f"{status} x {count}" for status, count in Counter(r.status_code for r in replies).items())
     return f"{counts}: {replies[0].text[:100]}"
 
 
 def refused(reply: httpx.Response, status: int) -> str:
-    """What the server said. Fails for another status, and for a refusal in many words or none."""
+    """The server's error text. Fails for another status, and for a missing or very long text."""
     assert reply.status_code == status, reply.text[:500]
     assert 10 < len(reply.content) < 8192
     return said([reply])
@@ -157,7 +157,7 @@ HEADS = {
 
 
 async def raw(port: int, content: bytes) -> bytes:
-    """What comes back on a connection of its own, to its end."""
+    """Send bytes on a new connection and return all bytes received until it closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(content)

@@ -1,4 +1,4 @@
-"""Attacks by trainers: answers that cost more than they should."""
+"""Attacks by trainers: responses that are expensive to process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END = '{"role":"assistant","content":"Done."}'
 
 @asynccontextmanager
 async def trainer(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> AsyncIterator[str]:
-    """A trainer that reads each request and then answers as it likes; its URL."""
+    """A trainer that reads each request and then responds in any way; yields its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -29,7 +29,7 @@ async def trainer(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> 
             await answer(writer)
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
-            pass  # the server gave up
+            pass  # the server closed the connection
         finally:
             writer.close()
 
@@ -41,7 +41,7 @@ async def trainer(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> 
 
 
 async def outcome(target: Target, url: str) -> str:
-    """Runs a rollout with this trainer; how it ended."""
+    """Run a rollout with this trainer and describe how it ended."""
     asked = {
         "messages": PLAIN["messages"],
         "completions": {"url": url, "dialect": "openai", "model": "m"},
@@ -55,7 +55,7 @@ async def outcome(target: Target, url: str) -> str:
 
 
 def completion(message: str) -> bytes:
-    """An answer of one choice."""
+    """A chat completion with one choice."""
     return (
         b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":%s,"finish_reason":"stop"}]}'
         % (message.encode())
@@ -63,7 +63,7 @@ def completion(message: str) -> bytes:
 
 
 async def told(target: Target, content: bytes) -> str:
-    """How a rollout ends whose trainer answers always the same."""
+    """How a rollout ends if its trainer sends the same response each time."""
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(_OK % len(content) + content)
@@ -73,7 +73,7 @@ async def told(target: Target, content: bytes) -> str:
 
 
 def calls(count: int) -> bytes:
-    """An answer with so many tool calls."""
+    """A completion with this many tool calls."""
     function = {"name": "add", "arguments": '{"a":1,"b":2}'}
     made = [{"id": f"c{number}", "type": "function", "function": function} for number in range(count)]
     return completion(json.dumps({"role": "assistant", "content": None, "tool_calls": made}))

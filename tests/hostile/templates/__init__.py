@@ -1,4 +1,5 @@
-"""A fuzzer for the renderer: random chat templates and conversations, judged by renderings that mark where each answer ends.
+"""A fuzzer for the renderer: random chat templates and conversations.
 
-`python -m tests.hostile.templates --boundaries 20000 --seed 1 --jobs 2` plays rollouts and prints a table by trait.
+Renderings that mark the end of each completion judge the result. `python -m tests.hostile.templates --boundaries 20000
+--seed 1 --jobs 2` runs rollouts and prints a table by trait.
 """

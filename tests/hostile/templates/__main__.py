@@ -1,6 +1,6 @@
-"""Plays random rollouts with random chat templates and prints what the renderer made of them, by trait.
+"""Run random rollouts with random chat templates and print the verdicts on the renderer, by trait.
 
-Ends with status 1 if anything silent was found: ids that are not the truth, as if they were.
+Exits with status 1 if the renderer returned incorrect ids without reporting it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ _SHOWN = 12
 
 
 def main() -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.hostile.templates", description=__doc__)
-    parser.add_argument("--boundaries", type=int, default=20000, help="play at least so many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of all that is random (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--only", type=int, help="play one template of the seed, and print it")
-    parser.add_argument("--classes", type=int, default=_SHOWN, help="kinds of differences to reduce and print")
+    parser.add_argument(
+        "--boundaries", type=int, default=20000, help="minimum number of turn boundaries (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="random seed (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: %(default)s)")
+    parser.add_argument("--only", type=int, help="run and print only this template of the seed")
+    parser.add_argument(
+        "--classes", type=int, default=_SHOWN, help="number of kinds of differences to reduce and print"
+    )
     options = parser.parse_args()
     if options.only is not None:
         found = play_numbered(options.seed, options.only)
@@ -48,7 +52,7 @@ def _print(text: str) -> None:
 
 
 def _many(seed: int, boundaries: int, jobs: int) -> Played:
-    """Templates in order, until there are enough boundaries."""
+    """Run templates in order, until there are enough boundaries."""
     found, numbers = Played(), count()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         under_way = deque(pool.submit(play_numbered, seed, next(numbers)) for _ in range(2 * jobs))
@@ -60,7 +64,7 @@ def _many(seed: int, boundaries: int, jobs: int) -> Played:
 
 
 def table(boundaries: Sequence[Boundary]) -> str:
-    """What became of boundaries, by trait and for all, as text."""
+    """Format the verdicts, by trait and in total."""
     rows: dict[tuple[str, str], list[Boundary]] = defaultdict(list)
     for boundary in boundaries:
         rows["all", ""].append(boundary)
@@ -94,7 +98,7 @@ def table(boundaries: Sequence[Boundary]) -> str:
 
 
 def shown(difference: Difference) -> str:
-    """A difference as text that says all that is needed to see it again."""
+    """Format a difference with everything needed to reproduce it."""
     template, conversation = difference.case.template, difference.case.conversation
     turns = [
         f"  turn {number}: {json.dumps(turn.answer, ensure_ascii=False)}\n"

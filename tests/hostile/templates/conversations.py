@@ -1,4 +1,4 @@
-"""Random conversations that templates and renderers find hard, and how the model's answers in them end."""
+"""Random conversations that are difficult for templates and renderers, and the endings of their completions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from typing import Any, Final, Literal, TypeAlias
 
 Fields: TypeAlias = dict[str, Any]
 Ending: TypeAlias = Literal["stop", "stripped", "cut", "eos", "other_special", "nothing", "no_ids"]
-"""How an answer's ids end: with the stop of its kind, without it, cut by length, with the end token, with a special token that
-ends nothing; or there are none, because the model wrote nothing, or because the trainer sends no ids."""
+"""How the ids of a completion end.
+
+They end with the stop token of their kind, without it, truncated by length, with the end token, or with a special token
+that ends nothing. Or there are no ids, because the completion is empty or the trainer sends none.
+"""
 
 TOOLS: Final[Sequence[Fields]] = tuple(
     {
@@ -107,7 +110,10 @@ _ARGUMENTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """An answer, how its ids end, and what is said to it. `kept` is how much of its ids a cut leaves; `free`: they are any ids."""
+    """A completion, its ending, and the messages after it.
+
+    `kept`: the share of its ids that a truncation keeps. `free`: the ids are arbitrary.
+    """
 
     answer: Fields
     environment: tuple[Fields, ...]
@@ -118,7 +124,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A rollout: its prompt, and its turns. `spacing` is how messages are spelled as JSON."""
+    """A rollout: its prompt and its turns. `spacing`: the JSON separators of messages."""
 
     prompt: tuple[Fields, ...]
     turns: tuple[Turn, ...]
@@ -126,18 +132,18 @@ class Conversation:
     spacing: int = 0
 
     def spelled(self, message: Fields) -> str:
-        """A message as it travels."""
+        """A message as JSON text."""
         separators = ((", ", ": "), (",", ":"), (" ,  ", " : "))[self.spacing % 3]
         return json.dumps(message, ensure_ascii=self.spacing >= 3, separators=separators)
 
 
 def generate(rng: random.Random) -> Conversation:
-    """A random conversation."""
+    """Generate a random conversation."""
     return _Author(rng).conversation()
 
 
 class _Author:
-    """Writes one conversation."""
+    """Generator of one conversation."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -145,7 +151,7 @@ class _Author:
         self._thinks = rng.random() < 0.4
         self._switches = rng.random() < 0.3
         self._numbered = 0
-        self._open: list[tuple[str, str]] = []  # ids and names of calls whose results may still come
+        self._open: list[tuple[str, str]] = []  # ids and names of calls whose results may still follow
         self._odd_ending = rng.choice((0.0, 0.2, 0.5))
 
     def conversation(self) -> Conversation:
@@ -248,7 +254,7 @@ class _Author:
             yield self._user()
 
     def _stray(self) -> Fields:
-        """A message that nobody expects there."""
+        """A message at an unexpected position."""
         rng = self._rng
         kind = rng.randrange(4)
         if kind == 0:

@@ -1,4 +1,4 @@
-"""What real templates put around messages, and what closes answers there."""
+"""Text that real templates write around messages, and tokens that end completions there."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tests.hostile.templates.vocabulary import EOS, Words
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """What stands around messages.
+    """Text around messages.
 
     Args:
         heads: before the content, by role.
-        tails: behind the content, by role; `tail` for the others.
-        stop: closes answers; `calls_stop` closes those with calls. Empty: nothing does.
-        after: behind the stop.
-        next_begins: answers are closed by the token with which the next message begins.
-        part: opens and closes a part of an answer, as "channels" do.
+        tails: after the content, by role; `tail` for the others.
+        stop: ends completions; `calls_stop` ends those with calls. Empty: no token ends them.
+        after: after the stop.
+        next_begins: completions are ended by the token with which the next message begins.
+        part: opens and closes a part of a completion, as "channels" do.
     """
 
     heads: Mapping[str, str]
@@ -33,7 +33,7 @@ class Framing:
     words: Words = field(default_factory=lambda: Words(()))
 
     def ending(self, role: str) -> str:
-        """What stands behind the content of a message that is no answer."""
+        """The text after the content of a message that is not a completion."""
         return self.tails.get(role, self.tail)
 
 
@@ -43,7 +43,7 @@ def _named(pattern: str, **other: str) -> dict[str, str]:
 
 
 def _lines(heads: Mapping[str, str], stop: str, words: Words) -> Framing:
-    """All messages end with the same token and a line break."""
+    """A framing in which all messages end with the same token and a line break."""
     return Framing(heads, f"{stop}\n", stop=stop, calls_stop=stop, after="\n", words=words)
 
 

@@ -1,7 +1,8 @@
-"""Random chat templates, put together from the traits of real ones, each with a twin that marks where answers begin and end.
+"""Random chat templates, composed of traits of real ones, each with a twin that marks where completions begin and end.
 
-The twin renders the same text with three marks for each assistant message: where its own text begins, where its stop begins and
-where its stop ends. Whoever writes a template knows these places, so the twin needs no guess to tell what follows an answer.
+The twin renders the same text with three marks per assistant message: the start of its own text, the start of its stop
+token and the end of its stop token. The generator of a template knows these places, so the twin determines exactly what
+follows a completion.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from tests.hostile.templates.framing import FRAMINGS, Framing
 from tests.hostile.templates.vocabulary import BOS, CALL_TOKENS, VOCABULARIES, Words, tokenizer
 
 MARK: Final = re.compile("\ue000([ASE])(\\d+)\ue001")
-"""A mark of a twin: what begins or ends there (answer, stop, end of stop), and the index of the assistant message."""
+"""A mark of a twin: its kind (start of the completion, start of the stop, end of the stop) and the index of the assistant
+message.
+"""
 
 
 Style: TypeAlias = str
@@ -25,7 +28,7 @@ Style: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a template is made of, a word for each trait. The first of the `OPTIONS` of a trait is the plain one."""
+    """The traits of a template, one word each. The first of a trait's `OPTIONS` is the plain one."""
 
     framing: Style = "chatml"
     vocabulary: Style = "gpt2"
@@ -117,12 +120,12 @@ DATES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template, its twin and what its writer knows.
+    """A template, its twin and what its generator knows.
 
     Args:
-        date: how it prints a date, if it does.
-        arguments: the form of arguments that is given to it where they come as text.
-        stops: what a model that was trained with it ends answers with, without calls and with calls.
+        date: the format in which it prints a date, if it does.
+        arguments: the form of arguments passed to it if they are received as text.
+        stops: the tokens with which a model trained on it ends completions, without calls and with calls.
     """
 
     traits: Traits
@@ -135,12 +138,12 @@ class Template:
 
     @property
     def ends(self) -> frozenset[str]:
-        """The tokens at which the model's generation config, if there is one, says that answers end."""
+        """The end tokens in the model's generation config, if it has one."""
         return frozenset({*self.stops, self.words.eos} - {""})
 
     @property
     def inside(self) -> frozenset[str]:
-        """The special tokens that it may write inside an answer."""
+        """The special tokens that it may write inside a completion."""
         written = self.text.partition("m.role == 'assistant'")[2] if self.traits.framing == "channels" else ""
         calls = {"special_closer": CALL_TOKENS[:2], "wrapped": CALL_TOKENS}.get(self.traits.calls, ())
         return frozenset({*calls, *(text for text in self.words.special if text in written)})
@@ -152,7 +155,7 @@ class Template:
 
 
 def generate(rng: random.Random) -> Template:
-    """A random template."""
+    """Generate a random template."""
     most = rng.choice((1, 2, 3, 4, 6, 8))
     names = rng.sample([name for name in OPTIONS if name != "framing"], most)
     chosen = {name: rng.choice(OPTIONS[name][1:]) for name in names}
@@ -165,14 +168,15 @@ def generate(rng: random.Random) -> Template:
 
 
 def settle(traits: Traits) -> Traits:
-    """The traits without those that make no sense together, so that the writer always knows what ends an answer."""
+    """Drop traits that contradict each other, so that the generator always knows what ends a completion."""
     framing = FRAMINGS[traits.framing]
     if not framing.stop and traits.calls in ("special_closer", "wrapped"):
-        traits = replace(traits, calls="json")  # else the closer of a call would be all that ends an answer
+        traits = replace(traits, calls="json")  # otherwise only the closer of a call would end a completion
     if framing.part[0] and traits.calls == "unseen":
-        traits = replace(traits, calls="json")  # an empty part for calls would say nothing of them
+        traits = replace(traits, calls="json")  # an empty part for calls would not show them
     if framing.next_begins:
-        # The stop is what the next message begins with: what else may begin there, a model would have learnt too.
+        # The stop token is the first token of the next message. A model would also have learned any other token that can
+        # stand there.
         traits = replace(traits, merges="none" if traits.merges == "answers" else traits.merges)
         traits = replace(traits, reminder="none", last="closed")
         if traits.results in ("user_turn", "merged"):
@@ -183,7 +187,7 @@ def settle(traits: Traits) -> Traits:
 
 
 def build(traits: Traits, date: str = DATES[0]) -> Template:
-    """The template of these traits; `date` is how it prints a date, if it does."""
+    """Build the template of these traits; `date` is the format in which it prints a date, if it does."""
     traits = settle(traits)
     source = _Writer(traits, date).source().replace("-%}{", "-%}\n{").replace("-}}{", "-}}\n{")
     framing = FRAMINGS[traits.framing]
@@ -211,7 +215,7 @@ def _marks(framing: Framing) -> dict[str, str]:
 
 
 def _put(text: str) -> str:
-    """Writes a constant."""
+    """Write a constant."""
     return "{{- " + json.dumps(text, ensure_ascii=False) + " -}}" if text else ""
 
 
@@ -243,7 +247,7 @@ _ASKS_QUIET: Final = "'/no_think' in text({0})"
 
 
 class _Writer:
-    """Writes the source of a template, with places for marks: where an answer and its stop begin, where its stop ends."""
+    """Writer of a template's source, with marks for the start and stop of a completion and the end of its stop."""
 
     def __init__(self, traits: Traits, date: str) -> None:
         self._is = traits
@@ -251,7 +255,7 @@ class _Writer:
         self._date = _say(f"strftime_now({json.dumps(date)})")
 
     def source(self) -> str:
-        """The whole template."""
+        """Write the whole template."""
         branches = (
             ("m.role in ('system', 'developer')", self._system()),
             ("m.role == 'user'", self._user()),
@@ -304,7 +308,7 @@ class _Writer:
         )
 
     def _opening(self) -> str:
-        """What stands before the first message that is no system message."""
+        """Write the text before the first message that is not a system message."""
         inside = _if(_FIRST_SYSTEM, _say(self._trimmed("text(messages[0])", "all")))
         condition = [_FIRST_SYSTEM]
         if self._is.default_system == "written":
@@ -327,7 +331,7 @@ class _Writer:
         return _put("\nTools:") + _each("tool in tools", _put("\n") + _say("tool | tojson")) + _put("\n")
 
     def _head(self, role: str, extra: str = "") -> str:
-        """What a message begins with. Where that closes the answer before it, its first token does."""
+        """Write the start of a message. If it also ends the completion before it, its first token does so."""
         head = self._framing.heads[role]
         if not self._framing.next_begins:
             return _put(head) + extra
@@ -338,7 +342,7 @@ class _Writer:
         return expression + (" | trim" if self._is.trim in words else "")
 
     def _counted(self) -> str:
-        """What a message begins with for its place in the conversation."""
+        """Write the start of a message that depends on its position in the conversation."""
         return {
             "third": _if("(i + 1) % 3 == 0", _put("(Remember to be brief.)\n")),
             "fifth": _if("(i + 1) % 5 == 0", _put("(Remember to be brief.)\n")),
@@ -384,7 +388,7 @@ class _Writer:
         return ""
 
     def _reminded(self, where: str, condition: str) -> str:
-        """A message of the template's own between an answer and what follows it."""
+        """Write a message of the template itself, between a completion and the text after it."""
         stop = self._framing.stop if not self._framing.next_begins else ""
         said = self._head("system") + _put("Remember the rules.") + _put(stop + self._framing.after)
         if self._is.reminder == where:
@@ -394,7 +398,7 @@ class _Writer:
         return ""
 
     def _looks_back(self, condition: str) -> str:
-        """What a message begins with for what was said before it."""
+        """Write the start of a message that depends on earlier messages."""
         before = f"({condition}) and "
         return {
             "reasoning": _if(before + f"{_BEFORE}.reasoning_content", _put("(You thought.) ")),
@@ -436,7 +440,7 @@ class _Writer:
         return self._in_order("assistant") + body
 
     def _closed(self) -> str:
-        """The stop of an answer, with the places around it."""
+        """Write the stop of a completion, with the marks around it."""
         framing = self._framing
         if framing.next_begins:
             return "⟦O⟧"
@@ -453,7 +457,7 @@ class _Writer:
         return _put(self._framing.part[0].format(channel)) + inside
 
     def _inner(self, inside: str) -> str:
-        """A part of an answer that is not its last."""
+        """Write a part of a completion that is not its last one."""
         return self._part("analysis", inside) + _put(self._framing.part[1])
 
     def _thought(self) -> str:
@@ -539,7 +543,7 @@ class _Writer:
         return before + whole + counted
 
     def _named(self) -> str:
-        """Finds the call that a result answers, anywhere in the conversation."""
+        """Find the call that belongs to a tool result, anywhere in the conversation."""
         found = _if("call.id == m.tool_call_id", _set("ns.name = call.function.name"))
         return _set("ns.name = 'nobody'") + _each(
             "other in messages", _if("other.tool_calls", _each("call in other.tool_calls", found))

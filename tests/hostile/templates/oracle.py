@@ -1,4 +1,4 @@
-"""What follows an answer, by a template's twin. Nothing of the renderer under test is used, only transformers and Jinja."""
+"""The text after a completion, determined by a template's twin. Only transformers and Jinja are used, nothing of the renderer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What follows an answer in ids: the stop that it lacks, if it does, and the environment."""
+    """The ids after a completion: the stop token that it lacks, if any, and the environment."""
 
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Undecidable:
-    """The template renders the conversation, but gives the end of this answer no place."""
+    """The template renders the conversation, but the end of this completion has no defined position."""
 
     reason: str
 
@@ -41,7 +41,7 @@ Truth: TypeAlias = Exact | Undecidable
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A rendering, split at an answer: its own text, its stop, and what follows. All are None where there is no such place."""
+    """A rendering, split at a completion: its text, its stop, and the rest. All are None if it has no position."""
 
     full: str
     answer: str | None = None
@@ -50,7 +50,7 @@ class Split:
 
 
 class Oracle:
-    """Judges one template. Messages are given as texts of JSON, as they travel."""
+    """Judge of one template. Messages are JSON texts."""
 
     def __init__(self, template: Template, tools: Sequence[Message] | None, date: datetime) -> None:
         self.template, self._tools = template, tools
@@ -66,25 +66,25 @@ class Oracle:
         self._may_end = frozenset(single(self._tokenizer, others).values())
 
     def prompt(self, messages: Sequence[str]) -> tuple[int, ...]:
-        """The ids of a whole conversation with a generation prompt. Raises `Refused`."""
+        """The ids of a conversation with a generation prompt. Raises `Refused`."""
         return self.encode(self.text(messages))
 
     def text(self, messages: Sequence[str], *, twin: bool = False, generation_prompt: bool = True) -> str:
-        """The conversation as the template, or its twin, writes it. Raises `Refused`."""
+        """The conversation rendered by the template or its twin. Raises `Refused`."""
         given = [self._given(text) for text in messages]
         source = self._twin if twin else self._plain
         options: Any = {"tools": self._tools, "tokenize": False, "add_generation_prompt": generation_prompt}
         try:
             return str(self._tokenizer.apply_chat_template(given, chat_template=source, **options))
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise Refused(f"{type(error).__name__}: {error}") from error
 
     def split(self, messages: Sequence[str], answered: int, *, generation_prompt: bool = True) -> Split:
-        """The rendering at the answer `messages[answered]`. Raises `Refused`."""
+        """The rendering at the completion `messages[answered]`. Raises `Refused`."""
         full = self.text(messages, generation_prompt=generation_prompt)
         marked = self.text(messages, twin=True, generation_prompt=generation_prompt)
         if MARK.sub("", marked) != full:
-            raise AssertionError("a twin renders something else than its template")
+            raise AssertionError("a twin renders another text than its template")
         places = {match[1]: match.span() for match in MARK.finditer(marked) if int(match[2]) == answered}
         if len(places) < 3:
             return Split(full, MARK.sub("", marked[places["A"][1] :]) if "A" in places else None)
@@ -93,9 +93,9 @@ class Oracle:
         return Split(full, *(MARK.sub("", text) for text in (own, closing, rest)))
 
     def truth(self, split: Split, ids: Sequence[int] | None, *, cut: bool = False) -> Truth:
-        """What follows an answer of these ids; None: the trainer sent none, so that nobody knows whether it has its stop.
+        """The ids after a completion with these ids. None means that the trainer sent no ids, so its stop is unknown.
 
-        `cut`: it ended because of its length.
+        `cut`: the completion was truncated by length.
         """
         if split.stop is None or split.behind is None:
             return Undecidable("the answer is not rendered")
@@ -108,13 +108,13 @@ class Oracle:
             raise AssertionError(f"{split.stop!r} is not one token")
         if reason := self._open_question(ids, closing, cut):
             return Undecidable(reason)
-        # Without ids, the answer is taken to have the stop of its kind.
+        # Without ids, assume that the completion has the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
             return Exact((closing, *environment))
         return Exact(tuple(environment))
 
     def _open_question(self, ids: Sequence[int] | None, closing: int, cut: bool) -> str:
-        """Why nobody can say whether an answer of these ids has its stop; empty where one can."""
+        """Why it is undecidable whether a completion with these ids has its stop; empty if it is decidable."""
         if not ids:
             return ""
         if ids[-1] in self._ends:
@@ -124,7 +124,7 @@ class Oracle:
         return "nothing says whether the token at its end ends it: the last answer is left open" if unknown else ""
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """The ids of a text as it stands."""
+        """The ids of a text, without special tokens added."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -132,10 +132,10 @@ class Oracle:
         return str(self._tokenizer.decode(list(ids)))
 
     def _closed(self, ids: Sequence[int], closing: int, cut: bool) -> bool:
-        """Whether the answer has its stop, or another end that stands for it.
+        """Whether the completion has its stop, or another end token in its place.
 
-        Where no generation config says what does, each special token does that templates do not write inside answers.
-        The token with which the next message begins says whose message that is, so no other end can stand for it.
+        Without a generation config, every special token counts that templates do not write inside completions. If the stop
+        is the first token of the next message, it also names that message's role, so no other token can replace it.
         """
         if not ids or not (ids[-1] in self._ends or (ids[-1] in self._may_end and not cut)):
             return False
@@ -146,7 +146,7 @@ class Oracle:
         return FRAMINGS[self.template.traits.framing].next_begins
 
     def _given(self, text: str) -> Message:
-        """A message as a trainer gives it to its template: arguments as they came, or as objects if nothing else will do."""
+        """A message as a trainer passes it to its template: arguments as text, or as objects if the template requires it."""
         message: dict[str, Any] = json.loads(text)
         calls = message.get("tool_calls")
         if self.template.arguments == "object" and calls:

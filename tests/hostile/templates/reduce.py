@@ -1,4 +1,4 @@
-"""Makes what was found smaller: the fewest traits and messages with which it still happens."""
+"""Reduce a difference to the fewest traits and messages that still cause it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.hostile.templates.run import Case, Difference, Opens, open_renderer, 
 
 
 def kinds(differences: Sequence[Difference], most: int, opens: Opens = open_renderer) -> Iterator[Difference]:
-    """A reduced example of each kind of difference, as it is found, at most so many."""
+    """A reduced example of each kind of difference, as they are found, at most `most`."""
     found: dict[str, set[str]] = {}
     for difference in differences:
         if len(found) >= most:
@@ -28,12 +28,12 @@ def kinds(differences: Sequence[Difference], most: int, opens: Opens = open_rend
 
 
 def signature(difference: Difference) -> str:
-    """What it needs, in words."""
+    """What a difference needs, as a short text."""
     return ", ".join((difference.path, *sorted(_needed(difference)), *_around(difference)))
 
 
 def _needed(difference: Difference) -> set[str]:
-    """The traits of a difference and how the answer ends."""
+    """The traits of a difference and the ending of the completion."""
     unusual = difference.case.template.traits.unusual()
     found = {difference.verdict.value, *(f"{name}={word}" for name, word in unusual.items())}
     if difference.case.template.traits.date != "none" and difference.case.template.date != grammar.DATES[0]:
@@ -45,7 +45,7 @@ def _needed(difference: Difference) -> set[str]:
 
 
 def _around(difference: Difference) -> Iterator[str]:
-    """Where in a conversation it is."""
+    """The position of a difference in its conversation."""
     if not difference.turn:
         yield "in the prompt"
         return
@@ -55,7 +55,7 @@ def _around(difference: Difference) -> Iterator[str]:
 
 
 def reduced(difference: Difference, opens: Opens = open_renderer) -> Difference:
-    """The smallest case that was found with the same verdict on the same path."""
+    """The smallest case found with the same verdict on the same path."""
     smaller = True
     while smaller:
         smaller = False
@@ -76,7 +76,7 @@ def _again(case: Case, like: Difference, opens: Opens) -> Difference | None:
 
 
 def _smaller(difference: Difference) -> Iterator[Case]:
-    """Cases with something less than that of a difference."""
+    """Cases that are smaller than that of a difference."""
     template, conversation = difference.case.template, difference.case.conversation
     if difference.turn < len(conversation.turns):
         yield Case(template, replace(conversation, turns=conversation.turns[: difference.turn]))
@@ -92,7 +92,7 @@ def _smaller(difference: Difference) -> Iterator[Case]:
 
 
 def _fewer(traits: Traits) -> Iterator[Traits]:
-    """One unusual trait of several, as most differences need no more; then all but one."""
+    """Single unusual traits first, because most differences need only one; then all but one."""
     unusual = traits.unusual()
     if len(unusual) > 1:
         yield from (Traits(**{name: word}) for name, word in unusual.items())

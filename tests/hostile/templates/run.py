@@ -1,4 +1,4 @@
-"""Plays rollouts through the real renderer, both ways, and judges what it expects between an answer and the next one."""
+"""Run rollouts through the real renderer, in both modes, and judge its environment tokens between completions."""
 
 from __future__ import annotations
 
@@ -28,66 +28,66 @@ from tests.hostile.templates.vocabulary import PAD, single
 
 DATE = datetime(2026, 2, 3, 14, 5)
 PATHS = ("append", "predict")
-_EACH = 6  # conversations with one template
+_EACH = 6  # conversations per template
 _T = TypeVar("_T")
 
 
 class Verdict(Enum):
-    """What the renderer did at a boundary, as against the truth."""
+    """The renderer's result at a boundary, compared with the truth."""
 
     RIGHT = "right"
-    DECLINED = "declined"  # it says that it cannot tell, though there is a truth
+    DECLINED = "declined"  # it reports that it cannot decide, although there is a truth
     REFUSED = "refused"  # the template refuses, and so does the renderer
-    UNDECIDABLE = "undecidable"  # there is no truth, and the renderer claims none
-    CLAIMED = "claimed"  # there is no truth, but the renderer claims the end of the full rendering as one
-    DIFFERENT = "different"  # ids that are not the truth, as if they were
-    FOREIGN = "foreign"  # no truth, and ids with which the full rendering does not end
+    UNDECIDABLE = "undecidable"  # there is no truth, and the renderer returns none
+    CLAIMED = "claimed"  # there is no truth, but the renderer returns the end of the full rendering
+    DIFFERENT = "different"  # incorrect ids, returned as correct
+    FOREIGN = "foreign"  # there is no truth, and the full rendering does not end with the returned ids
     WENT_ON = "went on"  # the template refuses, the renderer does not
-    COUNT = "count"  # the length for a mask is not how much longer a full rendering gets
+    COUNT = "count"  # the length for a mask is not the growth of the full rendering
 
 
 SILENT = frozenset({Verdict.DIFFERENT, Verdict.FOREIGN, Verdict.WENT_ON, Verdict.COUNT})
 
 
 class Renders(Protocol):
-    """The part of the renderer that is judged."""
+    """The methods of the renderer that are judged."""
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        """The whole."""
+        """Render the whole conversation."""
 
     async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        """What follows the answer."""
+        """Render only the text after the completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What can be played again: a template and a conversation."""
+    """A reproducible case: a template and a conversation."""
 
     template: Template
     conversation: Conversation
 
     @property
     def tools(self) -> Sequence[Any]:
-        """What the rollout is given."""
+        """The tools of the rollout."""
         return TOOLS if self.conversation.tools else ()
 
     def oracle(self, date: datetime = DATE) -> Oracle:
-        """Who knows what follows the answers."""
+        """The oracle for this template."""
         return Oracle(self.template, list(self.tools) or None, date)
 
 
 Opens = Callable[[Case, LoadedTokenizer], Renders]
-"""Makes the renderer of a rollout."""
+"""Creates the renderer of a rollout."""
 
 
 def open_renderer(case: Case, loaded: LoadedTokenizer) -> Renders:
-    """The real one."""
+    """Create the real renderer."""
     return Renderer(loaded, case.tools, {}, date=DATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Something wrong at turn `turn` of a case (0: in its prompt), on one path; what was expected and what came, as text."""
+    """A fault at turn `turn` of a case (0: in its prompt) on one path, with the expected and the actual text."""
 
     case: Case
     path: str
@@ -107,22 +107,22 @@ class Boundary:
 
 @dataclass(slots=True)
 class Played:
-    """What was played."""
+    """Boundaries and differences of the rollouts that were run."""
 
     boundaries: list[Boundary] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
 
     def add(self, other: Played) -> None:
-        """Takes over what another has."""
+        """Add the results of another run."""
         self.boundaries += other.boundaries
         self.differences += other.differences
 
 
 class Inline(Executor):
-    """Runs work where it is asked for, so that a fuzzer needs no threads."""
+    """An executor that runs work in the calling thread, so that the fuzzer needs no threads."""
 
     def submit(self, work: Callable[..., _T], /, *arguments: Any, **named: Any) -> Future[_T]:
-        """The work, done."""
+        """Run the work and return a finished future."""
         future: Future[_T] = Future()
         try:
             future.set_result(work(*arguments, **named))
@@ -132,12 +132,12 @@ class Inline(Executor):
 
 
 def play_numbered(seed: int, number: int) -> Played:
-    """Plays template `number` of a seed."""
+    """Run template `number` of a seed."""
     return play(list(cases(seed, number)))
 
 
 def cases(seed: int, number: int, each: int = _EACH) -> Iterator[Case]:
-    """The conversations that are played with template `number` of a seed."""
+    """The conversations for template `number` of a seed."""
     rng = random.Random(f"{seed}:{number}")
     template = grammar.generate(rng)
     for _ in range(each):
@@ -146,7 +146,7 @@ def cases(seed: int, number: int, each: int = _EACH) -> Iterator[Case]:
 
 @lru_cache(maxsize=4)
 def load(template: Template) -> LoadedTokenizer:
-    """The template, loaded as the server does it."""
+    """Load the template as the server does."""
     tokenizer = copy.copy(template.vocabulary)
     tokenizer.chat_template = template.text
     ends = template.ends if template.traits.config == "known" else ()
@@ -154,7 +154,7 @@ def load(template: Template) -> LoadedTokenizer:
 
 
 def play(all_of_them: Sequence[Case], opens: Opens = open_renderer) -> Played:
-    """Plays cases of one template."""
+    """Run cases of one template."""
     loaded = load(all_of_them[0].template)
     played = Played()
     for case in all_of_them:
@@ -170,11 +170,11 @@ class _Game:
         self._oracle = case.oracle()
         self._renderers = {path: opens(case, loaded) for path in PATHS}
         self._texts: list[str] = []
-        self._lengths = 0  # of the prompt before, in tokens
+        self._lengths = 0  # tokens of the previous prompt
         self._played = Played()
 
     async def play(self) -> Played:
-        """Turn by turn, until the template refuses or the renderer fails."""
+        """Run turn by turn, until the template refuses or the renderer fails."""
         if self._loaded.probed.refusal:
             return self._played  # the server does not load such a template
         self._texts = [self._case.conversation.spelled(message) for message in self._case.conversation.prompt]
@@ -225,7 +225,7 @@ class _Game:
     def _judge(
         self, asked: int, ids: Sequence[int] | None, finish: str
     ) -> tuple[Split | None, Truth | None, int | None]:
-        """The rendering, what follows the answer, and how much longer the rendering got; None for what there is not."""
+        """The rendering, the text after the completion, and the growth of the rendering; None for missing values."""
         try:
             split = self._oracle.split(self._texts, asked)
         except Refused:
@@ -260,7 +260,7 @@ class _Game:
         return f"{known} ({longer} tokens longer)"
 
     async def _ask(self, path: str, last: Answered | None, asked: int) -> _Got | None:
-        """What the renderer expects; None: it fails."""
+        """The renderer's prediction; None if it fails."""
         messages = [Message.parse(text) for text in self._texts]
         renderer = self._renderers[path]
         try:
@@ -270,7 +270,7 @@ class _Game:
         return _Got.of(rendered, counts=path == "predict" and last is not None)
 
     def _generated(self, turn: Turn, asked: int) -> tuple[list[int] | None, str]:
-        """What the model wrote for an answer, and why it ended."""
+        """The ids of a completion, and its finish reason."""
         calls = bool(turn.answer.get("tool_calls"))
         finish = "tool_calls" if calls else "stop"
         if turn.ending == "no_ids":
@@ -303,7 +303,7 @@ class _Game:
 
 @dataclass(frozen=True, slots=True)
 class _Got:
-    """What the renderer expects: closing and environment in one."""
+    """The renderer's prediction: closing and environment together."""
 
     ids: tuple[int, ...]
     environment: tuple[int, ...] = ()
@@ -318,5 +318,5 @@ class _Got:
         return cls(ids, environment, rendered.exact, rendered.mask_length, counts)
 
     def shown(self, oracle: Oracle) -> str:
-        """As text."""
+        """Format it as text."""
         return f"{oracle.decode(self.ids)} ({self.mask_length} tokens longer)"

@@ -12,14 +12,15 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 VOCABULARIES = ("gpt2", "isolated", "nfc", "lstrip")
-"""Line breaks that merge with what stands beside them; line breaks and digits on their own; text that is normalized first; special
-tokens that take the space before them."""
+"""The kinds: line breaks that merge with their neighbours; line breaks and digits as single tokens; normalized text; special
+tokens that strip the space before them.
+"""
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """Added tokens that are not special, in every vocabulary."""
 
 CALL_TOKENS = ("<|call_begin|>", "<|call_end|>", "<|calls_begin|>", "<|calls_end|>")
-"""Special tokens around calls, in every vocabulary. None of them ends an answer."""
+"""Special tokens around calls, in every vocabulary. None of them ends a completion."""
 
 PAD, EOS, BOS = "<|pad|>", "<|endoftext|>", "<|begin|>"
 _MERGES = 400
@@ -33,7 +34,7 @@ _CORPUS = (
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a vocabulary holds beside text: special tokens, those that strip the space behind them, and the end token."""
+    """A vocabulary's tokens besides text: special tokens, those that strip the space after them, and the end token."""
 
     special: tuple[str, ...]
     stripping: frozenset[str] = frozenset()
@@ -41,13 +42,13 @@ class Words:
 
     @property
     def every(self) -> tuple[str, ...]:
-        """All special tokens, also those that each vocabulary has."""
+        """All special tokens, including the shared ones."""
         return tuple(dict.fromkeys((PAD, BOS, EOS, self.eos, *self.special, *CALL_TOKENS)))
 
 
 @cache
 def tokenizer(kind: str, words: Words) -> Any:
-    """A transformers tokenizer without a template. Shared: copy it before setting one."""
+    """A transformers tokenizer without a template. It is cached: copy it before setting one."""
     backend = Tokenizer.from_str(_trained(kind))
     special = words.every
     backend.add_special_tokens(

@@ -1,7 +1,7 @@
-"""Parsers of what models write when they call tools: text to `ParsedCompletion`.
+"""Tool-call parsers for model families: completion text to `ParsedCompletion`.
 
-A call that cannot be read raises nothing: its text stays content, so that the model sees what it wrote. Arguments are kept as
-they were written, character by character.
+A malformed call raises no exception: its text stays in `content`, where the model sees it in the next turn. Arguments keep the
+exact characters that the model generated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, several times; and thinking before it."""
+"""Hermes and Qwen tool calls: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, repeated; and reasoning before them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CLOSE: Final = "</tool_call>"
 
 
 def hermes(text: str) -> ParsedCompletion:
-    """Reads tagged calls. The last closing tag may be missing, as it is where a stop text cut it off.
+    """Parse `<tool_call>` tags. The last closing tag may be missing, for example if it is a stop text.
 
-    Arguments may also go by "parameters", the word that a tool's definition has for them.
-    Models that think out loud need `thinking(hermes)`: a call they only think of is none.
+    "parameters" is accepted in place of "arguments". For reasoning models use `thinking(hermes)`: a tool call inside the reasoning
+    is not a call.
     """
     calls: list[ToolCall] = []
     content: list[str] = []
@@ -50,9 +50,17 @@ def _call(text: str, at: int) -> tuple[ToolCall, int] | None:
 
 
 def thinking(parse: Parse, begin: str = "<think>", end: str = "</think>") -> Parse:
-    """A parser that takes the thinking off first, so that no call is found in it.
+    """Return a parser that removes the reasoning first, so that no tool call is found in it.
 
-    The opening mark may stand in the prompt, as some templates have it. Thinking that has no end is all there is.
+        parse = thinking(hermes)
+
+    The opening tag may be missing, because some chat templates put it into the prompt. Without a closing tag, an opened reasoning
+    extends to the end of the text.
+
+    Args:
+        parse: parser for the text after the reasoning.
+        begin: opening tag.
+        end: closing tag.
     """
 
     def parse_behind(text: str) -> ParsedCompletion:

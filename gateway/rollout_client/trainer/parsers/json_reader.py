@@ -1,4 +1,4 @@
-"""Reads JSON out of a text without losing how it was written."""
+"""JSON scanning that keeps the exact text of each value."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Final
 
 from rollout_client.trainer.completion import ParsedCompletion, ToolCall
 
-# What a number is does not matter here, and some have too many digits to be read. Line breaks within strings are no JSON, but
-# where the string ends is clear.
+# Only the text of a number is used. `len` as the parser avoids int(), which rejects very long numbers. strict=False accepts line
+# breaks in strings: they are invalid JSON, but models generate them and the end of the string is unambiguous.
 _JSON: Final = json.JSONDecoder(parse_int=len, parse_float=len, strict=False)
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _UNREADABLE: Final = (ValueError, RecursionError)
-#: Calls that may fail to be read before the rest of a text is content: each may look at all of it.
+#: After this many malformed calls the rest is content. Each one may scan the whole text, so this bounds the quadratic cost.
 MOST_FAILURES: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A JSON value and its text."""
+    """A parsed JSON value and its exact text."""
 
     value: object
     text: str
 
 
 def skip_space(text: str, at: int) -> int:
-    """Behind the white space."""
+    """Return the index after the JSON white space at `at`."""
     match = _SPACE.match(text, at)
     return match.end() if match else at
 
 
 def json_value(text: str, at: int) -> tuple[Value, int] | None:
-    """The value that begins here, and where it ends; None: none does."""
+    """Return the JSON value that starts at `at` and the index after it; None if there is none."""
     try:
         found, end = _JSON.raw_decode(text, at)
     except _UNREADABLE:
@@ -43,7 +43,7 @@ def json_value(text: str, at: int) -> tuple[Value, int] | None:
 
 
 def object_members(text: str, at: int) -> tuple[Mapping[str, Value], int] | None:
-    """The members of the object that begins here, and where it ends. None: no object does, or a key comes twice."""
+    """Return the members of the JSON object at `at` and the index after it; None without a valid object or with a repeated key."""
     if not text.startswith("{", at):
         return None
     found: dict[str, Value] = {}
@@ -73,9 +73,13 @@ def _member(text: str, at: int) -> tuple[str, Value, int] | None:
 
 
 def to_tool_call(fields: Mapping[str, Value], keys: Sequence[str], *, needs_arguments: bool) -> ToolCall | None:
-    """The call that an object stands for; None: it is none. `keys` are the names that arguments go by.
+    """Convert an object to a tool call; None if it is not one.
 
-    What else stands in an object without them may be the arguments by another name, so it is a call only if nothing does.
+    Args:
+        fields: members of the object.
+        keys: accepted names of the arguments; exactly one may occur.
+        needs_arguments: False: arguments may be missing. The object must then have no members besides name, id and type, because
+            one of them could be the arguments under another name.
     """
     given = [fields[key].text for key in keys if key in fields]
     if len(given) > 1 or (not given and (needs_arguments or fields.keys() - {"name", "id", "type"})):
@@ -85,7 +89,7 @@ def to_tool_call(fields: Mapping[str, Value], keys: Sequence[str], *, needs_argu
 
 
 def to_name(found: Value | None) -> str | None:
-    """A text that can be a name: not blank, and UTF-8 can carry it."""
+    """Return a str value that can be a name: not blank and encodable as UTF-8; otherwise None."""
     if found is None or not isinstance(found.value, str) or not found.value.strip():
         return None
     try:
@@ -96,5 +100,5 @@ def to_name(found: Value | None) -> str | None:
 
 
 def parsed_completion(text: str, calls: Sequence[ToolCall], content: Sequence[str]) -> ParsedCompletion:
-    """The answer of a text: without calls all of it is content; with some, what is around them is."""
+    """Return the completion: without calls the whole text is content, otherwise the parts around the calls."""
     return ParsedCompletion("".join(content).strip(), tuple(calls)) if calls else ParsedCompletion(text)

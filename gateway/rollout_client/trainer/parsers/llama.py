@@ -1,6 +1,6 @@
-"""Llama 3: `{"name": ..., "parameters": {...}}`, several with `;` between, with or without `<|python_tag|>` before them.
+"""Llama 3 tool calls: `{"name": ..., "parameters": {...}}`, separated by `;`, with or without `<|python_tag|>` in front.
 
-Built-in tools are called as `<|python_tag|>name.call(key="value")`. Python code behind the tag is content.
+Calls of built-in tools are `<|python_tag|>name.call(key="value")`. Other Python code after the tag is content.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEYWORD: Final = re.compile(r"([A-Za-z_]\w*)[ \t]*=[ \t]*")
 
 
 def llama(text: str) -> ParsedCompletion:
-    """Reads calls. Without the tag a text is either calls from end to end or content: JSON within prose is none."""
+    """Parse Llama 3 calls. Without the tag, the whole text must consist of calls: JSON within prose is content."""
     before, tag, after = text.partition(_TAG)
     calls = _calls(after if tag else text)
     if tag and not calls:
@@ -34,7 +34,7 @@ def llama(text: str) -> ParsedCompletion:
 
 
 def _calls(text: str) -> list[ToolCall]:
-    """The calls that a text is made of; none where anything else is in it."""
+    """Return the calls of a text that consists only of calls; otherwise an empty list."""
     calls: list[ToolCall] = []
     at = skip_space(text, 0)
     while True:
@@ -54,7 +54,7 @@ def _calls(text: str) -> list[ToolCall]:
 
 
 def _built_in(text: str) -> ToolCall | None:
-    """A call with keywords. Its arguments become an object of the values as they were written, which are JSON."""
+    """Parse a built-in call. Its keyword arguments become a JSON object with the exact text of each value, which must be JSON."""
     begin = skip_space(text, 0)
     head = _BUILT_IN.match(text, begin)
     if head is None:

@@ -1,4 +1,4 @@
-"""Mistral, in the forms of its tokenizers so far, each behind `[TOOL_CALLS]`:
+"""Mistral tool calls. Depending on the tokenizer version, one of these forms follows `[TOOL_CALLS]`:
 
 `[{"name": ..., "arguments": {...}, "id": ...}, ...]`, `name{...}`, `name[ARGS]{...}` and `name[CALL_ID]id[ARGS]{...}`.
 """
@@ -23,7 +23,7 @@ _HEAD: Final = re.compile(r"([\w.\-]+)[ \t]*(?:\[CALL_ID\]([\w\-]+))?[ \t]*(?:\[
 
 
 def mistral(text: str) -> ParsedCompletion:
-    """Reads marked calls. What stands before the first mark is content."""
+    """Parse calls after `[TOOL_CALLS]`. Text outside the calls is content."""
     calls: list[ToolCall] = []
     content: list[str] = []
     done = at = failures = 0
@@ -41,7 +41,7 @@ def mistral(text: str) -> ParsedCompletion:
 
 
 def _list(text: str, at: int) -> tuple[list[ToolCall], int] | None:
-    """All calls of a list, or none: half of one is not what the model meant."""
+    """Return all calls of a list, or None if one is malformed: a partial list is not what the model meant."""
     if not text.startswith("[", at):
         return None
     calls: list[ToolCall] = []

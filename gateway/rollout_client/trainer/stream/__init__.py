@@ -1,1 +1,1 @@
-"""The way of a trainer that is only a client: one stream of `TrainerService.Train` (trainer_service.proto)."""
+"""Streaming transport: the trainer is only a client, on one `TrainerService.Train` stream (trainer_service.proto)."""

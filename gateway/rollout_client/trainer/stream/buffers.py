@@ -1,4 +1,4 @@
-"""The two ends of a stream: what is sent, numbered and kept until it is acknowledged, and what was received, each item once."""
+"""Send and receive buffers of a stream. Sent items are numbered and kept until acknowledged; received items are deduplicated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollout_client.errors import TooLarge
 
 
 class StreamOutbox:
-    """Items that must not be lost, in order.
+    """Send buffer. Numbered items are sent again after a reconnect until the server has acknowledged them.
 
     Args:
-        largest: bytes that the server takes in one item; 0: not known.
+        largest: maximum size of one item in bytes that the server accepts; 0: unknown.
     """
 
     def __init__(self, largest: int = 0) -> None:
@@ -27,16 +27,19 @@ class StreamOutbox:
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        """Items that the server did not take yet."""
+        """Number of items that the server has not acknowledged."""
         return len(self._unacknowledged)
 
     def put(self, item: TrainRequest) -> int:
-        """Numbers an item and has it sent. Returns its sequence. Raises `TooLarge` for one that would only break the stream."""
+        """Number an item, queue it and return its sequence number.
+
+        Raises `TooLarge` for an item above the server's limit: sending it would break the stream on every attempt.
+        """
         size = item.ByteSize()
         if self.largest and size > self.largest:
             raise TooLarge(
                 StatusCode.RESOURCE_EXHAUSTED,
-                f"{item.WhichOneof('item')} has {size} bytes, the server takes {self.largest}; ask for less, or raise its limit",
+                f"{item.WhichOneof('item')} has {size} bytes, the server accepts {self.largest}; send less or raise its limit",
             )
         self._last += 1
         item.sequence = self._last
@@ -45,63 +48,64 @@ class StreamOutbox:
         return self._last
 
     def put_unnumbered(self, item: TrainRequest) -> None:
-        """Has an item without a number sent, which may get lost."""
+        """Queue an item without a number. It is not sent again if the connection is lost."""
         self._unnumbered.append(item)
         self.notify()
 
     def acknowledge(self, sequence: int) -> None:
-        """The server took all up to this one."""
+        """Drop the items up to this sequence number: the server has received them."""
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
             self._unacknowledged.popleft()
 
     def reconnect(self, last_seen: int) -> None:
-        """Another connection carries what follows the last item that the server saw."""
+        """Continue on a new connection after `last_seen`, the last sequence number that the server received."""
         self.acknowledge(last_seen)
         self._unnumbered.clear()
         self._sent = last_seen
 
     def next_item(self) -> TrainRequest | None:
-        """What is to be sent now; None: nothing is."""
-        if self._unnumbered:
+        """Return the next item to send; None if there is none."""
+        if self._unnumbered:  # first, because the server waits for a ledger for only 10 s
             return self._unnumbered.popleft()
         if not self._unacknowledged or self._sent >= self._unacknowledged[-1].sequence:
             return None
+        # Sequence numbers are consecutive, so the index of the next item follows from the first one.
         at = max(0, self._sent + 1 - self._unacknowledged[0].sequence)
         item = self._unacknowledged[at]
         self._sent = item.sequence
         return item
 
     def notify(self) -> None:
-        """Wakes whoever waits for something to send."""
+        """Wake the writer that waits for an item."""
         self._changed.set()
 
     async def wait(self) -> None:
-        """Waits until there may be something to send."""
+        """Wait until `notify` is called. There may be nothing to send then."""
         await self._changed.wait()
         self._changed.clear()
 
 
 class StreamInbox:
-    """`last_seen` is the last item that was taken in. Numbers rise; after a resume some are left out."""
+    """Receive state. `last_seen` is the last sequence number received. Numbers increase; after a resume some may be missing."""
 
     def __init__(self) -> None:
         self.last_seen = 0
         self._acknowledged = 0
 
     def accept(self, sequence: int) -> bool:
-        """Whether an item is to be looked at; not, if it came before."""
+        """Return False for a repeated item, otherwise note its sequence number and return True. 0: unnumbered."""
         if sequence and sequence <= self.last_seen:
             return False
         self.last_seen = sequence or self.last_seen
         return True
 
     def next_acknowledgement(self) -> int | None:
-        """What is to be acknowledged now; None: nothing is."""
+        """Return the sequence number to acknowledge; None if there is nothing new."""
         if self._acknowledged == self.last_seen:
             return None
         self._acknowledged = self.last_seen
         return self.last_seen
 
     def reconnect(self) -> None:
-        """Another connection. Whether the last acknowledgement arrived is not known, so it is sent again."""
+        """Prepare for a new connection. The last acknowledgement may have been lost, so it is sent again."""
         self._acknowledged = 0

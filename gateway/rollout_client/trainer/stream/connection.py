@@ -1,7 +1,7 @@
-"""One stream over as many connections as it takes.
+"""One logical stream over consecutive connections.
 
-A connection that breaks is followed by another one, which goes on where both sides were: each tells the last item that it saw,
-and is sent what follows. The server keeps a cut stream for its grace time, and says so where that is over.
+After a lost connection the next one resumes the stream: each side reports the last item it received, and the other continues
+after it. The server keeps a disconnected stream for its grace time, then refuses it with `STREAM_EXPIRED`.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from rollout_client.trainer.stream.buffers import StreamInbox, StreamOutbox
 
 EXPIRED: Final = "STREAM_EXPIRED"
 _RESUMABLE: Final = frozenset({"STREAM_TAKEN", "TOO_MANY_REFUSALS"})
-"""Ends of a connection, not of the stream. Nobody else knows its id, so what took it is an earlier connection that came late."""
+"""Errors that end a connection but not the stream. The stream id is secret, so a connection that took the stream over can only be
+an earlier attempt of this trainer that arrived late."""
 _MOST_CREDIT: Final = 1_000_000
 _FAREWELL_SECONDS: Final = 2.0
-"""How long the last items may take to leave."""
+"""Time for sending the remaining items on close."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[TrainRequest, TrainResponse]"
 
 
 class StreamConnection:
-    """Carries what is put into `outbox` there, and what comes back to `receive`, from `open` to `close`.
+    """Sends the items of `outbox` and passes received items to `receive`, from `open` to `close`.
 
     Args:
-        channel: of a client.
-        credit: completion requests that may be under way at once.
-        outbox: what is sent.
-        receive: is called with each item but the first, once and in order.
+        channel: channel of a client.
+        credit: maximum number of completion requests in progress.
+        outbox: items to send.
+        receive: called with each item except the welcome, once and in order.
     """
 
     def __init__(
@@ -64,13 +65,13 @@ class StreamConnection:
 
     @property
     def over(self) -> asyncio.Task[None]:
-        """Is done once nothing is carried any more; then with the RolloutError that says why, unless it was closed."""
+        """Task that ends with the stream. It raises the RolloutError that ended it, or returns after `close`."""
         if self._task is None:
             raise RuntimeError("the stream is not open")
         return self._task
 
     async def open(self) -> None:
-        """Connects. Raises RolloutError where the server cannot be reached for too long, or takes no trainer."""
+        """Connect. Raises RolloutError if the server is unreachable for too long or does not support trainer streams."""
         self._task = asyncio.create_task(self._run())
         welcome = asyncio.create_task(self._welcome.wait())
         try:
@@ -84,7 +85,7 @@ class StreamConnection:
             self._task.result()
 
     async def close(self) -> None:
-        """Sends what is left, as far as that is possible at once, and hangs up."""
+        """Send the remaining items, for at most 2 s and only if connected, and disconnect."""
         if self._task is None:
             return
         self._closing = True
@@ -113,14 +114,14 @@ class StreamConnection:
                 await self._channel.pause(self._attempts.on_failure(_stream_failure(failure)))
 
     async def _serve(self, call: _Call) -> None:
-        """Carries items over one connection, until it ends."""
+        """Transfer items over one connection until it ends."""
         await call.write(TrainRequest(hello=self._hello()))
         first = await call.read()
         if not isinstance(first, TrainResponse):
             return
         if not first.HasField("welcome"):
             raise ServerFault(
-                grpc.StatusCode.INTERNAL, f"the server began with {first.WhichOneof('item')}, not welcome"
+                grpc.StatusCode.INTERNAL, f"the first item of the server is {first.WhichOneof('item')}, not welcome"
             )
         self._on_welcome(first.welcome)
         parts = reader, writer = asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))
@@ -128,6 +129,7 @@ class StreamConnection:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
+            # The writer ends first after a half-close or an error. The reader then receives the last items or the status.
             await reader
         finally:
             for part in parts:
@@ -139,7 +141,7 @@ class StreamConnection:
 
     def _on_welcome(self, welcome: TrainWelcome) -> None:
         if self._stream_id and welcome.stream_id != self._stream_id:
-            text = "the server does not know this stream any more"
+            text = "the server does not know this stream; it was dropped, or the server has restarted"
             raise NotPossible(grpc.StatusCode.FAILED_PRECONDITION, text, reason=EXPIRED)
         if not self._stream_id:
             self._stream_id = welcome.stream_id
@@ -164,7 +166,10 @@ class StreamConnection:
                 self._receive(item)
 
     async def _write(self, call: _Call) -> None:
-        """Sends what there is, and acknowledges what came once there is nothing else. The reader tells why a call ended."""
+        """Send queued items, and acknowledge received ones when the queue is empty.
+
+        Errors end this method without an exception, because the reader receives the status of the call.
+        """
         try:
             while True:
                 if (item := self._outbox.next_item()) is not None:
@@ -180,17 +185,17 @@ class StreamConnection:
             return
 
     def _resume_policy(self, grace: float) -> Retry:
-        """How a stream is resumed: for as long as the server keeps it, with several attempts in that time."""
+        """Return the retry policy for resuming: at least for the grace time, with several attempts within it."""
         retry = self._channel.settings.retry
         longest = min(retry.longest, grace / 4)
         return replace(retry, patience=max(retry.patience, grace), first=min(retry.first, longest), longest=longest)
 
 
 def _stream_failure(failure: RolloutError) -> RolloutError:
-    """A failure, as what it means for the stream."""
+    """Translate the failure of a connection: errors after which the stream can be resumed become retryable."""
     if failure.reason in _RESUMABLE:
         return Unavailable(grpc.StatusCode.UNAVAILABLE, failure.message, request_id=failure.request_id)
     if failure.code is grpc.StatusCode.UNIMPLEMENTED:
-        text = "the server has no streams for trainers; give Trainer(serving=Serving(...)), so that it calls back"
+        text = "the server does not support trainer streams; use Trainer(serving=Serving(...)), so that it calls back"
         return RolloutError(failure.code, text, request_id=failure.request_id)
     return failure

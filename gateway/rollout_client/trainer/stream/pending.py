@@ -1,4 +1,4 @@
-"""What waits for a response over a stream: starts for the server's, completion requests for the trainer's."""
+"""Pending items of a stream: starts that wait for the server, and completion requests that wait for the trainer."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _PendingStart:
 
 
 class PendingStarts:
-    """Starts that wait for their response, by the sequence under which they were sent.
+    """Starts without a response, by the sequence number of their item.
 
-    All rollouts of a group are accepted, or the start is refused.
+    The server accepts all rollouts of a group or refuses the start.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class PendingStarts:
         self._by_rollout: dict[str, _PendingStart] = {}
 
     def expect(self, sequence: int, rollout_ids: Sequence[str]) -> asyncio.Future[Mapping[str, str]]:
-        """The server's uids by rollout id, once all are there. Fails with RolloutError where the start was refused."""
+        """Return a future of the uids by rollout id. It raises RolloutError if the start is refused."""
         start = _PendingStart(asyncio.get_running_loop().create_future(), set(rollout_ids))
         self._starts[sequence] = start
         self._by_rollout |= dict.fromkeys(rollout_ids, start)
@@ -48,7 +48,7 @@ class PendingStarts:
         return start.accepted
 
     def accept(self, response: StartRolloutResponse) -> None:
-        """A rollout was accepted."""
+        """Handle `started`: the server accepted one rollout."""
         rollout_id = response.rollout.spec.rollout_id
         start = self._by_rollout.get(rollout_id)
         if start is None:
@@ -59,13 +59,13 @@ class PendingStarts:
             start.accepted.set_result(start.uids)
 
     def refuse(self, refusal: TrainRefusal) -> None:
-        """A start was refused."""
+        """Handle `refused`: the server refused a start."""
         start = self._starts.get(refusal.start_sequence)
         if start is not None and not start.accepted.done():
             start.accepted.set_exception(refusal_error(refusal.code, refusal.message, "REFUSED"))
 
     def fail(self, failure: RolloutError) -> None:
-        """Nothing comes any more."""
+        """Fail all pending starts: the stream has ended."""
         for start in tuple(self._starts.values()):
             if not start.accepted.done():
                 start.accepted.set_exception(failure)
@@ -77,13 +77,13 @@ class PendingStarts:
 
 
 class PendingCompletions:
-    """Completion requests that are under way, by rollout: each is completed or refused once, in any order.
+    """Completion requests in progress, by rollout. Each one is completed or rejected once, in any order.
 
-    They outlive a cut of the stream, as their generations do.
+    They continue while the stream is disconnected. Their responses wait in the outbox.
 
     Args:
-        turns: who answers.
-        outbox: where answers go.
+        turns: generates the completions.
+        outbox: receives the responses.
     """
 
     def __init__(self, turns: Turns, outbox: StreamOutbox) -> None:
@@ -92,19 +92,19 @@ class PendingCompletions:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
     def start(self, request: CompleteRequest) -> None:
-        """Has a request completed."""
+        """Start the completion of a request."""
         tasks = self._tasks.setdefault(request.uid, set())
         task = asyncio.create_task(self._complete(request))
         tasks.add(task)
         task.add_done_callback(lambda task: self._forget_task(request.uid, task))
 
     def cancel(self, uid: str) -> None:
-        """Nobody waits for a rollout's turns any more: their generations are cancelled."""
+        """Cancel the generations of a rollout that has ended."""
         for task in tuple(self._tasks.get(uid, ())):
             task.cancel()
 
     async def close(self) -> None:
-        """Gives up all of them."""
+        """Cancel all generations."""
         tasks = [task for tasks in self._tasks.values() for task in tasks]
         for task in tasks:
             task.cancel()
@@ -127,8 +127,8 @@ class PendingCompletions:
         except TooLarge as error:
             refused = RefusedCall(grpc.StatusCode.INTERNAL, "ANSWER_TOO_LARGE", error.message)
         except Exception:
-            _LOG.exception("turn %s could not be answered", key)
-            refused = RefusedCall(grpc.StatusCode.INTERNAL, "INTERNAL", "a fault of the trainer's, whose log has it")
+            _LOG.exception("turn %s failed", key)
+            refused = RefusedCall(grpc.StatusCode.INTERNAL, "INTERNAL", "internal error of the trainer; see its log")
         self._outbox.put(TrainRequest(reject=_reject(key, refused)))
 
 

@@ -1,4 +1,4 @@
-"""What runs over one stream: starts and their answers, asks and theirs, outcomes."""
+"""Messages of one stream: starts, completion requests, outcomes, cancellations and ledger requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rollout_client.trainer.turns import Turns
 
 @dataclass(frozen=True, slots=True)
 class TrainerSide:
-    """What a trainer brings along, whichever stream it uses. At most `credit` asks are to be under way at once."""
+    """The trainer's state, shared by all its streams. `credit` is the maximum number of completion requests in progress."""
 
     turns: Turns
     records: Records
@@ -39,9 +39,9 @@ class StreamSession:
     """One stream, from its first connection to its end.
 
     Args:
-        channel: of a client.
-        side: the trainer's.
-        largest: bytes that the server takes in one item; 0: not known.
+        channel: channel of a client.
+        side: the trainer's state.
+        largest: maximum size of one item in bytes that the server accepts; 0: unknown.
     """
 
     def __init__(self, channel: AsyncChannel, side: TrainerSide, largest: int) -> None:
@@ -54,31 +54,31 @@ class StreamSession:
 
     @property
     def running(self) -> Mapping[str, str]:
-        """The rollouts without an outcome, by their uids: their names."""
+        """Rollout ids of the rollouts without an outcome, by uid."""
         return self._running
 
     async def start(self, request: StartRolloutRequest, rollout_ids: Sequence[str]) -> Mapping[str, str]:
-        """Starts a group, and returns its uids by their names. Raises RolloutError."""
+        """Start a group and return the uids by rollout id. Raises RolloutError."""
         item = TrainRequest(start=TrainStart(rollout=request, count=len(rollout_ids)))
         return await self._starts.expect(self._outbox.put(item), rollout_ids)
 
     def cancel(self, rollout_id: str) -> None:
-        """Ends a rollout, if it runs."""
+        """Queue the cancellation of a rollout."""
         cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=[rollout_id]), reason=CANCEL_REASON)
         self._outbox.put(TrainRequest(cancel=cancel))
 
     async def fail(self, failure: RolloutError) -> None:
-        """Nothing is carried any more: nobody waits for answers, and no start is answered."""
+        """Fail pending starts and cancel generations after the stream has ended."""
         self._starts.fail(failure)
         await self._completions.close()
 
     async def close(self) -> None:
-        """Hangs up and gives up what is under way."""
+        """Disconnect and cancel all generations."""
         await self.connection.close()
         await self._completions.close()
 
     def _receive(self, item: TrainResponse) -> None:
-        """Takes an item in. Kinds that are not known here are passed over."""
+        """Handle a received item. Unknown kinds are ignored, because newer servers may add some."""
         match item.WhichOneof("item"):
             case "started":
                 rollout = item.started.rollout

@@ -1,4 +1,4 @@
-"""A trainer that is only a client: whatever there is to say goes over one stream."""
+"""Transport of a trainer that is only a client: everything is sent over one stream."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rollout_client.trainer.transport import CANCEL_REASON, group_rollout_ids
 
 _LOG: Final = logging.getLogger("rollout_client")
 _LOOK_SECONDS: Final = 5.0
-"""How long a rollout whose stream was lost is waited for: it fails as soon as it needs its trainer."""
+"""Time to wait for a rollout whose stream was lost. It may still finish; if it needs its trainer, it fails at once."""
 
 
 class StreamTransport:
-    """The server is asked over a stream, and asks over it. Where a stream is lost, the next start opens another one.
+    """Transport over a stream. After a stream was lost, the next start opens a new one. See `Transport` for the methods.
 
     Args:
-        client: whose connection carries the stream.
-        side: the trainer's.
-        own: the client is closed with the link.
+        client: client whose connection carries the stream.
+        side: the trainer's state.
+        own: close the client together with the transport.
     """
 
     def __init__(self, client: AsyncClient, side: TrainerSide, *, own: bool) -> None:
@@ -48,11 +48,13 @@ class StreamTransport:
         attempts = Attempts(channel.settings.retry)
         while True:
             try:
+                # Safe to repeat: because of the request id, another stream takes over the rollouts that an earlier one started.
                 return await (await self._open_session()).start(request, group_rollout_ids(name, n))
             except RolloutError as failure:
                 await channel.pause(attempts.on_failure(failure))
 
     async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
+        # Cancelling this call must not cancel the future: the cancellation of the rollout still waits for its outcome.
         return await asyncio.shield(outcome)
 
     async def cancel(self, rollout_id: str) -> None:
@@ -70,7 +72,7 @@ class StreamTransport:
             await self._client.aclose()
 
     async def _open_session(self) -> StreamSession:
-        """The stream. Opens one where there is none, or none any more."""
+        """Return the current stream, and open one if there is none or it has ended."""
         async with self._opening:
             if self._stream is None or self._stream.connection.over.done():
                 largest = (await self._client.server_info()).max_request_bytes
@@ -83,33 +85,34 @@ class StreamTransport:
             return self._stream
 
     async def _watch(self, stream: StreamSession) -> None:
-        """Sees to it that nobody waits for what a lost stream does not bring any more."""
+        """Wait for the end of a stream. If it was lost, settle the starts, generations and outcomes that wait for it."""
         try:
             await asyncio.shield(stream.connection.over)
         except RolloutError as error:
             failure = error
         except Exception as error:
-            _LOG.exception("the stream to the server broke off")
-            failure = Unavailable(grpc.StatusCode.UNAVAILABLE, f"the stream broke off: {error}")
+            _LOG.exception("the stream to the server failed")
+            failure = Unavailable(grpc.StatusCode.UNAVAILABLE, f"the stream to the server failed: {error}")
         else:
             return
         await stream.fail(failure)
         await asyncio.gather(*(self._settle_lost(*each, failure) for each in tuple(stream.running.items())))
 
     async def _settle_lost(self, uid: str, rollout_id: str, failure: RolloutError) -> None:
-        """The outcome of a rollout whose stream was lost, as RolloutService has it, or the failure."""
+        """Settle a rollout whose stream was lost: with its outcome from RolloutService, otherwise with the failure."""
         outcomes = self._side.outcomes
         try:
-            if failure.from_server:
+            if failure.from_server:  # it is reachable, so it may still have the outcome
                 rollout = await self._client.wait(uid, timeout=_LOOK_SECONDS, view="samples")
                 outcomes.settle(rollout)
                 await self._client.acknowledge(uid, timeout=_LOOK_SECONDS)
                 return
         except TimeoutError:
+            # It is still running, and no trainer can complete its next turn.
             await self._client.cancel(uid, reason=CANCEL_REASON, timeout=_LOOK_SECONDS)
         except RolloutError:
             pass
-        text = f"rollout {rollout_id!r} was under way when its stream to the server was lost, so start it anew: {failure.message}"
+        text = f"rollout {rollout_id!r} was running when its stream to the server was lost; start it again: {failure.message}"
         outcomes.fail(
             rollout_id, type(failure)(failure.code, text, reason=failure.reason, request_id=failure.request_id)
         )

@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class CompleteRequest(_message.Message):
-    """Asks for one answer."""
+    """Requests one completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -43,34 +43,34 @@ class CompleteRequest(_message.Message):
     rollout_id: _builtins.str
     """The caller's id of the rollout."""
     segment_id: _builtins.str
-    """The segment that is continued."""
+    """The segment that the completion continues."""
     turn: _builtins.int
-    """From 1."""
+    """The turn, from 1."""
     turn_key: _builtins.str
-    """"uid/segment/turn", the same on each attempt."""
+    """Idempotency key of the turn: "uid/segment/turn", the same on each attempt."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
-        """Where the segment comes from. On its first turn only."""
+        """Why the segment was opened, and its parent. Only in the segment's first turn."""
 
     @_builtins.property
     def base(self) -> _token_pb2.Checkpoint:
-        """What is already known to the trainer; unset: nothing is, and new_messages and new_tokens hold the whole history."""
+        """The part of the history that the trainer already knows. Unset: none; new_messages and new_tokens then hold the whole history."""
 
     @_builtins.property
     def new_messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
-        """Messages after the base, in the order of the conversation. The trainer's own answers are among them."""
+        """The messages after the base, in order, including the trainer's own completions."""
 
     @_builtins.property
     def new_tokens(self) -> Global___NewTokens:
-        """Set in token mode: generate from these."""
+        """Set in token mode: the tokens to generate from."""
 
     @_builtins.property
     def tools(self) -> _message_pb2.ToolSet:
-        """The tools; the list only on the first turn and when it changed."""
+        """The tools. The list is sent only in the first turn and when it changed."""
 
     @_builtins.property
     def sampling(self) -> _spec_pb2.Sampling:
-        """How to sample. An agent may want one turn sampled in another way than the spec says."""
+        """Sampling parameters of this turn. An agent may change those of the spec for one turn."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ Global___CompleteRequest: _TypeAlias = CompleteRequest  # noqa: Y015
 
 @_typing.final
 class NewTokens(_message.Message):
-    """Tokens after the base."""
+    """The tokens after the base."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -110,11 +110,11 @@ class NewTokens(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
-        """Where images and the like stand among them."""
+        """Which of these tokens stand for images or other media."""
 
     @_builtins.property
     def after(self) -> _token_pb2.Checkpoint:
-        """Base and spans together: what the model is to generate from."""
+        """Checkpoint of base and spans together, which is the prompt that the model generates from."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ Global___NewTokens: _TypeAlias = NewTokens  # noqa: Y015
 
 @_typing.final
 class MediaSpan(_message.Message):
-    """A stretch of tokens that stands for an image or the like."""
+    """A range of tokens that stands for an image or other media."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -141,12 +141,12 @@ class MediaSpan(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     BLOB_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """The first token, counted from the start of the segment."""
+    """Index of the first token, counted from the start of the segment."""
     length: _builtins.int
-    """How many tokens."""
+    """Number of tokens."""
     @_builtins.property
     def blob(self) -> _message_pb2.Blob:
-        """What they stand for."""
+        """The media that the tokens stand for."""
 
     def __init__(
         self,
@@ -165,16 +165,16 @@ Global___MediaSpan: _TypeAlias = MediaSpan  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """How many tokens a call used."""
+    """Token counts of one completion request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Of the prompt."""
+    """Number of tokens of the prompt."""
     completion_tokens: _builtins.int
-    """Of the answer."""
+    """Number of tokens of the completion."""
     def __init__(
         self,
         *,
@@ -191,7 +191,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class CompleteResponse(_message.Message):
-    """One answer."""
+    """One completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -208,44 +208,44 @@ class CompleteResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """"stop", "length", "tool_calls" or the trainer's own word."""
+    """"stop", "length", "tool_calls" or another reason that the trainer names."""
     policy_version: _builtins.str
-    """The policy that sampled, in the trainer's words."""
+    """The version of the policy that sampled the tokens, as the trainer names it."""
     raw_text: _builtins.str
     """The sampled text before it was parsed; may be empty."""
     extra_json: _builtins.str
-    """Further fields, one JSON object of at most 65,536 characters."""
+    """Further fields: one JSON object of at most 65,536 characters."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
-        """The answer, parsed."""
+        """The completion as a parsed message."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sampled tokens, the end token included where one was sampled."""
+        """The sampled tokens, including the stop token if it was sampled."""
 
     @_builtins.property
     def logprobs(self) -> _token_pb2.Logprobs:
-        """As long as token_ids; unset: unknown."""
+        """One value per sampled token; unset: unknown."""
 
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.TokenPlane]:
-        """Values beside the sampled tokens, at most 16; `values` are a whole number of elements for each of token_ids."""
+        """Values per sampled token, at most 16 planes. `values` holds a whole number of elements for each of token_ids."""
 
     @_builtins.property
     def prompt_checkpoint(self) -> _token_pb2.Checkpoint:
-        """In token mode: the digest over the prompt."""
+        """In token mode: the checkpoint of the prompt."""
 
     @_builtins.property
     def prompt_ids(self) -> _token_pb2.TokenIds:
-        """In message mode: the prompt itself. It is the truth for prompt and environment tokens."""
+        """In message mode: the token ids of the prompt. The ledger takes its prompt and environment tokens from them."""
 
     @_builtins.property
     def after(self) -> _token_pb2.Checkpoint:
-        """Prompt and answer together."""
+        """Checkpoint of prompt and completion together."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """For trainers that send no ids."""
+        """Token counts, for trainers that send no token ids."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015
 
 @_typing.final
 class ReadLedgerRequest(_message.Message):
-    """Reads a segment."""
+    """Requests a segment as the trainer stores it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -283,11 +283,11 @@ class ReadLedgerRequest(_message.Message):
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """The rollout."""
+    """The server's id of the rollout."""
     segment_id: _builtins.str
-    """The segment."""
+    """Id of the segment."""
     offset: _builtins.int
-    """The first token wanted."""
+    """Index of the first token to return."""
     def __init__(
         self,
         *,
@@ -305,7 +305,7 @@ Global___ReadLedgerRequest: _TypeAlias = ReadLedgerRequest  # noqa: Y015
 
 @_typing.final
 class ReadLedgerResponse(_message.Message):
-    """A segment as the trainer holds it."""
+    """A segment as the trainer stores it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -313,11 +313,11 @@ class ReadLedgerResponse(_message.Message):
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Span]:
-        """From the offset on."""
+        """The spans from the offset on."""
 
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Checkpoint]:
-        """One for each turn."""
+        """One checkpoint per turn."""
 
     def __init__(
         self,
@@ -335,14 +335,14 @@ Global___ReadLedgerResponse: _TypeAlias = ReadLedgerResponse  # noqa: Y015
 
 @_typing.final
 class LedgerMismatch(_message.Message):
-    """Detail of ABORTED: what the trainer holds after each turn."""
+    """Detail of ABORTED: the checkpoint that the trainer computed after each turn."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Checkpoint]:
-        """In order."""
+        """In the order of the turns."""
 
     def __init__(
         self,

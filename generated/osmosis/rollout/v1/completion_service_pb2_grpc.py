@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CompletionServiceStub(object):
-    """Served by a trainer: the model.
+    """Generates completions. Implemented by a trainer; the rollout server is the client.
     """
 
     def __init__(self, channel):
@@ -48,26 +48,28 @@ class CompletionServiceStub(object):
 
 
 class CompletionServiceServicer(object):
-    """Served by a trainer: the model.
+    """Generates completions. Implemented by a trainer; the rollout server is the client.
     """
 
     def Complete(self, request, context):
-        """Generates the answer of one turn.
+        """Generates the completion of one turn.
 
-        A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
-        FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
-        FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
-        ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
-        retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
+        If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
+
+        FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
+        under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+        server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+        ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+        all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadLedger(self, request, context):
-        """Reads a segment as the trainer holds it, to name the first token that differs.
+        """Returns a segment as the trainer stores it. The server uses it to find the first token that differs.
 
-        May be UNIMPLEMENTED. NOT_FOUND: not known here. Retry freely.
+        A trainer may return UNIMPLEMENTED. NOT_FOUND: the trainer does not know the segment. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +97,7 @@ def add_CompletionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CompletionService(object):
-    """Served by a trainer: the model.
+    """Generates completions. Implemented by a trainer; the rollout server is the client.
     """
 
     @staticmethod

@@ -27,49 +27,53 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CompletionServiceStub:
-    """Served by a trainer: the model."""
+    """Generates completions. Implemented by a trainer; the rollout server is the client."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CompletionServiceAsyncStub: ...
     Complete: _grpc.UnaryUnaryMultiCallable[_completion_service_pb2.CompleteRequest, _completion_service_pb2.CompleteResponse]
-    """Generates the answer of one turn.
+    """Generates the completion of one turn.
 
-    A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
-    FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
-    FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
-    ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
-    retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
+    If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
+
+    FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
+    under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+    server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+    ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+    all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
     """
     ReadLedger: _grpc.UnaryUnaryMultiCallable[_completion_service_pb2.ReadLedgerRequest, _completion_service_pb2.ReadLedgerResponse]
-    """Reads a segment as the trainer holds it, to name the first token that differs.
+    """Returns a segment as the trainer stores it. The server uses it to find the first token that differs.
 
-    May be UNIMPLEMENTED. NOT_FOUND: not known here. Retry freely.
+    A trainer may return UNIMPLEMENTED. NOT_FOUND: the trainer does not know the segment. Retry freely.
     """
 
 @_typing.type_check_only
 class CompletionServiceAsyncStub(CompletionServiceStub):
-    """Served by a trainer: the model."""
+    """Generates completions. Implemented by a trainer; the rollout server is the client."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Complete: _aio.UnaryUnaryMultiCallable[_completion_service_pb2.CompleteRequest, _completion_service_pb2.CompleteResponse]  # type: ignore[assignment]
-    """Generates the answer of one turn.
+    """Generates the completion of one turn.
 
-    A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
-    FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
-    FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
-    ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
-    retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
+    If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
+
+    FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
+    under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+    server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+    ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+    all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
     """
     ReadLedger: _aio.UnaryUnaryMultiCallable[_completion_service_pb2.ReadLedgerRequest, _completion_service_pb2.ReadLedgerResponse]  # type: ignore[assignment]
-    """Reads a segment as the trainer holds it, to name the first token that differs.
+    """Returns a segment as the trainer stores it. The server uses it to find the first token that differs.
 
-    May be UNIMPLEMENTED. NOT_FOUND: not known here. Retry freely.
+    A trainer may return UNIMPLEMENTED. NOT_FOUND: the trainer does not know the segment. Retry freely.
     """
 
 class CompletionServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by a trainer: the model."""
+    """Generates completions. Implemented by a trainer; the rollout server is the client."""
 
     @_abc_1.abstractmethod
     def Complete(
@@ -77,13 +81,15 @@ class CompletionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _completion_service_pb2.CompleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_completion_service_pb2.CompleteResponse, _abc.Awaitable[_completion_service_pb2.CompleteResponse]]:
-        """Generates the answer of one turn.
+        """Generates the completion of one turn.
 
-        A repeated turn_key gets the same answer and generates nothing anew, if the trainer's Target says that it replays keys.
-        FAILED_PRECONDITION with reason BASE_UNKNOWN: the base is not known here; the server sends the whole history once under the same key.
-        FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the digest of the tools is not; the server sends their list once under the same key.
-        ABORTED with a LedgerMismatch: the digests differ; the rollout ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated,
-        retried after RetryInfo. INVALID_ARGUMENT and all others end the rollout. DEADLINE_EXCEEDED and CANCELLED may have generated.
+        If the trainer's Target declares replays_turn_keys, a repeated turn_key returns the same completion without generating again.
+
+        FAILED_PRECONDITION with reason BASE_UNKNOWN: the trainer does not know the base. The server sends the whole history once,
+        under the same key. FAILED_PRECONDITION with reason TOOLS_UNKNOWN: the trainer does not know the digest of the tools. The
+        server sends the list of tools once, under the same key. ABORTED with a LedgerMismatch: the digests differ, and the rollout
+        ends. RESOURCE_EXHAUSTED and UNAVAILABLE: nothing was generated, and the server retries after RetryInfo. INVALID_ARGUMENT and
+        all other codes end the rollout. After DEADLINE_EXCEEDED and CANCELLED the trainer may have generated a completion.
         """
 
     @_abc_1.abstractmethod
@@ -92,9 +98,9 @@ class CompletionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _completion_service_pb2.ReadLedgerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_completion_service_pb2.ReadLedgerResponse, _abc.Awaitable[_completion_service_pb2.ReadLedgerResponse]]:
-        """Reads a segment as the trainer holds it, to name the first token that differs.
+        """Returns a segment as the trainer stores it. The server uses it to find the first token that differs.
 
-        May be UNIMPLEMENTED. NOT_FOUND: not known here. Retry freely.
+        A trainer may return UNIMPLEMENTED. NOT_FOUND: the trainer does not know the segment. Retry freely.
         """
 
 def add_CompletionServiceServicer_to_server(servicer: CompletionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

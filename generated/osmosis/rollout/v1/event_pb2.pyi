@@ -31,29 +31,29 @@ class _EventDetail:
 class _EventDetailEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventDetail.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     EVENT_DETAIL_UNSPECIFIED: _EventDetail.ValueType  # 0
-    """BASIC."""
+    """As BASIC."""
     EVENT_DETAIL_BASIC: _EventDetail.ValueType  # 1
-    """Counts, names and times; no messages, no tokens."""
+    """Counts, names and times; no messages and no tokens."""
     EVENT_DETAIL_MESSAGES: _EventDetail.ValueType  # 2
-    """Also messages."""
+    """BASIC and messages."""
     EVENT_DETAIL_FULL: _EventDetail.ValueType  # 3
-    """Also tokens and the whole outcome."""
+    """MESSAGES, tokens and the whole outcome."""
     EVENT_DETAIL_OUTCOME: _EventDetail.ValueType  # 4
-    """No event but `finished`, with messages and without tokens: for callers that only want the end."""
+    """Only the event `finished`, with messages and without tokens."""
 
 class EventDetail(_EventDetail, metaclass=_EventDetailEnumTypeWrapper):
-    """How much of an event is sent."""
+    """How much of each event the server sends."""
 
 EVENT_DETAIL_UNSPECIFIED: EventDetail.ValueType  # 0
-"""BASIC."""
+"""As BASIC."""
 EVENT_DETAIL_BASIC: EventDetail.ValueType  # 1
-"""Counts, names and times; no messages, no tokens."""
+"""Counts, names and times; no messages and no tokens."""
 EVENT_DETAIL_MESSAGES: EventDetail.ValueType  # 2
-"""Also messages."""
+"""BASIC and messages."""
 EVENT_DETAIL_FULL: EventDetail.ValueType  # 3
-"""Also tokens and the whole outcome."""
+"""MESSAGES, tokens and the whole outcome."""
 EVENT_DETAIL_OUTCOME: EventDetail.ValueType  # 4
-"""No event but `finished`, with messages and without tokens: for callers that only want the end."""
+"""Only the event `finished`, with messages and without tokens."""
 Global___EventDetail: _TypeAlias = EventDetail  # noqa: Y015
 
 class _DriftKind:
@@ -63,38 +63,38 @@ class _DriftKind:
 class _DriftKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DriftKind.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DRIFT_KIND_UNSPECIFIED: _DriftKind.ValueType  # 0
-    """Not told apart."""
+    """Not classified."""
     DRIFT_KIND_HISTORY_REWRITTEN: _DriftKind.ValueType  # 1
-    """The template rendered earlier messages differently than before."""
+    """The chat template rendered earlier messages differently from before."""
     DRIFT_KIND_RETOKENISED: _DriftKind.ValueType  # 2
-    """Sampled tokens came back as other tokens of the same text."""
+    """Retokenization: sampled tokens were replaced by other tokens of the same text."""
     DRIFT_KIND_ENVIRONMENT: _DriftKind.ValueType  # 3
-    """Only tokens between answers differ; the segment goes on with the trainer's."""
+    """Only environment tokens differ. The segment continues with the trainer's tokens."""
     DRIFT_KIND_TRUNCATED: _DriftKind.ValueType  # 4
     """The prompt was shortened."""
     DRIFT_KIND_PROMPT: _DriftKind.ValueType  # 5
-    """The first prompt already differs: other tools, template or tokenizer."""
+    """The first prompt already differs: the trainer uses other tools, another template or another tokenizer."""
 
 class DriftKind(_DriftKind, metaclass=_DriftKindEnumTypeWrapper):
-    """What parted."""
+    """Which part of the prompt differs."""
 
 DRIFT_KIND_UNSPECIFIED: DriftKind.ValueType  # 0
-"""Not told apart."""
+"""Not classified."""
 DRIFT_KIND_HISTORY_REWRITTEN: DriftKind.ValueType  # 1
-"""The template rendered earlier messages differently than before."""
+"""The chat template rendered earlier messages differently from before."""
 DRIFT_KIND_RETOKENISED: DriftKind.ValueType  # 2
-"""Sampled tokens came back as other tokens of the same text."""
+"""Retokenization: sampled tokens were replaced by other tokens of the same text."""
 DRIFT_KIND_ENVIRONMENT: DriftKind.ValueType  # 3
-"""Only tokens between answers differ; the segment goes on with the trainer's."""
+"""Only environment tokens differ. The segment continues with the trainer's tokens."""
 DRIFT_KIND_TRUNCATED: DriftKind.ValueType  # 4
 """The prompt was shortened."""
 DRIFT_KIND_PROMPT: DriftKind.ValueType  # 5
-"""The first prompt already differs: other tools, template or tokenizer."""
+"""The first prompt already differs: the trainer uses other tools, another template or another tokenizer."""
 Global___DriftKind: _TypeAlias = DriftKind  # noqa: Y015
 
 @_typing.final
 class RolloutEvent(_message.Message):
-    """What happened in a rollout. Sequence numbers count up from 1 without gaps, so a stream can be resumed after any of them."""
+    """An event of a rollout. Sequence numbers count up from 1 without gaps, so a stream can be resumed after any event."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -118,14 +118,14 @@ class RolloutEvent(_message.Message):
     OBSERVED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """0: not recorded (live tokens, place in the queue) and lost when a stream is cut."""
+    """0: the event is not recorded (live tokens, place in the queue) and is not sent again after a stream breaks."""
     segment_id: _builtins.str
-    """The segment it belongs to; empty before the first."""
+    """The segment that the event belongs to; empty before the first segment."""
     turn: _builtins.int
-    """The turn, from 1; 0: before the first."""
+    """The turn, from 1; 0: before the first turn."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it was recorded."""
+        """When the event was recorded."""
 
     @_builtins.property
     def accepted(self) -> Global___Accepted:
@@ -133,19 +133,19 @@ class RolloutEvent(_message.Message):
 
     @_builtins.property
     def segment_opened(self) -> Global___SegmentOpened:
-        """A segment began."""
+        """A segment was opened."""
 
     @_builtins.property
     def asked(self) -> Global___Asked:
-        """A completion was asked for."""
+        """A completion was requested."""
 
     @_builtins.property
     def answered(self) -> Global___Answered:
-        """The trainer answered."""
+        """A completion was received."""
 
     @_builtins.property
     def appended(self) -> Global___Appended:
-        """Messages were added to the conversation."""
+        """Messages were appended to the conversation."""
 
     @_builtins.property
     def tool_started(self) -> Global___ToolStarted:
@@ -157,31 +157,31 @@ class RolloutEvent(_message.Message):
 
     @_builtins.property
     def drift_found(self) -> Global___DriftFound:
-        """The trainer's prompt is not what was predicted."""
+        """The trainer's prompt differs from the prediction."""
 
     @_builtins.property
     def resumed(self) -> Global___Resumed:
-        """The rollout went on after a restart."""
+        """The rollout was resumed after a restart of the server."""
 
     @_builtins.property
     def note(self) -> Global___Note:
-        """The agent or the server remarks something."""
+        """A note from the agent or the server."""
 
     @_builtins.property
     def forked(self) -> Global___Forked:
-        """The agent opened a conversation. `segment_id` of the event is its own."""
+        """The agent opened another conversation. The event's `segment_id` is that of the new conversation."""
 
     @_builtins.property
     def given_up(self) -> Global___GivenUp:
-        """The agent stopped waiting for an answer, and the conversation that was to get it is over."""
+        """The agent stopped waiting for a completion. The conversation that requested it is over."""
 
     @_builtins.property
     def masked(self) -> Global___Masked:
-        """The agent's author took an answer out of the training. `turn` of the event is the answer's."""
+        """The agent's author masked out a completion. The event's `turn` is the turn of that completion."""
 
     @_builtins.property
     def observed(self) -> Global___Observed:
-        """The agent took something from the world beside its trainer and tools."""
+        """The agent called run.now(), run.random() or run.once()."""
 
     @_builtins.property
     def finished(self) -> Global___Finished:
@@ -230,11 +230,11 @@ class Accepted(_message.Message):
     AGENT_FIELD_NUMBER: _builtins.int
     AGENT_VERSION_FIELD_NUMBER: _builtins.int
     messages: _builtins.int
-    """Messages it began with."""
+    """Number of messages in the request."""
     agent: _builtins.str
-    """The agent that runs it."""
+    """Name of the agent that runs the rollout."""
     agent_version: _builtins.str
-    """That agent's version."""
+    """Version of the agent."""
     def __init__(
         self,
         *,
@@ -252,17 +252,17 @@ Global___Accepted: _TypeAlias = Accepted  # noqa: Y015
 
 @_typing.final
 class SegmentOpened(_message.Message):
-    """A segment began."""
+    """A segment was opened."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ORIGIN_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
-    """Tokens of its prompt."""
+    """Number of tokens of its prompt."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
-        """Where it comes from."""
+        """Why the segment was opened, and its parent."""
 
     def __init__(
         self,
@@ -280,7 +280,7 @@ Global___SegmentOpened: _TypeAlias = SegmentOpened  # noqa: Y015
 
 @_typing.final
 class Asked(_message.Message):
-    """A completion was asked for."""
+    """A completion was requested."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -288,12 +288,12 @@ class Asked(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     turn_key: _builtins.str
-    """The same on each attempt of the turn: "uid/segment/turn"."""
+    """Idempotency key of the turn: "uid/segment/turn", the same on each attempt."""
     messages: _builtins.int
-    """Messages of the conversation at this point."""
+    """Number of messages of the conversation at this point."""
     @_builtins.property
     def sampling(self) -> _spec_pb2.Sampling:
-        """How the model samples in this turn, whole, where the agent wants it otherwise than the spec says; unset: as the spec says."""
+        """All sampling parameters of this turn, if the agent changed those of the spec; unset: the spec's parameters apply."""
 
     def __init__(
         self,
@@ -312,7 +312,7 @@ Global___Asked: _TypeAlias = Asked  # noqa: Y015
 
 @_typing.final
 class Answered(_message.Message):
-    """The trainer answered."""
+    """A completion was received."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -329,32 +329,32 @@ class Answered(_message.Message):
     MASK_LENGTH_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """The trainer's word for why it ended."""
+    """Why the completion ended, as the trainer reports it."""
     generated_tokens: _builtins.int
-    """Tokens that were generated."""
+    """Number of generated tokens."""
     prompt_tokens: _builtins.int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     tool_calls: _builtins.int
-    """Tool calls in the answer."""
+    """Number of tool calls in the completion."""
     attempts: _builtins.int
-    """Requests that were sent for it."""
+    """Number of requests sent for this completion."""
     elapsed_ms: _builtins.float
-    """From the first request to the answer, in milliseconds."""
+    """Time from the first request to the completion, in milliseconds."""
     verified: _builtins.bool
-    """The trainer reported its prompt, so prompt and environment tokens are its own."""
+    """The trainer reported its prompt, so the prompt and environment tokens are the trainer's own."""
     policy_version: _builtins.str
-    """The policy that answered, in the trainer's words."""
+    """The version of the policy that generated the completion, as the trainer names it."""
     mask_length: _builtins.int
-    """Length of the response_mask that was sent; unset: none was."""
+    """Length of the response_mask sent with the request; unset: no mask was sent."""
     extra_json: _builtins.str
-    """Further fields of a gRPC trainer's answer, one JSON object; empty: none. From EVENT_DETAIL_MESSAGES on."""
+    """Further fields of a gRPC trainer's response: one JSON object; empty: none. From EVENT_DETAIL_MESSAGES on."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
-        """The answer. From EVENT_DETAIL_MESSAGES on."""
+        """The completion. From EVENT_DETAIL_MESSAGES on."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Span]:
-        """What this turn added to the ledger: environment, then the answer. Only in EVENT_DETAIL_FULL."""
+        """The spans that this turn appended to the ledger: environment tokens, then the completion. Only in EVENT_DETAIL_FULL."""
 
     def __init__(
         self,
@@ -384,14 +384,14 @@ Global___Answered: _TypeAlias = Answered  # noqa: Y015
 
 @_typing.final
 class Appended(_message.Message):
-    """Messages were added to the conversation."""
+    """Messages were appended to the conversation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """How many."""
+    """Number of messages."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
         """The messages. From EVENT_DETAIL_MESSAGES on."""
@@ -420,11 +420,11 @@ class ToolStarted(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
-    """The call's id."""
+    """Id of the call."""
     name: _builtins.str
-    """The tool's name, as the model wrote it."""
+    """Name of the tool, as the model wrote it."""
     index: _builtins.int
-    """Its place among the calls of the turn, from 0."""
+    """Position among the calls of the turn, from 0."""
     def __init__(
         self,
         *,
@@ -453,15 +453,15 @@ class ToolReturned(_message.Message):
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.str
-    """The call's id."""
+    """Id of the call."""
     name: _builtins.str
-    """The tool's name, as the model wrote it."""
+    """Name of the tool, as the model wrote it."""
     index: _builtins.int
-    """Its place among the calls of the turn, from 0."""
+    """Position among the calls of the turn, from 0."""
     failed: _builtins.bool
     """The result is an error text for the model."""
     elapsed_ms: _builtins.float
-    """In milliseconds."""
+    """Duration of the call, in milliseconds."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
         """The tool message. From EVENT_DETAIL_MESSAGES on."""
@@ -486,7 +486,7 @@ Global___ToolReturned: _TypeAlias = ToolReturned  # noqa: Y015
 
 @_typing.final
 class DriftFound(_message.Message):
-    """The prompt that the trainer reported is not ledger + what was appended."""
+    """Drift: the prompt that the trainer used differs from the ledger plus the appended messages."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -497,17 +497,17 @@ class DriftFound(_message.Message):
     EXPECTED_TEXT_FIELD_NUMBER: _builtins.int
     REPORTED_TEXT_FIELD_NUMBER: _builtins.int
     kind: Global___DriftKind.ValueType
-    """What parted."""
+    """Which part differs."""
     index: _builtins.int
-    """The first token that differs, counted from the start of the prompt."""
+    """Index of the first token that differs, counted from the start of the prompt."""
     expected_tokens: _builtins.int
-    """Tokens that were expected."""
+    """Number of expected tokens."""
     reported_tokens: _builtins.int
-    """Tokens that the trainer reported."""
+    """Number of tokens that the trainer reported."""
     expected_text: _builtins.str
-    """A few tokens of what was expected around the index, as text; empty where nobody could decode them."""
+    """The expected text around the index (a few tokens); empty if the tokens could not be decoded."""
     reported_text: _builtins.str
-    """The same of what was reported."""
+    """The reported text around the index (a few tokens); empty if the tokens could not be decoded."""
     def __init__(
         self,
         *,
@@ -528,7 +528,7 @@ Global___DriftFound: _TypeAlias = DriftFound  # noqa: Y015
 
 @_typing.final
 class Forked(_message.Message):
-    """The agent opened a conversation beside the one it has, or in its place. Turns are numbered through all of them."""
+    """The agent opened another conversation, beside its current one or in its place. All conversations share one count of turns."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -540,18 +540,20 @@ class Forked(_message.Message):
     of_segment_id: _builtins.str
     """The segment of the conversation that was forked."""
     count: _builtins.int
-    """How many messages it begins with; for a branch those of the conversation that was forked."""
+    """Number of messages at the start; for a branch, the messages of the forked conversation."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
-        """Where its first segment comes from. What it shares with the parent is settled by its first prompt (SegmentOpened)."""
+        """Origin of the new conversation's first segment. Its first prompt decides how many tokens it shares with the parent: see
+        SegmentOpened.
+        """
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
-        """The messages that the agent gave; none for a branch. From EVENT_DETAIL_MESSAGES on."""
+        """The messages that the agent supplied; none for a branch. From EVENT_DETAIL_MESSAGES on."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The tools that its model is told, by name."""
+        """Names of the tools that are offered to the model."""
 
     def __init__(
         self,
@@ -572,7 +574,7 @@ Global___Forked: _TypeAlias = Forked  # noqa: Y015
 
 @_typing.final
 class GivenUp(_message.Message):
-    """The agent stopped waiting for the answer to `turn`. The trainer may have generated it; it is in no sample."""
+    """The agent stopped waiting for the completion of `turn`. The trainer may have generated it, but it is in no sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -589,13 +591,13 @@ Global___GivenUp: _TypeAlias = GivenUp  # noqa: Y015
 
 @_typing.final
 class Masked(_message.Message):
-    """The agent's author took an answer out of the training: its tokens have MASK_REASON_AUTHOR."""
+    """The agent's author masked out a completion: its tokens have MASK_REASON_AUTHOR."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why, in the author's words."""
+    """The reason that the author gave."""
     def __init__(
         self,
         *,
@@ -611,7 +613,7 @@ Global___Masked: _TypeAlias = Masked  # noqa: Y015
 
 @_typing.final
 class Observed(_message.Message):
-    """The agent took something from the world beside its trainer and tools; on a replay it gets the same."""
+    """The agent called run.now(), run.random() or run.once(). The value is recorded, and a replay of the agent gets the same value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -637,13 +639,13 @@ Global___Observed: _TypeAlias = Observed  # noqa: Y015
 
 @_typing.final
 class Resumed(_message.Message):
-    """The rollout went on after a restart."""
+    """The rollout was resumed after a restart of the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TIMES_FIELD_NUMBER: _builtins.int
     times: _builtins.int
-    """How often it has been resumed."""
+    """How many times it has been resumed."""
     def __init__(
         self,
         *,
@@ -659,16 +661,16 @@ Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
 
 @_typing.final
 class Note(_message.Message):
-    """The agent or the server remarks something."""
+    """A note from the agent or the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CODE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """A stable word."""
+    """A stable code."""
     text: _builtins.str
-    """For a person."""
+    """For humans."""
     def __init__(
         self,
         *,
@@ -692,7 +694,7 @@ class Finished(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outcome(self) -> _outcome_pb2.Outcome:
-        """Its outcome; below EVENT_DETAIL_FULL without segments and samples, below MESSAGES also without messages."""
+        """The outcome. Below EVENT_DETAIL_FULL without segments and samples; below EVENT_DETAIL_MESSAGES also without messages."""
 
     def __init__(
         self,

@@ -3,10 +3,15 @@
 isort:skip_file
 The contract between trainers, clients and the rollout server.
 
-Two planes of errors: a gRPC status means that a call had no effect, or says what effect it may have had; a rollout that was accepted and
-then went wrong ends with an Outcome, never with a status. Every status of the server's own (not those that gRPC itself makes, such
-as for a request that is too large) carries a google.rpc.ErrorInfo (domain
-"rollout.osmosis"), a google.rpc.BadRequest where fields are at fault, and a google.rpc.RetryInfo where waiting helps.
+Name: `osmosis.rollout.v1` is named after the remote rollout protocols of Osmosis (the `osmosis_ai` SDK and its
+`OSMOSIS_ROLLOUT_*` settings). The server's two HTTP APIs, POST /rollout and POST /v1/rollout/init, come from there, and this
+package describes the same rollouts over gRPC. Any trainer or inference engine can use it.
+
+Errors come in two kinds. A gRPC status says that a call had no effect, or what effect it may have had. A rollout that was
+accepted and then failed ends with an Outcome, never with a status. Every status that the server itself returns carries a
+google.rpc.ErrorInfo (domain "rollout.osmosis"). It also carries a google.rpc.BadRequest if fields are invalid, and a
+google.rpc.RetryInfo if waiting helps. Statuses that the gRPC library creates, such as for a request that is too large, have no
+details.
 """
 
 from collections import abc as _abc
@@ -26,19 +31,19 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Message(_message.Message):
-    """A message of a conversation, in one of two forms. A rollout is answered in the form it began with."""
+    """A message of a conversation, in one of two forms. The server returns messages in the form that the rollout was started with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JSON_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     json: _builtins.str
-    """One JSON object, UTF-8, at most 8 MiB, with a string under "role". Carried verbatim: key order, white space, unknown keys,
-    integers of any size and the difference between absent, null and empty all arrive as they were sent. Not the text NaN or Infinity.
+    """One JSON object with a string under "role": UTF-8, at most 8 MiB. It is passed on verbatim, which preserves key order, white
+    space, unknown keys, integers of any size and the difference between absent, null and empty. NaN and Infinity are refused.
     """
     @_builtins.property
     def chat(self) -> Global___ChatMessage:
-        """The typed form, for callers that speak no JSON."""
+        """The typed form, for callers that do not use JSON."""
 
     def __init__(
         self,
@@ -58,8 +63,8 @@ Global___Message: _TypeAlias = Message  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
-    """A message as fields. It does not tell absent content from null or empty content, nor does it carry unknown keys: an answer
-    that needs them, in a rollout begun with typed messages, comes as `Message.json`.
+    """A message as fields. This form cannot distinguish absent, null and empty content, and cannot carry unknown keys. In a rollout
+    started with typed messages, a completion that needs either is returned as `Message.json`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -73,18 +78,20 @@ class ChatMessage(_message.Message):
     role: _builtins.str
     """"system", "user", "assistant", "tool" or another role that the chat template knows. Not blank."""
     tool_call_id: _builtins.str
-    """The call that a tool message answers."""
+    """The id of the tool call that a tool message answers."""
     name: _builtins.str
     """The name of the speaker or of the tool."""
     reasoning: _builtins.str
     """The thinking of an assistant message ("reasoning_content" in the JSON form)."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
-        """The content, in order. No parts: no content. One text part: content is that string in the JSON form; otherwise a list."""
+        """The content, in order. No parts means no content. A single text part becomes a string in the JSON form; anything else becomes
+        a list.
+        """
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """The calls of an assistant message, in order."""
+        """The tool calls of an assistant message, in order."""
 
     def __init__(
         self,
@@ -117,7 +124,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class ContentPart(_message.Message):
-    """A piece of content."""
+    """One part of a message's content."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -127,10 +134,10 @@ class ContentPart(_message.Message):
     text: _builtins.str
     """Plain text."""
     json: _builtins.str
-    """A part of any other shape: one JSON object, carried verbatim."""
+    """A part of any other type: one JSON object, passed on verbatim."""
     @_builtins.property
     def blob(self) -> Global___Blob:
-        """An image, sound or file."""
+        """An image, audio or file."""
 
     def __init__(
         self,
@@ -151,7 +158,7 @@ Global___ContentPart: _TypeAlias = ContentPart  # noqa: Y015
 
 @_typing.final
 class Blob(_message.Message):
-    """Bytes that travel beside the text."""
+    """Binary content of a message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -162,7 +169,7 @@ class Blob(_message.Message):
     media_type: _builtins.str
     """An IANA media type, such as "image/png"."""
     sha256: _builtins.bytes
-    """SHA-256 of the bytes (32 bytes); empty where the sender does not know it."""
+    """SHA-256 of the bytes (32 bytes); empty if the sender does not know it."""
     inline: _builtins.bytes
     """The bytes themselves."""
     uri: _builtins.str
@@ -187,7 +194,7 @@ Global___Blob: _TypeAlias = Blob  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """One call of a tool by the model."""
+    """A tool call in a completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -195,11 +202,11 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Given by the trainer; the result refers to it. Unique within its message."""
+    """Assigned by the trainer; the tool message refers to it. Unique within its message."""
     name: _builtins.str
     """The tool's name."""
     arguments_json: _builtins.str
-    """The arguments as the model wrote them: usually a JSON object, but nobody promises that it parses."""
+    """The arguments exactly as the model wrote them. Usually a JSON object, but the text may not parse."""
     def __init__(
         self,
         *,
@@ -228,11 +235,11 @@ class Tool(_message.Message):
     name: _builtins.str
     """Unique within its agent."""
     description: _builtins.str
-    """What the model reads."""
+    """The description that the model reads."""
     parameters_json_schema: _builtins.str
-    """JSON Schema of the arguments: an object schema, key order kept."""
+    """JSON Schema of the arguments: an object schema. Key order is preserved."""
     strict: _builtins.bool
-    """The arguments are checked strictly against the schema."""
+    """The arguments are validated strictly against the schema."""
     def __init__(
         self,
         *,
@@ -251,19 +258,19 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class ToolSet(_message.Message):
-    """The tools of a rollout, by digest; the list is sent when the receiver cannot know it."""
+    """The tools of a rollout, identified by a digest. The list itself is sent only if the receiver cannot know it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """SHA-256 (32 bytes) over the tools in order: of each the name, description and schema in UTF-8, each behind its length in bytes
-    as a little-endian uint32, then one byte, 1 if strict and 0 if not.
+    """SHA-256 (32 bytes) over the tools in order. Each tool contributes its name, description and schema, each as UTF-8 preceded by
+    its length in bytes (little-endian uint32), and then one byte: 1 if strict, 0 if not.
     """
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """The tools; empty when the digest names a list that was sent before in this rollout. A rollout without tools has a digest too."""
+        """The tools. Empty if the digest names a list that was sent earlier in this rollout. A rollout without tools has a digest too."""
 
     def __init__(
         self,

@@ -3,10 +3,15 @@
 isort:skip_file
 The contract between trainers, clients and the rollout server.
 
-Two planes of errors: a gRPC status means that a call had no effect, or says what effect it may have had; a rollout that was accepted and
-then went wrong ends with an Outcome, never with a status. Every status of the server's own (not those that gRPC itself makes, such
-as for a request that is too large) carries a google.rpc.ErrorInfo (domain
-"rollout.osmosis"), a google.rpc.BadRequest where fields are at fault, and a google.rpc.RetryInfo where waiting helps.
+Name: `osmosis.rollout.v1` is named after the remote rollout protocols of Osmosis (the `osmosis_ai` SDK and its
+`OSMOSIS_ROLLOUT_*` settings). The server's two HTTP APIs, POST /rollout and POST /v1/rollout/init, come from there, and this
+package describes the same rollouts over gRPC. Any trainer or inference engine can use it.
+
+Errors come in two kinds. A gRPC status says that a call had no effect, or what effect it may have had. A rollout that was
+accepted and then failed ends with an Outcome, never with a status. Every status that the server itself returns carries a
+google.rpc.ErrorInfo (domain "rollout.osmosis"). It also carries a google.rpc.BadRequest if fields are invalid, and a
+google.rpc.RetryInfo if waiting helps. Statuses that the gRPC library creates, such as for a request that is too large, have no
+details.
 """
 
 from collections import abc as _abc

@@ -30,81 +30,83 @@ class _FailureCategoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failu
     FAILURE_CATEGORY_UNSPECIFIED: _FailureCategory.ValueType  # 0
     """Never sent."""
     FAILURE_CATEGORY_TOKENIZER: _FailureCategory.ValueType  # 1
-    """The tokenizer could not be loaded, or its template could not render the conversation."""
+    """The tokenizer could not be loaded, or its chat template could not render the conversation."""
     FAILURE_CATEGORY_NETWORK: _FailureCategory.ValueType  # 2
-    """The trainer could not be reached, or its answer did not arrive."""
+    """The trainer could not be reached, or its response did not arrive."""
     FAILURE_CATEGORY_RATE_LIMITED: _FailureCategory.ValueType  # 3
-    """The trainer or engine answered 429 or RESOURCE_EXHAUSTED."""
+    """The trainer or engine returned 429 or RESOURCE_EXHAUSTED."""
     FAILURE_CATEGORY_TRAINER_SERVER: _FailureCategory.ValueType  # 4
-    """The trainer answered 5xx, INTERNAL or UNAVAILABLE."""
+    """The trainer returned 5xx, INTERNAL or UNAVAILABLE."""
     FAILURE_CATEGORY_TRAINER_CLIENT: _FailureCategory.ValueType  # 5
-    """The trainer refused the request: another 4xx or status."""
+    """The trainer refused the request with another 4xx or gRPC status."""
     FAILURE_CATEGORY_TOOL: _FailureCategory.ValueType  # 6
-    """A tool could not be run at all. (A tool that fails answers the model, and the rollout goes on.)"""
+    """A tool could not be run at all. (If a tool runs and fails, the model gets the error and the rollout continues.)"""
     FAILURE_CATEGORY_VALIDATION: _FailureCategory.ValueType  # 7
-    """An answer of the trainer or engine broke the protocol; the message names turn and field."""
+    """A response of the trainer or engine violated the protocol. The message names the turn and the field."""
     FAILURE_CATEGORY_INTERNAL: _FailureCategory.ValueType  # 8
-    """A fault of ours or of the agent's code. The insides stay in the log."""
+    """A bug in the server or in the agent's code. Details are only in the server's log."""
     FAILURE_CATEGORY_TIMEOUT: _FailureCategory.ValueType  # 9
-    """The rollout's time, or that of one completion, was over."""
+    """The time limit of the rollout or of one completion expired."""
     FAILURE_CATEGORY_INTERRUPTED: _FailureCategory.ValueType  # 10
-    """The server stopped, and the rollout could not go on."""
+    """The server stopped, and the rollout could not be continued."""
     FAILURE_CATEGORY_TOKEN_DRIFT: _FailureCategory.ValueType  # 11
-    """The trainer's tokens and ours part, and nothing right could be sent."""
+    """The trainer's tokens differ from the ledger. Either `RolloutSpec.on_drift` is FAIL, or no correct request was possible."""
     FAILURE_CATEGORY_NOT_REPLAYABLE: _FailureCategory.ValueType  # 12
-    """An agent did something else on replay than what its record says."""
+    """On replay, the agent diverged from its recorded actions."""
     FAILURE_CATEGORY_ENGINE_SERVER: _FailureCategory.ValueType  # 13
-    """An inference engine answered 5xx, or broke its answer off."""
+    """An inference engine returned 5xx, or its response broke off."""
     FAILURE_CATEGORY_ENGINE_CLIENT: _FailureCategory.ValueType  # 14
-    """An inference engine refused the request: a 4xx other than 429."""
+    """An inference engine refused the request with a 4xx other than 429."""
 
 class FailureCategory(_FailureCategory, metaclass=_FailureCategoryEnumTypeWrapper):
-    """What kind of thing went wrong. Readers treat a value they do not know as INTERNAL."""
+    """Why a rollout failed. Readers treat a value that they do not know as INTERNAL."""
 
 FAILURE_CATEGORY_UNSPECIFIED: FailureCategory.ValueType  # 0
 """Never sent."""
 FAILURE_CATEGORY_TOKENIZER: FailureCategory.ValueType  # 1
-"""The tokenizer could not be loaded, or its template could not render the conversation."""
+"""The tokenizer could not be loaded, or its chat template could not render the conversation."""
 FAILURE_CATEGORY_NETWORK: FailureCategory.ValueType  # 2
-"""The trainer could not be reached, or its answer did not arrive."""
+"""The trainer could not be reached, or its response did not arrive."""
 FAILURE_CATEGORY_RATE_LIMITED: FailureCategory.ValueType  # 3
-"""The trainer or engine answered 429 or RESOURCE_EXHAUSTED."""
+"""The trainer or engine returned 429 or RESOURCE_EXHAUSTED."""
 FAILURE_CATEGORY_TRAINER_SERVER: FailureCategory.ValueType  # 4
-"""The trainer answered 5xx, INTERNAL or UNAVAILABLE."""
+"""The trainer returned 5xx, INTERNAL or UNAVAILABLE."""
 FAILURE_CATEGORY_TRAINER_CLIENT: FailureCategory.ValueType  # 5
-"""The trainer refused the request: another 4xx or status."""
+"""The trainer refused the request with another 4xx or gRPC status."""
 FAILURE_CATEGORY_TOOL: FailureCategory.ValueType  # 6
-"""A tool could not be run at all. (A tool that fails answers the model, and the rollout goes on.)"""
+"""A tool could not be run at all. (If a tool runs and fails, the model gets the error and the rollout continues.)"""
 FAILURE_CATEGORY_VALIDATION: FailureCategory.ValueType  # 7
-"""An answer of the trainer or engine broke the protocol; the message names turn and field."""
+"""A response of the trainer or engine violated the protocol. The message names the turn and the field."""
 FAILURE_CATEGORY_INTERNAL: FailureCategory.ValueType  # 8
-"""A fault of ours or of the agent's code. The insides stay in the log."""
+"""A bug in the server or in the agent's code. Details are only in the server's log."""
 FAILURE_CATEGORY_TIMEOUT: FailureCategory.ValueType  # 9
-"""The rollout's time, or that of one completion, was over."""
+"""The time limit of the rollout or of one completion expired."""
 FAILURE_CATEGORY_INTERRUPTED: FailureCategory.ValueType  # 10
-"""The server stopped, and the rollout could not go on."""
+"""The server stopped, and the rollout could not be continued."""
 FAILURE_CATEGORY_TOKEN_DRIFT: FailureCategory.ValueType  # 11
-"""The trainer's tokens and ours part, and nothing right could be sent."""
+"""The trainer's tokens differ from the ledger. Either `RolloutSpec.on_drift` is FAIL, or no correct request was possible."""
 FAILURE_CATEGORY_NOT_REPLAYABLE: FailureCategory.ValueType  # 12
-"""An agent did something else on replay than what its record says."""
+"""On replay, the agent diverged from its recorded actions."""
 FAILURE_CATEGORY_ENGINE_SERVER: FailureCategory.ValueType  # 13
-"""An inference engine answered 5xx, or broke its answer off."""
+"""An inference engine returned 5xx, or its response broke off."""
 FAILURE_CATEGORY_ENGINE_CLIENT: FailureCategory.ValueType  # 14
-"""An inference engine refused the request: a 4xx other than 429."""
+"""An inference engine refused the request with a 4xx other than 429."""
 Global___FailureCategory: _TypeAlias = FailureCategory  # noqa: Y015
 
 @_typing.final
 class Stop(_message.Message):
-    """The rollout came to its end."""
+    """The rollout completed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"stop", "max_turns", "max_tokens", "max_bytes" or an agent's own word; with an HTTP_PLAIN trainer its last finish_reason for "stop"."""
+    """"stop", "max_turns", "max_tokens", "max_bytes" or a reason that the agent chose. With an HTTP_PLAIN trainer, the trainer's last
+    finish_reason replaces "stop".
+    """
     truncated: _builtins.bool
-    """The last answer was cut by length."""
+    """The last completion was truncated by its length limit."""
     def __init__(
         self,
         *,
@@ -121,7 +123,7 @@ Global___Stop: _TypeAlias = Stop  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
-    """The rollout went wrong."""
+    """The rollout failed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -130,13 +132,13 @@ class Failure(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     HTTP_STATUS_FIELD_NUMBER: _builtins.int
     category: Global___FailureCategory.ValueType
-    """What kind of thing went wrong."""
+    """The kind of failure."""
     message: _builtins.str
-    """What was wrong, where, and what to do, for a person."""
+    """For humans: what was wrong, where, and what to do."""
     turn: _builtins.int
-    """The turn it happened in, from 1; 0: before the first."""
+    """The turn in which the rollout failed, from 1; 0: before the first."""
     http_status: _builtins.int
-    """The trainer's HTTP status, where one came back."""
+    """The HTTP status that the trainer returned, if any."""
     def __init__(
         self,
         *,
@@ -157,13 +159,13 @@ Global___Failure: _TypeAlias = Failure  # noqa: Y015
 
 @_typing.final
 class Cancellation(_message.Message):
-    """Somebody ended the rollout."""
+    """The rollout was cancelled."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Who or what: a caller's words, "detached", "shutdown"."""
+    """The reason that the caller gave, or one that the server sets, such as "detached" or "shutdown"."""
     def __init__(
         self,
         *,
@@ -179,7 +181,7 @@ Global___Cancellation: _TypeAlias = Cancellation  # noqa: Y015
 
 @_typing.final
 class Warning(_message.Message):
-    """Something that did not end the rollout but that its user should know."""
+    """A problem that did not end the rollout but that its user should know."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -188,16 +190,16 @@ class Warning(_message.Message):
     TURN_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     code: _builtins.str
-    """A stable word: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown", "length_exceeded",
-    "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
+    """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown",
+    "length_exceeded", "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
     "logprobs_positive", "token_unknown".
     """
     message: _builtins.str
-    """For a person."""
+    """For humans."""
     turn: _builtins.int
     """The turn, from 1."""
     index: _builtins.int
-    """The first token at which the two sides part, counted from the start of the prompt. Only for "token_drift"."""
+    """Index of the first token that differs, counted from the start of the prompt. Only for "token_drift"."""
     def __init__(
         self,
         *,
@@ -218,7 +220,7 @@ Global___Warning: _TypeAlias = Warning  # noqa: Y015
 
 @_typing.final
 class Metrics(_message.Message):
-    """What a rollout used. Counted so far for a rollout that runs or failed."""
+    """Resources that a rollout used. For a rollout that is running or failed: used so far."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -234,27 +236,27 @@ class Metrics(_message.Message):
     COMPLETION_ATTEMPTS_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
     total_ms: _builtins.float
-    """From the first turn to the end, in milliseconds."""
+    """Time from the first turn to the end, in milliseconds."""
     completion_ms: _builtins.float
-    """Waiting for completions."""
+    """Time spent waiting for completions, in milliseconds."""
     tool_ms: _builtins.float
-    """Waiting for tools; calls that ran at the same time count once."""
+    """Time spent waiting for tools, in milliseconds. The time of concurrent calls is counted once."""
     turns: _builtins.int
-    """Answers taken."""
+    """Number of completions received."""
     tool_calls: _builtins.int
-    """Tool calls answered, failed ones too."""
+    """Number of tool calls that returned, including failed ones."""
     tool_failures: _builtins.int
-    """Tool calls whose result is an error."""
+    """Number of tool calls whose result is an error."""
     prompt_tokens: _builtins.int
-    """Prompt tokens of all turns added up."""
+    """Sum of the prompt tokens of all turns."""
     generated_tokens: _builtins.int
-    """Generated tokens of all turns added up."""
+    """Sum of the generated tokens of all turns."""
     max_context_tokens: _builtins.int
-    """The longest prompt and answer."""
+    """Largest number of tokens of a prompt and its completion together."""
     completion_attempts: _builtins.int
-    """Requests sent for completions; more than turns where some were repeated."""
+    """Number of completion requests sent. Larger than `turns` if requests were retried."""
     queued_ms: _builtins.float
-    """Waiting for a place to run, in milliseconds."""
+    """Time spent in the queue before the rollout ran, in milliseconds."""
     def __init__(
         self,
         *,
@@ -280,7 +282,7 @@ Global___Metrics: _TypeAlias = Metrics  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):
-    """The one terminal value of a rollout. Decided exactly once; delivered at least once, the same bytes each time."""
+    """How a rollout ended, and its results. Decided exactly once; delivered at least once, as the same bytes each time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -316,24 +318,24 @@ class Outcome(_message.Message):
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
-    """The agent's verdict; unset: it gave none."""
+    """The agent's reward; unset: the agent returned none."""
     extra_json: _builtins.str
-    """What the agent adds: one JSON object, or empty."""
+    """Further results of the agent: one JSON object, or empty."""
     @_builtins.property
     def stop(self) -> Global___Stop:
-        """It came to its end."""
+        """It completed."""
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """It went wrong; everything below is what there was until then."""
+        """It failed. The fields below hold what was recorded until then."""
 
     @_builtins.property
     def cancellation(self) -> Global___Cancellation:
-        """Somebody ended it."""
+        """It was cancelled. The fields below hold what was recorded until then."""
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
-        """The whole conversation, the given messages included."""
+        """The whole conversation, including the messages of the request."""
 
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Segment]:
@@ -341,19 +343,19 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Sample]:
-        """One training sample for each segment. Only in views SAMPLES and FULL."""
+        """One training sample per segment. Only in views SAMPLES and FULL."""
 
     @_builtins.property
     def metrics(self) -> Global___Metrics:
-        """What it used."""
+        """Resources that the rollout used."""
 
     @_builtins.property
     def scores(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Named parts of the verdict."""
+        """Named components of the reward."""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
-        """What its user should know."""
+        """Problems that did not end the rollout."""
 
     def __init__(
         self,

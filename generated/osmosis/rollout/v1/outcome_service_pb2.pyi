@@ -26,7 +26,7 @@ class DeliverOutcomeRequest(_message.Message):
     DELIVERY_KEY_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     delivery_key: _builtins.str
-    """The same on each attempt."""
+    """Idempotency key: the same on each attempt."""
     @_builtins.property
     def rollout(self) -> _rollout_service_pb2.Rollout:
         """The finished rollout in view SAMPLES."""
@@ -47,7 +47,7 @@ Global___DeliverOutcomeRequest: _TypeAlias = DeliverOutcomeRequest  # noqa: Y015
 
 @_typing.final
 class DeliverOutcomeResponse(_message.Message):
-    """An acknowledgement."""
+    """The acknowledgement of an outcome."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

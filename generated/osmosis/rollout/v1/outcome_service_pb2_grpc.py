@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OutcomeServiceStub(object):
-    """Served by whoever wants to be told how rollouts ended.
+    """Receives outcomes of rollouts. Implemented by the endpoint in `RolloutSpec.outcome`; the rollout server is the client.
     """
 
     def __init__(self, channel):
@@ -43,15 +43,15 @@ class OutcomeServiceStub(object):
 
 
 class OutcomeServiceServicer(object):
-    """Served by whoever wants to be told how rollouts ended.
+    """Receives outcomes of rollouts. Implemented by the endpoint in `RolloutSpec.outcome`; the rollout server is the client.
     """
 
     def DeliverOutcome(self, request, context):
-        """Takes one outcome. OK acknowledges it: it is not sent again.
+        """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-        The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
-        RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
-        and the outcome stays listed as undeliverable.
+        The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+        UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+        other code is final, and the outcome stays listed as undeliverable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -74,7 +74,7 @@ def add_OutcomeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OutcomeService(object):
-    """Served by whoever wants to be told how rollouts ended.
+    """Receives outcomes of rollouts. Implemented by the endpoint in `RolloutSpec.outcome`; the rollout server is the client.
     """
 
     @staticmethod

@@ -27,35 +27,35 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OutcomeServiceStub:
-    """Served by whoever wants to be told how rollouts ended."""
+    """Receives outcomes of rollouts. Implemented by the endpoint in `RolloutSpec.outcome`; the rollout server is the client."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OutcomeServiceAsyncStub: ...
     DeliverOutcome: _grpc.UnaryUnaryMultiCallable[_outcome_service_pb2.DeliverOutcomeRequest, _outcome_service_pb2.DeliverOutcomeResponse]
-    """Takes one outcome. OK acknowledges it: it is not sent again.
+    """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-    The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
-    RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
-    and the outcome stays listed as undeliverable.
+    The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+    UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+    other code is final, and the outcome stays listed as undeliverable.
     """
 
 @_typing.type_check_only
 class OutcomeServiceAsyncStub(OutcomeServiceStub):
-    """Served by whoever wants to be told how rollouts ended."""
+    """Receives outcomes of rollouts. Implemented by the endpoint in `RolloutSpec.outcome`; the rollout server is the client."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DeliverOutcome: _aio.UnaryUnaryMultiCallable[_outcome_service_pb2.DeliverOutcomeRequest, _outcome_service_pb2.DeliverOutcomeResponse]  # type: ignore[assignment]
-    """Takes one outcome. OK acknowledges it: it is not sent again.
+    """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-    The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
-    RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
-    and the outcome stays listed as undeliverable.
+    The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+    UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+    other code is final, and the outcome stays listed as undeliverable.
     """
 
 class OutcomeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by whoever wants to be told how rollouts ended."""
+    """Receives outcomes of rollouts. Implemented by the endpoint in `RolloutSpec.outcome`; the rollout server is the client."""
 
     @_abc_1.abstractmethod
     def DeliverOutcome(
@@ -63,11 +63,11 @@ class OutcomeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _outcome_service_pb2.DeliverOutcomeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_outcome_service_pb2.DeliverOutcomeResponse, _abc.Awaitable[_outcome_service_pb2.DeliverOutcomeResponse]]:
-        """Takes one outcome. OK acknowledges it: it is not sent again.
+        """Receives one outcome. OK acknowledges it, and the server does not send it again.
 
-        The same delivery_key always carries the same outcome, so a receiver that remembers keys sees each once. UNAVAILABLE,
-        RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED: it is sent again later. Any other code is final,
-        and the outcome stays listed as undeliverable.
+        The same delivery_key always carries the same outcome, so a receiver that stores the keys can drop repeated deliveries. On
+        UNAVAILABLE, RESOURCE_EXHAUSTED, DEADLINE_EXCEEDED, ABORTED, INTERNAL, UNKNOWN and CANCELLED the server retries later. Any
+        other code is final, and the outcome stays listed as undeliverable.
         """
 
 def add_OutcomeServiceServicer_to_server(servicer: OutcomeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

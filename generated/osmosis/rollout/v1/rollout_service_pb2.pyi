@@ -34,23 +34,23 @@ class _RolloutStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutS
     ROLLOUT_STATE_UNSPECIFIED: _RolloutState.ValueType  # 0
     """Never sent."""
     ROLLOUT_STATE_QUEUED: _RolloutState.ValueType  # 1
-    """Accepted, waiting for a place."""
+    """Accepted, waiting in the queue."""
     ROLLOUT_STATE_RUNNING: _RolloutState.ValueType  # 2
-    """Its agent runs."""
+    """The agent is running."""
     ROLLOUT_STATE_FINISHED: _RolloutState.ValueType  # 3
-    """It has an outcome."""
+    """The rollout has an outcome."""
 
 class RolloutState(_RolloutState, metaclass=_RolloutStateEnumTypeWrapper):
-    """Where a rollout is."""
+    """State of a rollout."""
 
 ROLLOUT_STATE_UNSPECIFIED: RolloutState.ValueType  # 0
 """Never sent."""
 ROLLOUT_STATE_QUEUED: RolloutState.ValueType  # 1
-"""Accepted, waiting for a place."""
+"""Accepted, waiting in the queue."""
 ROLLOUT_STATE_RUNNING: RolloutState.ValueType  # 2
-"""Its agent runs."""
+"""The agent is running."""
 ROLLOUT_STATE_FINISHED: RolloutState.ValueType  # 3
-"""It has an outcome."""
+"""The rollout has an outcome."""
 Global___RolloutState: _TypeAlias = RolloutState  # noqa: Y015
 
 class _DeliveryState:
@@ -60,29 +60,29 @@ class _DeliveryState:
 class _DeliveryStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeliveryState.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DELIVERY_STATE_UNSPECIFIED: _DeliveryState.ValueType  # 0
-    """There is none: the rollout has not finished, or nobody is to be told."""
+    """There is no delivery: the rollout has not finished, or `RolloutSpec.outcome` is unset."""
     DELIVERY_STATE_PENDING: _DeliveryState.ValueType  # 1
-    """It is sent again and again until it is acknowledged or expires."""
+    """The server sends it repeatedly until it is acknowledged, refused or expired."""
     DELIVERY_STATE_ACKNOWLEDGED: _DeliveryState.ValueType  # 2
-    """The receiver has it. It is not sent again."""
+    """The receiver acknowledged it. It is not sent again."""
     DELIVERY_STATE_REFUSED: _DeliveryState.ValueType  # 3
-    """The receiver refused it for good. It is not sent again."""
+    """The receiver refused it with a final code. It is not sent again."""
     DELIVERY_STATE_EXPIRED: _DeliveryState.ValueType  # 4
-    """Nobody acknowledged it in time. It is not sent again."""
+    """It was not acknowledged in time. It is not sent again."""
 
 class DeliveryState(_DeliveryState, metaclass=_DeliveryStateEnumTypeWrapper):
-    """How far the delivery of an outcome to `RolloutSpec.outcome` is."""
+    """State of the delivery of an outcome to `RolloutSpec.outcome`."""
 
 DELIVERY_STATE_UNSPECIFIED: DeliveryState.ValueType  # 0
-"""There is none: the rollout has not finished, or nobody is to be told."""
+"""There is no delivery: the rollout has not finished, or `RolloutSpec.outcome` is unset."""
 DELIVERY_STATE_PENDING: DeliveryState.ValueType  # 1
-"""It is sent again and again until it is acknowledged or expires."""
+"""The server sends it repeatedly until it is acknowledged, refused or expired."""
 DELIVERY_STATE_ACKNOWLEDGED: DeliveryState.ValueType  # 2
-"""The receiver has it. It is not sent again."""
+"""The receiver acknowledged it. It is not sent again."""
 DELIVERY_STATE_REFUSED: DeliveryState.ValueType  # 3
-"""The receiver refused it for good. It is not sent again."""
+"""The receiver refused it with a final code. It is not sent again."""
 DELIVERY_STATE_EXPIRED: DeliveryState.ValueType  # 4
-"""Nobody acknowledged it in time. It is not sent again."""
+"""It was not acknowledged in time. It is not sent again."""
 Global___DeliveryState: _TypeAlias = DeliveryState  # noqa: Y015
 
 class _RolloutView:
@@ -92,29 +92,29 @@ class _RolloutView:
 class _RolloutViewEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RolloutView.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLLOUT_VIEW_UNSPECIFIED: _RolloutView.ValueType  # 0
-    """BASIC."""
+    """As BASIC."""
     ROLLOUT_VIEW_BASIC: _RolloutView.ValueType  # 1
     """State, metrics and outcome; no messages and no tokens."""
     ROLLOUT_VIEW_MESSAGES: _RolloutView.ValueType  # 2
-    """Also messages."""
+    """BASIC and messages."""
     ROLLOUT_VIEW_SAMPLES: _RolloutView.ValueType  # 3
-    """Also samples."""
+    """MESSAGES and samples."""
     ROLLOUT_VIEW_FULL: _RolloutView.ValueType  # 4
-    """Also segments."""
+    """SAMPLES and segments."""
 
 class RolloutView(_RolloutView, metaclass=_RolloutViewEnumTypeWrapper):
-    """How much of a rollout is sent."""
+    """How much of a rollout the server sends."""
 
 ROLLOUT_VIEW_UNSPECIFIED: RolloutView.ValueType  # 0
-"""BASIC."""
+"""As BASIC."""
 ROLLOUT_VIEW_BASIC: RolloutView.ValueType  # 1
 """State, metrics and outcome; no messages and no tokens."""
 ROLLOUT_VIEW_MESSAGES: RolloutView.ValueType  # 2
-"""Also messages."""
+"""BASIC and messages."""
 ROLLOUT_VIEW_SAMPLES: RolloutView.ValueType  # 3
-"""Also samples."""
+"""MESSAGES and samples."""
 ROLLOUT_VIEW_FULL: RolloutView.ValueType  # 4
-"""Also segments."""
+"""SAMPLES and segments."""
 Global___RolloutView: _TypeAlias = RolloutView  # noqa: Y015
 
 class _RequestMemory:
@@ -124,22 +124,22 @@ class _RequestMemory:
 class _RequestMemoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestMemory.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REQUEST_MEMORY_UNSPECIFIED: _RequestMemory.ValueType  # 0
-    """Until the server forgets the rollout (a setting, an hour by default)."""
+    """Until the server drops the rollout (a setting, an hour by default)."""
     REQUEST_MEMORY_UNTIL_RECEIVED: _RequestMemory.ValueType  # 1
-    """Until the outcome was acknowledged; then the id starts a new rollout. The synchronous HTTP dialect wants this."""
+    """Until the outcome was acknowledged. After that, the id starts a new rollout. The synchronous HTTP API requires this."""
 
 class RequestMemory(_RequestMemory, metaclass=_RequestMemoryEnumTypeWrapper):
-    """How long a request id stands for its rollout."""
+    """How long a request id refers to its rollout."""
 
 REQUEST_MEMORY_UNSPECIFIED: RequestMemory.ValueType  # 0
-"""Until the server forgets the rollout (a setting, an hour by default)."""
+"""Until the server drops the rollout (a setting, an hour by default)."""
 REQUEST_MEMORY_UNTIL_RECEIVED: RequestMemory.ValueType  # 1
-"""Until the outcome was acknowledged; then the id starts a new rollout. The synchronous HTTP dialect wants this."""
+"""Until the outcome was acknowledged. After that, the id starts a new rollout. The synchronous HTTP API requires this."""
 Global___RequestMemory: _TypeAlias = RequestMemory  # noqa: Y015
 
 @_typing.final
 class Delivery(_message.Message):
-    """The delivery of an outcome: at least once, the same bytes under the same key, nothing after an acknowledgement."""
+    """The delivery of an outcome: at least once, always the same bytes under the same key, nothing after an acknowledgement."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -149,18 +149,18 @@ class Delivery(_message.Message):
     NEXT_ATTEMPT_TIME_FIELD_NUMBER: _builtins.int
     END_TIME_FIELD_NUMBER: _builtins.int
     state: Global___DeliveryState.ValueType
-    """How far it is."""
+    """State of the delivery."""
     attempts: _builtins.int
-    """Requests that were sent."""
+    """Number of requests sent."""
     error: _builtins.str
-    """Why the last attempt failed, for a person."""
+    """Why the last attempt failed, for humans."""
     @_builtins.property
     def next_attempt_time(self) -> _timestamp_pb2.Timestamp:
-        """When it will be tried again."""
+        """When the server sends it again."""
 
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was acknowledged, refused or given up."""
+        """When it was acknowledged, refused or expired."""
 
     def __init__(
         self,
@@ -196,38 +196,38 @@ class Rollout(_message.Message):
     DELIVERY_FIELD_NUMBER: _builtins.int
     CALLER_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Ours: 1 to 64 characters of A-Z a-z 0-9 _ -, unique for ever. What stands before the last hyphen is the same for all
-    rollouts of a server process, and no other one has it.
+    """The server's id of the rollout: 1 to 64 characters of A-Z a-z 0-9 _ -, never reused. The part before the last hyphen
+    identifies the server process: all rollouts of one process share it, and no other process uses it.
     """
     state: Global___RolloutState.ValueType
-    """Where it is."""
+    """State of the rollout."""
     last_sequence: _builtins.int
-    """The sequence of its last event."""
+    """Sequence number of the last event."""
     caller: _builtins.str
-    """Whose it is: the name of the API key it was started with, "anonymous" without one."""
+    """The caller that owns the rollout: the name of the API key that started it, "anonymous" without a key."""
     @_builtins.property
     def spec(self) -> _spec_pb2.RolloutSpec:
-        """What was asked for, with limits and agent filled in."""
+        """The requested spec, with limits and agent filled in."""
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was accepted."""
+        """When the rollout was accepted."""
 
     @_builtins.property
     def finish_time(self) -> _timestamp_pb2.Timestamp:
-        """When it finished."""
+        """When the rollout finished."""
 
     @_builtins.property
     def outcome(self) -> _outcome_pb2.Outcome:
-        """Set once it has finished."""
+        """Set once the rollout has finished."""
 
     @_builtins.property
     def metrics(self) -> _outcome_pb2.Metrics:
-        """What it has used so far."""
+        """Resources that the rollout used so far."""
 
     @_builtins.property
     def delivery(self) -> Global___Delivery:
-        """How far its outcome's delivery is; unset: there is none."""
+        """Delivery of the outcome; unset: there is none."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ Global___Rollout: _TypeAlias = Rollout  # noqa: Y015
 
 @_typing.final
 class StartRolloutRequest(_message.Message):
-    """Asks for a rollout."""
+    """Requests a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -263,20 +263,21 @@ class StartRolloutRequest(_message.Message):
     REQUEST_MEMORY_FIELD_NUMBER: _builtins.int
     INCLUDE_FUNCTION_TOOLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Makes retries safe: the same id and payload attach to the same rollout. At most 256 characters; empty: a rollout of its own.
-    Ids are told apart by caller and completion URL. The payload is the spec; credentials may differ and replace the older ones.
+    """Idempotency key: the same id and payload attach to the same rollout. At most 256 characters; empty: always a new rollout.
+    The same id from another caller or for another completion URL is a different key. The payload is the spec. The credentials may
+    differ, and then replace the older ones.
     """
     request_memory: Global___RequestMemory.ValueType
-    """How long the request id is remembered."""
+    """How long the server remembers the request id."""
     include_function_tools: _builtins.bool
-    """Fill `function_tools_json`. Read by StartRollout only, also where the rollout is found; not part of the payload."""
+    """Fill `function_tools_json` of the response. Used only by StartRollout, also when it attaches. Not part of the payload."""
     @_builtins.property
     def spec(self) -> _spec_pb2.RolloutSpec:
         """What to run."""
 
     @_builtins.property
     def credentials(self) -> _spec_pb2.Credentials:
-        """Secrets for its endpoints."""
+        """Secrets for the endpoints of the spec."""
 
     def __init__(
         self,
@@ -306,21 +307,21 @@ class StartRolloutResponse(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     FUNCTION_TOOLS_JSON_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
-    """It had been accepted before."""
+    """The rollout had been accepted earlier."""
     @_builtins.property
     def rollout(self) -> Global___Rollout:
-        """As it is now, in view BASIC."""
+        """The rollout as it is now, in view BASIC."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
-        """The tools that its model is to be told."""
+        """The tools that are offered to the model."""
 
     @_builtins.property
     def function_tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """With `include_function_tools`: each of `tools`, in order, as one JSON object for clients that validate this shape: {"type":
-        "function", "function": {"name", "description", "parameters", "strict"}}. All keys are always there. `parameters` is an object
-        schema without references, with `properties` and `required`; each property has one type word, and its `enum`, if any, holds
-        strings only. Further keywords stand beside those; what the shape cannot say is said in the property's `description`.
+        """Only with `include_function_tools`: each of `tools`, in order, as one JSON object for clients that validate this shape:
+        {"type": "function", "function": {"name", "description", "parameters", "strict"}}. All keys are always present. `parameters`
+        is an object schema without references, with `properties` and `required`. Each property has a single type; its `enum`, if
+        any, holds strings only. Further keywords are kept. What this shape cannot express is added to the property's `description`.
         """
 
     def __init__(
@@ -341,7 +342,7 @@ Global___StartRolloutResponse: _TypeAlias = StartRolloutResponse  # noqa: Y015
 
 @_typing.final
 class RunRolloutRequest(_message.Message):
-    """Starts and streams."""
+    """Starts a rollout and streams its events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -351,10 +352,10 @@ class RunRolloutRequest(_message.Message):
     detail: _event_pb2.EventDetail.ValueType
     """How much of each event to send."""
     after_sequence: _builtins.int
-    """Send the events after this one; 0: all."""
+    """Send the events after this sequence number; 0: all."""
     @_builtins.property
     def start(self) -> Global___StartRolloutRequest:
-        """What to start or attach to."""
+        """The rollout to start or attach to."""
 
     def __init__(
         self,
@@ -385,7 +386,7 @@ class RunRolloutResponse(_message.Message):
 
     @_builtins.property
     def event(self) -> _event_pb2.RolloutEvent:
-        """Something happened."""
+        """An event of the rollout."""
 
     def __init__(
         self,
@@ -405,7 +406,7 @@ Global___RunRolloutResponse: _TypeAlias = RunRolloutResponse  # noqa: Y015
 
 @_typing.final
 class WatchRolloutRequest(_message.Message):
-    """Follows a rollout."""
+    """Streams the events of a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -413,9 +414,9 @@ class WatchRolloutRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Which."""
+    """The server's id of the rollout."""
     after_sequence: _builtins.int
-    """Send the events after this one; 0: all."""
+    """Send the events after this sequence number; 0: all."""
     detail: _event_pb2.EventDetail.ValueType
     """How much of each event to send."""
     def __init__(
@@ -442,7 +443,7 @@ class WatchRolloutResponse(_message.Message):
     EVENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def event(self) -> _event_pb2.RolloutEvent:
-        """What happened."""
+        """The event."""
 
     def __init__(
         self,
@@ -459,7 +460,7 @@ Global___WatchRolloutResponse: _TypeAlias = WatchRolloutResponse  # noqa: Y015
 
 @_typing.final
 class WaitRolloutRequest(_message.Message):
-    """Waits for the end."""
+    """Waits for the end of a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -467,12 +468,12 @@ class WaitRolloutRequest(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Which."""
+    """The server's id of the rollout."""
     view: Global___RolloutView.ValueType
-    """How much to send."""
+    """How much of the rollout to send."""
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """How long; unset: as long as the call's deadline allows, with 30 s if it has none. At most an hour."""
+        """How long to wait, at most an hour. Unset: until the call's deadline; 30 s if the call has no deadline."""
 
     def __init__(
         self,
@@ -498,7 +499,7 @@ class WaitRolloutResponse(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollout(self) -> Global___Rollout:
-        """Finished or not: see its state."""
+        """The rollout. Its state says whether it has finished."""
 
     def __init__(
         self,
@@ -515,16 +516,16 @@ Global___WaitRolloutResponse: _TypeAlias = WaitRolloutResponse  # noqa: Y015
 
 @_typing.final
 class GetRolloutRequest(_message.Message):
-    """Reads one."""
+    """Requests one rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UID_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Which."""
+    """The server's id of the rollout."""
     view: Global___RolloutView.ValueType
-    """How much to send."""
+    """How much of the rollout to send."""
     def __init__(
         self,
         *,
@@ -565,7 +566,7 @@ Global___GetRolloutResponse: _TypeAlias = GetRolloutResponse  # noqa: Y015
 
 @_typing.final
 class Selection(_message.Message):
-    """Which rollouts: those that meet every condition that is set."""
+    """Selects the rollouts that meet every condition that is set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -599,34 +600,34 @@ class Selection(_message.Message):
     DELIVERY_STATES_FIELD_NUMBER: _builtins.int
     CALLERS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
-    """Of this group."""
+    """The rollout belongs to this group."""
     agent: _builtins.str
-    """Of this agent."""
+    """The rollout is run by this agent."""
     all: _builtins.bool
-    """All rollouts of the caller; must be set where no other condition is when cancelling."""
+    """All rollouts of the caller. CancelRollouts requires it if no other condition is set."""
     @_builtins.property
     def uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One of these uids. At most 1,000."""
+        """The rollout has one of these uids. At most 1,000."""
 
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One of these rollout ids. At most 1,000."""
+        """The rollout has one of these rollout ids. At most 1,000."""
 
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___RolloutState.ValueType]:
-        """In one of these states."""
+        """The rollout is in one of these states."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """With all of these labels."""
+        """The rollout has all of these labels."""
 
     @_builtins.property
     def delivery_states(self) -> _containers.RepeatedScalarFieldContainer[Global___DeliveryState.ValueType]:
-        """With a delivery in one of these states."""
+        """The delivery of the outcome is in one of these states."""
 
     @_builtins.property
     def callers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of one of these callers. Others than oneself need an admin key: PERMISSION_DENIED."""
+        """The rollout belongs to one of these callers. Other callers than oneself require an admin key: PERMISSION_DENIED. At most 1,000."""
 
     def __init__(
         self,
@@ -651,7 +652,7 @@ Global___Selection: _TypeAlias = Selection  # noqa: Y015
 
 @_typing.final
 class ListRolloutsRequest(_message.Message):
-    """Reads a page."""
+    """Requests a page of rollouts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -660,14 +661,14 @@ class ListRolloutsRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """At most 1,000; 0: 100."""
+    """Maximum number of rollouts of the page, at most 1,000; 0: 100."""
     page_token: _builtins.str
-    """From the response before; empty: the first page."""
+    """The next_page_token or one of the page_tokens of an earlier response; empty: the first page."""
     view: Global___RolloutView.ValueType
-    """How much of each to send."""
+    """How much of each rollout to send."""
     @_builtins.property
     def selection(self) -> Global___Selection:
-        """Which; unset: all of the caller's."""
+        """Which rollouts; unset: all of the caller's."""
 
     def __init__(
         self,
@@ -687,7 +688,7 @@ Global___ListRolloutsRequest: _TypeAlias = ListRolloutsRequest  # noqa: Y015
 
 @_typing.final
 class ListRolloutsResponse(_message.Message):
-    """A page."""
+    """A page of rollouts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -695,14 +696,14 @@ class ListRolloutsResponse(_message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Empty: this was the last page."""
+    """Token of the next page; empty: this is the last page."""
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rollout]:
-        """Newest first."""
+        """The rollouts, newest first."""
 
     @_builtins.property
     def page_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """For each rollout the token of a page that begins with it, or with the next one if it is gone by then."""
+        """One token per rollout, for a page that begins with this rollout, or with the next one if this one is gone by then."""
 
     def __init__(
         self,
@@ -721,17 +722,17 @@ Global___ListRolloutsResponse: _TypeAlias = ListRolloutsResponse  # noqa: Y015
 
 @_typing.final
 class CancelRolloutsRequest(_message.Message):
-    """Ends rollouts."""
+    """Requests cancellation of rollouts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SELECTION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Goes into their outcomes. At most 1,000 characters; empty: "cancelled"."""
+    """The reason, which becomes part of their outcomes. At most 1,000 characters; empty: "cancelled"."""
     @_builtins.property
     def selection(self) -> Global___Selection:
-        """Which."""
+        """Which rollouts."""
 
     def __init__(
         self,
@@ -749,14 +750,14 @@ Global___CancelRolloutsRequest: _TypeAlias = CancelRolloutsRequest  # noqa: Y015
 
 @_typing.final
 class CancelRolloutsResponse(_message.Message):
-    """Which rollouts were asked to end."""
+    """The rollouts whose cancellation was requested."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UIDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that had not finished."""
+        """Uids of the selected rollouts that had not finished."""
 
     def __init__(
         self,
@@ -773,13 +774,13 @@ Global___CancelRolloutsResponse: _TypeAlias = CancelRolloutsResponse  # noqa: Y0
 
 @_typing.final
 class AcknowledgeOutcomeRequest(_message.Message):
-    """An outcome was received."""
+    """Acknowledges that an outcome was received."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UID_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Which rollout's."""
+    """The server's id of the rollout."""
     def __init__(
         self,
         *,
@@ -795,7 +796,7 @@ Global___AcknowledgeOutcomeRequest: _TypeAlias = AcknowledgeOutcomeRequest  # no
 
 @_typing.final
 class AcknowledgeOutcomeResponse(_message.Message):
-    """An acknowledgement was taken."""
+    """The acknowledgement was accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -812,13 +813,13 @@ Global___AcknowledgeOutcomeResponse: _TypeAlias = AcknowledgeOutcomeResponse  # 
 
 @_typing.final
 class ListToolsRequest(_message.Message):
-    """Asks for tools."""
+    """Requests the tools of an agent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENT_FIELD_NUMBER: _builtins.int
     agent: _builtins.str
-    """Whose; empty: the default agent's."""
+    """Name of the agent; empty: the default agent."""
     def __init__(
         self,
         *,
@@ -834,14 +835,14 @@ Global___ListToolsRequest: _TypeAlias = ListToolsRequest  # noqa: Y015
 
 @_typing.final
 class ListToolsResponse(_message.Message):
-    """Tools."""
+    """The tools of an agent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
-        """In the order in which the model is told."""
+        """The tools, in the order in which the model sees them."""
 
     def __init__(
         self,
@@ -858,7 +859,7 @@ Global___ListToolsResponse: _TypeAlias = ListToolsResponse  # noqa: Y015
 
 @_typing.final
 class ListAgentsRequest(_message.Message):
-    """Asks for agents."""
+    """Requests the agents of this server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -887,22 +888,22 @@ class Agent(_message.Message):
     DEFAULT_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Its name."""
+    """Name of the agent."""
     version: _builtins.str
-    """Its version, as its author gives it."""
+    """Version of the agent, as its author gives it."""
     replayable: _builtins.bool
-    """It can be resumed after a restart."""
+    """The agent's rollouts can be resumed after a restart."""
     default: _builtins.bool
-    """It runs where a request names no agent."""
+    """The agent runs if a request names no agent."""
     description: _builtins.str
-    """What it does, for a person."""
+    """What the agent does, for humans."""
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
-        """Its tools."""
+        """Tools of the agent."""
 
     @_builtins.property
     def limits(self) -> _spec_pb2.Limits:
-        """Its own limits."""
+        """Limits that the agent sets itself."""
 
     def __init__(
         self,
@@ -925,14 +926,14 @@ Global___Agent: _TypeAlias = Agent  # noqa: Y015
 
 @_typing.final
 class ListAgentsResponse(_message.Message):
-    """Agents."""
+    """The agents of this server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     AGENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def agents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Agent]:
-        """By name."""
+        """The agents, sorted by name."""
 
     def __init__(
         self,
@@ -949,7 +950,7 @@ Global___ListAgentsResponse: _TypeAlias = ListAgentsResponse  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
-    """Asks for the server."""
+    """Requests information about the server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -966,7 +967,7 @@ Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetServerInfoResponse(_message.Message):
-    """What a server is and can do."""
+    """Version, features, limits and load of a server."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -984,32 +985,32 @@ class GetServerInfoResponse(_message.Message):
     DEFAULT_AGENT_FIELD_NUMBER: _builtins.int
     KEYS_REQUIRED_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """The version of the distribution."""
+    """Version of the installed distribution."""
     max_running: _builtins.int
-    """The most rollouts that run at the same time."""
+    """Maximum number of rollouts that run at the same time."""
     max_queued: _builtins.int
-    """The most rollouts that wait for a place."""
+    """Maximum number of queued rollouts."""
     max_request_bytes: _builtins.int
-    """The largest request in bytes."""
+    """Maximum size of a request, in bytes."""
     running: _builtins.int
-    """Rollouts that run now."""
+    """Number of rollouts that are running."""
     queued: _builtins.int
-    """Rollouts that wait now."""
+    """Number of rollouts that are queued."""
     finished: _builtins.int
-    """Rollouts that have finished since the start."""
+    """Number of rollouts that have finished since the server started."""
     draining: _builtins.bool
-    """The server is stopping: it takes no new rollouts."""
+    """The server is shutting down and accepts no new rollouts."""
     default_agent: _builtins.str
-    """The agent that runs where a request names none."""
+    """Name of the agent that runs if a request names none."""
     keys_required: _builtins.bool
-    """The server has API keys: every other rpc wants one."""
+    """The server has API keys: every other rpc requires one."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Stable words for what works here, such as "http_masked", "grpc_completions", "token_mode", "journal"."""
+        """Stable names of the features that work on this server, such as "http_masked", "grpc_completions", "token_mode", "journal"."""
 
     @_builtins.property
     def max_rollout_time(self) -> _duration_pb2.Duration:
-        """The longest time of a rollout."""
+        """Maximum time of a rollout."""
 
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp:

@@ -26,15 +26,15 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Starts rollouts and tells how they go.
+    """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
-    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
-    everybody is the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     def __init__(self, channel):
@@ -101,23 +101,23 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Starts rollouts and tells how they go.
+    """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
-    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
-    everybody is the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     def StartRollout(self, request, context):
-        """Accepts a rollout, or attaches to the one that was accepted under the same request id. The rollout is on record before OK.
+        """Accepts a rollout, or attaches to the one that was accepted under the same request id. OK means that the rollout is recorded.
 
-        INVALID_ARGUMENT: fields are wrong, each is named. NOT_FOUND: no such agent. ALREADY_EXISTS: the request id is known with
-        another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: too many rollouts wait.
-        Anybody may retry freely with the same request id.
+        INVALID_ARGUMENT: fields are invalid; each is named. NOT_FOUND: the agent does not exist. ALREADY_EXISTS: the request id was
+        used with another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: the queue is full.
+        Any caller may retry freely with the same request id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,8 +126,8 @@ class RolloutServiceServicer(object):
     def RunRollout(self, request, context):
         """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-        Codes as StartRollout's and WatchRollout's. Leaving the stream detaches; see RolloutSpec.cancel_after_detach. Retry with the
-        same request id and the last sequence seen.
+        Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+        RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,76 +136,76 @@ class RolloutServiceServicer(object):
     def WatchRollout(self, request, context):
         """Streams the events after a sequence number and ends after `finished`.
 
-        NOT_FOUND: no such rollout. OUT_OF_RANGE: those events are gone, the ErrorInfo's "oldest" says the first one kept; or the
-        number lies beyond the last event. Retry freely from the last sequence seen.
+        NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+        "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitRollout(self, request, context):
-        """Waits until the rollout has finished or the timeout is over, then answers OK with its current state either way.
+        """Waits until the rollout has finished or the timeout expires. Returns OK and the current state in both cases.
 
-        NOT_FOUND: no such rollout. Retry freely.
+        NOT_FOUND: the rollout does not exist. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRollout(self, request, context):
-        """Reads one rollout.
+        """Returns one rollout.
 
-        NOT_FOUND: no such rollout. Retry freely.
+        NOT_FOUND: the rollout does not exist. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListRollouts(self, request, context):
-        """Reads rollouts page by page, newest first. Rollouts that start meanwhile do not disturb the pages.
+        """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
 
-        INVALID_ARGUMENT: a page token that is not ours or belongs to another selection. Retry freely.
+        INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelRollouts(self, request, context):
-        """Asks the selected rollouts to end. Those that have finished are left as they are; a cancelled one ends with an outcome of its own.
+        """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-        INVALID_ARGUMENT: an empty selection. NOT_FOUND: a uid that does not exist. Retry freely.
+        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeOutcome(self, request, context):
-        """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
+        """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-        NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
+        NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTools(self, request, context):
-        """The tools of an agent.
+        """Returns the tools of an agent.
 
-        NOT_FOUND: no such agent. Retry freely.
+        NOT_FOUND: the agent does not exist. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAgents(self, request, context):
-        """The agents of this server. Retry freely.
+        """Returns the agents of this server. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetServerInfo(self, request, context):
-        """What this server is and can do. Open to everybody. Retry freely.
+        """Returns the server's version, features, limits and load. Requires no API key. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,15 +278,15 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Starts rollouts and tells how they go.
+    """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
-    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
-    everybody is the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     @staticmethod

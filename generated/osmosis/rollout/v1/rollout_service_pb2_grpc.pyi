@@ -27,15 +27,15 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
-    """Starts rollouts and tells how they go.
+    """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
-    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
-    everybody is the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     @_typing.overload
@@ -43,137 +43,137 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     StartRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.StartRolloutRequest, _rollout_service_pb2.StartRolloutResponse]
-    """Accepts a rollout, or attaches to the one that was accepted under the same request id. The rollout is on record before OK.
+    """Accepts a rollout, or attaches to the one that was accepted under the same request id. OK means that the rollout is recorded.
 
-    INVALID_ARGUMENT: fields are wrong, each is named. NOT_FOUND: no such agent. ALREADY_EXISTS: the request id is known with
-    another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: too many rollouts wait.
-    Anybody may retry freely with the same request id.
+    INVALID_ARGUMENT: fields are invalid; each is named. NOT_FOUND: the agent does not exist. ALREADY_EXISTS: the request id was
+    used with another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: the queue is full.
+    Any caller may retry freely with the same request id.
     """
     RunRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.RunRolloutRequest, _rollout_service_pb2.RunRolloutResponse]
     """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-    Codes as StartRollout's and WatchRollout's. Leaving the stream detaches; see RolloutSpec.cancel_after_detach. Retry with the
-    same request id and the last sequence seen.
+    Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+    RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
     """
     WatchRollout: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]
     """Streams the events after a sequence number and ends after `finished`.
 
-    NOT_FOUND: no such rollout. OUT_OF_RANGE: those events are gone, the ErrorInfo's "oldest" says the first one kept; or the
-    number lies beyond the last event. Retry freely from the last sequence seen.
+    NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+    "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
     """
     WaitRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]
-    """Waits until the rollout has finished or the timeout is over, then answers OK with its current state either way.
+    """Waits until the rollout has finished or the timeout expires. Returns OK and the current state in both cases.
 
-    NOT_FOUND: no such rollout. Retry freely.
+    NOT_FOUND: the rollout does not exist. Retry freely.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
-    """Reads one rollout.
+    """Returns one rollout.
 
-    NOT_FOUND: no such rollout. Retry freely.
+    NOT_FOUND: the rollout does not exist. Retry freely.
     """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
-    """Reads rollouts page by page, newest first. Rollouts that start meanwhile do not disturb the pages.
+    """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
 
-    INVALID_ARGUMENT: a page token that is not ours or belongs to another selection. Retry freely.
+    INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
     """
     CancelRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutsRequest, _rollout_service_pb2.CancelRolloutsResponse]
-    """Asks the selected rollouts to end. Those that have finished are left as they are; a cancelled one ends with an outcome of its own.
+    """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-    INVALID_ARGUMENT: an empty selection. NOT_FOUND: a uid that does not exist. Retry freely.
+    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
     """
     AcknowledgeOutcome: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]
-    """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
+    """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-    NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
+    NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
     """
     ListTools: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]
-    """The tools of an agent.
+    """Returns the tools of an agent.
 
-    NOT_FOUND: no such agent. Retry freely.
+    NOT_FOUND: the agent does not exist. Retry freely.
     """
     ListAgents: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListAgentsRequest, _rollout_service_pb2.ListAgentsResponse]
-    """The agents of this server. Retry freely."""
+    """Returns the agents of this server. Retry freely."""
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]
-    """What this server is and can do. Open to everybody. Retry freely."""
+    """Returns the server's version, features, limits and load. Requires no API key. Retry freely."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
-    """Starts rollouts and tells how they go.
+    """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
-    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
-    everybody is the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     StartRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.StartRolloutRequest, _rollout_service_pb2.StartRolloutResponse]  # type: ignore[assignment]
-    """Accepts a rollout, or attaches to the one that was accepted under the same request id. The rollout is on record before OK.
+    """Accepts a rollout, or attaches to the one that was accepted under the same request id. OK means that the rollout is recorded.
 
-    INVALID_ARGUMENT: fields are wrong, each is named. NOT_FOUND: no such agent. ALREADY_EXISTS: the request id is known with
-    another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: too many rollouts wait.
-    Anybody may retry freely with the same request id.
+    INVALID_ARGUMENT: fields are invalid; each is named. NOT_FOUND: the agent does not exist. ALREADY_EXISTS: the request id was
+    used with another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: the queue is full.
+    Any caller may retry freely with the same request id.
     """
     RunRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.RunRolloutRequest, _rollout_service_pb2.RunRolloutResponse]  # type: ignore[assignment]
     """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-    Codes as StartRollout's and WatchRollout's. Leaving the stream detaches; see RolloutSpec.cancel_after_detach. Retry with the
-    same request id and the last sequence seen.
+    Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+    RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
     """
     WatchRollout: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchRolloutRequest, _rollout_service_pb2.WatchRolloutResponse]  # type: ignore[assignment]
     """Streams the events after a sequence number and ends after `finished`.
 
-    NOT_FOUND: no such rollout. OUT_OF_RANGE: those events are gone, the ErrorInfo's "oldest" says the first one kept; or the
-    number lies beyond the last event. Retry freely from the last sequence seen.
+    NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+    "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
     """
     WaitRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.WaitRolloutRequest, _rollout_service_pb2.WaitRolloutResponse]  # type: ignore[assignment]
-    """Waits until the rollout has finished or the timeout is over, then answers OK with its current state either way.
+    """Waits until the rollout has finished or the timeout expires. Returns OK and the current state in both cases.
 
-    NOT_FOUND: no such rollout. Retry freely.
+    NOT_FOUND: the rollout does not exist. Retry freely.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
-    """Reads one rollout.
+    """Returns one rollout.
 
-    NOT_FOUND: no such rollout. Retry freely.
+    NOT_FOUND: the rollout does not exist. Retry freely.
     """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """Reads rollouts page by page, newest first. Rollouts that start meanwhile do not disturb the pages.
+    """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
 
-    INVALID_ARGUMENT: a page token that is not ours or belongs to another selection. Retry freely.
+    INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
     """
     CancelRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutsRequest, _rollout_service_pb2.CancelRolloutsResponse]  # type: ignore[assignment]
-    """Asks the selected rollouts to end. Those that have finished are left as they are; a cancelled one ends with an outcome of its own.
+    """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-    INVALID_ARGUMENT: an empty selection. NOT_FOUND: a uid that does not exist. Retry freely.
+    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
     """
     AcknowledgeOutcome: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]  # type: ignore[assignment]
-    """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
+    """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-    NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
+    NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
     """
     ListTools: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]  # type: ignore[assignment]
-    """The tools of an agent.
+    """Returns the tools of an agent.
 
-    NOT_FOUND: no such agent. Retry freely.
+    NOT_FOUND: the agent does not exist. Retry freely.
     """
     ListAgents: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListAgentsRequest, _rollout_service_pb2.ListAgentsResponse]  # type: ignore[assignment]
-    """The agents of this server. Retry freely."""
+    """Returns the agents of this server. Retry freely."""
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetServerInfoRequest, _rollout_service_pb2.GetServerInfoResponse]  # type: ignore[assignment]
-    """What this server is and can do. Open to everybody. Retry freely."""
+    """Returns the server's version, features, limits and load. Requires no API key. Retry freely."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Starts rollouts and tells how they go.
+    """Starts, follows, lists and cancels rollouts. Implemented by the rollout server.
 
     Codes that any rpc may return: UNAUTHENTICATED and PERMISSION_DENIED (never retry), RESOURCE_EXHAUSTED (retry after RetryInfo),
-    UNAVAILABLE (the server starts or drains: retry elsewhere or later), INTERNAL (a fault of ours; its text is in the server's log
-    under the request id). A deadline ends the call, never the rollout.
+    UNAVAILABLE (the server is starting or draining: retry later or on another server), INTERNAL (a bug of the server; the server's
+    log has the error under the request id). A deadline ends the call, never the rollout.
 
-    Callers: where the server has API keys, every rpc but GetServerInfo wants one as `authorization: Bearer KEY` in the metadata. A caller is
-    the name of its key, and sees its own rollouts only: others are NOT_FOUND. An admin key sees those of all callers. Without API keys
-    everybody is the same caller.
+    Callers: if the server has API keys, every rpc except GetServerInfo requires one, as `authorization: Bearer KEY` in the
+    metadata. A caller is identified by the name of its key, and sees only its own rollouts: for others it gets NOT_FOUND. An admin
+    key sees the rollouts of all callers. If the server has no API keys, all clients are the same caller.
     """
 
     @_abc_1.abstractmethod
@@ -182,11 +182,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.StartRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.StartRolloutResponse, _abc.Awaitable[_rollout_service_pb2.StartRolloutResponse]]:
-        """Accepts a rollout, or attaches to the one that was accepted under the same request id. The rollout is on record before OK.
+        """Accepts a rollout, or attaches to the one that was accepted under the same request id. OK means that the rollout is recorded.
 
-        INVALID_ARGUMENT: fields are wrong, each is named. NOT_FOUND: no such agent. ALREADY_EXISTS: the request id is known with
-        another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: too many rollouts wait.
-        Anybody may retry freely with the same request id.
+        INVALID_ARGUMENT: fields are invalid; each is named. NOT_FOUND: the agent does not exist. ALREADY_EXISTS: the request id was
+        used with another payload. FAILED_PRECONDITION: this server cannot run such a rollout. RESOURCE_EXHAUSTED: the queue is full.
+        Any caller may retry freely with the same request id.
         """
 
     @_abc_1.abstractmethod
@@ -197,8 +197,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.RunRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.RunRolloutResponse]]:
         """Starts or attaches like StartRollout and streams events until the rollout has finished. The first item is always `started`.
 
-        Codes as StartRollout's and WatchRollout's. Leaving the stream detaches; see RolloutSpec.cancel_after_detach. Retry with the
-        same request id and the last sequence seen.
+        Returns the codes of StartRollout and WatchRollout. A client that closes the stream detaches: see
+        RolloutSpec.cancel_after_detach. Retry with the same request id and the last sequence number received.
         """
 
     @_abc_1.abstractmethod
@@ -209,8 +209,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchRolloutResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchRolloutResponse]]:
         """Streams the events after a sequence number and ends after `finished`.
 
-        NOT_FOUND: no such rollout. OUT_OF_RANGE: those events are gone, the ErrorInfo's "oldest" says the first one kept; or the
-        number lies beyond the last event. Retry freely from the last sequence seen.
+        NOT_FOUND: the rollout does not exist. OUT_OF_RANGE: the events were dropped, or the number is beyond the last event.
+        "oldest" in the ErrorInfo is the first event that is still stored. Retry freely from the last sequence number received.
         """
 
     @_abc_1.abstractmethod
@@ -219,9 +219,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.WaitRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.WaitRolloutResponse, _abc.Awaitable[_rollout_service_pb2.WaitRolloutResponse]]:
-        """Waits until the rollout has finished or the timeout is over, then answers OK with its current state either way.
+        """Waits until the rollout has finished or the timeout expires. Returns OK and the current state in both cases.
 
-        NOT_FOUND: no such rollout. Retry freely.
+        NOT_FOUND: the rollout does not exist. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -230,9 +230,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetRolloutResponse, _abc.Awaitable[_rollout_service_pb2.GetRolloutResponse]]:
-        """Reads one rollout.
+        """Returns one rollout.
 
-        NOT_FOUND: no such rollout. Retry freely.
+        NOT_FOUND: the rollout does not exist. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -241,9 +241,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.ListRolloutsResponse]]:
-        """Reads rollouts page by page, newest first. Rollouts that start meanwhile do not disturb the pages.
+        """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
 
-        INVALID_ARGUMENT: a page token that is not ours or belongs to another selection. Retry freely.
+        INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -252,9 +252,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.CancelRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.CancelRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.CancelRolloutsResponse]]:
-        """Asks the selected rollouts to end. Those that have finished are left as they are; a cancelled one ends with an outcome of its own.
+        """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-        INVALID_ARGUMENT: an empty selection. NOT_FOUND: a uid that does not exist. Retry freely.
+        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -263,9 +263,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.AcknowledgeOutcomeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.AcknowledgeOutcomeResponse, _abc.Awaitable[_rollout_service_pb2.AcknowledgeOutcomeResponse]]:
-        """Tells that an outcome was received, which frees a request id that is remembered until then, and ends its delivery.
+        """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-        NOT_FOUND: no such rollout. FAILED_PRECONDITION: it has not finished. Retry freely.
+        NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -274,9 +274,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListToolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListToolsResponse, _abc.Awaitable[_rollout_service_pb2.ListToolsResponse]]:
-        """The tools of an agent.
+        """Returns the tools of an agent.
 
-        NOT_FOUND: no such agent. Retry freely.
+        NOT_FOUND: the agent does not exist. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -285,7 +285,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListAgentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListAgentsResponse, _abc.Awaitable[_rollout_service_pb2.ListAgentsResponse]]:
-        """The agents of this server. Retry freely."""
+        """Returns the agents of this server. Retry freely."""
 
     @_abc_1.abstractmethod
     def GetServerInfo(
@@ -293,6 +293,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetServerInfoResponse, _abc.Awaitable[_rollout_service_pb2.GetServerInfoResponse]]:
-        """What this server is and can do. Open to everybody. Retry freely."""
+        """Returns the server's version, features, limits and load. Requires no API key. Retry freely."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

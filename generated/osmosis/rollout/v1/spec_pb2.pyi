@@ -28,45 +28,53 @@ class _Dialect:
 class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIALECT_UNSPECIFIED: _Dialect.ValueType  # 0
-    """Taken from the URL: GRPC for grpc: and grpcs:; for http: and https: HTTP_MASKED, and HTTP_PLAIN in `RolloutSpec.outcome`."""
+    """Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome`."""
     DIALECT_GRPC: _Dialect.ValueType  # 1
-    """The services of this package."""
+    """The gRPC services of this package."""
     DIALECT_HTTP_MASKED: _Dialect.ValueType  # 2
-    """OpenAI-style chat completions with response_mask, the synchronous dialect."""
+    """Trainer protocol of the synchronous HTTP API: OpenAI-style chat completions with a response_mask."""
     DIALECT_HTTP_PLAIN: _Dialect.ValueType  # 3
-    """OpenAI-style chat completions without masks, the asynchronous dialect. In `RolloutSpec.outcome`: POST {url}/v1/rollout/completed."""
+    """Trainer protocol of the asynchronous HTTP API: OpenAI-style chat completions without masks. In `RolloutSpec.outcome`: POST
+    {url}/v1/rollout/completed.
+    """
     DIALECT_OPENAI: _Dialect.ValueType  # 4
-    """Any endpoint with OpenAI's chat completions: POST {url}/chat/completions, with /v1 before it where the URL has no path. Token ids
-    are unknown unless it reports them. Only for `RolloutSpec.completions`, as the next two.
+    """Any endpoint with OpenAI's chat completions: POST {url}/chat/completions; /v1 is inserted if the URL has no path. Token ids are
+    unknown unless the endpoint returns them. OPENAI, VLLM and SGLANG are allowed only in `RolloutSpec.completions`.
     """
     DIALECT_VLLM: _Dialect.ValueType  # 5
-    """A vLLM server, asked for the ids and logprobs of prompts and answers, so that samples are complete."""
+    """A vLLM server. The server requests token ids and logprobs of prompts and completions, so samples are complete."""
     DIALECT_SGLANG: _Dialect.ValueType  # 6
-    """An SGLang server, likewise."""
+    """An SGLang server, used like VLLM."""
     DIALECT_STREAM: _Dialect.ValueType  # 7
-    """TrainerService.Train: whoever started the rollout completes, on its own stream. Shown, with an empty URL, and never asked for."""
+    """The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns
+    this value, with an empty URL. A request must not set it.
+    """
 
 class Dialect(_Dialect, metaclass=_DialectEnumTypeWrapper):
-    """The protocol an endpoint speaks."""
+    """The protocol that an endpoint speaks."""
 
 DIALECT_UNSPECIFIED: Dialect.ValueType  # 0
-"""Taken from the URL: GRPC for grpc: and grpcs:; for http: and https: HTTP_MASKED, and HTTP_PLAIN in `RolloutSpec.outcome`."""
+"""Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome`."""
 DIALECT_GRPC: Dialect.ValueType  # 1
-"""The services of this package."""
+"""The gRPC services of this package."""
 DIALECT_HTTP_MASKED: Dialect.ValueType  # 2
-"""OpenAI-style chat completions with response_mask, the synchronous dialect."""
+"""Trainer protocol of the synchronous HTTP API: OpenAI-style chat completions with a response_mask."""
 DIALECT_HTTP_PLAIN: Dialect.ValueType  # 3
-"""OpenAI-style chat completions without masks, the asynchronous dialect. In `RolloutSpec.outcome`: POST {url}/v1/rollout/completed."""
+"""Trainer protocol of the asynchronous HTTP API: OpenAI-style chat completions without masks. In `RolloutSpec.outcome`: POST
+{url}/v1/rollout/completed.
+"""
 DIALECT_OPENAI: Dialect.ValueType  # 4
-"""Any endpoint with OpenAI's chat completions: POST {url}/chat/completions, with /v1 before it where the URL has no path. Token ids
-are unknown unless it reports them. Only for `RolloutSpec.completions`, as the next two.
+"""Any endpoint with OpenAI's chat completions: POST {url}/chat/completions; /v1 is inserted if the URL has no path. Token ids are
+unknown unless the endpoint returns them. OPENAI, VLLM and SGLANG are allowed only in `RolloutSpec.completions`.
 """
 DIALECT_VLLM: Dialect.ValueType  # 5
-"""A vLLM server, asked for the ids and logprobs of prompts and answers, so that samples are complete."""
+"""A vLLM server. The server requests token ids and logprobs of prompts and completions, so samples are complete."""
 DIALECT_SGLANG: Dialect.ValueType  # 6
-"""An SGLang server, likewise."""
+"""An SGLang server, used like VLLM."""
 DIALECT_STREAM: Dialect.ValueType  # 7
-"""TrainerService.Train: whoever started the rollout completes, on its own stream. Shown, with an empty URL, and never asked for."""
+"""The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns
+this value, with an empty URL. A request must not set it.
+"""
 Global___Dialect: _TypeAlias = Dialect  # noqa: Y015
 
 class _TokenMode:
@@ -76,21 +84,21 @@ class _TokenMode:
 class _TokenModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TokenMode.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TOKEN_MODE_UNSPECIFIED: _TokenMode.ValueType  # 0
-    """MESSAGES for HTTP targets, TOKENS for gRPC targets where a tokenizer is named. VLLM and SGLANG take either."""
+    """MESSAGES for HTTP targets. TOKENS for gRPC targets if a tokenizer is named. VLLM and SGLANG accept either."""
     TOKEN_MODE_MESSAGES: _TokenMode.ValueType  # 1
-    """The trainer renders the messages."""
+    """The server sends messages, and the trainer applies the chat template."""
     TOKEN_MODE_TOKENS: _TokenMode.ValueType  # 2
-    """The server renders; the trainer generates from the ids it is sent."""
+    """The server applies the chat template, and the trainer generates from the token ids that it receives."""
 
 class TokenMode(_TokenMode, metaclass=_TokenModeEnumTypeWrapper):
-    """Whether the server sends token ids."""
+    """Whether the server sends messages or token ids."""
 
 TOKEN_MODE_UNSPECIFIED: TokenMode.ValueType  # 0
-"""MESSAGES for HTTP targets, TOKENS for gRPC targets where a tokenizer is named. VLLM and SGLANG take either."""
+"""MESSAGES for HTTP targets. TOKENS for gRPC targets if a tokenizer is named. VLLM and SGLANG accept either."""
 TOKEN_MODE_MESSAGES: TokenMode.ValueType  # 1
-"""The trainer renders the messages."""
+"""The server sends messages, and the trainer applies the chat template."""
 TOKEN_MODE_TOKENS: TokenMode.ValueType  # 2
-"""The server renders; the trainer generates from the ids it is sent."""
+"""The server applies the chat template, and the trainer generates from the token ids that it receives."""
 Global___TokenMode: _TypeAlias = TokenMode  # noqa: Y015
 
 class _DriftPolicy:
@@ -100,19 +108,19 @@ class _DriftPolicy:
 class _DriftPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DriftPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DRIFT_POLICY_UNSPECIFIED: _DriftPolicy.ValueType  # 0
-    """The server's setting, WARN if there is none."""
+    """The server's setting, or WARN if it is not set."""
     DRIFT_POLICY_WARN: _DriftPolicy.ValueType  # 1
-    """Record it, warn in the outcome, and go on; where the prompt does not extend the segment, a new segment opens."""
+    """Record the drift, add a warning to the outcome and continue. If the prompt does not extend the segment, open a new segment."""
     DRIFT_POLICY_FAIL: _DriftPolicy.ValueType  # 2
     """End the rollout with FAILURE_CATEGORY_TOKEN_DRIFT."""
 
 class DriftPolicy(_DriftPolicy, metaclass=_DriftPolicyEnumTypeWrapper):
-    """What to do when the prompt that a trainer saw is not ledger + what was appended."""
+    """What to do on drift: the prompt that the trainer used differs from the ledger plus the appended messages."""
 
 DRIFT_POLICY_UNSPECIFIED: DriftPolicy.ValueType  # 0
-"""The server's setting, WARN if there is none."""
+"""The server's setting, or WARN if it is not set."""
 DRIFT_POLICY_WARN: DriftPolicy.ValueType  # 1
-"""Record it, warn in the outcome, and go on; where the prompt does not extend the segment, a new segment opens."""
+"""Record the drift, add a warning to the outcome and continue. If the prompt does not extend the segment, open a new segment."""
 DRIFT_POLICY_FAIL: DriftPolicy.ValueType  # 2
 """End the rollout with FAILURE_CATEGORY_TOKEN_DRIFT."""
 Global___DriftPolicy: _TypeAlias = DriftPolicy  # noqa: Y015
@@ -124,9 +132,9 @@ class _InterruptPolicy:
 class _InterruptPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InterruptPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     INTERRUPT_POLICY_UNSPECIFIED: _InterruptPolicy.ValueType  # 0
-    """RESUME where the agent can be replayed, FAIL otherwise."""
+    """RESUME if the agent is replayable, FAIL otherwise."""
     INTERRUPT_POLICY_RESUME: _InterruptPolicy.ValueType  # 1
-    """Replay the agent over the record and go on."""
+    """Replay the agent over the recorded results and continue."""
     INTERRUPT_POLICY_FAIL: _InterruptPolicy.ValueType  # 2
     """End with FAILURE_CATEGORY_INTERRUPTED."""
 
@@ -134,16 +142,16 @@ class InterruptPolicy(_InterruptPolicy, metaclass=_InterruptPolicyEnumTypeWrappe
     """What to do with a rollout that a restart of the server interrupted."""
 
 INTERRUPT_POLICY_UNSPECIFIED: InterruptPolicy.ValueType  # 0
-"""RESUME where the agent can be replayed, FAIL otherwise."""
+"""RESUME if the agent is replayable, FAIL otherwise."""
 INTERRUPT_POLICY_RESUME: InterruptPolicy.ValueType  # 1
-"""Replay the agent over the record and go on."""
+"""Replay the agent over the recorded results and continue."""
 INTERRUPT_POLICY_FAIL: InterruptPolicy.ValueType  # 2
 """End with FAILURE_CATEGORY_INTERRUPTED."""
 Global___InterruptPolicy: _TypeAlias = InterruptPolicy  # noqa: Y015
 
 @_typing.final
 class Target(_message.Message):
-    """An endpoint that the server calls. It is checked against the server's rules before the first call."""
+    """An endpoint that the server calls. The server checks it against its target rules before the first call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -152,15 +160,17 @@ class Target(_message.Message):
     REPLAYS_TURN_KEYS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     url: _builtins.str
-    """http:, https:, grpc: or grpcs:, with a host, without user name or password, query and fragment. Its path has no escapes and no
-    segments "." or "..". A trailing slash is dropped. At most 2048 characters.
+    """A http:, https:, grpc: or grpcs: URL with a host, and without user name, password, query and fragment. Its path must not
+    contain escapes or the segments "." and "..". A trailing slash is dropped. At most 2048 characters.
     """
     dialect: Global___Dialect.ValueType
-    """The protocol spoken there."""
+    """The protocol of the endpoint."""
     replays_turn_keys: _builtins.bool
-    """The endpoint answers a repeated turn_key with the same answer and generates nothing anew. Never guessed: unset is no."""
+    """The endpoint returns the same completion for a repeated turn_key and does not generate again. The server never assumes this:
+    unset means false.
+    """
     model: _builtins.str
-    """The model's name there, 1 to 256 characters. Required for OPENAI, VLLM and SGLANG; refused for other dialects."""
+    """The name of the model at the endpoint, 1 to 256 characters. Required for OPENAI, VLLM and SGLANG; refused for other protocols."""
     def __init__(
         self,
         *,
@@ -179,7 +189,7 @@ Global___Target: _TypeAlias = Target  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How the model samples. Unset means that the trainer decides; 0 is a value."""
+    """Sampling parameters. For an unset field the trainer decides; 0 is a value."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,17 +204,17 @@ class Sampling(_message.Message):
     top_p: _builtins.float
     """0 to 1."""
     max_tokens: _builtins.int
-    """The most tokens of one answer, 1 or more. Passed on unchanged."""
+    """Maximum number of tokens of one completion, 1 or more. Passed on unchanged."""
     logprobs: _builtins.bool
-    """Ask for the logprobs of sampled tokens."""
+    """Request the logprobs of sampled tokens."""
     extra_json: _builtins.str
-    """Further parameters, one JSON object, passed on over HTTP key by key. It cannot replace a key that the protocol itself sets,
-    save for a parameter named here that is unset: HTTP_PLAIN trainers and inference engines are sent it as it stands, if it has the
-    parameter's type.
+    """Further parameters: one JSON object. Over HTTP its keys are added to the request. A key cannot replace one that the protocol
+    itself sets. Exception: a key named like an unset field of this message, with that field's type, is sent unchanged to
+    HTTP_PLAIN trainers and inference engines.
     """
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end an answer. At most 64."""
+        """Texts that end a completion. At most 64."""
 
     def __init__(
         self,
@@ -241,7 +251,9 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Limits(_message.Message):
-    """What a rollout may use up. Unset: the agent's own limit, else none. The lower of the two holds. No turn begins once one is met."""
+    """Limits of a rollout. For an unset field the agent's own limit applies, if it has one. If both are set, the lower one applies.
+    No turn begins once a limit is met.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -252,22 +264,25 @@ class Limits(_message.Message):
     TOOL_TURNS_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     turns: _builtins.int
-    """Completions asked for, 1 or more; for HTTP_PLAIN trainers also 0, which ends the rollout before its first turn.
-    Where neither the request nor the agent sets a limit, it is 256.
+    """Number of completions requested, 1 or more. For HTTP_PLAIN trainers also 0, which ends the rollout before its first turn.
+    The default, if neither the request nor the agent sets a limit, is 256.
     """
     generated_tokens: _builtins.int
-    """Tokens generated in all turns together, 1 or more (0 as above). An answer that crosses it is kept whole."""
+    """Number of generated tokens in all turns together, 1 or more (0 as for `turns`). A completion that crosses the limit is kept
+    whole.
+    """
     calls_per_turn: _builtins.int
-    """Tool calls that run of one answer, 1 or more; unset: the agent's, else 128. The server sets an upper bound. The others get an error
-    as their result. An answer with more than 8 times as many ends the rollout with FAILURE_CATEGORY_VALIDATION.
+    """Number of tool calls of one completion that run, 1 or more. Unset: the agent's limit, else 128. The server sets an upper
+    bound. Calls above the limit get an error as their result. A completion with more than 8 times as many calls ends the rollout
+    with FAILURE_CATEGORY_VALIDATION.
     """
     tool_turns: _builtins.int
-    """Turns whose tools ran, 0 or more."""
+    """Number of turns in which tools ran, 0 or more."""
     bytes: _builtins.int
-    """Bytes of all messages together."""
+    """Size of all messages together, in bytes."""
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:
-        """From the first turn to the end. The rollout fails with FAILURE_CATEGORY_TIMEOUT. The server sets an upper bound."""
+        """Time from the first turn to the end. After it the rollout fails with FAILURE_CATEGORY_TIMEOUT. The server sets an upper bound."""
 
     def __init__(
         self,
@@ -316,11 +331,11 @@ class Tokenizer(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """A model name, such as "Qwen/Qwen3-8B". Names of directories are refused unless a setting allows them."""
+    """A model name, such as "Qwen/Qwen3-8B". Directory names are refused unless a setting allows them."""
     revision: _builtins.str
     """A branch, tag or commit; empty: the default one."""
     template_kwargs_json: _builtins.str
-    """Switches of the chat template, one JSON object."""
+    """Arguments of the chat template: one JSON object."""
     def __init__(
         self,
         *,
@@ -338,7 +353,7 @@ Global___Tokenizer: _TypeAlias = Tokenizer  # noqa: Y015
 
 @_typing.final
 class RolloutSpec(_message.Message):
-    """What a rollout is. It is fingerprinted, stored and shown, so it holds no secret: those travel in Credentials."""
+    """The description of a rollout. It is fingerprinted, stored and shown, so it must not contain secrets: see Credentials."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -381,48 +396,50 @@ class RolloutSpec(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     SOURCE_JSON_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
-    """The caller's name for the rollout, sent to trainers. 1 to 256 characters, not blank."""
+    """The caller's name for the rollout, which is sent to trainers. 1 to 256 characters, not blank."""
     group_id: _builtins.str
-    """Rollouts of the same prompt, as the caller groups them. At most 256 characters."""
+    """The caller's id for a group of rollouts of the same prompt. At most 256 characters."""
     agent: _builtins.str
-    """An agent's name; empty: the server's default one."""
+    """Name of the agent; empty: the server's default agent."""
     token_mode: Global___TokenMode.ValueType
-    """Who renders."""
+    """Which side applies the chat template."""
     on_drift: Global___DriftPolicy.ValueType
-    """What drift means."""
+    """What to do on drift."""
     on_interrupt: Global___InterruptPolicy.ValueType
-    """What a restart means."""
+    """What to do after a restart of the server."""
     priority: _builtins.int
-    """Higher runs earlier when rollouts wait for a place."""
+    """Queued rollouts with a higher priority start first."""
     metadata_json: _builtins.str
-    """For agents and tools: one JSON object, at most 1 MiB (a setting)."""
+    """Data for agents and tools: one JSON object, at most 1 MiB (a setting)."""
     source_json: _builtins.str
-    """What the caller's own protocol said and the other fields do not keep as it was written: one JSON object, for agents. POST
-    /v1/rollout/init sets `completion_params`, `idempotency_key` and `tool_server_url`. It is not part of the fingerprint.
+    """Parts of the original HTTP request that the other fields do not preserve as written: one JSON object, for agents. POST
+    /v1/rollout/init sets `completion_params`, `idempotency_key` and `tool_server_url`. Not part of the fingerprint.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
-        """The conversation so far, all in the same form. At least one message; for HTTP_PLAIN trainers also none."""
+        """The conversation so far, all messages in the same form. At least one message; for HTTP_PLAIN trainers also none."""
 
     @_builtins.property
     def completions(self) -> Global___Target:
-        """Who completes. Unset is legal only on TrainerService.Train, where the caller itself does."""
+        """The endpoint that generates the completions. Must be unset on TrainerService.Train, where the trainer on the stream generates
+        them.
+        """
 
     @_builtins.property
     def outcome(self) -> Global___Target:
-        """Who is told the outcome; unset: nobody, it is to be fetched."""
+        """The endpoint that receives the outcome. Unset: the outcome is not delivered, and the caller reads it."""
 
     @_builtins.property
     def tools(self) -> Global___Target:
-        """A ToolService with further tools; unset: the agent's own tools only."""
+        """A ToolService with further tools. Unset: only the agent's own tools."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How the model samples."""
+        """Sampling parameters."""
 
     @_builtins.property
     def limits(self) -> Global___Limits:
-        """What the rollout may use up."""
+        """Limits of the rollout."""
 
     @_builtins.property
     def tokenizer(self) -> Global___Tokenizer:
@@ -430,11 +447,11 @@ class RolloutSpec(_message.Message):
 
     @_builtins.property
     def cancel_after_detach(self) -> _duration_pb2.Duration:
-        """The rollout is cancelled once nobody has been attached for this long; zero: at once. Unset: it runs on without a listener."""
+        """The rollout is cancelled after no client has been attached for this long; zero: at once. Unset: it runs on without a client."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """For selecting rollouts. At most 64, keys and values at most 256 characters."""
+        """Labels for selecting rollouts. At most 64; keys and values have at most 256 characters."""
 
     def __init__(
         self,
@@ -468,7 +485,9 @@ Global___RolloutSpec: _TypeAlias = RolloutSpec  # noqa: Y015
 
 @_typing.final
 class Credentials(_message.Message):
-    """Secrets for the endpoints of a rollout. Beside the spec, never in it: they are neither fingerprinted nor stored in clear nor shown."""
+    """Secrets for the endpoints of a rollout. They are not part of the spec: they are not fingerprinted, not stored in clear and not
+    shown.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -476,11 +495,11 @@ class Credentials(_message.Message):
     OUTCOME_BEARER_FIELD_NUMBER: _builtins.int
     TOOLS_BEARER_FIELD_NUMBER: _builtins.int
     completions_bearer: _builtins.str
-    """Sent to `completions` as a bearer token."""
+    """Bearer token for `completions`."""
     outcome_bearer: _builtins.str
-    """Sent to `outcome` as a bearer token."""
+    """Bearer token for `outcome`."""
     tools_bearer: _builtins.str
-    """Sent to `tools` as a bearer token."""
+    """Bearer token for `tools`."""
     def __init__(
         self,
         *,

@@ -28,19 +28,19 @@ class _AuthorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Author.ValueTy
     AUTHOR_UNSPECIFIED: _Author.ValueType  # 0
     """Never sent."""
     AUTHOR_MODEL: _Author.ValueType  # 1
-    """The model sampled it."""
+    """The model sampled the token."""
     AUTHOR_OTHER: _Author.ValueType  # 2
-    """Anybody else: prompt, chat template, tool, user."""
+    """The token has another source: prompt, chat template, tool or user."""
 
 class Author(_Author, metaclass=_AuthorEnumTypeWrapper):
-    """Who wrote a token. Masks are derived from it and nothing else: 1 for MODEL in a span without a mask reason, 0 otherwise."""
+    """Who wrote a token. The mask is derived from the author: 1 for MODEL in a span without a mask reason, 0 otherwise."""
 
 AUTHOR_UNSPECIFIED: Author.ValueType  # 0
 """Never sent."""
 AUTHOR_MODEL: Author.ValueType  # 1
-"""The model sampled it."""
+"""The model sampled the token."""
 AUTHOR_OTHER: Author.ValueType  # 2
-"""Anybody else: prompt, chat template, tool, user."""
+"""The token has another source: prompt, chat template, tool or user."""
 Global___Author: _TypeAlias = Author  # noqa: Y015
 
 class _MaskReason:
@@ -50,29 +50,29 @@ class _MaskReason:
 class _MaskReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MaskReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     MASK_REASON_UNSPECIFIED: _MaskReason.ValueType  # 0
-    """The span trains."""
+    """The span has mask 1."""
     MASK_REASON_PROMPT: _MaskReason.ValueType  # 1
-    """The prompt that a segment begins with."""
+    """The prompt at the start of a segment."""
     MASK_REASON_ENVIRONMENT: _MaskReason.ValueType  # 2
-    """Text between two answers: tool results, user turns and what the template puts around them."""
+    """Environment tokens between two completions: tool results, user messages and the template text around them."""
     MASK_REASON_CLOSING: _MaskReason.ValueType  # 3
-    """The end token that a cut answer lacks."""
+    """The stop token that is missing from a truncated completion."""
     MASK_REASON_AUTHOR: _MaskReason.ValueType  # 4
-    """The agent's author masked sampled tokens out."""
+    """The agent's author masked out sampled tokens."""
 
 class MaskReason(_MaskReason, metaclass=_MaskReasonEnumTypeWrapper):
-    """Why a span does not train."""
+    """Why a span has mask 0."""
 
 MASK_REASON_UNSPECIFIED: MaskReason.ValueType  # 0
-"""The span trains."""
+"""The span has mask 1."""
 MASK_REASON_PROMPT: MaskReason.ValueType  # 1
-"""The prompt that a segment begins with."""
+"""The prompt at the start of a segment."""
 MASK_REASON_ENVIRONMENT: MaskReason.ValueType  # 2
-"""Text between two answers: tool results, user turns and what the template puts around them."""
+"""Environment tokens between two completions: tool results, user messages and the template text around them."""
 MASK_REASON_CLOSING: MaskReason.ValueType  # 3
-"""The end token that a cut answer lacks."""
+"""The stop token that is missing from a truncated completion."""
 MASK_REASON_AUTHOR: MaskReason.ValueType  # 4
-"""The agent's author masked sampled tokens out."""
+"""The agent's author masked out sampled tokens."""
 Global___MaskReason: _TypeAlias = MaskReason  # noqa: Y015
 
 class _SegmentKind:
@@ -86,45 +86,49 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     SEGMENT_KIND_MAIN: _SegmentKind.ValueType  # 1
     """The rollout's first segment."""
     SEGMENT_KIND_DRIFT: _SegmentKind.ValueType  # 2
-    """The trainer's prompt did not extend the segment before."""
+    """The trainer's prompt did not extend the previous segment."""
     SEGMENT_KIND_COMPACTION: _SegmentKind.ValueType  # 3
     """The agent replaced its context by a shorter one."""
     SEGMENT_KIND_SUBAGENT: _SegmentKind.ValueType  # 4
-    """A conversation of its own, begun by the agent."""
+    """The agent opened a separate conversation."""
     SEGMENT_KIND_BRANCH: _SegmentKind.ValueType  # 5
-    """A second continuation of the same prefix, which is all prompt here: what was sampled in it trains in the parent."""
+    """The agent continued the same prefix a second time. The prefix is all prompt (mask 0) here: its sampled tokens train in the
+    parent.
+    """
     SEGMENT_KIND_GAP: _SegmentKind.ValueType  # 6
-    """The trainer sent no token ids for a turn in between, so who wrote which token of this prompt is unknown."""
+    """The trainer sent no token ids for an earlier turn, so the authors of the tokens of this prompt are unknown."""
 
 class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
-    """How a segment came to be."""
+    """Why a segment was opened."""
 
 SEGMENT_KIND_UNSPECIFIED: SegmentKind.ValueType  # 0
 """Never sent."""
 SEGMENT_KIND_MAIN: SegmentKind.ValueType  # 1
 """The rollout's first segment."""
 SEGMENT_KIND_DRIFT: SegmentKind.ValueType  # 2
-"""The trainer's prompt did not extend the segment before."""
+"""The trainer's prompt did not extend the previous segment."""
 SEGMENT_KIND_COMPACTION: SegmentKind.ValueType  # 3
 """The agent replaced its context by a shorter one."""
 SEGMENT_KIND_SUBAGENT: SegmentKind.ValueType  # 4
-"""A conversation of its own, begun by the agent."""
+"""The agent opened a separate conversation."""
 SEGMENT_KIND_BRANCH: SegmentKind.ValueType  # 5
-"""A second continuation of the same prefix, which is all prompt here: what was sampled in it trains in the parent."""
+"""The agent continued the same prefix a second time. The prefix is all prompt (mask 0) here: its sampled tokens train in the
+parent.
+"""
 SEGMENT_KIND_GAP: SegmentKind.ValueType  # 6
-"""The trainer sent no token ids for a turn in between, so who wrote which token of this prompt is unknown."""
+"""The trainer sent no token ids for an earlier turn, so the authors of the tokens of this prompt are unknown."""
 Global___SegmentKind: _TypeAlias = SegmentKind  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):
-    """Natural logarithms of probabilities, one for each token they stand beside."""
+    """Logprobs: the natural logarithm of each token's probability."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Same length and order as the tokens; 0.0 where the model did not write the token."""
+        """One value per token, in the order of the tokens; 0.0 for tokens that the model did not write."""
 
     def __init__(
         self,
@@ -141,7 +145,7 @@ Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class TokenPlane(_message.Message):
-    """Values that travel beside tokens, such as expert routing."""
+    """Values per token that accompany the tokens, such as expert routing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -149,11 +153,11 @@ class TokenPlane(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     VALUES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What the values are."""
+    """Name of the values."""
     dtype: _builtins.str
-    """Element type in NumPy's words, such as "uint8" or "float32"."""
+    """Element type as NumPy names it, such as "uint8" or "float32"."""
     values: _builtins.bytes
-    """Little-endian, row-major, the same number of bytes for each token."""
+    """Elements in little-endian, row-major order; the same number of bytes for each token."""
     def __init__(
         self,
         *,
@@ -195,7 +199,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):
-    """A run of tokens with one author, from one turn."""
+    """A run of consecutive tokens with one author, from one turn."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -207,24 +211,24 @@ class Span(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
     author: Global___Author.ValueType
-    """Who wrote them."""
+    """The author of the tokens."""
     mask_reason: Global___MaskReason.ValueType
-    """Why they are masked; unset exactly when they train."""
+    """Why the tokens have mask 0; unset if and only if they have mask 1."""
     turn: _builtins.int
-    """The turn, from 1, whose prompt or answer they belong to."""
+    """The turn, from 1, whose prompt or completion the tokens belong to."""
     policy_version: _builtins.str
-    """The policy that sampled the span, in the trainer's own words; empty: unknown."""
+    """The version of the policy that sampled the span, as the trainer names it; empty: unknown."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, each below 2^31."""
+        """The token ids, each below 2^31."""
 
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
-        """Unset: the trainer did not send them. As long as token_ids otherwise. Only on spans of the model."""
+        """One value per token. Only on spans of the model; unset if the trainer did not send logprobs."""
 
     @_builtins.property
     def planes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenPlane]:
-        """Values that the trainer sent along with its tokens."""
+        """Values per token that the trainer sent with the completion."""
 
     def __init__(
         self,
@@ -247,7 +251,7 @@ Global___Span: _TypeAlias = Span  # noqa: Y015
 
 @_typing.final
 class SegmentOrigin(_message.Message):
-    """Where a segment comes from."""
+    """The origin of a segment."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -255,11 +259,13 @@ class SegmentOrigin(_message.Message):
     PARENT_TOKENS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     parent_id: _builtins.str
-    """The segment it follows; empty for the main one."""
+    """Id of the segment that this one follows; empty for the main segment."""
     parent_tokens: _builtins.int
-    """How many tokens at its start it shares with the parent; 0 for a subagent and a compaction, which begin with a prompt of their own."""
+    """Number of tokens at the start that this segment shares with its parent. 0 for a subagent and a compaction, which have their
+    own prompt.
+    """
     kind: Global___SegmentKind.ValueType
-    """Why it was opened."""
+    """Why the segment was opened."""
     def __init__(
         self,
         *,
@@ -277,7 +283,7 @@ Global___SegmentOrigin: _TypeAlias = SegmentOrigin  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """A stretch of the ledger in which every prompt extends the last: one training sample."""
+    """A stretch of the ledger in which every prompt extends the previous one. One segment is one training sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -288,14 +294,14 @@ class Segment(_message.Message):
     id: _builtins.str
     """Unique within its rollout: "0", "1", ..."""
     verified: _builtins.bool
-    """False where the trainer never reported its prompts, so that prompt and environment tokens are our rendering."""
+    """False if the trainer never reported its prompts. The prompt and environment tokens are then the server's own rendering."""
     @_builtins.property
     def origin(self) -> Global___SegmentOrigin:
-        """Where it comes from."""
+        """Why the segment was opened, and its parent."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
-        """Concatenated, they are what the model saw and wrote, token for token. The last one is the model's."""
+        """Concatenated, the spans are the exact tokens that the model saw and generated. The last span is the model's."""
 
     def __init__(
         self,
@@ -315,7 +321,7 @@ Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
 class SampleSpan(_message.Message):
-    """Whose tokens stand where in a sample."""
+    """The author of a range of tokens in a sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -326,17 +332,17 @@ class SampleSpan(_message.Message):
     STOP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     author: Global___Author.ValueType
-    """Who wrote them."""
+    """The author of the tokens."""
     mask_reason: Global___MaskReason.ValueType
-    """Why they are masked; unset exactly when they train."""
+    """Why the tokens have mask 0; unset if and only if they have mask 1."""
     turn: _builtins.int
-    """The turn, from 1, whose prompt or answer they belong to."""
+    """The turn, from 1, whose prompt or completion the tokens belong to."""
     start: _builtins.int
-    """The first of them, counted from the start of the prompt."""
+    """Index of the first token, counted from the start of the prompt."""
     stop: _builtins.int
-    """Behind the last of them."""
+    """Index after the last token, counted from the start of the prompt."""
     policy_version: _builtins.str
-    """The policy that sampled them, in the trainer's own words; empty: unknown."""
+    """The version of the policy that sampled the tokens, as the trainer names it; empty: unknown."""
     def __init__(
         self,
         *,
@@ -357,7 +363,7 @@ Global___SampleSpan: _TypeAlias = SampleSpan  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """A segment as trainers use it: a view derived from the spans."""
+    """A training sample: a view of one segment, derived from its spans."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -370,30 +376,30 @@ class Sample(_message.Message):
     ORIGIN_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
-    """The segment."""
+    """Id of the segment."""
     response_mask: _builtins.bytes
-    """One byte, 0 or 1, for each response id: 1 exactly where the model wrote a token that trains."""
+    """One byte, 0 or 1, per response token. 1 if and only if the model wrote the token and its span has no mask reason."""
     verified: _builtins.bool
-    """False where the trainer never reported its prompts, so that prompt and environment tokens are our rendering."""
+    """False if the trainer never reported its prompts. The prompt and environment tokens are then the server's own rendering."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The first prompt. All masked."""
+        """Token ids of the first prompt. All have mask 0."""
 
     @_builtins.property
     def response_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Everything after it."""
+        """Token ids of everything after the first prompt."""
 
     @_builtins.property
     def logprobs(self) -> Global___Logprobs:
-        """One value for each response id, 0.0 where masked. Unset: at least one answer came without them."""
+        """One value per response token, 0.0 where the mask is 0. Unset if at least one completion had no logprobs."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleSpan]:
-        """They cover prompt and response without gaps. The last one is the model's."""
+        """The spans cover prompt and response without gaps. The last span is the model's."""
 
     @_builtins.property
     def origin(self) -> Global___SegmentOrigin:
-        """Where the segment comes from."""
+        """Why the segment was opened, and its parent."""
 
     def __init__(
         self,
@@ -417,10 +423,10 @@ Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
 class Checkpoint(_message.Message):
-    """What both sides hold after a number of tokens.
+    """A checkpoint: a digest that server and trainer compute over the tokens of a segment and compare.
 
-    The digest is SHA-256 over one little-endian uint32 for each token, `id | (author is MODEL) << 31`, from the segment's first
-    token on, however they were chunked.
+    The digest is SHA-256 over one little-endian uint32 per token, `id | (author is MODEL) << 31`. It starts at the segment's first
+    token and does not depend on how the tokens were split into spans or messages.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -429,11 +435,11 @@ class Checkpoint(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     messages: _builtins.int
-    """Messages of the conversation so far."""
+    """Number of messages of the conversation so far."""
     tokens: _builtins.int
-    """Tokens of the segment so far."""
+    """Number of tokens of the segment so far."""
     digest: _builtins.bytes
-    """32 bytes."""
+    """SHA-256: 32 bytes."""
     def __init__(
         self,
         *,

@@ -21,16 +21,16 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DescribeToolsRequest(_message.Message):
-    """Asks for tools."""
+    """Requests the tools of a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UID_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """The rollout."""
+    """The server's id of the rollout."""
     metadata_json: _builtins.str
-    """The rollout's metadata."""
+    """The rollout's metadata: one JSON object."""
     def __init__(
         self,
         *,
@@ -47,14 +47,14 @@ Global___DescribeToolsRequest: _TypeAlias = DescribeToolsRequest  # noqa: Y015
 
 @_typing.final
 class DescribeToolsResponse(_message.Message):
-    """Tools."""
+    """The tools of a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
-        """In the order in which the model is told."""
+        """The tools, in the order in which the model sees them."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ Global___DescribeToolsResponse: _TypeAlias = DescribeToolsResponse  # noqa: Y015
 
 @_typing.final
 class CallToolRequest(_message.Message):
-    """One call."""
+    """One tool call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -80,14 +80,14 @@ class CallToolRequest(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """The rollout."""
+    """The server's id of the rollout."""
     call_key: _builtins.str
-    """The same on each attempt."""
+    """Idempotency key: the same on each attempt."""
     metadata_json: _builtins.str
-    """The rollout's metadata."""
+    """The rollout's metadata: one JSON object."""
     @_builtins.property
     def call(self) -> _message_pb2.ToolCall:
-        """What the model wrote."""
+        """The call, as the model wrote it."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ Global___CallToolRequest: _TypeAlias = CallToolRequest  # noqa: Y015
 
 @_typing.final
 class CallToolResponse(_message.Message):
-    """How a call went."""
+    """The result of a tool call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -115,11 +115,11 @@ class CallToolResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def output(self) -> Global___ToolOutput:
-        """It worked."""
+        """The call succeeded."""
 
     @_builtins.property
     def error(self) -> Global___ToolError:
-        """It did not."""
+        """The call failed."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ Global___CallToolResponse: _TypeAlias = CallToolResponse  # noqa: Y015
 
 @_typing.final
 class ToolOutput(_message.Message):
-    """What a tool found."""
+    """The result of a successful call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -163,16 +163,16 @@ Global___ToolOutput: _TypeAlias = ToolOutput  # noqa: Y015
 
 @_typing.final
 class ToolError(_message.Message):
-    """What went wrong."""
+    """The error of a failed call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGE_FIELD_NUMBER: _builtins.int
     MAY_HAVE_RUN_FIELD_NUMBER: _builtins.int
     message: _builtins.str
-    """For the model."""
+    """The text that the model reads."""
     may_have_run: _builtins.bool
-    """It may have had effects."""
+    """The call may have had side effects."""
     def __init__(
         self,
         *,

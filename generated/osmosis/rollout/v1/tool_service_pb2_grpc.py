@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ToolServiceStub(object):
-    """Served by whoever runs tools for rollouts.
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
     """
 
     def __init__(self, channel):
@@ -48,23 +48,24 @@ class ToolServiceStub(object):
 
 
 class ToolServiceServicer(object):
-    """Served by whoever runs tools for rollouts.
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
     """
 
     def DescribeTools(self, request, context):
-        """The tools that are on offer for a rollout.
+        """Returns the tools that are offered to a rollout.
 
-        NOT_FOUND: no such toolset. Retry freely.
+        NOT_FOUND: the toolset does not exist. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CallTool(self, request, context):
-        """Runs one call.
+        """Runs one tool call.
 
-        The same call_key runs at most once and gets the same result. A tool that fails answers OK with an error for the model.
-        UNAVAILABLE and RESOURCE_EXHAUSTED: it did not run, retried. Any other code ends the call with an error text for the model.
+        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+        status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+        server retries it. With any other code the model gets an error text as the result of the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +93,7 @@ def add_ToolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ToolService(object):
-    """Served by whoever runs tools for rollouts.
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
     """
 
     @staticmethod

@@ -27,43 +27,45 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ToolServiceStub:
-    """Served by whoever runs tools for rollouts."""
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ToolServiceAsyncStub: ...
     DescribeTools: _grpc.UnaryUnaryMultiCallable[_tool_service_pb2.DescribeToolsRequest, _tool_service_pb2.DescribeToolsResponse]
-    """The tools that are on offer for a rollout.
+    """Returns the tools that are offered to a rollout.
 
-    NOT_FOUND: no such toolset. Retry freely.
+    NOT_FOUND: the toolset does not exist. Retry freely.
     """
     CallTool: _grpc.UnaryUnaryMultiCallable[_tool_service_pb2.CallToolRequest, _tool_service_pb2.CallToolResponse]
-    """Runs one call.
+    """Runs one tool call.
 
-    The same call_key runs at most once and gets the same result. A tool that fails answers OK with an error for the model.
-    UNAVAILABLE and RESOURCE_EXHAUSTED: it did not run, retried. Any other code ends the call with an error text for the model.
+    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+    status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+    server retries it. With any other code the model gets an error text as the result of the call.
     """
 
 @_typing.type_check_only
 class ToolServiceAsyncStub(ToolServiceStub):
-    """Served by whoever runs tools for rollouts."""
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeTools: _aio.UnaryUnaryMultiCallable[_tool_service_pb2.DescribeToolsRequest, _tool_service_pb2.DescribeToolsResponse]  # type: ignore[assignment]
-    """The tools that are on offer for a rollout.
+    """Returns the tools that are offered to a rollout.
 
-    NOT_FOUND: no such toolset. Retry freely.
+    NOT_FOUND: the toolset does not exist. Retry freely.
     """
     CallTool: _aio.UnaryUnaryMultiCallable[_tool_service_pb2.CallToolRequest, _tool_service_pb2.CallToolResponse]  # type: ignore[assignment]
-    """Runs one call.
+    """Runs one tool call.
 
-    The same call_key runs at most once and gets the same result. A tool that fails answers OK with an error for the model.
-    UNAVAILABLE and RESOURCE_EXHAUSTED: it did not run, retried. Any other code ends the call with an error text for the model.
+    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+    status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+    server retries it. With any other code the model gets an error text as the result of the call.
     """
 
 class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by whoever runs tools for rollouts."""
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client."""
 
     @_abc_1.abstractmethod
     def DescribeTools(
@@ -71,9 +73,9 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tool_service_pb2.DescribeToolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tool_service_pb2.DescribeToolsResponse, _abc.Awaitable[_tool_service_pb2.DescribeToolsResponse]]:
-        """The tools that are on offer for a rollout.
+        """Returns the tools that are offered to a rollout.
 
-        NOT_FOUND: no such toolset. Retry freely.
+        NOT_FOUND: the toolset does not exist. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -82,10 +84,11 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tool_service_pb2.CallToolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tool_service_pb2.CallToolResponse, _abc.Awaitable[_tool_service_pb2.CallToolResponse]]:
-        """Runs one call.
+        """Runs one tool call.
 
-        The same call_key runs at most once and gets the same result. A tool that fails answers OK with an error for the model.
-        UNAVAILABLE and RESOURCE_EXHAUSTED: it did not run, retried. Any other code ends the call with an error text for the model.
+        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
+        status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
+        server retries it. With any other code the model gets an error text as the result of the call.
         """
 
 def add_ToolServiceServicer_to_server(servicer: ToolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,7 +22,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TrainRequest(_message.Message):
-    """What a trainer sends."""
+    """An item that the trainer sends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -36,38 +36,38 @@ class TrainRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts up from 1 for `start`, `answer`, `reject` and `cancel`, also over a resume; 0 for the others."""
+    """Counts up from 1 for `start`, `answer`, `reject` and `cancel`, and continues after a resume; 0 for the others."""
     @_builtins.property
     def hello(self) -> Global___TrainHello:
-        """The first item, and only that."""
+        """The first item, and only the first."""
 
     @_builtins.property
     def start(self) -> Global___TrainStart:
-        """A group of rollouts is asked for."""
+        """Starts a group of rollouts."""
 
     @_builtins.property
     def answer(self) -> Global___TrainAnswer:
-        """An `ask` is answered."""
+        """Answers an `ask` with a completion."""
 
     @_builtins.property
     def reject(self) -> Global___TrainReject:
-        """An `ask` cannot be answered."""
+        """Rejects an `ask`."""
 
     @_builtins.property
     def acknowledge(self) -> Global___TrainAcknowledge:
-        """Items up to a sequence were taken."""
+        """Acknowledges the server's items up to a sequence number."""
 
     @_builtins.property
     def credit(self) -> Global___TrainCredit:
-        """More asks may be under way."""
+        """Allows more pending `ask` items."""
 
     @_builtins.property
     def cancel(self) -> _rollout_service_pb2.CancelRolloutsRequest:
-        """Rollouts of the caller are to end, on whichever stream. Uids that are not known are passed over; other mistakes are `refused`."""
+        """Cancels rollouts of the caller, on any stream. Unknown uids are ignored; for other errors the server sends `refused`."""
 
     @_builtins.property
     def ledger(self) -> Global___TrainLedger:
-        """A `read_ledger` is answered."""
+        """Answers a `read_ledger`."""
 
     def __init__(
         self,
@@ -103,11 +103,13 @@ class TrainHello(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
-    """Empty: a new stream. Otherwise the one to go on with."""
+    """Id of the stream to resume; empty: a new stream."""
     last_seen: _builtins.int
-    """The last sequence of the server that was seen; 0: none. It acknowledges."""
+    """The last sequence number received from the server; 0: none. It acknowledges the items up to it."""
     credit: _builtins.int
-    """Asks that may be under way at once, 1 to 1,000,000. On a resume it replaces what was there, and asks under way count."""
+    """Maximum number of pending `ask` items, 1 to 1,000,000. On a resume it replaces the earlier value, and items already pending
+    count.
+    """
     detail: _event_pb2.EventDetail.ValueType
     """How much of each event to send; UNSPECIFIED: no events."""
     def __init__(
@@ -128,18 +130,18 @@ Global___TrainHello: _TypeAlias = TrainHello  # noqa: Y015
 
 @_typing.final
 class TrainStart(_message.Message):
-    """Asks for rollouts of one prompt: all of them are started, or none."""
+    """Starts a group of rollouts of one prompt: either all of them or none."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """How many, 1 to 1,024; 0: 1."""
+    """Number of rollouts in the group, 1 to 1,024; 0: 1."""
     @_builtins.property
     def rollout(self) -> _rollout_service_pb2.StartRolloutRequest:
-        """As for StartRollout; spec.completions stays unset. With count > 1 each rollout_id gets "/0", "/1", ... added, and so does each
-        request_id, where there is one.
+        """As for StartRollout; spec.completions stays unset. If count > 1, "/0", "/1", ... is appended to each rollout_id, and to each
+        request_id unless it is empty.
         """
 
     def __init__(
@@ -158,17 +160,17 @@ Global___TrainStart: _TypeAlias = TrainStart  # noqa: Y015
 
 @_typing.final
 class TrainAnswer(_message.Message):
-    """Answers an ask."""
+    """Answers an `ask` with a completion."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TURN_KEY_FIELD_NUMBER: _builtins.int
     RESPONSE_FIELD_NUMBER: _builtins.int
     turn_key: _builtins.str
-    """Of the ask."""
+    """The turn_key of the `ask`."""
     @_builtins.property
     def response(self) -> _completion_service_pb2.CompleteResponse:
-        """The answer."""
+        """The completion."""
 
     def __init__(
         self,
@@ -186,7 +188,7 @@ Global___TrainAnswer: _TypeAlias = TrainAnswer  # noqa: Y015
 
 @_typing.final
 class TrainReject(_message.Message):
-    """Refuses an ask. Codes, reasons and details mean what they do on CompletionService.Complete."""
+    """Rejects an `ask`. Codes, reasons and details have the same meaning as on CompletionService.Complete."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,22 +199,24 @@ class TrainReject(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     MISMATCH_FIELD_NUMBER: _builtins.int
     turn_key: _builtins.str
-    """Of the ask."""
+    """The turn_key of the `ask`."""
     code: _builtins.int
     """A google.rpc.Code other than OK."""
     message: _builtins.str
-    """For a person."""
+    """For humans."""
     reason: _builtins.str
-    """With FAILED_PRECONDITION, BASE_UNKNOWN or TOOLS_UNKNOWN: the ask comes once more under the same key, with the whole history, or
-    with the list of tools.
+    """With FAILED_PRECONDITION: BASE_UNKNOWN or TOOLS_UNKNOWN. The server sends the `ask` once more under the same turn_key, with
+    the whole history or with the list of tools.
     """
     @_builtins.property
     def retry_after(self) -> _duration_pb2.Duration:
-        """With RESOURCE_EXHAUSTED and UNAVAILABLE, where nothing was generated: ask again after this. Unset, and with other codes: do not."""
+        """With RESOURCE_EXHAUSTED and UNAVAILABLE, if nothing was generated: the server sends the `ask` again after this time. If
+        unset, and with other codes, it does not.
+        """
 
     @_builtins.property
     def mismatch(self) -> _completion_service_pb2.LedgerMismatch:
-        """With ABORTED: the digests differ. The rollout ends, and `read_ledger` may ask for what is held."""
+        """With ABORTED: the digests differ. The rollout ends, and the server may send `read_ledger` for the trainer's tokens."""
 
     def __init__(
         self,
@@ -234,7 +238,7 @@ Global___TrainReject: _TypeAlias = TrainReject  # noqa: Y015
 
 @_typing.final
 class TrainLedger(_message.Message):
-    """What a trainer holds of a segment."""
+    """A segment as the trainer stores it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -242,12 +246,12 @@ class TrainLedger(_message.Message):
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Of the read_ledger."""
+    """The uid of the `read_ledger`."""
     segment_id: _builtins.str
-    """Of the read_ledger."""
+    """The segment_id of the `read_ledger`."""
     @_builtins.property
     def ledger(self) -> _completion_service_pb2.ReadLedgerResponse:
-        """The segment; unset: it is not known here, or not told."""
+        """The segment; unset: the trainer does not know it or does not return it."""
 
     def __init__(
         self,
@@ -266,13 +270,13 @@ Global___TrainLedger: _TypeAlias = TrainLedger  # noqa: Y015
 
 @_typing.final
 class TrainAcknowledge(_message.Message):
-    """Items were taken."""
+    """Acknowledges items."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """All items of the other side up to this one."""
+    """Sequence number: all items of the other side up to this one were received."""
     def __init__(
         self,
         *,
@@ -288,13 +292,13 @@ Global___TrainAcknowledge: _TypeAlias = TrainAcknowledge  # noqa: Y015
 
 @_typing.final
 class TrainCredit(_message.Message):
-    """More asks may be under way."""
+    """Allows more pending `ask` items."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ASKS_FIELD_NUMBER: _builtins.int
     asks: _builtins.int
-    """Added to how many may be at once. Lost with a cut: the next hello says the whole number."""
+    """Number added to the credit. A lost connection discards it: the next `hello` sets the whole credit."""
     def __init__(
         self,
         *,
@@ -310,7 +314,7 @@ Global___TrainCredit: _TypeAlias = TrainCredit  # noqa: Y015
 
 @_typing.final
 class TrainResponse(_message.Message):
-    """What the server sends."""
+    """An item that the server sends."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -324,14 +328,14 @@ class TrainResponse(_message.Message):
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     READ_LEDGER_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts up from 1 for `started`, `refused`, `ask` and `outcome`, also over a resume; 0 for the others."""
+    """Counts up from 1 for `started`, `refused`, `ask` and `outcome`, and continues after a resume; 0 for the others."""
     @_builtins.property
     def welcome(self) -> Global___TrainWelcome:
-        """The first item, and only that."""
+        """The first item, and only the first."""
 
     @_builtins.property
     def started(self) -> _rollout_service_pb2.StartRolloutResponse:
-        """A rollout was accepted or found. One for each of a group, in its order, right after one another."""
+        """A rollout was accepted or found. A group gets one item per rollout, in order and without other items between them."""
 
     @_builtins.property
     def refused(self) -> Global___TrainRefusal:
@@ -339,23 +343,23 @@ class TrainResponse(_message.Message):
 
     @_builtins.property
     def ask(self) -> _completion_service_pb2.CompleteRequest:
-        """A completion is asked for."""
+        """Requests a completion."""
 
     @_builtins.property
     def event(self) -> Global___TrainEvent:
-        """Something happened in a rollout. After a resume events since the rollout's last sequence that was seen come again."""
+        """An event of a rollout. After a resume, the events after the rollout's last acknowledged item are sent again."""
 
     @_builtins.property
     def outcome(self) -> Global___DeliveredOutcome:
-        """A rollout ended. Its asks are over."""
+        """A rollout ended. Its `ask` items are no longer pending."""
 
     @_builtins.property
     def acknowledge(self) -> Global___TrainAcknowledge:
-        """Items up to a sequence were taken."""
+        """Acknowledges the trainer's items up to a sequence number."""
 
     @_builtins.property
     def read_ledger(self) -> _completion_service_pb2.ReadLedgerRequest:
-        """What is held of a segment? Only asked after a mismatch; nobody waits longer than 10 s, and it is not sent again."""
+        """Requests the trainer's copy of a segment. Sent only after a mismatch and never repeated. The server waits at most 10 s."""
 
     def __init__(
         self,
@@ -390,12 +394,14 @@ class TrainWelcome(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     GRACE_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
-    """To go on with after a cut. Nobody can guess it; keep it as you keep keys."""
+    """Id for resuming the stream after a lost connection. It cannot be guessed; keep it as secret as an API key."""
     last_seen: _builtins.int
-    """The last sequence of the trainer that was taken, which acknowledges; it sends again what comes after."""
+    """The last sequence number received from the trainer, which acknowledges the items up to it. The trainer sends the later ones
+    again.
+    """
     @_builtins.property
     def grace(self) -> _duration_pb2.Duration:
-        """How long a cut stream is kept."""
+        """How long the server keeps a disconnected stream."""
 
     def __init__(
         self,
@@ -414,7 +420,7 @@ Global___TrainWelcome: _TypeAlias = TrainWelcome  # noqa: Y015
 
 @_typing.final
 class TrainRefusal(_message.Message):
-    """A start or cancel was refused: nothing of it was done."""
+    """A start or cancel was refused and had no effect."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -422,9 +428,9 @@ class TrainRefusal(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     start_sequence: _builtins.int
-    """The sequence of the start or cancel."""
+    """Sequence number of the start or cancel."""
     code: _builtins.int
-    """A google.rpc.Code, as StartRollout or CancelRollouts would end with. RESOURCE_EXHAUSTED and UNAVAILABLE: try again later."""
+    """The google.rpc.Code that StartRollout or CancelRollouts would return. RESOURCE_EXHAUSTED and UNAVAILABLE: try again later."""
     message: _builtins.str
     """What was wrong, where, and what to do."""
     def __init__(
@@ -444,17 +450,17 @@ Global___TrainRefusal: _TypeAlias = TrainRefusal  # noqa: Y015
 
 @_typing.final
 class TrainEvent(_message.Message):
-    """Something happened in a rollout."""
+    """An event of a rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     UID_FIELD_NUMBER: _builtins.int
     EVENT_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """Which."""
+    """The server's id of the rollout."""
     @_builtins.property
     def event(self) -> _event_pb2.RolloutEvent:
-        """What. Its sequence tells repeated ones."""
+        """The event. Its sequence number identifies repeated events."""
 
     def __init__(
         self,
@@ -479,7 +485,7 @@ class DeliveredOutcome(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollout(self) -> _rollout_service_pb2.Rollout:
-        """In view SAMPLES."""
+        """The finished rollout in view SAMPLES."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """For trainers that can be only clients: no listener, no firewall.
+    """For trainers that can only be clients and open no listening port. Implemented by the rollout server.
     """
 
     def __init__(self, channel):
@@ -43,42 +43,46 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """For trainers that can be only clients: no listener, no firewall.
+    """For trainers that can only be clients and open no listening port. Implemented by the rollout server.
     """
 
     def Train(self, request_iterator, context):
-        """One stream on which a trainer starts rollouts, answers their completion requests and takes their outcomes.
+        """Opens one stream on which a trainer starts rollouts, generates their completions and receives their outcomes.
 
-        Callers, keys and what a caller sees are as in RolloutService. A stream belongs to the caller that opened it.
+        Callers, API keys and visibility of rollouts are as in RolloutService. A stream belongs to the caller that opened it.
 
-        Order: the trainer sends `hello` first, the server answers `welcome` first. Items that the other side must not lose carry a
-        sequence of their own, which counts up without gaps on each side; one that was taken before is skipped without a word. Of one
-        rollout, `started` comes before all else, and `outcome` after all its events; then its asks are over.
+        Order. The trainer's first item is `hello`, the server's first item is `welcome`. Items that must not be lost carry a
+        sequence number, which counts up without gaps on each side. A receiver silently skips an item that it has already processed.
+        For each rollout, `started` precedes all other items, and `outcome` follows all its events and cancels its pending `ask`
+        items.
 
-        Acknowledging: each side keeps its items until the other has acknowledged them. At most 1,024 items of the server (a setting) are
-        unacknowledged: then it sends no further ones but events, and waits. To acknowledge an outcome is to have received it, as in
-        AcknowledgeOutcome.
+        Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a
+        setting) are unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as
+        in AcknowledgeOutcome.
 
-        Asks: turn_key tells them apart, answers come in any order. Credit says how many may be under way at once: an ask is from when it is
-        sent until it is answered or rejected or its rollout has ended; the others wait, the rollouts taking turns. An answer to an ask that
-        is not under way (late, twice, unknown) is taken and ignored. One that is malformed ends its rollout only. An ask that
-        nobody answers for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails its rollout.
+        Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many
+        requests are pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has
+        ended. Other requests wait, and the rollouts take turns. An answer to a request that is not pending (late, repeated, unknown)
+        is ignored. A malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails
+        its rollout.
 
-        A cut stream goes on where, within the grace time, a `hello` comes with its id and the last sequence seen: items after that one are
-        sent again, and both sides go on without losing or repeating a turn. An ask that means nothing any more (answered, rejected, its
-        rollout over) is then an item with a sequence and nothing else. The rollouts go on meanwhile; nobody is attached to them (see
-        cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService has its outcome.
-        A start on another stream with the same request_id and payload takes a rollout over from a stream that is cut or gone, its outcome too.
+        Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the
+        last sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no
+        longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
+        cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
+        outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
+        stream that is disconnected or expired.
 
-        A half-close says that the trainer is done: it can answer nothing more, so its rollouts that still run are cancelled. The
-        server sends what is outstanding, their outcomes among it, then ends the stream for good with OK. Wait for the outcomes first.
+        Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
+        all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
+        results must wait for the outcomes before it half-closes.
 
-        Statuses. INVALID_ARGUMENT: an item out of order, or none that is known here; it was not taken.
-        FAILED_PRECONDITION with reason STREAM_EXPIRED: no stream of the caller has this id, or the grace time is over.
-        ABORTED with reason STREAM_TAKEN: another connection goes on with the stream. RESOURCE_EXHAUSTED: too many streams
-        (TOO_MANY_STREAMS; retry after RetryInfo), or too many refusals that are not acknowledged (TOO_MANY_REFUSALS). UNAVAILABLE: the
-        server stops; until then it refuses starts, and the stream stays open while its rollouts go on within the drain time. After
-        INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection the stream can be resumed.
+        Statuses. INVALID_ARGUMENT: an item was out of order or of an unknown kind; it was not processed.
+        FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id, or its grace time is over.
+        ABORTED with reason STREAM_TAKEN: another connection has resumed the stream. RESOURCE_EXHAUSTED: too many streams
+        (TOO_MANY_STREAMS; retry after RetryInfo), or too many unacknowledged refusals (TOO_MANY_REFUSALS). UNAVAILABLE: the server
+        has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over.
+        A trainer may resume the stream after INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +105,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """For trainers that can be only clients: no listener, no firewall.
+    """For trainers that can only be clients and open no listening port. Implemented by the rollout server.
     """
 
     @staticmethod

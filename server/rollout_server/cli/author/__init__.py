@@ -1,1 +1,1 @@
-"""Commands for authors of agents."""
+"""Commands for writing, running and inspecting agents."""

@@ -1,8 +1,8 @@
-"""`rollout demo`: the main job end to end, on embedded defaults.
+"""`rollout demo`: rollouts end to end with a strict trainer, without a GPU.
 
-Starts the server as a process of its own and a strict trainer beside it, runs the calculator's rollout over gRPC, over
-`POST /rollout` and over `POST /v1/rollout/init`, shows who wrote every token, and lets the trainer judge. Fails where the
-two records differ.
+Starts the server in a subprocess and a strict trainer in this process. Runs the calculator agent over gRPC, over `POST /rollout`
+and over `POST /v1/rollout/init`, and prints the author of every token. The exit code is 1 if the trainer rejects a turn or its
+tokens differ from the server's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +28,7 @@ from rollout_server.inspection.escape import visible
 
 if TYPE_CHECKING:
     import httpx
+    from osmosis.rollout.v1.rollout_service_pb2 import Rollout
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
     from rich.console import Console
 
@@ -39,19 +41,27 @@ QUESTION = "Please calculate 5 plus 3, and then multiply the result by 2."
 SYSTEM = "You are a helpful calculator assistant with access to calculator tools."
 
 
-def demo(as_json: AsJson = False) -> None:
-    """Run a rollout over gRPC and both HTTP dialects against a strict trainer, and show who wrote every token.
+SvgFile = Annotated[
+    Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the first rollout's tokens.")
+]
 
-    With --json: {"agreed": bool, "rollouts": {how it was asked for: whether every token agrees}}.
+
+def demo(as_json: AsJson = False, svg: SvgFile = None) -> None:
+    """Run demo rollouts that a strict trainer verifies token by token.
+
+    Each rollout starts through another API: gRPC, POST /rollout and
+    POST /v1/rollout/init. The output shows the author of every token.
+
+    With --json: {"agreed": bool, "rollouts": {API: whether all tokens match}}.
     """
     quiet_transformers()
     with open_output(as_json=as_json) as output:
-        agreed = run_loop(_demo())
+        agreed = run_loop(_demo(svg))
         output.write({"agreed": all(agreed.values()), "rollouts": agreed})
     raise typer.Exit(0 if all(agreed.values()) else 1)
 
 
-async def _demo() -> dict[str, bool]:
+async def _demo(svg: Path | None) -> dict[str, bool]:
     import httpx
     from rich.console import Console
 
@@ -67,19 +77,21 @@ async def _demo() -> dict[str, bool]:
         StrictTrainer(tools_from=gateway, dialect=TrainerDialect.EITHER) as trainer,
         _stub(grpc_port) as stub,
     ):
-        console.print(f"strict trainer on {trainer.url}: it counts every token itself and refuses a wrong mask\n")
+        console.print(f"strict trainer on {trainer.url}: it verifies every token and rejects incorrect masks\n")
         agreed = {
-            "RunRollout": await _over_grpc(console, stub, trainer),
+            "RunRollout": await _over_grpc(console, stub, trainer, svg),
             "POST /rollout": await _over_http(console, http, trainer),
             "POST /v1/rollout/init": await _over_callbacks(console, http, stub, trainer),
         }
-    console.print("[green]every token agrees[/]" if all(agreed.values()) else "[red]the records differ[/]")
+    console.print(
+        "[green]all tokens match[/]" if all(agreed.values()) else "[red]a rollout failed or its tokens differ[/]"
+    )
     return agreed
 
 
 @contextlib.asynccontextmanager
 async def _server(console: Console, grpc_port: int, http: httpx.AsyncClient) -> AsyncIterator[None]:
-    """`rollout serve` as a process of its own, from start to a clean stop."""
+    """Run `rollout serve` in a subprocess within the block, once it is healthy."""
     http_port = http.base_url.port
     command = [sys.executable, "-m", "rollout_server.cli", "serve", "--host", "127.0.0.1"]
     command += ["--grpc-port", str(grpc_port), "--http-port", str(http_port), "--tokenizer", f"{MODEL}=toy"]
@@ -93,8 +105,8 @@ async def _server(console: Console, grpc_port: int, http: httpx.AsyncClient) -> 
                     console.print(log.read().decode(errors="replace"), style="red", markup=False)
                     raise typer.Exit(1)
                 await asyncio.sleep(0.01)
-            took = time.monotonic() - began
-            console.print(f"server healthy {took:.2f} s after its start: gRPC on {grpc_port}, HTTP on {http_port}")
+            seconds = time.monotonic() - began
+            console.print(f"server healthy after {seconds:.2f} s: gRPC on port {grpc_port}, HTTP on port {http_port}")
             yield
         finally:
             if spawned.returncode is None:
@@ -120,8 +132,8 @@ async def _stub(port: int) -> AsyncIterator[RolloutServiceAsyncStub]:
         yield rollout_service_pb2_grpc.RolloutServiceStub(channel)
 
 
-async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: StrictTrainer) -> bool:
-    """Streams the rollout's events, then reads its ledger and compares it with what the trainer accumulated."""
+async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: StrictTrainer, svg: Path | None) -> bool:
+    """Stream a rollout's events, then compare its ledger with the trainer's tokens. Return whether they match."""
     from osmosis.rollout.v1 import event_pb2, message_pb2, rollout_service_pb2, spec_pb2
 
     console.rule("over gRPC: RunRollout")
@@ -148,11 +160,25 @@ async def _over_grpc(console: Console, stub: RolloutServiceAsyncStub, trainer: S
         console.print(visible(f"  {outcome.failure.message}"), style="red", markup=False)
         return False
     show_ledger(console, outcome.segments[0], trainer.tokenizer_dir)
+    if svg is not None:
+        await asyncio.to_thread(_write_picture, svg, reply.rollout, trainer.tokenizer_dir)
     return show_verdict(console, trainer.verdict("demo-grpc"), outcome.samples)
 
 
+def _write_picture(file: Path, rollout: Rollout, tokenizer_dir: Path) -> None:
+    """Write the tokens of a finished rollout, coloured by author, as an SVG file."""
+    from transformers import AutoTokenizer
+
+    from rollout_server.inspection.svg import transcript_svg
+    from rollout_server.inspection.transcript import transcript_of
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    picture = transcript_svg(transcript_of(rollout), lambda ids: str(tokenizer.decode(list(ids))))
+    file.write_text(picture, encoding="utf-8")
+
+
 async def _over_http(console: Console, http: httpx.AsyncClient, trainer: StrictTrainer) -> bool:
-    """The synchronous dialect: one call, answered with the result."""
+    """Run a rollout over the synchronous HTTP API, which returns the result in the response."""
     console.rule("over HTTP: POST /rollout")
     body = {
         "rollout_id": "demo-http",
@@ -172,7 +198,7 @@ async def _over_http(console: Console, http: httpx.AsyncClient, trainer: StrictT
 async def _over_callbacks(
     console: Console, http: httpx.AsyncClient, stub: RolloutServiceAsyncStub, trainer: StrictTrainer
 ) -> bool:
-    """The asynchronous dialect: accepted at once, played over callbacks, told of with the last one."""
+    """Run a rollout over the asynchronous HTTP API, which reports the result in the last callback."""
     from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
     console.rule("over HTTP: POST /v1/rollout/init")
@@ -185,18 +211,18 @@ async def _over_callbacks(
     }
     response = await http.post("/v1/rollout/init", json=body)
     tools = ", ".join(tool["function"]["name"] for tool in response.json().get("tools", ()))
-    console.print(f"  {response.status_code}, with the tools {tools}", markup=False)
+    console.print(f"  HTTP {response.status_code}, tools: {tools}", markup=False)
     try:
         outcome = await asyncio.wait_for(trainer.completed(rollout_id), WAIT_SECONDS)
     except TimeoutError:
-        console.print(f"  [red]no outcome came within {WAIT_SECONDS} s[/]")
+        console.print(f"  [red]the trainer received no outcome within {WAIT_SECONDS} s[/]")
         return False
     for request in trainer.requests:
         if request.body["rollout_id"] == rollout_id:
             count, key = len(request.body["messages"]), request.headers["idempotency-key"]
-            console.print(f"  callback /v1/chat/completions: {count} messages, key {key}", markup=False)
+            console.print(f"  callback /v1/chat/completions: {count} messages, idempotency key {key}", markup=False)
     for delivery in trainer.deliveries(rollout_id):
-        console.print(f"  callback /v1/rollout/completed: met with {delivery.met}, key {delivery.key}", markup=False)
+        console.print(f"  callback /v1/rollout/completed: {delivery.met}, idempotency key {delivery.key}", markup=False)
     show_messages(console, outcome["final_messages"][-1:])
     show_metrics(console, outcome)
     chosen = pb.Selection(rollout_ids=[rollout_id])

@@ -1,4 +1,4 @@
-"""`rollout inspect`: a rollout's transcript, token by token."""
+"""`rollout inspect`: the transcript of a rollout, token by token."""
 
 from __future__ import annotations
 
@@ -28,32 +28,41 @@ NEAR = "localhost:50051"
 
 @dataclass(frozen=True, slots=True)
 class InspectFlags:
-    """What `rollout inspect` takes, as typer reads it."""
+    """Arguments and flags of `rollout inspect`."""
 
-    target: Annotated[str, typer.Argument(metavar="UID|FILE", help="A rollout's uid, or a file; -: standard input.")]
+    target: Annotated[
+        str, typer.Argument(metavar="UID|FILE", help="Uid of a rollout, or a file; - reads standard input.")
+    ]
     server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help=f"Ask this server. A uid that is no file asks {NEAR}.")
+        str | None, typer.Option(metavar="HOST:PORT", help=f"Server to read a uid from. Default: {NEAR}.")
     ] = None
-    segment: Annotated[str | None, typer.Option(help="Show this segment alone.")] = None
-    turn: Annotated[int | None, typer.Option(min=1, help="Show this turn alone.")] = None
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Show the logprob of each token of the model.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+    segment: Annotated[str | None, typer.Option(help="Show only this segment.")] = None
+    turn: Annotated[int | None, typer.Option(min=1, help="Show only this turn.")] = None
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Show the logprob of each generated token.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
     tokenizer: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=DIRECTORY", help="Repeatable; also ROLLOUT_TOKENIZERS. Without one ids are shown."),
+        typer.Option(
+            metavar="NAME=DIRECTORY",
+            help="Tokenizer to decode tokens, repeatable; also ROLLOUT_TOKENIZERS.",
+        ),
     ] = None
-    tls_ca: Annotated[Path | None, typer.Option(help="Authorities of the server's certificate (PEM).")] = None
-    tls_certificate: Annotated[Path | None, typer.Option(help="Our certificate (PEM).")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None
-    tls_name: Annotated[str, typer.Option(help="The name in the server's certificate, if not the host.")] = ""
+    tls_ca: Annotated[Path | None, typer.Option(help="CA certificates for the server's certificate (PEM).")] = None
+    tls_certificate: Annotated[Path | None, typer.Option(help="Client certificate (PEM).")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the client certificate (PEM).")] = None
+    tls_name: Annotated[str, typer.Option(help="Name in the server's certificate, if it is not the host.")] = ""
 
 
 @accept_flags(InspectFlags)
 def inspect(**values: Any) -> None:
-    """Print who wrote which token of a finished rollout.
+    """Show the tokens of a finished rollout with author, mask and drift.
 
-    Of a running server's, by uid, or of a file: what GET /v1/rollouts/UID?view=full answered, or a Rollout of the contract in
-    JSON or binary. An API key is taken from ROLLOUT_API_KEY, never from the command line, which others can read.
+    The rollout is read from a running server by its uid, or from a file: the
+    response to GET /v1/rollouts/UID?view=full, a file of `rollout run --out`,
+    or a protobuf Rollout or Outcome in JSON or binary.
+
+    The API key is read from the environment variable ROLLOUT_API_KEY. It is no
+    flag, because other users of the machine can read command lines.
     """
     quiet_transformers()
     flags = pick_flags(InspectFlags, values)
@@ -70,7 +79,7 @@ def inspect(**values: Any) -> None:
         return
     from rich.console import Console
 
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that knows few characters is told of the others
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not encode every character
         sys.stdout.reconfigure(errors="backslashreplace")
     print_transcript(Console(), transcript, ViewOptions(decode, flags.logprobs))
 
@@ -84,7 +93,7 @@ def _rollout(flags: InspectFlags) -> Rollout:
     if flags.server is None and path.exists():
         return read_file(path)
     if UID.fullmatch(flags.target) is None:
-        raise ValueError(f"{flags.target!r} is no uid, and no such file is here")
+        raise ValueError(f"{flags.target!r} is not a uid, and no such file exists")
     return _fetch(flags)
 
 
@@ -97,10 +106,14 @@ def _fetch(flags: InspectFlags) -> Rollout:
         ) as client:
             return client.get(flags.target, view="full")
     except NotFound as error:
-        where = "" if flags.server else f" at {NEAR}, and no such file is here"
+        where = "" if flags.server else f" at {NEAR}, and no such file exists"
         raise ValueError(f"{error}{where}") from None
     except RolloutError as error:
-        hint = f"; set {API_KEY}" if error.code.name == "UNAUTHENTICATED" and not os.environ.get(API_KEY) else ""
+        hint = (
+            f"; set {API_KEY} to your API key"
+            if error.code.name == "UNAUTHENTICATED" and not os.environ.get(API_KEY)
+            else ""
+        )
         raise ValueError(f"{error}{hint}") from None
 
 
@@ -113,23 +126,23 @@ def _tls(flags: InspectFlags) -> Tls | None:
 
 
 def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
-    """The rollout's tokenizer, if it is on this machine. Says on standard error why not."""
+    """Return the decoder of the rollout's tokenizer, or None, with a message on standard error, if it is not installed here."""
     from rollout_server.inspection.escape import visible
     from rollout_server.runtime.errors import RolloutFailed
 
     directories = _directories(pairs)
     name = rollout.spec.tokenizer.name
-    if not name and len(directories) == 1:  # a trainer that renders for itself names none
+    if not name and len(directories) == 1:  # rollouts whose trainer renders the prompts may name no tokenizer
         name = next(iter(directories))
     if not name:
-        typer.echo("token ids are shown: the rollout names no tokenizer; give one with --tokenizer", err=True)
+        typer.echo(
+            "token ids are shown: the rollout names no tokenizer; pass one with --tokenizer NAME=DIRECTORY", err=True
+        )
         return None
     try:
         return _load_decode(name, rollout.spec.tokenizer.revision, directories)
     except RolloutFailed as error:
-        typer.echo(
-            visible(f"token ids are shown, --tokenizer NAME=DIRECTORY would help: {error.failure.message}"), err=True
-        )
+        typer.echo(visible(f"token ids are shown: {error.failure.message}; pass --tokenizer NAME=DIRECTORY"), err=True)
         return None
 
 
@@ -141,7 +154,10 @@ def _directories(pairs: Sequence[str]) -> dict[str, Path]:
 
 
 def _load_decode(name: str, revision: str, directories: Mapping[str, Path]) -> Decode:
-    """Raises `RolloutFailed`. Nothing is fetched; the built-in tokenizer goes by its own name, too, as in `rollout run`."""
+    """Load a tokenizer from local files. Raises `RolloutFailed` if there is none.
+
+    The name `toy` means the built-in tokenizer, as in `rollout run`. Nothing is downloaded.
+    """
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName
     from rollout_server.edge.tokens.loader import read_tokenizer

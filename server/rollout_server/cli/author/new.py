@@ -1,4 +1,4 @@
-"""`rollout new`: a project to begin with."""
+"""`rollout new`: create an agent project."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollout_server.cli.json_output import AsJson, open_output
 
 def new(
     name: Annotated[
-        str, typer.Argument(help="The agent's name: small letters, digits, - and _; a folder of it is made.")
+        str, typer.Argument(help="Name of the agent and its directory: lower-case letters, digits, - and _.")
     ],
-    inside: Annotated[Path, typer.Option("--in", help="Where the folder goes.")] = Path(),
+    inside: Annotated[Path, typer.Option("--in", help="Parent directory.")] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Make a small agent project that runs: an agent with a tool, a test, a dataset, and a scripted model that stands in for one.
+    """Create an agent project: a tool, a reward, a test, a dataset and a mock model.
 
-    With --json: {"project": {"name", "directory", "files"}, "next": [commands]}.
+    With --json: {"project": {"name", "directory", "files"}, "next": commands}.
     """
     with report_errors("new"), open_output(as_json=as_json) as output:
         from rollout_server.authoring.project import NEXT, make_project
@@ -31,5 +31,5 @@ def new(
         listed = {"name": name, "directory": str(folder), "files": [str(path) for path in made]}
         commands = [f"cd {shlex.quote(str(folder))}", *NEXT]
         output.write({"project": listed, "next": commands})
-        typer.echo(f"made {folder} with {', '.join(map(str, made))}")
+        typer.echo(f"created {folder} with {', '.join(map(str, made))}")
         typer.echo("next:\n" + "\n".join(f"  {command}" for command in commands))

@@ -1,4 +1,4 @@
-"""`rollout run`: one rollout, as it goes."""
+"""`rollout run`: run one rollout and show its events live."""
 
 from __future__ import annotations
 
@@ -25,42 +25,48 @@ if TYPE_CHECKING:
     from rollout_server.authoring.rollout_result import Result
     from rollout_server.core.limits import Limits
 
-_LONGEST_FILE = 64 * 1024 * 1024
+_MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class RunFlags:
-    """What `rollout run` takes beside who completes."""
+    """Arguments and flags of `rollout run`, without those of `CompletionFlags`."""
 
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="An agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
-    prompt: Annotated[str, typer.Option(help="What the user says.")] = ""
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
+    prompt: Annotated[str, typer.Option(help="User message.")] = ""
     message: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="Instead: a file with a JSON list of messages, or one of them; -: standard input."
+            metavar="FILE",
+            help="JSON file with a message or a list of messages, instead of --prompt; - reads standard input.",
         ),
     ] = ""
-    system: Annotated[str, typer.Option(help="A system message before the prompt.")] = ""
-    metadata: Annotated[str, typer.Option(metavar="JSON", help="An object that the agent sees as run.metadata.")] = ""
-    ground_truth: Annotated[str, typer.Option(help="metadata.ground_truth, for the agent's reward.")] = ""
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Keep the rollout, for `rollout inspect FILE`.")] = (
+    system: Annotated[str, typer.Option(help="System message before the prompt.")] = ""
+    metadata: Annotated[str, typer.Option(metavar="JSON", help="JSON object that the agent reads as run.metadata.")] = (
+        ""
+    )
+    ground_truth: Annotated[str, typer.Option(help="Sets ground_truth in the metadata, for the agent's reward.")] = ""
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the rollout for `rollout inspect FILE`.")] = (
         None
     )
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object on each line: the events, then the rollout.")
+        bool, typer.Option("--json", help="Print one JSON object per line: the events, then the rollout.")
     ] = False
 
 
 @accept_flags(RunFlags, CompletionFlags)
 def run(**values: Any) -> None:
-    """Run one rollout of an agent, and show each turn, call and result as it happens.
+    """Run one rollout of an agent and show turns, tool calls and tool results live.
 
-    It runs through the real server. Without --model-url a mock model answers: with the lines of --script, or an echo of the prompt.
+    The command starts the server in its own process. Completions come from
+    --model-url, or else from a mock model: --script, or a built-in one that calls
+    a tool with arguments from the prompt and repeats its result.
 
     The exit code is 0 if the rollout completed, else 1.
 
-    With --json each event is a line {"event": kind, "sequence", "turn", ...} as GET /v1/rollouts/UID/events tells it, and the
-    last line is {"rollout": {"end", "reason", "reward", "tokens", "authors", "messages", ...}}.
+    With --json each line is an event {"event": kind, "sequence", "turn", ...} as
+    in GET /v1/rollouts/UID/events. The last line is {"rollout": {"end", "reason",
+    "reward", "tokens", "authors", "messages", ...}}.
     """
     quiet_transformers()
     flags, completion = pick_flags(RunFlags, values), pick_flags(CompletionFlags, values)
@@ -69,12 +75,12 @@ def run(**values: Any) -> None:
 
         messages, metadata = _messages(flags), _metadata(flags)
         if flags.out is not None:
-            flags.out.open("ab").close()  # what cannot be kept is not run
+            flags.out.open("ab").close()  # fail before the rollout if the file cannot be written
         [agent] = find_agents([flags.target])
         try:
             finished = run_loop(_run(agent, (flags, completion), (messages, metadata), output))
         except KeyboardInterrupt:
-            raise Interrupted("interrupted, and the rollout with it") from None
+            raise Interrupted("interrupted; the rollout was cancelled") from None
     raise typer.Exit(0 if finished else 1)
 
 
@@ -123,23 +129,23 @@ async def _run(
 def _show_next(console: Console, flags: RunFlags, completion: CompletionFlags) -> None:
     steps = []
     if flags.out is not None:
-        steps.append(f"rollout inspect {flags.out} shows every token of it")
+        steps.append(f"rollout inspect {flags.out} shows every token of the rollout")
     if not completion.model_url and not completion.script:
-        steps.append("--model-url URL --model NAME asks a real model, --script FILE one that you write")
+        steps.append("use a real model with --model-url URL --model NAME, or write a mock model with --script FILE")
     elif flags.out is None:
-        steps.append("--out FILE keeps it for `rollout inspect FILE`, which shows every token")
+        steps.append("save the rollout with --out FILE, then `rollout inspect FILE` shows every token")
     for step in steps:
         console.print(f"next: {step}", markup=False, soft_wrap=True, style="dim")
 
 
 def _event(event: RolloutEvent) -> dict[str, Any]:
-    """As the plain API tells it."""
+    """Return the event in the JSON form of the REST API."""
     import msgspec
     from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES
     from rollout_gateway.rest.proto_json import event_json
 
     fields = event_json(event, EVENT_DETAIL_MESSAGES) or {"event": "unknown", "sequence": event.sequence}
-    # Messages in it are still the text that they came as
+    # The fields hold messages as raw JSON text, which msgspec splices in.
     plain: dict[str, Any] = json.loads(msgspec.json.encode(fields))
     return plain
 
@@ -149,7 +155,7 @@ def _result_fields(result: Result) -> dict[str, Any]:
 
 
 def _authors(rollout: Rollout) -> Mapping[str, int] | None:
-    """Tokens by who wrote them; None where no tokens are known."""
+    """Return token counts by author, or None if the rollout has no token ids."""
     from rollout_server.cli.progress import authors_of
     from rollout_server.inspection.transcript import transcript_of
 
@@ -172,7 +178,7 @@ def _messages(flags: RunFlags) -> list[dict[str, Any]]:
     from rollout_server.authoring.author_traceback import AuthorError
 
     if bool(flags.prompt) is bool(flags.message):
-        raise AuthorError("give --prompt TEXT or --message FILE, one of them")
+        raise AuthorError("exactly one of --prompt TEXT and --message FILE is needed")
     messages = _read(flags.message) if flags.message else [{"role": "user", "content": flags.prompt}]
     return [{"role": "system", "content": flags.system}, *messages] if flags.system else messages
 
@@ -181,19 +187,19 @@ def _read(name: str) -> list[dict[str, Any]]:
     from rollout_server.authoring.author_traceback import AuthorError
 
     if name == "-":
-        content = sys.stdin.buffer.read(_LONGEST_FILE + 1)
+        content = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
     else:
         with Path(name).open("rb") as file:
-            content = file.read(_LONGEST_FILE + 1)
-    if len(content) > _LONGEST_FILE:
-        raise AuthorError(f"a file of messages has at most {_LONGEST_FILE} bytes", name)
+            content = file.read(_MAX_FILE_BYTES + 1)
+    if len(content) > _MAX_FILE_BYTES:
+        raise AuthorError(f"the file is larger than {_MAX_FILE_BYTES} bytes", name)
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise AuthorError(f"this is no JSON: {error}", name) from None
+        raise AuthorError(f"this is not JSON: {error}", name) from None
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in listed):
-        raise AuthorError('messages are objects with a "role" and a "content", in a list', name)
+        raise AuthorError('the file must hold a message or a list of messages: objects with "role" and "content"', name)
     return listed
 
 
@@ -203,7 +209,7 @@ def _metadata(flags: RunFlags) -> dict[str, Any]:
     try:
         value = json.loads(flags.metadata) if flags.metadata else {}
     except (ValueError, RecursionError) as error:
-        raise AuthorError(f"--metadata is no JSON: {error}") from None
+        raise AuthorError(f"--metadata is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise AuthorError("--metadata must be a JSON object")
     return {**value, "ground_truth": flags.ground_truth} if flags.ground_truth else value

@@ -1,4 +1,4 @@
-"""`rollout test`: an agent on a dataset."""
+"""`rollout test`: evaluate an agent on a dataset."""
 
 from __future__ import annotations
 
@@ -27,66 +27,73 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TestFlags:
-    """What `rollout test` takes beside who completes."""
+    """Arguments and flags of `rollout test`, without those of `CompletionFlags`."""
 
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="An agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="Agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
     dataset: Annotated[
         Path,
         typer.Argument(
-            metavar="DATASET", help="FILE.jsonl, .csv or .parquet: system_prompt, user_prompt, ground_truth, ..."
+            metavar="DATASET", help="FILE.jsonl, .csv or .parquet with system_prompt, user_prompt, ground_truth."
         ),
     ]
     column: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="COLUMN=NAME", help="Repeatable: the file's name for a column; an empty NAME: there is none."
+            metavar="COLUMN=NAME",
+            help="Name of a column in the file, repeatable. Empty NAME: the file has no such column.",
         ),
     ] = None
-    repeats: Annotated[int, typer.Option("-n", "--repeats", min=1, max=10_000, help="Rollouts of each row.")] = 1
-    limit: Annotated[int | None, typer.Option(min=1, help="Only so many rows.")] = None
-    concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Rollouts at the same time.")] = 8
-    threshold: Annotated[float, typer.Option(help="A rollout passes if its reward is at least this.")] = 1.0
+    repeats: Annotated[int, typer.Option("-n", "--repeats", min=1, max=10_000, help="Rollouts per row.")] = 1
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N rows.")] = None
+    concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Concurrent rollouts.")] = 8
+    threshold: Annotated[float, typer.Option(help="Minimum reward of a rollout that passes.")] = 1.0
     min_pass_rate: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Exit with 1 where fewer of the rollouts pass.")
+        float | None, typer.Option(min=0, max=1, help="Exit with 1 if the pass rate is lower.")
     ] = None
-    max_failures: Annotated[int | None, typer.Option(min=1, help="Give up after so many rollouts that went wrong.")] = (
-        None
-    )
+    max_failures: Annotated[int | None, typer.Option(min=1, help="Stop after this many failed rollouts.")] = None
     results: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where results go, a line each. Default: DATASET.results.jsonl, here."),
+        typer.Option(
+            metavar="FILE",
+            help="Results, one line per rollout. Default: ./DATASET.results.jsonl.",
+        ),
     ] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the results that are there; what went wrong is played again.")
+        bool, typer.Option("--resume", help="Keep the results in the file; run missing, failed and changed rows.")
     ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin the file of results anew.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the results file.")] = False
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Where the HTML report goes. Default: DATASET.report.html, here."),
+        typer.Option(metavar="FILE", help="HTML report. Default: ./DATASET.report.html."),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Answer with one JSON object.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
     @property
     def results_file(self) -> Path:
-        """Where results go."""
+        """Path of the results file."""
         return self.results or Path(f"{self.dataset.stem}.results.jsonl")
 
     @property
     def report_file(self) -> Path:
-        """Where the report goes."""
+        """Path of the HTML report."""
         return self.report or Path(f"{self.dataset.stem}.report.html")
 
 
 @accept_flags(TestFlags, CompletionFlags)
 def test(**values: Any) -> None:
-    """Run an agent on each row of a dataset, and sum up: pass rate, rewards, tokens, times, tool errors, and an HTML report.
+    """Evaluate an agent on a dataset: pass rate, rewards, tokens, latency, HTML report.
 
-    The columns system_prompt, user_prompt and ground_truth are needed, --column maps other names; every further column is in
-    run.metadata. Rollouts go through the real server. Each result is a line of a file as soon as it is there, so --resume can
-    go on after any interruption. The exit code is 1 where rollouts failed or --min-pass-rate is not reached.
+    The dataset needs the columns system_prompt, user_prompt and ground_truth;
+    --column maps other names. The agent reads all other columns from
+    run.metadata. The command starts the server in its own process and writes
+    each result as soon as its rollout ends. After an interruption, --resume
+    continues.
 
-    With --json: {"summary": {"rollouts", "pass_rate", "mean_reward", "pass_at", "tokens", "seconds", "failures", ...},
-    "passed": bool, "files": {"results", "report"}}; each result is in the file.
+    The exit code is 1 if a rollout failed or --min-pass-rate is not reached.
+
+    With --json: {"summary": {"rollouts", "pass_rate", "mean_reward", "pass_at",
+    "tokens", "seconds", "failures", ...}, "passed": bool,
+    "files": {"results", "report"}}. The results themselves are in the file.
     """
     quiet_transformers()
     flags, completion = pick_flags(TestFlags, values), pick_flags(CompletionFlags, values)
@@ -102,7 +109,7 @@ def test(**values: Any) -> None:
         try:
             run_loop(evaluation.run(jobs))
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; --resume goes on with {flags.results_file}") from None
+            raise Interrupted(f"interrupted; --resume continues {flags.results_file}") from None
         summary = evaluation.sum_up()
         unmet = _unmet(summary, flags, complete=evaluation.complete)
         files = {"results": str(flags.results_file), "report": str(flags.report_file)}
@@ -112,7 +119,7 @@ def test(**values: Any) -> None:
 
 
 class _Evaluation:
-    """An evaluation under way."""
+    """One evaluation: its flags, its results so far and its summary."""
 
     def __init__(self, agent: Agent, flags: TestFlags, completion: CompletionFlags, console: Console) -> None:
         self._agent = agent
@@ -124,7 +131,7 @@ class _Evaluation:
         self.complete = True
 
     async def run(self, jobs: Sequence[Job]) -> None:
-        """Plays what has no result yet."""
+        """Run all jobs that have no result yet."""
         from rollout_server.cli.local_server import print_server_log, serve_for_command
 
         with print_server_log(self._console):
@@ -133,7 +140,7 @@ class _Evaluation:
                 file = self._open(jobs)
                 left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
                 self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
-                self._flags.report_file.open("ab").close()  # what cannot be reported is not played
+                self._flags.report_file.open("ab").close()  # fail before the rollouts if the report cannot be written
                 self._print_start(server, jobs, left)
                 with file.open(anew=not self._flags.resume):
                     try:
@@ -142,7 +149,7 @@ class _Evaluation:
                         self._results = sorted(file.results.values(), key=lambda each: (each.row, each.repeat))
 
     def sum_up(self) -> Summary:
-        """The figures; the report is written."""
+        """Write the HTML report and return its figures."""
         from rollout_server.authoring.report import report
         from rollout_server.authoring.summary import summary_of
 
@@ -178,18 +185,20 @@ class _Evaluation:
         if self._flags.resume:
             file.resume(jobs)
         elif path.exists() and not self._flags.overwrite:
-            raise AuthorError(f"{path} is there already; --resume goes on with it, --overwrite begins anew")
+            raise AuthorError(f"{path} already exists; use --resume to continue it or --overwrite to replace it")
         return file
 
     def _evaluation_facts(self, server: LocalServer) -> Mapping[str, Any]:
         return {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
 
     def _print_start(self, server: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
-        again = f", {len(jobs) - len(left)} of them are there already" if len(left) < len(jobs) else ""
+        from rollout_server.authoring.model_stubs import MOCK
+
+        again = f", {len(jobs) - len(left)} of them already in the results file" if len(left) < len(jobs) else ""
         text = f"agent {self._agent.name}, {server.endpoint.title}: {plural(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)
-        if server.model_stub is not None and server.model_stub.name == "echo":
-            text = "an echo stands in for a model: --model-url URL asks a real one, --script FILE one that you write"
+        if server.model_stub is not None and server.model_stub.name == MOCK:
+            text = "a mock model completes; use --model-url URL for a real model or --script FILE for your own mock"
             self._console.print(text, markup=False, soft_wrap=True, style="yellow")
 
 
@@ -202,14 +211,18 @@ def _jobs(flags: TestFlags) -> list[Job]:
 
 
 def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
-    """Why the exit code is 1."""
-    wrong = summary.rollouts - summary.finished
-    unmet = [f"{wrong} of {plural(summary.rollouts, 'rollout')} went wrong"] if wrong else []
+    """Return the reasons for exit code 1; empty if all is well."""
+    failed = summary.rollouts - summary.finished
+    unmet = [f"{failed} of {plural(summary.rollouts, 'rollout')} failed"] if failed else []
     if not complete:
-        unmet.append(f"given up: --max-failures {flags.max_failures} is reached")
+        unmet.append(f"stopped early: --max-failures {flags.max_failures} is reached")
     if flags.min_pass_rate is not None and (summary.pass_rate is None or summary.pass_rate < flags.min_pass_rate):
-        rate = "not known, as the agent gives no reward" if summary.pass_rate is None else f"{summary.pass_rate:.4g}"
-        unmet.append(f"the pass rate is {rate}; --min-pass-rate asks for {flags.min_pass_rate:g}")
+        rate = (
+            "unknown, because the agent returned no rewards"
+            if summary.pass_rate is None
+            else f"{summary.pass_rate:.4g}"
+        )
+        unmet.append(f"the pass rate is {rate}; --min-pass-rate requires {flags.min_pass_rate:g}")
     return unmet
 
 
@@ -240,12 +253,12 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     found = [
         (
             "rollouts",
-            f"{summary.finished} of {summary.rollouts} came to their end, of {plural(summary.rows, 'row')}",
+            f"{summary.finished}/{summary.rollouts} completed, {plural(summary.rows, 'row')}",
         ),
         ("pass rate", rate),
         *((f"pass@{k}", f"{value:.1%}") for k, value in summary.pass_at.items()),
         ("mean reward", reward),
-        ("tokens", f"{summary.tokens['generated']:.0f} generated, {summary.tokens['generated_mean']:.1f} a rollout"),
+        ("tokens", f"{summary.tokens['generated']:.0f} generated, {summary.tokens['generated_mean']:.1f} per rollout"),
         ("time", times or "-"),
         ("tool calls", f"{summary.tool_calls}" + (f", errors: {errors}" if errors else ", no errors")),
     ]

@@ -1,4 +1,4 @@
-"""`rollout tokens`: what a tokenizer and its chat template do to token masks."""
+"""`rollout tokens`: check tokenizers and chat templates for training on token masks."""
 
 from __future__ import annotations
 
@@ -16,41 +16,46 @@ if TYPE_CHECKING:
     from rollout_server.edge.tokens.loader import TokenizerFiles
     from rollout_server.tokencheck.report import TemplateReport
 
-tokens = typer.Typer(no_args_is_help=True, help="What a tokenizer and its chat template do to token masks.")
+tokens = typer.Typer(no_args_is_help=True, help="Check tokenizers and chat templates for training on token masks.")
 
-_STABLE, _UNSTABLE, _OF_NO_USE = 0, 1, 2
+_STABLE, _UNSTABLE, _UNUSABLE = 0, 1, 2
 
 
 @tokens.callback()
 def _tokens() -> None:
-    """With a callback, `check` stays a command of its own although it is the only one."""
+    """Keep `check` a subcommand: without a callback, typer makes a single command the group itself."""
 
 
 @tokens.command()
 def check(
     tokenizer: Annotated[
-        str, typer.Option(help="A directory, a name that the server's settings map, a name on the Hub, or 'toy'.")
+        str, typer.Option(help="Directory, name in ROLLOUT_TOKENIZERS, Hugging Face Hub name, or 'toy'.")
     ],
-    template: Annotated[Path | None, typer.Option(help="A file with a chat template instead of its own.")] = None,
-    revision: Annotated[str, typer.Option(help="Of a name on the Hub.")] = "",
+    template: Annotated[
+        Path | None, typer.Option(help="Jinja file with a chat template, instead of the tokenizer's.")
+    ] = None,
+    revision: Annotated[str, typer.Option(help="Revision on the Hub.")] = "",
     template_arg: Annotated[
         list[str] | None,
-        typer.Option(help="KEY=JSON, repeatable: an argument of the template (enable_thinking=false)."),
+        typer.Option(help="Template argument KEY=JSON, repeatable (enable_thinking=false)."),
     ] = None,
     conversations: Annotated[
-        Path | None, typer.Option(help="JSON lines to play too: {messages, tools} or a list of messages on each.")
+        Path | None,
+        typer.Option(help="JSON Lines with more conversations: {messages, tools} or a list of messages per line."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find out whether a tokenizer and its chat template are safe for training on token masks.
+    """Check whether a chat template keeps the tokens of earlier turns stable.
 
-    Plays hard conversations turn by turn, and compares what a rollout holds that
-    keeps its tokens with what a trainer gets that renders everything anew.
+    Runs difficult conversations turn by turn. After each turn it compares the
+    tokens that a rollout has accumulated with a new rendering of the whole
+    conversation.
 
-    The exit code is 0 if the template is stable, 1 if it is not, and 2 if it cannot be used or the command is wrong.
+    The exit code is 0 if the template is stable, 1 if it is not, and 2 if it
+    cannot be used or the command line is wrong.
     """
     quiet_transformers()
-    with report_errors("tokens check", _OF_NO_USE):
+    with report_errors("tokens check", _UNUSABLE):
         from rollout_server.tokencheck.check import Subject
         from rollout_server.tokencheck.check import check as checked
         from rollout_server.tokencheck.conversation import read_conversations
@@ -60,7 +65,7 @@ def check(
         files = _read(tokenizer, revision, template)
         report = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
     _show(report, as_json=as_json)
-    raise typer.Exit(_OF_NO_USE if not report.usable else _STABLE if report.stable else _UNSTABLE)
+    raise typer.Exit(_UNUSABLE if not report.usable else _STABLE if report.stable else _UNSTABLE)
 
 
 def _show(report: TemplateReport, *, as_json: bool) -> None:
@@ -77,7 +82,7 @@ def _show(report: TemplateReport, *, as_json: bool) -> None:
 
 
 def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
-    """Resolves the name as the server does, but a directory may be named too. Raises `RolloutFailed`, OSError and ValueError."""
+    """Load a tokenizer by name, as the server does, or from a directory. Raises `RolloutFailed`, OSError or ValueError."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName
     from rollout_server.edge.tokens.loader import read_tokenizer
@@ -89,10 +94,11 @@ def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
     if name == TOY:
         directories.setdefault(TOY, TOY_TOKENIZER)
     if template is not None:
-        template.read_text(encoding="utf-8")  # said here, because the server would speak of its settings
+        # Fails here if there is no such file. The loader's error would name a setting instead of the flag.
+        template.read_text(encoding="utf-8")
         templates[name] = template
     if name not in directories and name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ValueError(f"there is no directory {name}")
+        raise ValueError(f"the directory {name} does not exist")
     everything = replace(settings, directories=directories, templates=templates, allow_directories=True)
     return read_tokenizer(TokenizerName(name, revision), everything)
 
@@ -106,4 +112,4 @@ def _argument(text: str) -> tuple[str, JSON]:
     try:
         return key, parse_json(value)
     except MalformedMessage:
-        raise ValueError(f"--template-arg {text!r}: {value!r} is not JSON; a text needs quotes") from None
+        raise ValueError(f"--template-arg {text!r}: {value!r} is not JSON; a string needs double quotes") from None

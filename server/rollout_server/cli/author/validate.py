@@ -1,4 +1,4 @@
-"""`rollout validate`: what is wrong with an agent."""
+"""`rollout validate`: check agents for errors."""
 
 from __future__ import annotations
 
@@ -29,17 +29,19 @@ def validate(
     call_tools: Annotated[
         bool,
         typer.Option(
-            "--call-tools", help="Call each tool once, with arguments that its schema allows. They really run."
+            "--call-tools", help="Call each tool once with arguments that fit its schema. The tools run for real."
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check agents: they can be imported, their tools are what models may be told of, and a rollout with a scripted model ends.
+    """Check agents: import, tool schemas and a dry run with a mock model.
 
-    Without OBJECT all agents of a module or file are checked. The scripted model calls no tool unless --call-tools is given. The
-    exit code is 1 where something is wrong; advice alone leaves it 0.
+    OBJECT may be omitted to check all agents of a module or file. The mock model
+    calls tools only with --call-tools. The exit code is 1 if there are errors;
+    advice does not change it.
 
-    With --json: {"valid": bool, "agents": [{"name", "version", "tools": [{"name", "parameters", "errors", "advice", "called"}],
+    With --json: {"valid": bool, "agents": [{"name", "version",
+    "tools": [{"name", "parameters", "errors", "advice", "called"}],
     "errors", "advice", "dry_run"}], "next"}.
     """
     quiet_transformers()
@@ -68,14 +70,14 @@ async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bo
     names = [agent.name for agent in agents]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise AuthorError(
-            f"more than one agent is called {', '.join(map(repr, sorted(doubled)))}: requests choose agents by name"
+            f"several agents have the name {', '.join(map(repr, sorted(doubled)))}; requests choose agents by name"
         )
     with print_server_log(console):
         return [await _validate_agent(agent, call_tools=call_tools) for agent in agents]
 
 
 async def _validate_agent(agent: Agent, *, call_tools: bool) -> AgentReport:
-    """In a server of its own, whose model calls this agent's tools."""
+    """Validate one agent in a separate server, because the mock model calls the tools of this agent."""
     from rollout_server.authoring.model_stubs import ModelStub
     from rollout_server.authoring.validation import DryModel, callable_tools
     from rollout_server.authoring.validation import validate as validated
@@ -99,7 +101,7 @@ def _show(console: Console, report: AgentReport) -> None:
     from rollout_server.inspection.escape import visible
 
     table = Table(title=visible(f"agent {report.name}, version {report.version}"), title_justify="left")
-    for heading in ("", "what", "says"):
+    for heading in ("", "subject", "result"):
         table.add_column(heading, overflow="fold")
     for kind, what, text in _lines(report):
         style = {"error": "bold red", "advice": "yellow"}.get(kind, "green")
@@ -125,7 +127,7 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
             (
                 "ok",
                 "dry run",
-                f"{run.get('end')} ({run.get('reason')}) after {plural(run['turns'], 'turn')}, {reward}",
+                f"completed ({run.get('reason')}) after {plural(run['turns'], 'turn')}, {reward}",
             )
         )
     return lines
@@ -134,7 +136,7 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
 def _next(named: str, reports: Sequence[AgentReport], *, valid: bool, called: bool) -> str:
     target = shlex.quote(named)
     if not valid:
-        return "mend what is marked as an error, and validate again"
+        return "fix the errors above and validate again"
     if not called and any(report.tools for report in reports):
-        return f"rollout validate {target} --call-tools runs each tool once; rollout run {target} --prompt TEXT plays a rollout"
-    return f"rollout run {target} --prompt TEXT plays a rollout; rollout test {target} DATASET many of them"
+        return f"rollout validate {target} --call-tools calls each tool once; rollout run {target} --prompt TEXT runs a rollout"
+    return f"rollout run {target} --prompt TEXT runs a rollout; rollout test {target} DATASET evaluates the agent"

@@ -1,1 +1,1 @@
-"""Commands that run and look after servers."""
+"""Commands for operating servers, gateways and trainers."""

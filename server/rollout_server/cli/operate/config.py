@@ -1,4 +1,4 @@
-"""`rollout config`: the settings as they are in force."""
+"""`rollout config`: print the effective settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 from rollout_server.cli.errors import report_errors
 
 
-def config(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
-    """Print the settings in force, their environment names and what they mean. Secrets are not shown."""
+def config(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Print the effective settings with their environment names and descriptions. Secrets are hidden."""
     from pydantic import SecretStr
 
     from rollout_server.settings import Settings, load, names_of

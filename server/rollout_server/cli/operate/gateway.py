@@ -1,4 +1,4 @@
-"""`rollout gateway`: the HTTP gateway alone."""
+"""`rollout gateway`: run the HTTP gateway without a server."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ _REPEATED = {"servers": "--server"}
 
 
 def gateway(as_json: bool = False, **flags: object) -> None:
-    """Serve HTTP before one or several rollout servers until SIGTERM or Ctrl-C.
+    """Run the HTTP gateway for one or more rollout servers until SIGTERM or Ctrl-C.
 
-    A flag goes before the environment, and that before .env. API keys are set there only: a command line can be read by others.
+    Flags take precedence over the environment, and the environment over .env.
+    API keys have no flag, because other users of the machine can read command
+    lines.
 
-    With --json: {"serving": {"url", "port", "servers"}} on a line once it serves.
+    With --json: a line {"serving": {"url", "port", "servers"}} once it serves.
     """
     values = {name: value for name, value in flags.items() if value not in (None, [])}
     if as_json:
         values.setdefault("log_format", "json")
     with report_errors("gateway"), open_output(as_json=as_json) as output:
         options = load_options(**values)
-        from rollout_server import logs, standalone_gateway  # gRPC takes its time
+        from rollout_server import logs, standalone_gateway  # imported late: gRPC is slow to import
 
         logs.set_up(options.log_format, options.log_level)
         serving = standalone_gateway.serve(
@@ -43,9 +45,9 @@ def _serving_document(url: str, port: int, options: GatewayOptions) -> dict[str,
 
 
 def _flags() -> inspect.Signature:
-    """A flag for each setting that is no secret, for typer, which reads flags off a function's parameters."""
+    """Return a signature with a flag for each setting that is not a secret; typer derives flags from signatures."""
     fields = {name: field for name, field in GatewayOptions.model_fields.items() if field.annotation is not SecretStr}
-    as_json = typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")
+    as_json = typer.Option("--json", help="Print a JSON object on one line once it serves; log in JSON.")
     last = inspect.Parameter(
         "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, as_json]
     )
@@ -62,7 +64,7 @@ def _flag(name: str, field: FieldInfo) -> inspect.Parameter:
 def _kind(name: str, field: FieldInfo) -> Any:
     if name in _REPEATED:
         return list[str]
-    # The words are checked with the other settings.
+    # `load_options` checks the allowed words, so that the error names the setting.
     return str if get_origin(field.annotation) is Literal else field.annotation
 
 

@@ -1,4 +1,4 @@
-"""`rollout keys`: API keys."""
+"""`rollout keys`: create API keys."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ import typer
 
 from rollout_server.cli.json_output import AsJson
 
-keys = typer.Typer(no_args_is_help=True, help="API keys for ROLLOUT_API_KEYS and ROLLOUT_API_KEYS_FILE.")
+keys = typer.Typer(no_args_is_help=True, help="Create API keys for ROLLOUT_API_KEYS and ROLLOUT_API_KEYS_FILE.")
 
 
 @keys.callback()
 def _keys() -> None:
-    """With a callback, `new` stays a command of its own although it is the only one."""
+    """Keep `new` a subcommand: without a callback, typer makes a single command the group itself."""
 
 
 @keys.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Whose key it is; rollouts belong to this name, whichever key it uses.")],
-    admin: Annotated[bool, typer.Option(help="Sees and cancels everybody's rollouts.")] = False,
+    name: Annotated[
+        str, typer.Argument(help="Name of the caller. Rollouts belong to the name; it may have several keys.")
+    ],
+    admin: Annotated[bool, typer.Option(help="The key may list, read and cancel the rollouts of all callers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a key: the key itself, for the caller, and the entry that stands for it, for the server.
+    """Create an API key and the hashed entry for the server's settings.
 
-    The key goes to standard error, the entry to standard output: `rollout keys new ci >> keys.txt` files the entry alone.
+    The key is printed once, on standard error. The entry is printed on standard
+    output, so `rollout keys new ci >> keys.txt` stores only the entry.
 
-    With --json both go to standard output: {"key", "entry"}.
+    With --json both are printed on standard output: {"key", "entry"}.
     """
-    from rollout_server.edge.api_keys import entry_of, new_key  # importing it brings the runtime
+    from rollout_server.edge.api_keys import entry_of, new_key  # imported late: it imports the runtime
 
     key = new_key()
     try:

@@ -1,7 +1,7 @@
-"""`rollout serve --reload`: a server that is started anew when its agents' files change.
+"""`rollout serve --reload`: restart the server when the agents' files change.
 
-The server is a process of its own, so that what an author's modules leave behind ends with it, and a file that cannot be
-imported costs a server and not the watching.
+The server runs in a subprocess. A restart therefore discards the state of the author's modules, and a file that cannot be imported
+ends the server but not the watcher.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import typer
 
 _RELOAD = "--reload"
 _HURRY_SECONDS, _STOP_SECONDS = 1.0, 5.0
+"""Waiting times after the first and the second SIGTERM."""
 _QUIET_MS = 100
-"""Changes within this time are one: editors write a file in several goes."""
+"""Debounce: changes within this time cause one restart, because editors write a file in several steps."""
 
 
 def serve_anew(references: Sequence[str]) -> None:
-    """Serves what the command line says, without `--reload`, until SIGTERM or Ctrl-C; again whenever a file changes.
+    """Run the current command line without `--reload`, and restart it at each file change, until SIGTERM or Ctrl-C.
 
-    Raises `AuthorError` for references that are none, RuntimeError where nothing watches files.
+    Raises `AuthorError` for a malformed reference, RuntimeError if the package `watchfiles` is missing.
     """
     from rollout_server.authoring.agent_loader import Reference
 
@@ -46,7 +47,7 @@ def serve_anew(references: Sequence[str]) -> None:
             ):  # fmt: skip
                 if changes:
                     names = ", ".join(sorted({Path(path).name for _, path in changes})[:5])
-                    typer.echo(f"{names} changed: serving anew", err=True)
+                    typer.echo(f"{names} changed, restarting the server", err=True)
                     _stop(child)
                     child = _start(command)
         finally:
@@ -54,12 +55,15 @@ def serve_anew(references: Sequence[str]) -> None:
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In a process group of its own: Ctrl-C reaches this process alone, which ends the other in good order."""
+    """Start the server in a new process group, so that Ctrl-C reaches only this process, which then stops the server."""
     return subprocess.Popen(command, process_group=0)  # noqa: S603 - our own command line
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Asks once, which lets rollouts finish; then again, which ends them; then kills."""
+    """Stop the server with two SIGTERMs, then SIGKILL.
+
+    The first SIGTERM starts the drain, in which rollouts may finish. The second ends the drain.
+    """
     for seconds in (_HURRY_SECONDS, _STOP_SECONDS):
         if child.poll() is not None:
             return
@@ -73,13 +77,13 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _stop_event() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set."""
+    """Yield an event that SIGTERM and Ctrl-C set."""
     stopped = threading.Event()
 
-    def came(_number: int, _frame: FrameType | None) -> None:
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
         stopped.set()
 
-    before = {number: signal.signal(number, came) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stopped
     finally:
@@ -88,7 +92,7 @@ def _stop_event() -> Iterator[threading.Event]:
 
 
 def _outermost(folders: set[Path]) -> list[Path]:
-    """Those that are not within another one: each file is watched once."""
+    """Return the folders that are not inside another one, so that each file is watched once."""
     return sorted(
         each for each in folders if not any(each != other and each.is_relative_to(other) for other in folders)
     )

@@ -1,4 +1,4 @@
-"""`rollout serve`: the server."""
+"""`rollout serve`: run the server."""
 
 from __future__ import annotations
 
@@ -20,39 +20,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServeFlags:
-    """What `rollout serve` takes."""
+    """Arguments and flags of `rollout serve`."""
 
     agents: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[TARGET...]",
-            help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT]; the first is the default. Default: the calculator.",
+            help="Agents: MODULE[:OBJECT] or FILE.py[:OBJECT]. The first is the default agent. Default: the calculator.",
         ),
     ] = None
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless set otherwise.")] = None
-    http_port: Annotated[int | None, typer.Option(help="HTTP port; 0: any.")] = None
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: any.")] = None
+    host: Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")] = None
+    http_port: Annotated[int | None, typer.Option(help="HTTP port; 0 picks a free one.")] = None
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0 picks a free one.")] = None
     tokenizer: Annotated[
-        list[str] | None, typer.Option(help="NAME=DIRECTORY, repeatable; the directory 'toy' is the built-in one.")
+        list[str] | None,
+        typer.Option(help="Tokenizer NAME=DIRECTORY, repeatable; DIRECTORY toy: the built-in one."),
     ] = None
-    log_format: Annotated[str | None, typer.Option(help="text or json.")] = None
+    log_format: Annotated[str | None, typer.Option(help="Log format: text or json.")] = None
     reload: Annotated[
-        bool, typer.Option("--reload", help="For development: restart when a Python file near the agents changes.")
+        bool,
+        typer.Option(
+            "--reload", help="Restart when a Python file in the agents' directories changes. For development."
+        ),
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object on a line once it serves; logs in JSON.")] = (
-        False
-    )
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object on one line once it serves; log in JSON.")
+    ] = False
 
 
 @accept_flags(ServeFlags)
 def serve(**values: Any) -> None:
     """Serve agents over gRPC and HTTP until SIGTERM or Ctrl-C.
 
-    OBJECT is an Agent, or a subclass whose constructor takes no arguments. It may be left out if there is exactly one agent.
+    OBJECT is an Agent, or a subclass whose constructor takes no arguments. It may
+    be omitted if the module defines exactly one agent.
 
-    Everything else is set through the environment or .env: see `rollout config`.
+    All other settings come from the environment or .env: see `rollout config`.
 
-    With --json: {"serving": {"grpc_port", "http_port", "agents"}} on a line, with --reload one at each restart.
+    With --json: a line {"serving": {"grpc_port", "http_port", "agents"}} once it
+    serves, and with --reload after each restart.
     """
     flags = pick_flags(ServeFlags, values)
     with report_errors("serve"):
@@ -60,7 +66,7 @@ def serve(**values: Any) -> None:
         if flags.reload:
             from rollout_server.cli.operate.reload import serve_anew
 
-            serve_anew(flags.agents or [])  # whose servers answer for themselves
+            serve_anew(flags.agents or [])  # each restarted server prints its own JSON
             return
         from rollout_server.authoring.agent_loader import find_agents
 
@@ -69,7 +75,7 @@ def serve(**values: Any) -> None:
 
 
 def _serve(found: Sequence[Agent], settings: dict[str, object], output: JsonOutput) -> None:
-    from rollout_server import app  # gRPC takes its time
+    from rollout_server import app  # imported late: gRPC is slow to import
     from rollout_server.calculator import Calculator
     from rollout_server.settings import load
 

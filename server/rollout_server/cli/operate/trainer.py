@@ -1,4 +1,4 @@
-"""`rollout trainer`: the strict trainer."""
+"""`rollout trainer`: run the strict trainer."""
 
 from __future__ import annotations
 
@@ -25,47 +25,53 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFlags:
-    """What `rollout trainer` takes."""
+    """Flags of `rollout trainer`."""
 
-    port: Annotated[int, typer.Option(envvar="MOCK_TRAINER_PORT", help="HTTP port; 0: any.")] = 9001
+    port: Annotated[int, typer.Option(envvar="MOCK_TRAINER_PORT", help="HTTP port; 0 picks a free one.")] = 9001
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer; none: the built-in one.")] = None
+    tokenizer: Annotated[Path | None, typer.Option(help="Directory of a tokenizer. Default: the built-in one.")] = None
     tools_from: Annotated[
-        str | None, typer.Option(help="Base URL of the gateway whose tools the trainer renders; empty: none.")
+        str | None,
+        typer.Option(help="Base URL of the gateway whose GET /tools lists the tools to render; empty: no tools."),
     ] = "http://127.0.0.1:9000"
     tools_key: Annotated[
-        str | None, typer.Option(envvar="ROLLOUT_API_KEY", help="API key for the tools, if the gateway demands one.")
+        str | None, typer.Option(envvar="ROLLOUT_API_KEY", help="API key for GET /tools, if the gateway requires one.")
     ] = None
-    api_key: Annotated[str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Demand this bearer token.")] = None
+    api_key: Annotated[str | None, typer.Option(envvar="MOCK_TRAINER_API_KEY", help="Require this bearer token.")] = (
+        None
+    )
     dialect: Annotated[
-        TrainerDialect, typer.Option(help="Expect response masks, never, or as each rollout's first call says.")
+        TrainerDialect,
+        typer.Option(help="Whether requests carry response masks; either: as in each rollout's first call."),
     ] = TrainerDialect.EITHER
     script: Annotated[
         str,
         typer.Option(
             metavar="FILE",
-            help="What the model answers: FILE.json (as PUT /script takes it), or FILE.py[:OBJECT] with reply(messages). "
-            "Without one it calculates.",
+            help="Mock model: FILE.json (format of PUT /script) or FILE.py[:OBJECT] with reply(messages). "
+            "Default: a calculator.",
         ),
     ] = ""
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object on each line: once it serves, then each outcome that comes.")
+        bool, typer.Option("--json", help="Print one JSON object per line: once it serves, then for each outcome.")
     ] = False
 
 
 @accept_flags(TrainerFlags)
 def trainer(**values: Any) -> None:
-    """Run a mock trainer that counts every token itself and refuses what is wrong, with a scripted model.
+    """Run a mock trainer that verifies every token and mask and rejects errors.
 
-    It speaks both HTTP dialects. POST /rollout leads to callbacks with response
-    masks, POST /v1/rollout/init to callbacks without them, which end with
-    POST /v1/rollout/completed; each outcome that comes is told in one line.
+    It serves the callbacks of both Osmosis HTTP APIs and the gRPC
+    CompletionService. After POST /rollout, callbacks carry response masks. After
+    POST /v1/rollout/init they do not, and the last one is
+    POST /v1/rollout/completed. The trainer prints one line per outcome.
 
-    GET /verdicts lists what was found, GET /verdict?rollout_id= tells all of it.
-    PUT /script?rollout_id= says what the model answers and how the trainer fails.
+    GET /verdicts lists the results, GET /verdict?rollout_id= shows one in detail.
+    PUT /script?rollout_id= sets completions and faults of a rollout.
 
-    With --json: {"serving": {"url", "grpc_target"}} on a line once it serves, then for each outcome that comes {"verdict":
-    {"rollout_id", "accepted", "turns", "refusals", "outcome", ...}}, as GET /verdicts lists it.
+    With --json: a line {"serving": {"url", "grpc_target"}} once it serves, then
+    for each outcome a line {"verdict": {"rollout_id", "accepted", "turns",
+    "refusals", "outcome", ...}} as in GET /verdicts.
     """
     quiet_transformers()
     flags = pick_flags(TrainerFlags, values)
@@ -106,16 +112,16 @@ def _print_verdict(verdict: Verdict, output: JsonOutput) -> None:
 
 
 def _directory(tokenizer: Path | None) -> Path:
-    """Where the tokenizer is; None: the built-in one's. Raises ValueError where none is."""
+    """Return the directory of the tokenizer; None means the built-in one. Raises ValueError if it holds no tokenizer."""
     from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
     if tokenizer is not None and not (tokenizer / "tokenizer_config.json").exists():
-        raise ValueError(f"there is no tokenizer in {tokenizer}: it has no tokenizer_config.json")
+        raise ValueError(f"{tokenizer} is not a tokenizer directory: it has no tokenizer_config.json")
     return tokenizer or TOY_TOKENIZER
 
 
 def verdict_line(verdict: Verdict) -> str:
-    """One line about a rollout whose outcome came: what it came to, and what was wrong with it."""
+    """Return one line about a rollout whose outcome has arrived: its result and all refusals."""
     body = verdict.outcome.body if verdict.outcome else {}
     parts = [
         plural(len(verdict.turns), "turn"),
@@ -124,7 +130,7 @@ def verdict_line(verdict: Verdict) -> str:
     if body.get("reward") is not None:
         parts.append(f"reward {body['reward']}")
     if verdict.siblings:
-        parts.append(f"{plural(verdict.siblings, 'turn')} generated again")
+        parts.append(f"{plural(verdict.siblings, 'turn')} regenerated")
     parts += [f"refused: {refusal.text}" for refusal in verdict.refusals]
     ended = f"{body.get('status')}, {body.get('finish_reason')}"
     return visible(f"{verdict.rollout_id}: {ended}; {', '.join(parts)}")
@@ -136,7 +142,7 @@ async def _serve(trainer_served: StrictTrainer, output: JsonOutput) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     async with trainer_served:
         typer.echo(
-            f"strict trainer on {trainer_served.url}; verdicts under /verdicts; CompletionService on grpc://{trainer_served.grpc_target}",
+            f"strict trainer on {trainer_served.url}; verdicts at /verdicts; CompletionService at grpc://{trainer_served.grpc_target}",
             err=True,
         )
         output.line({"serving": {"url": trainer_served.url, "grpc_target": trainer_served.grpc_target}})

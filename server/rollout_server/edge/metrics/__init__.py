@@ -1,4 +1,4 @@
-"""What a server counts, in the form that Prometheus reads.
+"""Metrics of a server in Prometheus' format.
 
-`observer` counts what happens to rollouts, `families` says what there is to count, `port` shows it on a port of its own.
+`families` defines the metrics, `observer` updates them from rollouts, and `server` exposes them on a separate port.
 """

@@ -1,7 +1,7 @@
-"""What is counted. Names begin with `rollout_`, times are in seconds, and every label has a few known values.
+"""Definitions of the metrics. Names begin with `rollout_`, times are in seconds, and every label has few, known values.
 
-Words that agents, models, callers and trainers choose are never label values: whoever chooses words could fill the memory of this
-server and of the one that reads it. They count as "other" or "unknown".
+Texts chosen by agents, models, callers or trainers are never label values, because each new value takes memory here and in
+Prometheus. They count as "other" or "unknown".
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rollout_server.runtime.registry.dependencies import Attempt
 OTHER = "other"
 UNKNOWN = "unknown"
 GENERATED = "generated"
-"""Stands where a span has no reason to be masked: the model wrote it."""
+"""Value of the label `reason` for tokens that the model generated, which have no mask reason."""
 
-# The contract's words for stops (Stop.reason), then the finish reasons of trainers of the asynchronous dialect.
+# Stop reasons of the contract (Stop.reason), then finish reasons of trainers of the asynchronous HTTP API.
 STOPS = frozenset({"stop", "max_turns", "max_tokens", "max_bytes", "length", "tool_calls", "content_filter"})
 CANCELLATIONS = frozenset({"detached", "shutdown"})
-# The contract's words for warnings (Warning.code).
+# Warning codes of the contract (Warning.code).
 RESAMPLED = "resampled"
 WARNINGS = frozenset(
     {
@@ -52,7 +52,7 @@ WARNINGS = frozenset(
     }
 )
 
-# A model takes from milliseconds to many minutes for a turn, and a rollout from nothing to a day.
+# A turn takes from milliseconds to many minutes, and a rollout up to a day.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400)
 _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
@@ -60,14 +60,14 @@ _Family = TypeVar("_Family", bound=MetricWrapperBase)
 
 
 class Labelled(Generic[_Family]):
-    """A family and its children by label values. Looking one up here costs half of what the family's own way does."""
+    """A metric and its children by label values. This look-up takes half the time of prometheus_client's own."""
 
     def __init__(self, family: _Family) -> None:
         self._family = family
         self._children: dict[tuple[str, ...], _Family] = {}
 
     def __call__(self, *labels: str) -> _Family:
-        """The child with these label values; it is there from the first call on."""
+        """Return the child with these label values, created by the first call."""
         child = self._children.get(labels)
         if child is None:
             child = self._children[labels] = self._family.labels(*labels)
@@ -75,42 +75,42 @@ class Labelled(Generic[_Family]):
 
 
 class MetricsRegistry(CollectorRegistry):
-    """A registry whose counters do not also say when they were created, which would nearly double what is read each time."""
+    """A registry without the `_created` samples of counters, which would nearly double the size of each scrape."""
 
     def collect(self) -> Iterable[Metric]:
-        """All there is."""
+        """Yield all metrics."""
         for metric in super().collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
 
 
 class Families:
-    """Everything that is counted, in a registry of its own."""
+    """All metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = MetricsRegistry()
-        self.accepted = self._counters("accepted", "Rollouts taken.", "agent")
-        self.finished = self._counters("finished", "Rollouts that ended, and how.", "agent", "end", "reason")
-        self.turns = self._counters("turns", "Completions that trainers answered.", "agent")
-        self.tokens = self._counters("tokens", "Tokens in ledgers, by who wrote them and why.", "author", "reason")
-        self.drift = self._counters("drift", "Prompts of trainers that were not what was expected.", "kind")
-        self.segments = self._counters("segments", "Segments opened, each a training sample.", "kind")
-        self.retries = self._counter(
-            "completion_retries", "Requests beyond the first for completions that were answered."
+        self.accepted = self._counters("accepted", "Rollouts accepted.", "agent")
+        self.finished = self._counters(
+            "finished", "Rollouts that ended, by kind and reason of the end.", "agent", "end", "reason"
         )
+        self.turns = self._counters("turns", "Completions that trainers returned.", "agent")
+        self.tokens = self._counters("tokens", "Tokens in ledgers, by author and mask reason.", "author", "reason")
+        self.drift = self._counters("drift", "Prompts of trainers that differed from the ledger's prediction.", "kind")
+        self.segments = self._counters("segments", "Segments opened, each a training sample.", "kind")
+        self.retries = self._counter("completion_retries", "Retried requests of completions that trainers returned.")
         self.resampled = self._counter("resampled", "Retries that may have generated a turn twice.")
         self.ignored = self._counter(
-            "stream_answers_ignored", "Answers of trainers on streams that came late, twice, or to no ask at all."
+            "stream_answers_ignored", "Responses of trainers on streams that were late, duplicate or not requested."
         )
         self.warnings = self._counters("warnings", "Warnings in outcomes.", "code")
-        self.queue = self._times("queue", "From accepted to the first turn, or to an end in the queue.", "agent")
-        self.duration = self._times("duration", "From the first turn to the end.", "agent", "end")
-        self.completion = self._times("completion", "From a completion's first request to its answer.", "agent")
-        self.tool = self._times("tool", "Tool calls.", "tool", "failed")
-        self.delivery = self._times("delivery_attempt", "Attempts to deliver an outcome.", "result")
+        self.queue = self._times("queue", "Time from acceptance to the first turn, or to an end in the queue.", "agent")
+        self.duration = self._times("duration", "Time from the first turn to the end.", "agent", "end")
+        self.completion = self._times("completion", "Time from a completion's first request to its response.", "agent")
+        self.tool = self._times("tool", "Duration of tool calls.", "tool", "failed")
+        self.delivery = self._times("delivery_attempt", "Duration of attempts to deliver an outcome.", "result")
         self.loop_lag = Histogram(
             "rollout_loop_lag_seconds",
-            "How late the event loop woke a sleeper.",
+            "Delay with which the event loop woke a sleeping task.",
             registry=self.registry,
             buckets=_LAG_SECONDS,
         )
@@ -120,7 +120,7 @@ class Families:
         self._begin()
 
     def begin_agent(self, agent: str) -> None:
-        """Has an agent's counters begin at 0, so that the first rollout already shows as an increase."""
+        """Initialize an agent's counters to 0, so that `increase()` counts the first rollout, too."""
         self.accepted(agent)
         self.turns(agent)
         self.finished(agent, "stop", "stop")

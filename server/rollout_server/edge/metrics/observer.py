@@ -1,4 +1,4 @@
-"""Counts what happens to rollouts."""
+"""Updates the metrics from the records of rollouts."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Watched(Protocol):
-    """What is asked of a roster each time somebody reads the metrics, from whatever thread."""
+    """The registry's values that every scrape reads, from any thread."""
 
     @property
     def agents(self) -> Mapping[str, AgentProtocol]:
-        """By name."""
+        """Agents by name."""
 
     @property
     def running(self) -> int:
-        """Rollouts that run now."""
+        """Number of running rollouts."""
 
     @property
     def queued(self) -> int:
-        """Rollouts that wait now."""
+        """Number of waiting rollouts."""
 
     @property
     def active_bytes(self) -> int:
-        """About what they hold."""
+        """Approximate memory of rollouts."""
 
 
 class MetricsObserver:
-    """An observer of one server's rollouts. Costs a few microseconds for each record, and nothing of it is about one rollout."""
+    """Observes the rollouts of one server. Takes a few microseconds per record and stores nothing per rollout."""
 
     def __init__(self) -> None:
         self.families = Families()
         self._tools: dict[str, frozenset[str]] = {}
-        # Records that nothing is counted of are not here.
+        # Records of other types are not counted.
         self._counting: Mapping[type, Callable[[Rollout, Any], None]] = MappingProxyType(
             {
                 Accepted: self._count_start,
@@ -69,30 +69,34 @@ class MetricsObserver:
         )
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """Counts the entries, which the rollout's log and machine hold already."""
+        """Count the entries, which the rollout's log and machine already contain."""
         for entry in entries:
             count = self._counting.get(type(entry.record))
             if count is not None:
                 count(rollout, entry.record)
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
-        """Counts one attempt to deliver an outcome."""
+        """Count one attempt to deliver an outcome."""
         self.families.delivery(attempt.value).observe(milliseconds / 1000)
 
     def watch_registry(self, registry: Watched) -> None:
-        """Shows how many rollouts run and wait. For one roster."""
-        self.watch("running", "Rollouts that run now.", lambda: registry.running)
-        self.watch("queued", "Rollouts that wait now.", lambda: registry.queued)
-        self.watch("active_bytes", "About what rollouts hold that wait, run or deliver.", lambda: registry.active_bytes)
+        """Expose the numbers of running and waiting rollouts of one registry."""
+        self.watch("running", "Rollouts that are running.", lambda: registry.running)
+        self.watch("queued", "Rollouts that wait for a slot.", lambda: registry.queued)
+        self.watch(
+            "active_bytes",
+            "Approximate memory of rollouts that wait, run or deliver their outcome.",
+            lambda: registry.active_bytes,
+        )
         for agent in registry.agents:
             self.families.begin_agent(agent)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Shows a number as `rollout_NAME`. It is asked for each time somebody reads the metrics, from whatever thread."""
+        """Expose a number as the gauge `rollout_NAME`. Every scrape calls `value`, from any thread."""
         Gauge(f"rollout_{name}", text, registry=self.families.registry).set_function(value)
 
     def exposition(self) -> bytes:
-        """Everything, in Prometheus' text format (`CONTENT_TYPE`)."""
+        """Return all metrics in Prometheus' text format (`CONTENT_TYPE`)."""
         return generate_latest(self.families.registry)
 
     def _count_start(self, rollout: Rollout, record: Accepted) -> None:
@@ -107,12 +111,16 @@ class MetricsObserver:
         self._count_tokens(rollout, record.turn)
 
     def _count_tokens(self, rollout: Rollout, turn: int) -> None:
-        """Counts the spans that belong to the trajectory because the model has written more: from its last span but one."""
+        """Count the spans that the completion of this turn added to the trajectory.
+
+        These are the completion's own spans and the environment tokens before it. Environment tokens belong to a trajectory
+        only once a completion follows (law 6 of the ledger), so they are counted with that completion.
+        """
         segment = rollout.machine.of_turn(turn).line.segment
         for span in reversed(segment.spans if segment is not None else ()):
-            written = span.author is Author.MODEL
-            if span.reason is MaskReason.PROMPT or (written and span.turn != turn):
-                return  # counted when its segment was opened, or in its own turn
+            generated = span.author is Author.MODEL
+            if span.reason is MaskReason.PROMPT or (generated and span.turn != turn):
+                return  # the prompt was counted with its segment, earlier completions in their turns
             reason = span.reason.value if span.reason is not None else GENERATED
             self.families.tokens(span.author.value, reason).inc(span.stop - span.start)
 
@@ -121,7 +129,7 @@ class MetricsObserver:
         self.families.tool(name, "true" if record.failed else "false").observe(record.elapsed_ms / 1000)
 
     def _tools_of(self, agent: AgentProtocol) -> frozenset[str]:
-        """The names of an agent's tools as they were at first, so that they stay few whatever the agent does."""
+        """Return the names of an agent's tools, read once: later changes must not add label values."""
         names = self._tools.get(agent.name)
         if names is None:
             names = self._tools[agent.name] = frozenset(tool.name for tool in agent.tools)
@@ -150,7 +158,7 @@ class MetricsObserver:
 
 
 def _end(end: End) -> tuple[str, str]:
-    """How a rollout ended, and why, in words of which there are few."""
+    """Return the kind of an end and its reason, as label values."""
     if isinstance(end, Failure):
         return "failure", end.category.value
     if isinstance(end, Cancellation):

@@ -1,4 +1,4 @@
-"""Metrics on a port of their own, for networks in which the port for callers is not the one to be read by monitoring."""
+"""Serves metrics on a separate port, for networks in which monitoring must not reach the callers' port."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rollout_server.edge.metrics.observer import MetricsObserver
 
 @dataclass(frozen=True, slots=True)
 class MetricsPort:
-    """A server in threads, which answers also while the event loop is busy. It asks nobody who they are."""
+    """An HTTP server in threads, which responds also while the event loop is blocked. It requires no authentication."""
 
     port: int
     _server: WSGIServer = field(repr=False)
     _thread: threading.Thread = field(repr=False)
 
     async def stop(self) -> None:
-        """Answers nothing more, and lets go of the port."""
+        """Stop the server and close the port."""
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         await asyncio.to_thread(self._thread.join)
 
 
 def serve_metrics(metrics: MetricsObserver, port: int, host: str) -> MetricsPort:
-    """Listens; port 0 is any. Raises OSError where the address cannot be had."""
+    """Start to listen; port 0 selects a free port. Raise OSError if the address is not available."""
     try:
         server, thread = start_http_server(port, host, registry=metrics.families.registry)
     except OSError as error:

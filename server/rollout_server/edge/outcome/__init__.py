@@ -1,1 +1,1 @@
-"""Tells receivers how rollouts ended."""
+"""Delivery of outcomes to their receivers."""

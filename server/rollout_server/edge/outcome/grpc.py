@@ -1,4 +1,4 @@
-"""Outcomes over gRPC: `OutcomeService.DeliverOutcome` at the receiver."""
+"""Delivery of outcomes over gRPC: `OutcomeService.DeliverOutcome` of the receiver."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _TRIED_AGAIN = frozenset(
 
 
 class GrpcCourier:
-    """Calls receivers. `timeout` is in seconds, for one attempt."""
+    """Delivers outcomes over gRPC. `timeout` is in seconds, for one attempt."""
 
     def __init__(self, channels: Channels, timeout: float = 60.0) -> None:
         self._channels = channels
         self._timeout = timeout
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
-        """Calls once. Which codes are tried again is said in outcome_service.proto."""
+        """Make one call. outcome_service.proto defines which status codes are retried."""
         metadata = (("authorization", f"Bearer {packed.credential}"),) if packed.credential else ()
         try:
             async with self._channels.use(packed.target.url) as channel:
-                # The bytes are passed on as they are, and what the answer holds means nothing.
+                # Without serializers: the body is serialized already, and the response is empty.
                 call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_METHOD)
                 await call(packed.body, metadata=metadata, timeout=self._timeout)
         except TargetRefused as error:

@@ -1,4 +1,4 @@
-"""The final callback of the asynchronous dialect: `POST {url}/v1/rollout/completed` (docs/design.md, B)."""
+"""Delivery of outcomes in the asynchronous HTTP API: `POST {url}/v1/rollout/completed` (docs/design.md, protocol B)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,17 @@ _ASKED_AGAIN = frozenset({408, 425, 429})
 
 
 class HttpCourier:
-    """Posts outcomes. `timeout` is in seconds, for one attempt."""
+    """Delivers outcomes over HTTP. `timeout` is in seconds, for one attempt."""
 
     def __init__(self, client: HttpClient, timeout: float = 60.0) -> None:
         self._client = client
         self._timeout = timeout
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
-        """Posts once: any 2xx acknowledges; 408, 425, 429, 5xx and transport errors are to be tried again; all else is final."""
+        """Make one request.
+
+        Any 2xx acknowledges. 408, 425, 429, 5xx and transport errors are retried. Other statuses are final.
+        """
         headers = keyed_headers(packed.key, packed.credential)
         request = HttpRequest(f"{packed.target.url}/v1/rollout/completed", packed.body, headers, self._timeout)
         try:
@@ -41,8 +44,8 @@ class HttpCourier:
             return DeliveryUnsettled(f"{request.host}: {error}")
         except TargetForbidden as error:
             return DeliveryRefused(f"{request.host}: {error}")
-        except ResponseTooLarge:  # it has answered, and with what status is unknown
-            return DeliveryUnsettled(f"{request.host}: the answer is too large")
+        except ResponseTooLarge:  # the status of the response is unknown
+            return DeliveryUnsettled(f"{request.host}: the response is too large")
         return _delivery_result(response, request.host, packed.credential)
 
 

@@ -1,4 +1,4 @@
-"""The reporter: packs outcomes in the receiver's protocol, and has them delivered."""
+"""The runtime's `Reporter`: serializes outcomes in the receiver's protocol and delivers them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_server.runtime.rollout import Rollout
 
 
 class OutcomeReporter:
-    """Implements the runtime's `Reporter`. `write_body` makes the JSON of the final callback: the gateway knows its form."""
+    """Implements the runtime's `Reporter`. `write_body` returns the JSON of the final callback; the gateway defines its format."""
 
     def __init__(self, write_body: WriteBody, http: HttpCourier, grpc: GrpcCourier) -> None:
         self._write_body = write_body
@@ -19,12 +19,12 @@ class OutcomeReporter:
         self._grpc = grpc
 
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
-        """The outcome as the receiver takes it."""
+        """Serialize the outcome in the receiver's format."""
         if target.dialect is Dialect.GRPC:
             return delivery_bytes(rollout, key)
         return self._write_body(finished_rollout(rollout))
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
-        """Sends it once."""
+        """Make one attempt to deliver it."""
         courier = self._grpc if packed.target.dialect is Dialect.GRPC else self._http
         return await courier.deliver(packed)

@@ -1,4 +1,4 @@
-"""Who calls: established by the outermost interceptor, read by the service."""
+"""The caller of an rpc: set by the outermost interceptor, read by the services."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_server.core.error import Unauthenticated
 from rollout_server.runtime.start_request import Caller
 
 Admit: TypeAlias = "Callable[[str | None], Caller]"
-"""The caller behind an authorization header. Raises `Unauthenticated`."""
+"""Returns the caller for an authorization header. Raises `Unauthenticated`."""
 
 _caller: ContextVar[Caller] = ContextVar("caller")
 _SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
@@ -22,9 +22,9 @@ _OPEN = f"/{_SERVICE}/GetServerInfo"
 
 
 def admit(admit: Admit, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Establishes who calls for the rest of this call. Health checks and GetServerInfo are open to everybody.
+    """Authenticate the current call and store its caller. Health checks and GetServerInfo need no key.
 
-    Raises `Unauthenticated`, also for two `authorization` entries: whoever checks keys on the way here may have read the other.
+    Raises `Unauthenticated`, also for two `authorization` entries: a proxy that checked the key may have read the other one.
     """
     if not method.startswith(_GUARDED) or method == _OPEN:
         return
@@ -37,5 +37,5 @@ def admit(admit: Admit, method: str, metadata: Iterable[tuple[str, str | bytes]]
 
 
 def caller() -> Caller:
-    """Who made the call under way. Raises LookupError in a call that is open to everybody."""
+    """Return the caller of the current call. Raise LookupError in a call that needs no key."""
     return _caller.get()

@@ -1,7 +1,8 @@
 """Counts the fields of an encoded protobuf message before it is parsed.
 
-A field may take two bytes there (an empty message in a list) and hundreds once it is parsed and read. So a limit on bytes bounds
-neither memory nor work; a limit on fields bounds both.
+An encoded field may take two bytes (an empty message in a repeated field) and hundreds once parsed. A limit on bytes therefore
+bounds neither memory nor work; a limit on fields bounds both. The wire format is described at
+https://protobuf.dev/programming-guides/encoding.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 
 MAX_FIELDS: Final = 50_000
-"""Fields of one request, those of the messages in it included. A packed list of numbers is one field."""
+"""Maximum fields of one request, including those of nested messages. A packed list of numbers is one field."""
 
 _VARINT, _BYTES = 0, 2
 _FIXED: Final[Mapping[int, int]] = MappingProxyType({1: 8, 5: 4})
 
 
 class TooManyFields(Exception):
-    """A message has more fields than are read."""
+    """A message has more fields than allowed."""
 
 
 def check_fields(payload: bytes, descriptor: Descriptor, most: int = MAX_FIELDS) -> None:
-    """Raises `TooManyFields` for more than `most` fields, or DecodeError for what is no such message.
+    """Raise `TooManyFields` for more than `most` fields, and DecodeError for a malformed message.
 
-    The time it takes grows with the number of fields, not with that of bytes.
+    The running time grows with the number of fields, not bytes.
     """
     count, at, end = 0, 0, len(payload)
     fields = _messages(descriptor)
@@ -56,21 +57,21 @@ def check_fields(payload: bytes, descriptor: Descriptor, most: int = MAX_FIELDS)
                 outer.append((end, fields))
                 end, fields = at + size, _messages(inner)
             else:
-                raise DecodeError("a message goes beyond the one around it")
-        else:  # groups, which no message of the contract has
+                raise DecodeError("a message exceeds the enclosing one")
+        else:  # groups, which the contract does not use
             raise DecodeError(f"a field has the wire type {kind}")
         if at > end:
-            raise DecodeError("a field goes beyond its message")
+            raise DecodeError("a field exceeds its message")
 
 
 @cache
 def _messages(descriptor: Descriptor) -> Mapping[int, Descriptor]:
-    """The fields of a message that are messages themselves, by number."""
+    """Return the fields of a message that are messages themselves, by number."""
     return {field.number: field.message_type for field in descriptor.fields if field.message_type is not None}
 
 
 def _varint(payload: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it ends. Raises DecodeError."""
+    """Return the varint at position `at` and the position after it. Raise DecodeError."""
     value = shift = 0
     while at < len(payload) and shift < 70:
         byte = payload[at]
@@ -79,4 +80,4 @@ def _varint(payload: bytes, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    raise DecodeError("a number does not end")
+    raise DecodeError("a varint does not end")

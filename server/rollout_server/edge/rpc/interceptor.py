@@ -1,4 +1,4 @@
-"""The outermost interceptor: request ids, and errors as rich statuses. The one place that ends a call with a status."""
+"""The outermost interceptor: authentication, request ids, and errors as rich statuses. Only it ends calls with a status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every rpc that answers one request, with one response or a stream, and those that take and give streams."""
+    """Wraps all rpcs but client-streaming ones, which the contract does not have."""
 
     def __init__(self, admit: Admit) -> None:
         self._admit = admit
@@ -38,7 +38,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._calls = OpenCalls()
 
     def end_revoked(self) -> None:
-        """Ends the calls whose keys are not accepted any more."""
+        """End the calls whose keys are not valid any more."""
         self._calls.end_revoked()
 
     async def intercept_service(
@@ -46,7 +46,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
-        """Wraps the handler of one call."""
+        """Return the wrapped handler of one call."""
         handler, method = await continuation(handler_call_details), handler_call_details.method
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
@@ -54,7 +54,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         try:
             admit(self._admit, method, metadata)
         except (Exception, asyncio.CancelledError) as error:
-            # As a handler of streams it is called before a message is received, which this one never is.
+            # gRPC calls a stream-stream handler before it receives a message. So a refused call's request is never read.
             refused = _RejectedCall(error, method, handler.response_streaming, self._wrong_keys)
             return grpc.stream_stream_rpc_method_handler(refused.refuse)
         wrapped = _WrappedHandler(handler, method, self._calls, lambda: admit(self._admit, method, metadata))
@@ -65,7 +65,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         make = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
-        # The request is parsed inside the boundary: gRPC would tell of what is no message in Python's words.
+        # Parse the request in the wrapper: gRPC would return Python's exception text to the caller.
         return make(
             wrapped.stream if handler.response_streaming else wrapped.unary,
             request_deserializer=None,
@@ -74,7 +74,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _RejectedCall:
-    """What ends a call that is not let in."""
+    """Ends a call that failed authentication."""
 
     def __init__(self, error: BaseException, method: str, streams: bool, wrong_keys: WrongKeys) -> None:
         self._error = error
@@ -83,7 +83,7 @@ class _RejectedCall:
         self._wrong_keys = wrong_keys
 
     async def refuse(self, _: object, context: _Context) -> None:
-        """Ends the call and reads nothing of it."""
+        """End the call without reading its request."""
         request_id = _identify(context)
         if self._streams:
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
@@ -105,25 +105,25 @@ class _WrappedHandler:
         self._method = method
 
     async def unary(self, payload: bytes, context: _Context) -> object:
-        """Answers one request with one response."""
+        """Handle one request with one response."""
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
             with self._calls.entered(self._check) as call:
                 return await call.wait(self._unary(self._parsed(payload), context))
         except (Exception, asyncio.CancelledError) as error:
-            payload = b""  # see `_abort`
+            payload = b""  # frees the memory, see `_abort`
             await _end(context, error, self._method, request_id)
 
     async def stream(self, payload: bytes, context: _Context) -> AsyncIterator[object]:
-        """Answers one request with a stream."""
-        payloads, payload = [payload], b""  # see `_abort`
+        """Handle one request with a stream of responses."""
+        payloads, payload = [payload], b""  # `pop` below leaves no reference in this frame, see `_abort`
         async with aclosing(self._streamed(lambda: self._parsed(payloads.pop()), context)) as responses:
             async for response in responses:
                 yield response
 
     async def streams(self, payloads: AsyncIterator[bytes], context: _Context) -> AsyncIterator[object]:
-        """Answers a stream with a stream."""
+        """Handle a stream of requests with a stream of responses."""
         async with aclosing(self._streamed(lambda: self._each_parsed(payloads), context)) as responses:
             async for response in responses:
                 yield response
@@ -134,7 +134,7 @@ class _WrappedHandler:
         try:
             with self._calls.entered(self._check) as call:
                 responses = self._stream(given(), context)
-                if isinstance(responses, Awaitable):  # a handler that writes to the context
+                if isinstance(responses, Awaitable):  # a handler that uses `context.write`
                     await call.wait(responses)
                     return
                 async with aclosing(responses):
@@ -149,32 +149,34 @@ class _WrappedHandler:
 
     def _parsed(self, payload: bytes) -> object:
         try:
-            # What parses a request of the contract is a method of its class.
+            # The generated code parses with `Message.FromString`, a bound method of the message class.
             check_fields(payload, self._parse.__self__.DESCRIPTOR)
             return self._parse(payload)
         except TooManyFields:
             raise InvalidRequest(
-                Violation("request", f"has more than {MAX_FIELDS} fields; send less at once")
+                Violation("request", f"has more than {MAX_FIELDS} fields; send smaller requests")
             ) from None
         except DecodeError:
-            raise InvalidRequest(Violation("request", "is not a message of the type that this rpc takes")) from None
+            raise InvalidRequest(Violation("request", "is not a valid message of this rpc's request type")) from None
 
 
 def _identify(context: _Context) -> str:
-    """The caller's request id, or a new one.
+    """Return the caller's request id, or a new one.
 
-    It goes back ahead of the first item of a stream, and otherwise in the trailing metadata, where it costs no extra operation.
+    Streams return it in the initial metadata. Unary calls return it in the trailing metadata, which needs no extra operation.
     """
     given = dict(context.invocation_metadata() or ()).get(REQUEST_ID, "")
     return given if isinstance(given, str) and 0 < len(given) <= 128 else secrets.token_hex(8)
 
 
 async def _end(context: _Context, error: BaseException, method: str, request_id: str) -> NoReturn:
+    """End the call with the status of an error."""
     if isinstance(error, asyncio.CancelledError):
-        # Raised by the handler itself it would leave the caller hanging; otherwise the call is over.
+        # If the client or gRPC cancelled the call, it is over: pass the cancellation on. If the handler's own code raised
+        # CancelledError, gRPC would send no status and the caller would hang: abort.
         if context.cancelled() or (task := asyncio.current_task()) is None or task.cancelling():
             raise error
-        _log.warning("%s was cancelled from within", method, extra={"request_id": request_id})
+        _log.warning("the handler of %s raised CancelledError", method, extra={"request_id": request_id})
         await context.abort(grpc.StatusCode.ABORTED, "cancelled on the server")
     if isinstance(error, grpc.aio.AbortError):
         raise error
@@ -185,9 +187,10 @@ async def _end(context: _Context, error: BaseException, method: str, request_id:
 
 
 async def _abort(context: _Context, status: Status, request_id: str, error: BaseException) -> NoReturn:
-    """Ends the call. gRPC keeps its own exception in a cycle, and with it all that tracebacks lead to, until that is collected.
+    """End the call and drop all references from the error.
 
-    Collections go by objects, not by bytes: refused requests of 50 MB each would fill the memory first.
+    gRPC keeps its own exception in a reference cycle, which keeps everything in the tracebacks alive until the garbage
+    collector runs. The collector counts objects, not bytes: refused requests of 50 MB each would fill the memory first.
     """
     error.__traceback__ = error.__context__ = error.__cause__ = None
     rich = rpc_status.to_status(status)

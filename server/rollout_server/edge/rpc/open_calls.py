@@ -1,4 +1,4 @@
-"""The calls under way and the keys that they were made with: a call ends when its key is revoked."""
+"""Open calls and the keys they were made with: a call ends when its key is revoked."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ _T = TypeVar("_T")
 
 
 class OpenCall:
-    """One call under way."""
+    """One open call."""
 
     def __init__(self) -> None:
         self._revoked = False
         self._waiting: asyncio.Timeout | None = None
 
     async def wait(self, work: Awaitable[_T]) -> _T:
-        """Awaits some of the call's work. Raises Unauthenticated, and cancels the work, once the key is revoked."""
+        """Await a part of the call's work. Once the key is revoked, cancel the work and raise Unauthenticated.
+
+        `asyncio.timeout` distinguishes a revocation from other cancellations: it converts only its own cancellation to
+        TimeoutError.
+        """
         try:
             async with asyncio.timeout(0 if self._revoked else None) as self._waiting:
                 return await work
@@ -32,21 +36,21 @@ class OpenCall:
             self._waiting = None
 
     def revoke(self) -> None:
-        """Ends the call, now or when it next waits. A call that is ending already is left to it."""
+        """End the call, now or when it waits next."""
         if not self._revoked and self._waiting is not None:
-            self._waiting.reschedule(0)  # raises once it has expired
+            self._waiting.reschedule(0)  # only once: `reschedule` raises after the timeout has expired
         self._revoked = True
 
 
 class OpenCalls:
-    """All calls under way, each with what repeats the check of its key."""
+    """All open calls, each with a function that repeats the check of its key."""
 
     def __init__(self) -> None:
         self._checks: dict[OpenCall, Callable[[], object]] = {}
 
     @contextmanager
     def entered(self, check: Callable[[], object]) -> Iterator[OpenCall]:
-        """A call that is under way for as long as the block lasts; `check` raises Unauthenticated once its key is revoked."""
+        """Register a call for the duration of the block. `check` raises Unauthenticated once the call's key is revoked."""
         call = OpenCall()
         self._checks[call] = check
         try:
@@ -55,7 +59,7 @@ class OpenCalls:
             del self._checks[call]
 
     def end_revoked(self) -> None:
-        """Checks all keys again, and ends the calls whose keys are refused."""
+        """Check all keys again and end the calls whose keys are refused."""
         for call, check in self._checks.items():
             try:
                 check()

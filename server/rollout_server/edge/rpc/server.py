@@ -1,4 +1,4 @@
-"""The grpc.aio server: options, health, reflection, and the Unix socket over which the gateway of its process reaches it."""
+"""The grpc.aio server: options, health, reflection, and the Unix socket for the gateway in the same process."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ class RpcSettings:
     """How a server listens.
 
     Args:
-        addresses: `host:port` (port 0: any) or `unix:PATH`. Unix sockets go without TLS: who may open one says its directory.
-        max_message_bytes: the largest message, decompressed: gRPC stops decompressing there.
-        tls: the certificate of the ports; None: none.
-        rollouts: that wait and run at most.
+        addresses: `host:port` (port 0: any free port) or `unix:PATH`. Unix sockets have no TLS: their directory's permissions
+            control access.
+        max_message_bytes: maximum size of a message, decompressed; gRPC stops decompressing at this size.
+        tls: certificate of the TCP ports; None: no TLS.
+        rollouts: maximum number of rollouts that wait or run.
     """
 
     addresses: Sequence[str]
@@ -56,7 +57,7 @@ class RpcSettings:
 
 
 class RpcServer:
-    """Serves RolloutService, TrainerService where there is one, health and reflection."""
+    """Serves RolloutService, TrainerService if given, health and reflection."""
 
     def __init__(
         self, service: RolloutService, settings: RpcSettings, admit: Admit, trainers: TrainerService | None = None
@@ -75,9 +76,9 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> Sequence[int]:
-        """Listens. Returns the ports, 0 for Unix sockets.
+        """Start to listen. Return the ports, 0 for Unix sockets.
 
-        Raises OSError where an address or a TLS file cannot be had, ValueError for TLS files that are of no use.
+        Raises OSError if an address or a TLS file is not available, and ValueError for invalid TLS files.
         """
         tls = self._settings.tls
         credentials = server_credentials(tls) if tls is not None else None
@@ -88,15 +89,15 @@ class RpcServer:
         return ports
 
     async def say_not_serving(self) -> None:
-        """Tells health checks that this server is going away."""
+        """Report NOT_SERVING to health checks."""
         await self._health.enter_graceful_shutdown()
 
     def end_revoked(self) -> None:
-        """Ends the calls whose keys are not in force any more."""
+        """End the calls whose keys are not valid any more."""
         self._boundary.end_revoked()
 
     async def stop(self, grace: float) -> None:
-        """Ends the calls that are left after `grace` seconds."""
+        """Stop the server. Calls that are still open after `grace` seconds are cancelled."""
         await self._server.stop(grace)
 
     def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
@@ -110,7 +111,7 @@ class RpcServer:
 
 
 def _check_free(address: str) -> None:
-    """Raises OSError for an address that cannot be had, before gRPC would write about it in its own words."""
+    """Raise OSError with a clear text if an address is not available, before gRPC fails with its own text."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -123,51 +124,51 @@ def _check_free(address: str) -> None:
 
 
 def _options(settings: RpcSettings) -> list[tuple[str, int]]:
-    # One for each rollout, and room for others. Each holds about 15 KB until it is picked up, also if its client has reset it.
+    # One call per rollout, and room for others. A pending call takes about 15 KB, also after its client has reset it.
     calls = max(_LEAST_CALLS, settings.rollouts) + _OTHER_CALLS
     return [
-        # A second server on the same port would share it silently.
+        # With port sharing, a second server on the same port would silently take some of the calls.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        # What was taken can be read, in whatever view; the reader's own limit holds.
+        # A rollout that was accepted must be readable in every view; the reader sets its own limit.
         ("grpc.max_send_message_length", -1),
-        # gRPC answers a bare CANCELLED when more than a thousand calls wait to be picked up by Python, or one waits for 30 s.
-        # The registry admits instead: one call is picked up in each round of the event loop, which is long while it is busy.
+        # By default gRPC ends calls with a bare CANCELLED when more than 1000 are pending in its core, or one is pending for 30 s.
+        # grpc.aio accepts one call per iteration of the event loop, which is slow under load. The registry limits the load instead.
         ("grpc.server.max_pending_requests", calls),
         ("grpc.server.max_pending_requests_hard_limit", calls),
         ("grpc.server_max_unrequested_time_in_server", 86_400),
-        # Streams that were reset count until gRPC has let go of them, so opening and resetting them in a row fills no memory.
-        # gRPC's clients wait with calls beyond it.
+        # A reset stream counts until gRPC has freed it, so rapidly opening and resetting streams cannot fill the memory.
+        # gRPC clients queue calls beyond this limit.
         ("grpc.max_concurrent_streams", calls),
-        # What a connection gathers ends with it. Its calls go on to their ends, and clients connect anew for the next ones.
+        # Limits what a connection accumulates. Its open calls finish, and clients open a new connection for further calls.
         ("grpc.max_connection_age_ms", 3_600_000),
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A trainer whose machine is gone says nothing: its stream would never be cut.
+        # Detects a trainer whose machine has disappeared; otherwise its stream would stay open for ever.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
 
 
 SOCKET_PREFIX = "rollout-"
-"""How the name of such a directory begins. It is in the system's temporary directory."""
+"""Prefix of the socket directories' names, in the system's temporary directory."""
 _SETTLED_SECONDS = 60.0
-"""The age from which a socket is asked: one that is being opened refuses connections, too."""
+"""Minimum age of a socket that is checked: a socket that is being opened refuses connections, too."""
 SOCKET_NAME = "grpc.sock"
 
 
 @contextmanager
 def own_socket() -> Iterator[Path]:
-    """Where a server opens its socket, in a directory that only its user can enter."""
+    """Yield the path for a server's socket, in a directory that only its user can enter."""
     remove_stale_sockets()
     with tempfile.TemporaryDirectory(prefix=SOCKET_PREFIX) as directory:
         yield Path(directory) / SOCKET_NAME
 
 
 def remove_stale_sockets() -> None:
-    """Removes directories that servers of this user left behind when they were killed: those with a socket on which nobody listens.
+    """Remove directories that killed servers of this user left behind: those whose socket has no listener.
 
-    One that holds anything else, or is still without a socket, is left alone.
+    A directory that contains anything else, or no socket yet, is kept.
     """
     for directory in Path(tempfile.gettempdir()).glob(f"{SOCKET_PREFIX}*"):
         with suppress(OSError):
@@ -177,13 +178,17 @@ def remove_stale_sockets() -> None:
 
 
 def _is_stale(directory: Path) -> bool:
-    """Raises OSError where it cannot be looked at."""
+    """Return whether a directory was left behind by a server. Raise OSError if it cannot be inspected."""
     own, path = os.geteuid(), directory / SOCKET_NAME
-    about, held = directory.lstat(), path.lstat()
-    if not stat.S_ISDIR(about.st_mode) or not stat.S_ISSOCK(held.st_mode) or {about.st_uid, held.st_uid} != {own}:
+    directory_stat, socket_stat = directory.lstat(), path.lstat()
+    if (
+        not stat.S_ISDIR(directory_stat.st_mode)
+        or not stat.S_ISSOCK(socket_stat.st_mode)
+        or {directory_stat.st_uid, socket_stat.st_uid} != {own}
+    ):
         return False
-    if os.listdir(directory) != [SOCKET_NAME] or time.time() - held.st_mtime < _SETTLED_SECONDS:
+    if os.listdir(directory) != [SOCKET_NAME] or time.time() - socket_stat.st_mtime < _SETTLED_SECONDS:
         return False
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a server that is busy takes a connection as well, or says that its queue is full
+        probe.setblocking(False)  # a busy server accepts the connection or returns EAGAIN, not ECONNREFUSED
         return probe.connect_ex(str(path)) == errno.ECONNREFUSED

@@ -1,4 +1,4 @@
-"""RolloutService: one short method for each rpc. What it may raise, the interceptor turns into statuses."""
+"""RolloutService: one short method per rpc. The interceptor converts their exceptions to statuses."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ from rollout_server.runtime.start_request import AdmittedStart, StartRequest
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 LONGEST_WAIT = 3600.0
 DEFAULT_WAIT = 30.0
+"""Timeouts of WaitRollout in seconds: the maximum, and the default for a call without a deadline."""
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What GetServerInfo says beside the registry's numbers.
+    """What GetServerInfo returns besides the registry's values.
 
-    `violations` tells what this server may not do for a start request, and raises `NotPossible` for what it cannot do at all.
+    `violations` returns which parts of a start request this server does not allow. It raises `NotPossible` for a request that
+    the server cannot run at all.
     """
 
     version: str
@@ -55,14 +57,14 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self._facts = facts
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
-        """Accepts a rollout or finds it."""
+        """Start a rollout or find it."""
         rollout, attached = await self._start(request)
         return started(rollout, attached=attached, function_tools=request.include_function_tools)
 
     async def RunRollout(
         self, request: pb.RunRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.RunRolloutResponse]:
-        """Accepts a rollout or finds it, and streams its events."""
+        """Start a rollout or find it, and stream its events."""
         detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
         if not request.HasField("start"):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
@@ -75,7 +77,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def WatchRollout(
         self, request: pb.WatchRolloutRequest, context: _Context
     ) -> AsyncIterator[pb.WatchRolloutResponse]:
-        """Streams the events after a sequence number."""
+        """Stream the events after a sequence number."""
         detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
         rollout = self._registry.get(request.uid, caller())
         with rollout.attached():
@@ -83,7 +85,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
                 yield pb.WatchRolloutResponse(event=shown)
 
     async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
-        """Waits for the outcome."""
+        """Wait for the outcome."""
         view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         rollout = self._registry.get(request.uid, caller())
         timeout = _wait_seconds(request, context)
@@ -93,15 +95,15 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             return pb.WaitRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
-        """Reads one rollout."""
+        """Return one rollout."""
         view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         rollout = self._registry.get(request.uid, caller())
         return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view))
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
-        """Reads a page."""
+        """Return a page of rollouts."""
         if request.page_size > MAX_PAGE:
-            raise InvalidRequest(Violation("page_size", f"at most {MAX_PAGE} are allowed"))
+            raise InvalidRequest(Violation("page_size", f"must be at most {MAX_PAGE}"))
         size = request.page_size or DEFAULT_PAGE
         view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         before = wire.page_start(request.page_token, request.selection)
@@ -114,11 +116,11 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         return pb.ListRolloutsResponse(rollouts=shown, page_tokens=tokens, next_page_token="".join(following))
 
     async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:
-        """Asks rollouts to end."""
+        """Request the end of rollouts."""
         if wire.is_empty(request.selection):
-            raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all rollouts of yours"))
+            raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
         if len(request.reason) > 1000:
-            raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
+            raise InvalidRequest(Violation("reason", "must have at most 1000 characters"))
         selection = wire.selection(request.selection, caller())
         for uid in selection.uids:
             self._registry.get(uid, caller())
@@ -127,17 +129,17 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def AcknowledgeOutcome(
         self, request: pb.AcknowledgeOutcomeRequest, context: _Context
     ) -> pb.AcknowledgeOutcomeResponse:
-        """Takes note that an outcome was received."""
+        """Record that an outcome was received."""
         self._registry.acknowledge(request.uid, caller())
         return pb.AcknowledgeOutcomeResponse()
 
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
-        """The tools of an agent."""
+        """Return the tools of an agent."""
         agent = self._registry.agent(request.agent)
         return pb.ListToolsResponse(tools=[tool_to_proto(tool) for tool in agent.tools])
 
     async def ListAgents(self, request: pb.ListAgentsRequest, context: _Context) -> pb.ListAgentsResponse:
-        """The agents of this server."""
+        """Return the agents of this server."""
         registry = self._registry
         agents = sorted(registry.agents.items())
         return pb.ListAgentsResponse(
@@ -145,7 +147,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
-        """What this server is and can do."""
+        """Return the server's version, features and limits."""
         registry, facts = self._registry, self._facts
         return pb.GetServerInfoResponse(
             version=facts.version,
@@ -164,7 +166,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         )
 
     async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
-        """Starts a rollout, or finds it. A large request is read in a thread, so that other calls do not wait for it."""
+        """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""
         who = caller()
 
         def admitted() -> AdmittedStart:
@@ -175,7 +177,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:
-    """The events after a sequence number, in as much detail as is wanted."""
+    """Yield the events after a sequence number in the requested detail."""
     if detail == event_pb2.EVENT_DETAIL_OUTCOME:
         rollout.log.check(after)
         entry = await rollout.log.final_entry()
@@ -187,7 +189,7 @@ async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[ev
 
 
 def _wait_seconds(request: pb.WaitRolloutRequest, context: _Context) -> float:
-    """How long to wait, in seconds: a little less than the call's deadline, so that the answer arrives before it."""
+    """Return how long to wait, in seconds: less than the call's deadline, so that the response arrives before it."""
     remaining = context.time_remaining()
     wait = seconds(request.timeout) if request.HasField("timeout") else None
     if wait is not None and wait < 0:

@@ -1,4 +1,4 @@
-"""Errors of the core -> gRPC statuses with rich details: one table."""
+"""Table of gRPC statuses for the errors of the core, with rich details."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _CODES: dict[type[RolloutError], StatusCode] = {
     Busy: StatusCode.RESOURCE_EXHAUSTED,
     Draining: StatusCode.UNAVAILABLE,
 }
-# Statuses travel in HTTP/2 trailers, which are limited to 8 KB: the message percent-encoded, the details in base64 and the
-# message in them once more. Lengths in bytes.
+# gRPC sends statuses in HTTP/2 trailers, which are limited to 8 KB. They contain the message twice: percent-encoded, and in the
+# base64 of the details. Lengths in bytes.
 _LONGEST_MESSAGE = 1200
 _LONGEST_TEXT = 300
 _LONGEST_VIOLATIONS = 2000
 
 
 def code_of(error: RolloutError) -> StatusCode:
-    """The status code of an error."""
+    """Return the status code of an error."""
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), StatusCode.INTERNAL)
 
 
 def status_of(error: RolloutError, request_id: str) -> Status:
-    """The rich status of an error: ErrorInfo always, BadRequest for fields, RetryInfo where waiting helps."""
+    """Return the rich status of an error: always ErrorInfo, BadRequest for invalid fields, RetryInfo for a temporary error."""
     metadata = {"request_id": request_id}
     if isinstance(error, Gone):
         metadata |= {"oldest": str(error.oldest), "newest": str(error.newest)}
@@ -62,15 +62,15 @@ def status_of(error: RolloutError, request_id: str) -> Status:
 
 
 def internal(request_id: str) -> Status:
-    """The status of a fault of ours: nothing of its insides."""
+    """Return the status for a bug of this server, without any details of it."""
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"request_id": request_id})
-    text = f"internal error; the server's log has it under request {request_id}"
+    text = f"internal error; the server's log has the reason under request {request_id}"
     number: int = StatusCode.INTERNAL.value[0]
     return Status(code=number, message=text, details=[_pack(info)])
 
 
 def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
-    """The fields that are wrong, as many as there is room for."""
+    """Return the invalid fields, as many as there is room for."""
     bad = error_details_pb2.BadRequest()
     for violation in error.violations:
         if bad.ByteSize() > _LONGEST_VIOLATIONS:
@@ -81,7 +81,7 @@ def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
 
 
 def _short(text: str, length: int) -> str:
-    """The text cut to a length in bytes as they are on the wire, where all but visible ASCII takes three for each byte."""
+    """Truncate a text to a length in encoded bytes. Percent-encoding takes three bytes for each byte but visible ASCII."""
     room = length
     for index, char in enumerate(text):
         room -= 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode("utf-8", "replace"))

@@ -1,7 +1,7 @@
-"""TLS of gRPC: a server's certificate, which may be replaced while the server runs, and what our own channels trust.
+"""TLS for gRPC: the server's certificate, which can be replaced while the server runs, and the CAs that client channels trust.
 
-gRPC asks for the certificate at the beginning of every handshake, so files that were replaced hold for connections from then on,
-and connections that exist live on. Files that cannot be used are not: those before stay in force, and the log says why.
+gRPC requests the certificate at each handshake. Replaced files therefore apply to new connections; existing connections
+continue. If the new files are invalid, the previous certificate stays in force and the log says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Stamp: TypeAlias = "tuple[tuple[int, int, int, int] | None, ...]"
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """PEM files of a server: certificate with its chain, the key without a password, and for mTLS the CAs of its clients."""
+    """PEM files of a server: certificate chain, key without password, and for mTLS the CAs of its clients."""
 
     certificate: Path
     key: Path
@@ -31,13 +31,13 @@ class ServerTls:
 
     @property
     def files(self) -> Sequence[Path]:
-        """All that are read."""
+        """All configured files."""
         return [path for path in (self.certificate, self.key, self.client_ca) if path is not None]
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """PEM files of a client: the CAs it trusts (None: the system's), and certificate and key where servers ask for them."""
+    """PEM files of a client: trusted CAs (None: the system's), and certificate and key for servers that require them."""
 
     ca: Path | None = None
     certificate: Path | None = None
@@ -45,19 +45,20 @@ class ClientTls:
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Credentials that follow their files. With `client_ca` only clients with a certificate of one of its CAs get in.
+    """Return credentials that follow changes of their files.
 
-    Raises OSError or ValueError, naming the file, where the files cannot be used from the start.
+    With `client_ca`, clients need a certificate of one of its CAs. Raises OSError or ValueError with the file's name if the
+    files are invalid at the start.
     """
     source = _Source(tls)
-    # gRPC takes None for no change, which its types do not say.
+    # The callback may return None for "no change", which gRPC's type stubs omit.
     return grpc.dynamic_ssl_server_credentials(source.first, source, tls.client_ca is not None)  # type: ignore[arg-type]
 
 
 def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """Credentials of a channel. Raises OSError or ValueError, naming the file."""
+    """Return the credentials of a channel. Raise OSError or ValueError with the file's name."""
     if (tls.certificate is None) != (tls.key is None):
-        raise ValueError("a TLS certificate needs its key, and a key its certificate: only one of the two is set")
+        raise ValueError("only one of TLS certificate and TLS key is set; set both or none")
     roots = _certificates(tls.ca) if tls.ca is not None else _system_roots()
     if tls.certificate is None or tls.key is None:
         return grpc.ssl_channel_credentials(roots)
@@ -66,7 +67,7 @@ def channel_credentials(tls: ClientTls) -> grpc.ChannelCredentials:
 
 
 class _Source:
-    """Is called by threads of gRPC at each handshake: looks at the files, and reads them only where they have changed."""
+    """Callback for gRPC's threads at each handshake: checks the files and reads them only after a change."""
 
     def __init__(self, tls: ServerTls) -> None:
         self._tls = tls
@@ -75,18 +76,18 @@ class _Source:
         self.first = _configuration(tls)
 
     def __call__(self) -> grpc.ServerCertificateConfiguration | None:
-        """What is in force from now on; None: what was before."""
+        """Return the new configuration, or None if it is unchanged."""
         stamp = _stamp(self._tls.files)
         with self._lock:
             if stamp == self._stamp:
                 return None
-            self._stamp = stamp
+            self._stamp = stamp  # before reading: of several concurrent handshakes, only one reads the files
         try:
             configuration = _configuration(self._tls)
         except (OSError, ValueError) as error:
-            _log.error("the TLS files have changed and cannot be used; those before stay in force: %s", error)
+            _log.error("the changed TLS files cannot be used, the previous certificate stays in force: %s", error)
             return None
-        _log.info("the TLS certificate in %s was read anew", self._tls.certificate)
+        _log.info("the changed TLS certificate in %s was loaded", self._tls.certificate)
         return configuration
 
 
@@ -101,7 +102,7 @@ def _stamp(files: Sequence[Path]) -> _Stamp:
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
-    """What changes when a file does, or when it may be read again; None: there is none."""
+    """Return a value that changes when the file's content or permissions change; None if there is no file."""
     try:
         stat = os.stat(path)
     except OSError:
@@ -110,19 +111,23 @@ def _stamp_of(path: Path) -> tuple[int, int, int, int] | None:
 
 
 def _pair(certificate: Path, key: Path) -> tuple[bytes, bytes]:
-    """Chain and key. A change while they are read is seen by the next stamp, and gRPC itself takes no pair that does not fit."""
+    """Return certificate chain and key.
+
+    If a file changes during the read, the next stamp differs and both are read again. gRPC itself rejects a pair that does not
+    match.
+    """
     chain, secret = _certificates(certificate), _read(key, "key")
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _no_password)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise ValueError(f"the TLS key in {key} does not belong to the certificate in {certificate}") from None
-        raise ValueError(f"{key} holds no TLS key in PEM without a password") from None
+        raise ValueError(f"{key} contains no TLS key in PEM without a password") from None
     return chain, secret
 
 
 def _no_password() -> str:
-    """Without it OpenSSL would ask at the terminal."""
+    """Return an empty password. Without this callback OpenSSL would prompt at the terminal."""
     return ""
 
 
@@ -131,7 +136,7 @@ def _certificates(path: Path) -> bytes:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
-        raise ValueError(f"{path} holds no TLS certificate in PEM") from None
+        raise ValueError(f"{path} contains no TLS certificate in PEM") from None
     return pem
 
 
@@ -143,6 +148,6 @@ def _read(path: Path, what: str) -> bytes:
 
 
 def _system_roots() -> bytes | None:
-    """The CAs that this machine trusts (SSL_CERT_FILE counts); None where there is no such file: those that come with gRPC."""
+    """Return the CAs that this machine trusts (SSL_CERT_FILE applies); None, for gRPC's built-in CAs, if there is no such file."""
     path = ssl.get_default_verify_paths().cafile
     return _certificates(Path(path)) if path is not None else None

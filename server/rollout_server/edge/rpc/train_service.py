@@ -1,4 +1,4 @@
-"""TrainerService: trainers that are only clients."""
+"""TrainerService: streams of trainers that connect as clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HELLO_SECONDS = 30.0
 
 
 class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
-    """Serves streams."""
+    """Serves trainers' streams."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -32,7 +32,7 @@ class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
     async def Train(  # noqa: N802 - the contract's name
         self, request_iterator: AsyncIterator[pb.TrainRequest], context: _Context
     ) -> AsyncIterator[pb.TrainResponse]:
-        """One connection of a stream."""
+        """Serve one connection of a stream."""
         hello = await _hello(request_iterator)
         who = caller()
         connection = self._connect(hello, who)
@@ -41,17 +41,17 @@ class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
                 yield item
 
     def _connect(self, hello: pb.TrainHello, who: Caller) -> StreamConnection:
-        """A new stream, or one that goes on. Raises as `Streams`."""
+        """Open a new stream, or resume one. Raise the errors of `Streams`."""
         dispatcher, detail = self._dispatcher, wire.detail(hello)
         if not 1 <= hello.credit <= MOST_CREDIT:
-            raise InvalidRequest(Violation("hello.credit", f"is {hello.credit}, but must be from 1 to {MOST_CREDIT}"))
+            raise InvalidRequest(Violation("hello.credit", f"is {hello.credit}; it must be from 1 to {MOST_CREDIT}"))
         if hello.stream_id:
             connection = dispatcher.streams.resume(hello.stream_id, who.name, hello.last_seen)
             dispatcher.acknowledge(connection.stream, hello.last_seen, who)
         elif hello.last_seen:
-            raise InvalidRequest(Violation("hello.last_seen", "must be 0 where there is no stream_id to go on with"))
+            raise InvalidRequest(Violation("hello.last_seen", "must be 0 without a stream_id"))
         elif dispatcher.registry.draining:
-            raise Draining("the server is stopping and takes no new trainers", retry_after=1.0)
+            raise Draining("the server is stopping and accepts no new trainers", retry_after=1.0)
         else:
             connection = dispatcher.streams.open(who.name)
         connection.stream.completions.credit, connection.stream.detail = hello.credit, detail
@@ -59,17 +59,17 @@ class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
 
 
 async def _hello(items: AsyncIterator[pb.TrainRequest]) -> pb.TrainHello:
-    """The first item. Raises `InvalidRequest` where it is another one, or does not come."""
-    wanted = "`hello` comes first"
+    """Return the first item. Raise `InvalidRequest` if it is not a `hello` or does not arrive in time."""
+    wanted = "the first item must be `hello`"
     try:
         first = await asyncio.wait_for(anext(items), _HELLO_SECONDS)
     except TimeoutError:
-        raise InvalidRequest(Violation("hello", f"{wanted}, and it did not come for {_HELLO_SECONDS:g} s")) from None
+        raise InvalidRequest(Violation("hello", f"{wanted}, but none arrived within {_HELLO_SECONDS:g} s")) from None
     except StopAsyncIteration:
-        raise InvalidRequest(Violation("hello", f"{wanted}, but nothing came")) from None
+        raise InvalidRequest(Violation("hello", f"{wanted}, but the stream ended without items")) from None
     kind = first.WhichOneof("item")
     if kind != "hello":
-        raise InvalidRequest(Violation(kind or "item", f"{wanted}, then all others"))
+        raise InvalidRequest(Violation(kind or "item", f"{wanted}, before all others"))
     if first.sequence:
-        raise InvalidRequest(Violation("sequence", "is for other items; `hello` has none"))
+        raise InvalidRequest(Violation("sequence", "must be unset in `hello`"))
     return first.hello

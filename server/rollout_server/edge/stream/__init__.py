@@ -1,7 +1,8 @@
-"""Trainers that are only clients: streams on which they start rollouts and complete them (trainer_service.proto, D16).
+"""Streams of trainers that connect as clients: on a stream a trainer starts rollouts and completes their turns (D16).
 
-A `TrainerStream` outlives its connections. It holds a `StreamRollout` for each rollout that was started on it and whose outcome
-was not acknowledged yet. A `StreamRollout` holds the pending completions of its rollout, which the sampler waits for, and knows
-how much of the rollout's log was sent. Nothing is buffered for a trainer that reads slowly: what goes out next is decided when
-there is room for it, from the completions that are pending and the logs of the rollouts.
+The protocol is in trainer_service.proto. A `TrainerStream` outlives its connections. It contains a `StreamRollout` for each
+rollout that was started on it and whose outcome is not acknowledged. A `StreamRollout` contains the pending completions, on
+which the sampler waits, and the position up to which the rollout's log was sent. There are no send buffers: when the connection
+can take an item, the next one is chosen from the pending completions and the logs. A trainer that reads slowly therefore costs
+no memory.
 """

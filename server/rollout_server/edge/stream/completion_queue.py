@@ -1,4 +1,4 @@
-"""The completions that a stream requests of its trainer: in which order, and how many at a time."""
+"""The completions that a stream requests from its trainer: their order, and how many run at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rollout_server.edge.wire.completion import Response
 
 
 class PendingCompletions:
-    """The completions of a stream: those that wait, the rollouts taking turns, and those that are under way.
+    """The completions of a stream: waiting ones, taken from the rollouts in turn (round-robin), and requested ones.
 
-    `credit` is how many may be under way: from when they are sent until they are answered or nobody waits for them any more.
+    `credit` is the maximum number of requested completions: those that were sent, have no response, and are still needed.
     """
 
     def __init__(self) -> None:
@@ -22,28 +22,27 @@ class PendingCompletions:
         self._under_way: dict[str, PendingCompletion] = {}
 
     def __len__(self) -> int:
-        """The number of completions that were sent and have no response yet."""
+        """Return the number of completions that were sent and have no response yet."""
         return len(self._under_way)
 
     def queue(self, stream_rollout: StreamRollout) -> None:
-        """A rollout has one that waits. Until its turn comes it keeps its place."""
+        """Queue a rollout that has a waiting completion. A rollout that is already queued keeps its position."""
         self._waiting[stream_rollout] = None
 
     def next(self) -> tuple[PendingCompletion, StreamRollout] | None:
-        """The next one, which is under way from here on; None where none waits or there is no credit."""
+        """Return the next completion and count it as requested; None if none waits or there is no credit."""
         while self._waiting and len(self._under_way) < self.credit:
             stream_rollout, _ = self._waiting.popitem(last=False)
             completion = stream_rollout.next_unsent()
             if completion is not None:
                 self._under_way[completion.key] = completion
-                self._waiting[stream_rollout] = (
-                    None  # to the end of the line, which it leaves there if it wants no more
-                )
+                # Back to the end of the queue. If it has no other completion by then, `next` skips it.
+                self._waiting[stream_rollout] = None
                 return completion, stream_rollout
         return None
 
     def respond(self, turn_key: str, response: Response | Rejection) -> bool:
-        """Takes the response of the trainer. False: the completion is not under way."""
+        """Pass on the trainer's response. Return False if the completion is not requested."""
         completion = self._under_way.pop(turn_key, None)
         if completion is None or completion.response.done():
             return False
@@ -51,12 +50,12 @@ class PendingCompletions:
         return True
 
     def release(self, completion: PendingCompletion) -> None:
-        """Nobody waits for it any more."""
+        """Free the credit of a completion that is not needed any more."""
         if self._under_way.get(completion.key) is completion:
             del self._under_way[completion.key]
 
     def leave(self, stream_rollout: StreamRollout) -> None:
-        """A rollout is here no more."""
+        """Remove a rollout that leaves the stream."""
         self._waiting.pop(stream_rollout, None)
         for completion in stream_rollout.completions.values():
             self.release(completion)

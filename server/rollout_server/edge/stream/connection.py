@@ -1,4 +1,4 @@
-"""One connection of a stream: what the trainer sends is taken while what is due to it goes out."""
+"""One connection of a stream: reads the trainer's items and sends the server's at the same time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from rollout_server.edge.stream.streams import StreamConnection
 from rollout_server.edge.wire import train as wire
 from rollout_server.runtime.start_request import Caller
 
-_LOOKS = 5
-_PAUSE = 0.02
+_LOOKS, _PAUSE = 5, 0.02
+"""Number and duration (seconds) of the pauses after the trainer's last item, see `_take`."""
 
 
 async def serve_connection(
     dispatcher: Dispatcher, connection: StreamConnection, items: AsyncIterator[wire.TrainerItem], caller: Caller
 ) -> AsyncGenerator[wire.Item, None]:
-    """Yields what is sent, until the trainer is done. Raises RolloutError for what ends the connection otherwise."""
+    """Yield items for the trainer until the stream ends. Raise RolloutError for the status that ends the connection.
+
+    After `stream.wait_for_items` the loop checks every condition again. Whatever changes one of them calls `wake`, so no change
+    is missed.
+    """
     stream = connection.stream
     reader = asyncio.create_task(_take(dispatcher, connection, items, caller), name="read from a trainer")
     reader.add_done_callback(connection.read)
@@ -46,11 +50,12 @@ async def serve_connection(
 async def _take(
     dispatcher: Dispatcher, connection: StreamConnection, items: AsyncIterator[wire.TrainerItem], caller: Caller
 ) -> None:
-    """Takes items until the trainer says that it is done."""
+    """Process items until the trainer half-closes the stream."""
     async for item in items:
         if connection.ending is not None:
             return
         await dispatcher.take(connection.stream, item, caller)
-    # gRPC tells of a call that broke as if its sender were done, and a moment later cancels it, and this with it.
+    # When a connection breaks, gRPC first ends the iterator as if the trainer had half-closed, and cancels the call a moment
+    # later. Without this pause, a broken connection would be taken for a closed stream and its rollouts would be cancelled.
     for _ in range(_LOOKS):
         await asyncio.sleep(_PAUSE)

@@ -1,4 +1,4 @@
-"""Takes what trainers send: every item once, in order."""
+"""Processes the items that trainers send: each exactly once, in order."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ MOST_CREDIT = 1_000_000
 
 
 class TooManyRefusals(Busy):
-    """A trainer goes on with what is refused and does not take note of it."""
+    """The trainer sends more requests that are refused than it reads refusals."""
 
     reason = "TOO_MANY_REFUSALS"
 
 
 class Dispatcher:
-    """`violations` is what this server may not do for a start request; it raises `NotPossible` for what it cannot do at all.
+    """Processes trainers' items.
 
-    `ignored` is called for each response to a completion request that is not under way.
+    `violations` returns which parts of a start request this server does not allow. It raises `NotPossible` for a request that
+    the server cannot run at all. `ignored` is called for each response to a completion that is not requested.
     """
 
     def __init__(
@@ -50,14 +51,16 @@ class Dispatcher:
         self._groups: dict[TrainerStream, asyncio.Task[None]] = {}
 
     async def take(self, stream: TrainerStream, item: wire.TrainerItem, caller: Caller) -> None:
-        """Takes one item. Raises `InvalidRequest` for one that is out of order, `TooManyRefusals`: then it is not taken."""
+        """Process one item. If it raises `InvalidRequest` (out of order) or `TooManyRefusals`, the item was not taken."""
         kind = item.WhichOneof("item")
         if kind in NUMBERED:
             await self._wait_for_group(stream)
         if kind in NUMBERED and not self._is_next(stream, kind, item.sequence):
             return
         if kind not in NUMBERED and item.sequence:
-            raise InvalidRequest(Violation("sequence", f"is for {', '.join(NUMBERED)}; other items have none"))
+            raise InvalidRequest(
+                Violation("sequence", f"is only for {', '.join(NUMBERED)}; leave it unset in other items")
+            )
         match kind:
             case "start":
                 await self._start_group(stream, item.start, caller)
@@ -75,28 +78,32 @@ class Dispatcher:
             case "ledger":
                 stream.ledger_reads.resolve(item.ledger.uid, item.ledger.segment_id, partial(wire.ledger, item.ledger))
             case "hello":
-                raise InvalidRequest(Violation("hello", "is the first item of a connection and comes once"))
+                raise InvalidRequest(Violation("hello", "must be sent once, as the first item of a connection"))
             case _:
-                raise InvalidRequest(Violation("item", "is unset, or of a kind that is not known here"))
+                raise InvalidRequest(Violation("item", "is unset, or of a kind that this server does not know"))
 
     def acknowledge(self, stream: TrainerStream, sequence: int, caller: Caller) -> None:
-        """Items of the server came there; outcomes among them were received. Raises `InvalidRequest`."""
+        """Process the acknowledgement of the server's items, including outcomes. Raise `InvalidRequest`."""
         for rollout in stream.acknowledge(sequence):
-            with suppress(NotFound):  # one that was taken over after its end may be forgotten by now
+            with suppress(NotFound):  # a rollout that was attached after its end may have been dropped meanwhile
                 self.registry.acknowledge(rollout.uid, caller)
             self.streams.confirm(rollout)
 
     def _is_next(self, stream: TrainerStream, kind: str | None, sequence: int) -> bool:
-        """Whether an item is to be taken, which it is noted to be; not one that was taken before."""
+        """Return whether to process an item, and record its sequence number; False for a repeated item.
+
+        After a reconnection a trainer repeats items that the server may not have received. The number is recorded before the
+        item is processed and without an `await` in between, so no item is processed twice.
+        """
         if not sequence:
-            raise InvalidRequest(Violation("sequence", f"is needed for `{kind}`: it counts up from 1"))
+            raise InvalidRequest(Violation("sequence", f"is required for `{kind}`; it counts up from 1"))
         if sequence <= stream.seen:
             return False
         if sequence != stream.seen + 1:
-            text = f"is {sequence}, but {stream.seen + 1} comes next: items count up without gaps, over all connections of a stream"
+            text = f"is {sequence}, expected {stream.seen + 1}: items count up without gaps, over all connections of a stream"
             raise InvalidRequest(Violation("sequence", text))
         if kind in ("start", "cancel") and stream.refusals >= stream.limits.unacknowledged:
-            text = f"{stream.refusals} refusals wait to be taken: read and acknowledge what the server sends"
+            text = f"{stream.refusals} refusals are not sent yet: read and acknowledge the server's items"
             raise TooManyRefusals(text, retry_after=1.0)
         stream.seen = sequence
         stream.wake()
@@ -105,23 +112,27 @@ class Dispatcher:
     def _cancel(self, stream: TrainerStream, cancel: wire.Cancel, caller: Caller) -> None:
         try:
             if requests.is_empty(cancel.selection):
-                raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all rollouts of yours"))
+                raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
             if len(cancel.reason) > 1000:
-                raise InvalidRequest(Violation("reason", "has at most 1000 characters"))
+                raise InvalidRequest(Violation("reason", "must have at most 1000 characters"))
             selection = requests.selection(cancel.selection, Caller(caller.name))
             self.registry.cancel(selection, cancel.reason or "cancelled")
         except RolloutError as error:
             stream.reply(RefusedItem(stream.seen, error))
 
     async def _start_group(self, stream: TrainerStream, start: wire.Start, caller: Caller) -> None:
-        """Starts a group. A connection that breaks meanwhile does not leave it undone: the item was taken."""
+        """Start a group of rollouts.
+
+        The task is shielded from the connection: the item's number is recorded, so the trainer does not repeat it, and it must
+        be processed also if the connection breaks.
+        """
         task = asyncio.create_task(self._start(stream, stream.seen, start, caller), name="start a group")
         self._groups[stream] = task
         task.add_done_callback(lambda _: self._groups.pop(stream, None))
         await asyncio.shield(task)
 
     async def _wait_for_group(self, stream: TrainerStream) -> None:
-        """Waits for the group that is being started, by an earlier connection of the stream."""
+        """Wait until a group from an earlier item, possibly of an earlier connection, is started: items take effect in order."""
         task = self._groups.get(stream)
         if task is not None:
             await asyncio.wait((task,))
@@ -133,10 +144,11 @@ class Dispatcher:
         except RolloutError as error:
             stream.reply(RefusedItem(sequence, error))
             return
-        except Exception:  # a fault of ours; the others of this stream go on
-            _log.exception("a group could not be started")
-            stream.reply(RefusedItem(sequence, RolloutError("a fault of the server's; its log has the reason")))
+        except Exception:  # a bug of this server; the stream's other rollouts continue
+            _log.exception("a group of rollouts could not be started")
+            stream.reply(RefusedItem(sequence, RolloutError("internal error of the server; its log has the reason")))
             return
+        # No `await` since `start_all` created the rollouts' tasks: each rollout is on the stream before its first turn.
         for rollout, attached in taken:
             stream.reply(StartedItem(self.streams.add(rollout, stream), attached))
 
@@ -146,19 +158,19 @@ class Dispatcher:
         return [self.registry.admit(start_request, wrong) for start_request in start_requests]
 
     def _check(self, stream: TrainerStream, found: Sequence[Rollout | None]) -> None:
-        """Raises where these rollouts cannot be on a stream: `NotPossible`, `Busy`."""
+        """Raise `NotPossible` or `Busy` if these rollouts cannot be added to the stream."""
         if stream.closed or not self.streams.has(stream):
-            raise NotPossible("the stream ended while the rollouts were to start", reason="STREAM_EXPIRED")
+            raise NotPossible("the stream ended before the rollouts were started", reason="STREAM_EXPIRED")
         for rollout in found:
             if rollout is not None:
                 self.streams.check(rollout, stream)
-        come = sum(rollout is None or rollout.uid not in stream.rollouts for rollout in found)
-        if len(stream.rollouts) + come > stream.limits.rollouts:
+        new = sum(rollout is None or rollout.uid not in stream.rollouts for rollout in found)
+        if len(stream.rollouts) + new > stream.limits.rollouts:
             text = (
                 f"{len(stream.rollouts)} rollouts of this stream are not acknowledged, at most {stream.limits.rollouts} may be; "
                 "acknowledge outcomes, or open another stream"
             )
             raise Busy(text, retry_after=1.0)
-        if stream.replies > stream.limits.rollouts:  # those that were found anew and anew, which nothing else counts
-            text = f"{stream.replies} rollouts wait to be told as started: read and acknowledge what the server sends"
+        if stream.replies > stream.limits.rollouts:  # repeated starts of the same rollouts, which no other limit counts
+            text = f"{stream.replies} replies to starts are not sent yet: read and acknowledge the server's items"
             raise Busy(text, retry_after=1.0)

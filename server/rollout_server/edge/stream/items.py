@@ -1,4 +1,4 @@
-"""What a stream tells a trainer, and keeps until it was acknowledged."""
+"""Items that a stream sends to its trainer and keeps until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollout_server.edge.wire import train as wire
 
 @dataclass(frozen=True, slots=True)
 class StartedItem:
-    """A rollout was accepted or found."""
+    """A rollout was started or found."""
 
     stream_rollout: StreamRollout
     attached: bool
 
     def write(self, sequence: int) -> wire.Item:
-        """As it is now."""
+        """Return the item with the rollout's current state."""
         return wire.started_item(sequence, self.stream_rollout.rollout, attached=self.attached)
 
 
@@ -32,20 +32,21 @@ class RefusedItem:
     stream_rollout: None = None
 
     def write(self, sequence: int) -> wire.Item:
-        """The same each time."""
+        """Return the item, the same each time."""
         return wire.refused_item(sequence, self.start_sequence, self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionItem:
-    """A completion is asked for."""
+    """A request for a completion."""
 
     completion: PendingCompletion
     stream_rollout: StreamRollout
     stream: RolloutStream
 
     def write(self, sequence: int) -> wire.Item:
-        """The request, for as long as it is under way here."""
+        """Return the item; its request is left out if this stream does not need the completion any more."""
+        # A repeated item keeps its sequence number. The completion may have a response, or the rollout may be on another stream.
         here = self.stream_rollout.stream is self.stream and self.completion.sent == sequence
         return wire.completion_item(
             sequence, self.completion.request if here and not self.completion.response.done() else None
@@ -54,12 +55,12 @@ class CompletionItem:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeItem:
-    """Tells the trainer that a rollout has ended, and how."""
+    """The outcome of a rollout."""
 
     stream_rollout: StreamRollout
 
     def write(self, sequence: int) -> wire.Item:
-        """The item with the outcome."""
+        """Return the item with the outcome."""
         return wire.outcome_item(sequence, self.stream_rollout.rollout)
 
 
@@ -68,7 +69,7 @@ Content: TypeAlias = "StartedItem | RefusedItem | CompletionItem | OutcomeItem"
 
 @dataclass(frozen=True, slots=True)
 class UnacknowledgedItem:
-    """One that was sent. `sent_events` are the events of its rollout that went before it."""
+    """An item that was sent. `sent_events` is the number of its rollout's events that were sent before it."""
 
     sequence: int
     content: Content

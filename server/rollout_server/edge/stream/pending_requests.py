@@ -1,4 +1,4 @@
-"""What a stream requests of its trainer and waits for: completions and segments of its ledger."""
+"""Requests to the trainer of a stream that wait for a response: completions, and reads of its ledger."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_server.runtime.errors import RolloutFailed
 
 @dataclass(slots=True, eq=False)
 class PendingCompletion:
-    """One completion, until it is over. `sent` is its number on the stream, 0 before; `timer` ends it without a response."""
+    """One completion until its response. `sent` is its item's sequence number, 0 before it is sent; `timer` limits the wait."""
 
     key: str
     request: Request | None
@@ -25,24 +25,24 @@ class PendingCompletion:
     timer: asyncio.TimerHandle | None = None
 
     def send(self, sequence: int, seconds: float) -> None:
-        """Marks it as sent under this sequence number, and times it out `seconds` from now."""
+        """Mark it as sent with this sequence number, and let it time out after `seconds`."""
         self.sent = sequence
         self.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, seconds)
 
     def put_back(self) -> bool:
-        """It is to be sent anew, on another stream. Whether it had been sent."""
+        """Mark it as not sent, to request it on another stream. Return whether it had been sent."""
         was, self.sent = self.sent, 0
         self.stop()
         return bool(was)
 
     def stop(self) -> None:
-        """The timer is needed no more."""
+        """Cancel the timer."""
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def fail(self, category: Category, text: str) -> None:
-        """Ends it, and with it the rollout."""
+        """Fail the completion, and with it the rollout."""
         if not self.response.done():
             self.response.set_exception(
                 RolloutFailed(Failure(category, f"turn {self.call.turn}: {text}", self.call.turn))
@@ -58,7 +58,7 @@ class PendingCompletion:
 
 @dataclass(slots=True, eq=False)
 class LedgerRead:
-    """A segment that is to be shown; None in the end where it is not."""
+    """A read of one segment as the trainer stores it. `held` resolves to None if the trainer does not send it."""
 
     uid: str
     segment_id: str
@@ -66,24 +66,24 @@ class LedgerRead:
 
 
 class LedgerReads:
-    """Segments that the trainer is to show, at most one read of each. After a cut none is sent again: nobody waits that long."""
+    """Reads of the trainer's ledger, at most one per segment. Their timeout is short, so none is repeated after a reconnection."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, str], LedgerRead] = {}
         self._to_send: deque[LedgerRead] = deque()
 
     def add(self, ledger_read: LedgerRead) -> None:
-        """Somebody waits for it."""
+        """Queue a read."""
         self._open[ledger_read.uid, ledger_read.segment_id] = ledger_read
         self._to_send.append(ledger_read)
 
     def drop(self, ledger_read: LedgerRead) -> None:
-        """Nobody waits for it any more."""
+        """Remove a read that is not needed any more."""
         if self._open.get((ledger_read.uid, ledger_read.segment_id)) is ledger_read:
             del self._open[ledger_read.uid, ledger_read.segment_id]
 
     def next(self) -> LedgerRead | None:
-        """The next one to send."""
+        """Return the next read to send."""
         while self._to_send:
             ledger_read = self._to_send.popleft()
             if not ledger_read.held.done():
@@ -91,13 +91,13 @@ class LedgerReads:
         return None
 
     def resolve(self, uid: str, segment_id: str, held: Callable[[], TrainerTokens | None]) -> None:
-        """The trainer shows one, or says that it does not."""
+        """Pass on the trainer's response, also that it does not have the segment."""
         ledger_read = self._open.pop((uid, segment_id), None)
         if ledger_read is not None and not ledger_read.held.done():
             ledger_read.held.set_result(held)
 
     def fail(self) -> None:
-        """The connection broke: none is shown."""
+        """Resolve all reads to None: the connection broke."""
         for ledger_read in self._open.values():
             if not ledger_read.held.done():
                 ledger_read.held.set_result(None)

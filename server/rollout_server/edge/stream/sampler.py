@@ -1,4 +1,4 @@
-"""Completions that are asked for on a trainer's own stream."""
+"""Completions that are requested on a trainer's own stream."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from rollout_server.runtime.ports import Tool
 
 @dataclass(frozen=True, slots=True)
 class StreamTrainers:
-    """What all samplers of trainers on streams share."""
+    """Shared by the samplers of all trainers on streams."""
 
     streams: Streams
     tokenizers: Tokenizers
     retries: RetryPolicy
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> CompletionSampler:
-        """The sampler of one rollout."""
+        """Return the sampler of one rollout."""
         return CompletionSampler(
             StreamCompletionClient(self.streams, uid, self.retries), self.tokenizers, uid, spec, tools
         )
@@ -42,14 +42,14 @@ class StreamTrainers:
 
 @dataclass(frozen=True, slots=True)
 class StreamCompletionClient:
-    """Asks the trainer on whose stream a rollout is, whichever that is at the time."""
+    """Requests completions on the stream that the rollout is on at that time."""
 
     streams: Streams
     uid: str
     retries: RetryPolicy
 
     async def complete(self, request: Request, call: TurnCall) -> Response:
-        """As `edge.trainer.grpc_client.TrainerClient`."""
+        """See `edge.trainer.grpc_client.TrainerClient`."""
         while True:
             call.attempts += 1
             response = await self._request_completion(request, call)
@@ -61,13 +61,13 @@ class StreamCompletionClient:
             await asyncio.sleep(pause)
 
     async def read_ledger(self, uid: str, segment_id: str, bearer: str) -> TrainerTokens | None:
-        """As `edge.trainer.grpc_client.TrainerClient`."""
+        """See `edge.trainer.grpc_client.TrainerClient`."""
         stream_rollout = self.streams.stream_rollout(uid)
         return await stream_rollout.read_ledger(segment_id, LEDGER_SECONDS) if stream_rollout is not None else None
 
     async def _request_completion(self, request: Request, call: TurnCall) -> Response | Rejection:
         stream_rollout = self.streams.stream_rollout(self.uid)
         if stream_rollout is None:
-            text = f"turn {call.turn}: the rollout is on no stream any more, so nobody completes"
+            text = f"turn {call.turn}: the rollout is not on a stream any more, so there is no trainer to complete the turn"
             raise RolloutFailed(Failure(Category.NETWORK, text, call.turn))
         return await stream_rollout.complete(request, call)

@@ -1,4 +1,4 @@
-"""One stream of a trainer: what is to be told, what was told and not acknowledged, and what is under way."""
+"""One stream of a trainer: items to send, items sent but not acknowledged, and pending requests."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CLOSED = Cancellation("the trainer closed its stream")
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Times in seconds.
+    """Limits of streams. Times in seconds.
 
     Args:
-        grace: how long a cut stream is kept.
-        timeout: how long a completion may stay unanswered.
-        streams, of_caller: streams at the same time, in all and of one caller, the cut ones among them.
+        grace: how long a disconnected stream can be resumed.
+        timeout: how long a completion may take.
+        streams, of_caller: concurrent streams, in total and per caller, including disconnected ones.
         rollouts: rollouts of one stream whose outcomes are not acknowledged.
-        unacknowledged: items with a sequence that were sent and not acknowledged; so many refusals may wait to be sent as well.
+        unacknowledged: items that were sent and not acknowledged. The same number of refusals may wait to be sent.
     """
 
     grace: float = 30.0
@@ -49,15 +49,19 @@ class StreamLimits:
 
 
 class TrainerStream:
-    """Lives on one event loop, over as many connections as it takes.
+    """A stream. Lives on one event loop, over any number of connections.
+
+    Every item with a sequence number is kept until it is acknowledged. After a reconnection the kept items are sent again in
+    the same order. Events have no acknowledgement of their own: acknowledging an item confirms the events of its rollout that
+    were sent before it, so an outcome confirms all events.
 
     Args:
-        seen: the last sequence of the trainer that was taken.
-        detail: how much of each event is sent; 0: none.
-        connected: a trainer is there.
-        closed: the trainer is done and acknowledges nothing any more.
-        refusals: those that wait to be sent.
-        leaving: how the stream ends once nothing is owed; None: it goes on.
+        seen: the trainer's last sequence number that was processed.
+        detail: detail of the events that are sent; 0: no events.
+        connected: whether the trainer is connected.
+        closed: the trainer has closed the stream and acknowledges nothing any more.
+        refusals: refusals that are not sent yet.
+        leaving: the error that ends the stream once everything is delivered; None: the stream continues.
     """
 
     def __init__(self, stream_id: str, caller: str, limits: StreamLimits) -> None:
@@ -85,12 +89,12 @@ class TrainerStream:
 
     @property
     def replies(self) -> int:
-        """Starts and refusals that wait to be told."""
+        """Number of replies to starts and cancels that are not sent yet."""
         return len(self._replies)
 
     @property
     def has_undelivered(self) -> bool:
-        """Something is to be sent, or was sent and not acknowledged; once the trainer is done, it acknowledges no more."""
+        """Whether something has to be sent or acknowledged. On a closed stream sending is enough: nothing is acknowledged there."""
         left = (
             self.rollouts
             if not self.closed
@@ -99,15 +103,15 @@ class TrainerStream:
         return bool(left or self._replies)
 
     def check(self, last_seen: int) -> None:
-        """Raises `InvalidRequest` for a last item seen that cannot be."""
+        """Raise `InvalidRequest` for an impossible `last_seen`."""
         if not self._acknowledged <= last_seen <= self._sent:
-            text = f"is {last_seen}; items up to {self._acknowledged} were acknowledged, and {self._sent} was the last one sent"
+            text = f"is {last_seen}, but it must be from {self._acknowledged} (last acknowledged) to {self._sent} (last sent)"
             raise InvalidRequest(Violation("hello.last_seen", text))
 
     def connect(self) -> wire.Item:
-        """A trainer is there: what was not acknowledged is sent again, and the events that may not have arrived.
+        """Mark the trainer as connected, and prepare to repeat unacknowledged items and unconfirmed events.
 
-        Returns what is sent first.
+        Returns the first item to send.
         """
         self.ledger_reads.fail()
         self._acknowledged_seen = self.seen
@@ -121,13 +125,13 @@ class TrainerStream:
         return wire.welcome(self.id, self.seen, self.limits.grace)
 
     def disconnect(self) -> None:
-        """The trainer is away."""
+        """Mark the trainer as disconnected."""
         self.connected = False
         for stream_rollout in self.rollouts.values():
             stream_rollout.detach()
 
     def close(self) -> None:
-        """The trainer is done: what still runs is cancelled, and what is owed is sent, once."""
+        """End the stream for the trainer: cancel its running rollouts and send their outcomes once."""
         self.closed = True
         self._kept.clear()
         for stream_rollout in self.rollouts.values():
@@ -135,12 +139,12 @@ class TrainerStream:
         self.wake()
 
     def acknowledge(self, sequence: int) -> Sequence[Rollout]:
-        """Lets go of the items up to this one. Returns the rollouts whose outcomes were among them.
+        """Drop the items up to this sequence number. Return the rollouts whose outcomes were among them.
 
-        Raises `InvalidRequest` for one that was never sent.
+        Raises `InvalidRequest` for a number that was not sent yet.
         """
         if sequence > self._sent:
-            text = f"is {sequence}, and nothing after {self._sent} was sent"
+            text = f"is {sequence}, but the last item sent is {self._sent}"
             raise InvalidRequest(Violation("acknowledge.sequence", text))
         self._acknowledged = max(self._acknowledged, sequence)
         received = []
@@ -157,13 +161,13 @@ class TrainerStream:
         return received
 
     def add(self, stream_rollout: StreamRollout) -> None:
-        """A rollout is on this stream from here on. It is not announced yet."""
+        """Add a rollout. It is announced to the trainer by a later reply."""
         self.rollouts[stream_rollout.rollout.uid] = stream_rollout
         if self.connected:
             stream_rollout.attach()
 
     def leave(self, stream_rollout: StreamRollout) -> None:
-        """It is here no more."""
+        """Remove a rollout."""
         self.rollouts.pop(stream_rollout.rollout.uid, None)
         self._active.pop(stream_rollout, None)
         self._finished.pop(stream_rollout, None)
@@ -172,52 +176,60 @@ class TrainerStream:
         self.wake()
 
     def reply(self, reply: StartedItem | RefusedItem) -> None:
-        """Tells what became of a start or cancel."""
+        """Queue the reply to a start or cancel."""
         self._replies.append(reply)
         self.refusals += isinstance(reply, RefusedItem)
         self.wake()
 
     def respond(self, turn_key: str, response: Response | Rejection) -> bool:
-        """Takes the response of the trainer. False: it is not under way."""
+        """Pass on the trainer's response. Return False if the completion is not requested."""
         self.wake()
         return self.completions.respond(turn_key, response)
 
     def queue(self, stream_rollout: StreamRollout) -> None:
-        """As `RolloutStream`."""
+        """See `RolloutStream`."""
+        # A trainer must learn of a rollout before it gets requests for it. `_reply` queues the others when it announces them.
         if stream_rollout.announced:
             self.completions.queue(stream_rollout)
             self.wake()
 
     def release(self, completion: PendingCompletion) -> None:
-        """As `RolloutStream`."""
+        """See `RolloutStream`."""
         self.completions.release(completion)
         self.wake()
 
     def log_grew(self, stream_rollout: StreamRollout) -> None:
-        """As `RolloutStream`."""
+        """See `RolloutStream`."""
         self._active[stream_rollout] = None
         self.wake()
 
     def queue_read(self, ledger_read: LedgerRead) -> None:
-        """As `RolloutStream`."""
+        """See `RolloutStream`."""
         self.ledger_reads.add(ledger_read)
         self.wake()
 
     def drop_read(self, ledger_read: LedgerRead) -> None:
-        """As `RolloutStream`."""
+        """See `RolloutStream`."""
         self.ledger_reads.drop(ledger_read)
 
     def wake(self) -> None:
-        """There may be something to send."""
+        """Wake the sender: there may be something to send."""
         self._wake.set()
 
     async def wait_for_items(self) -> None:
-        """Waits until there may be something to send."""
+        """Wait until there may be something to send.
+
+        The event is cleared before the caller looks for items, so a `wake` during that look-up is not lost.
+        """
         await self._wake.wait()
         self._wake.clear()
 
     def next(self) -> wire.Item | None:
-        """What is to be sent now; None: nothing is."""
+        """Return the next item to send; None if there is none.
+
+        Order: repeated items, acknowledgements, replies, completions, outcomes, ledger reads, events. An outcome is queued only
+        after all events of its rollout were sent.
+        """
         item = self._repeat()
         if item is not None:
             return item
@@ -232,12 +244,13 @@ class TrainerStream:
         return wire.ledger_item(ledger_read.uid, ledger_read.segment_id) if ledger_read is not None else self._event()
 
     def _repeat(self) -> wire.Item | None:
-        """What was sent before and may not have arrived, in the same order."""
+        """Return the next item that may not have arrived, in the original order."""
         while self._again:
             kept = self._again[0]
             stream_rollout = kept.content.stream_rollout
             if kept.sequence > self._acknowledged:
                 if stream_rollout is not None and stream_rollout.stream is self:
+                    # First the events that were sent before this item: the trainer sees events and items in the original order.
                     item = self._event_of(stream_rollout, kept.sent_events)
                     if item is not None:
                         return item
@@ -281,7 +294,7 @@ class TrainerStream:
         return OutcomeItem(stream_rollout)
 
     def _event(self) -> wire.Item | None:
-        """The next event of the rollouts in turn; one that has told all of them and is over has its outcome to tell."""
+        """Return the next event, from the rollouts in turn. A finished rollout without further events is queued for its outcome."""
         while self._active:
             stream_rollout, _ = self._active.popitem(last=False)
             if not stream_rollout.announced:
@@ -292,11 +305,11 @@ class TrainerStream:
                 return item
             if stream_rollout.rollout.outcome is not None and not stream_rollout.delivered:
                 self._finished[stream_rollout] = None
-                self.wake()
+                self.wake()  # `next` looked for outcomes before it called this method
         return None
 
     def _event_of(self, stream_rollout: StreamRollout, until: int) -> wire.Item | None:
-        """The next event of a rollout, up to this one, in as much detail as is wanted."""
+        """Return a rollout's next event up to this number, skipping events below the requested detail."""
         while stream_rollout.sent_events < until:
             entry = stream_rollout.rollout.log.entries[stream_rollout.sent_events]
             stream_rollout.sent_events += 1

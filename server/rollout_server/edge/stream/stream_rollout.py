@@ -16,31 +16,33 @@ from rollout_server.runtime.rollout import Rollout
 
 
 class RolloutStream(Protocol):
-    """What a rollout is on: a stream."""
+    """The stream that a rollout is on."""
 
     def queue(self, stream_rollout: StreamRollout) -> None:
-        """It has a completion that is not under way."""
+        """Queue a rollout that has a completion to request."""
 
     def release(self, completion: PendingCompletion) -> None:
-        """Nobody waits for this completion any more."""
+        """Free the credit of a completion that is not needed any more."""
 
     def log_grew(self, stream_rollout: StreamRollout) -> None:
-        """Its rollout's log has grown."""
+        """Wake the sender: the rollout's log has grown."""
 
     def queue_read(self, ledger_read: LedgerRead) -> None:
-        """A segment is to be shown."""
+        """Queue a read of the trainer's ledger."""
 
     def drop_read(self, ledger_read: LedgerRead) -> None:
-        """Nobody waits for it any more."""
+        """Remove a read that is not needed any more."""
 
 
 class StreamRollout:
-    """One rollout on one stream, or on none once that was not resumed in time. Lives until the rollout's outcome was acknowledged.
+    """One rollout on a stream, or on none if its stream was not resumed in time.
+
+    Lives until the rollout's outcome is acknowledged.
 
     Args:
-        sent_events: events that were sent; those up to `confirmed_events` came there for certain.
+        sent_events: number of events that were sent; those up to `confirmed_events` have certainly arrived.
         announced: the trainer knows that the rollout is on this stream.
-        delivered: its outcome is under way.
+        delivered: its outcome was sent.
     """
 
     def __init__(self, rollout: Rollout, ended: Callable[[StreamRollout], None]) -> None:
@@ -57,34 +59,38 @@ class StreamRollout:
         self._following = asyncio.create_task(self._follow(), name=f"follow {rollout.uid}")
 
     def attach(self) -> None:
-        """The trainer is there."""
+        """Attach to the rollout: the trainer is connected."""
         self.detach()
         self._attached.enter_context(self.rollout.attached())
 
     def detach(self) -> None:
-        """The trainer is away."""
+        """Detach from the rollout: the trainer is disconnected."""
         self._attached.close()
 
     def fail(self, why: str) -> None:
-        """The stream is gone. Asks fail, those under way and those to come."""
+        """Remove it from its stream, which has ended. Pending and later completion requests fail."""
         self.stream, self.failure = None, why
         self.detach()
         for completion in self.completions.values():
             completion.fail(Category.NETWORK, why)
 
     def move_to(self, stream: RolloutStream) -> None:
-        """Moves to another stream, from the start of its log. What had been requested is requested again, and the log says so."""
+        """Move to another stream and send its log there from the start.
+
+        Completions that were already requested are requested again. The log notes it, because the turn may be generated twice
+        (D8).
+        """
         self.stream, self.announced, self.delivered = stream, False, False
         self.sent_events = self.confirmed_events = 0
         for completion in self.completions.values():
             if completion.put_back() and self.rollout.outcome is None:
                 turn = completion.call.turn
-                text = f"turn {turn}: asked for again on another stream, so the turn may have been generated twice"
+                text = f"turn {turn}: requested again on another stream, so the turn may have been generated twice"
                 completion.call.warnings.append((RESAMPLED, text))
                 self.rollout.record(Note(turn, RESAMPLED, text))
 
     async def complete(self, request: Request, call: TurnCall) -> Response | Rejection:
-        """What the trainer says. Raises `RolloutFailed` where there is no trainer."""
+        """Request a completion and return the trainer's response. Raise `RolloutFailed` if there is no trainer."""
         completion = PendingCompletion(request.turn_key, request, call, asyncio.get_running_loop().create_future())
         if self.stream is None:
             completion.fail(Category.NETWORK, self.failure)
@@ -96,12 +102,12 @@ class StreamRollout:
         finally:
             del self.completions[request.turn_key]
             completion.stop()
-            completion.request = None  # what is kept of it until it is acknowledged is its number
+            completion.request = None  # frees the memory: the stream keeps the item until it is acknowledged
             if self.stream is not None:
                 self.stream.release(completion)
 
     async def read_ledger(self, segment_id: str, seconds: float) -> TrainerTokens | None:
-        """A segment as the trainer holds it; None where it does not tell in time."""
+        """Return a segment as the trainer stores it; None if the trainer does not send it in time."""
         if self.stream is None:
             return None
         ledger_read = LedgerRead(self.rollout.uid, segment_id, asyncio.get_running_loop().create_future())
@@ -116,7 +122,7 @@ class StreamRollout:
         return None if held is None else await asyncio.to_thread(held)
 
     def next_unsent(self) -> PendingCompletion | None:
-        """The oldest completion that is not under way."""
+        """Return the oldest completion that is not requested yet."""
         return next((each for each in self.completions.values() if not each.sent and not each.response.done()), None)
 
     async def _follow(self) -> None:

@@ -1,4 +1,4 @@
-"""The streams of a server: who may open one, go on with one, and what becomes of one that nobody goes on with."""
+"""The streams of a server: opening, resuming and expiry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 _LAST_SECONDS = 1.0
-"""How long connections may take to note that they are ended."""
+"""How long connections may take to end during a shutdown."""
 
 
 class TooManyStreams(Busy):
@@ -23,26 +23,26 @@ class TooManyStreams(Busy):
 
 
 class StreamConnection:
-    """One connection of a stream. `ending` says how it is to end, once it is."""
+    """One connection of a stream. `ending` is the error that ends it, or None."""
 
     def __init__(self, stream: TrainerStream) -> None:
         self.stream = stream
         self.ending: RolloutError | None = None
 
     def end(self, error: RolloutError) -> None:
-        """It is to end this way."""
+        """End the connection with this error. Only the first call has an effect."""
         self.ending = self.ending or error
         self.stream.wake()
 
     def read(self, reader: asyncio.Task[None]) -> None:
-        """Nothing more is read."""
+        """Callback for the end of the reading task."""
         if not reader.cancelled():
-            reader.exception()  # whoever sends looks at it, unless the connection is over
+            reader.exception()  # mark it as retrieved; `serve_connection` raises it unless the connection is over
         self.stream.wake()
 
 
 class Streams:
-    """Lives on one event loop. Holds all rollouts on streams, also of those whose stream is gone while they run."""
+    """All streams. Lives on one event loop. Keeps running rollouts also after their stream has ended."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self.limits = limits
@@ -57,15 +57,15 @@ class Streams:
         return len(self._streams)
 
     def open(self, caller: str) -> StreamConnection:
-        """A new stream. Raises `TooManyStreams`, and `Draining` once the server stops."""
+        """Open a stream. Raise `TooManyStreams`, and `Draining` during a shutdown."""
         if self._draining is not None:
             raise self._draining
         own = sum(stream.caller == caller for stream in self._streams.values())
         limits = self.limits
         if len(self._streams) >= limits.streams or own >= limits.of_caller:
             text = (
-                f"there are {len(self._streams)} streams, {own} of them yours; at most {limits.streams} and {limits.of_caller} may "
-                f"be. One that was cut counts for {limits.grace:g} s"
+                f"there are {len(self._streams)} streams, {own} of them yours; the limits are {limits.streams} and "
+                f"{limits.of_caller}. A disconnected stream counts for {limits.grace:g} s"
             )
             raise TooManyStreams(text, retry_after=1.0)
         stream = TrainerStream(secrets.token_urlsafe(24), caller, limits)
@@ -73,27 +73,27 @@ class Streams:
         return self._connect(stream)
 
     def resume(self, stream_id: str, caller: str, last_seen: int) -> StreamConnection:
-        """Goes on with a stream, in the place of the connection that it may have. `NotPossible` where the caller has none such.
+        """Resume a stream on a new connection, which replaces its current one.
 
-        Raises InvalidRequest for a last item that cannot have been seen.
+        Raises `NotPossible` if the caller has no such stream, and InvalidRequest for an impossible `last_seen`.
         """
         if self._draining is not None:
             raise self._draining
         stream = self._streams.get(stream_id)
         if stream is None or stream.caller != caller or stream.closed:
             text = (
-                f"you have no such stream: it was cut for longer than {self.limits.grace:g} s, you had closed it, or the server "
-                "was started anew. Open another one; RolloutService has the outcomes of what has finished"
+                f"you have no such stream: it was disconnected for more than {self.limits.grace:g} s, you closed it, or the server "
+                "was restarted. Open another one; RolloutService has the outcomes of finished rollouts"
             )
             raise NotPossible(text, reason="STREAM_EXPIRED")
         stream.check(last_seen)
         return self._connect(stream)
 
     def disconnect(self, connection: StreamConnection) -> None:
-        """A connection is over. Its stream is kept for the grace time, unless it is done."""
+        """Handle the end of a connection. Its stream can be resumed for the grace period, unless the trainer closed it."""
         stream = connection.stream
         if self._connections.get(stream.id) is not connection:
-            return  # another one has taken its place
+            return  # another connection has resumed the stream
         del self._connections[stream.id]
         stream.disconnect()
         self._left.set()
@@ -101,35 +101,35 @@ class Streams:
             self._expire(stream, "the trainer closed its stream" if stream.closed else "the server stops")
             return
         why = (
-            f"the trainer's stream was cut and not resumed within {self.limits.grace:g} s (ROLLOUT_STREAM_GRACE_SECONDS), so "
-            "nobody completes; start the rollout again"
+            f"the trainer's stream was disconnected and not resumed within {self.limits.grace:g} s (ROLLOUT_STREAM_GRACE_SECONDS), "
+            "so there is no trainer; start the rollout again"
         )
         loop = asyncio.get_running_loop()
         self._timers[stream.id] = loop.call_later(self.limits.grace, self._expire, stream, why)
 
     def stream_rollout(self, uid: str) -> StreamRollout | None:
-        """A rollout on a stream."""
+        """Return a rollout that was started on a stream, or None."""
         return self._rollouts.get(uid)
 
     def check(self, rollout: Rollout, stream: TrainerStream) -> None:
-        """Raises `NotPossible` where a rollout cannot come to this stream: it is on another one that is connected."""
+        """Raise `NotPossible` if a rollout cannot move to this stream: it is on another one that is connected."""
         stream_rollout = self._rollouts.get(rollout.uid)
         other = self._stream_of(stream_rollout) if stream_rollout is not None else None
         if other is not None and other is not stream and other.connected:
             text = (
-                f"rollout {rollout.uid} is on another stream of yours, which is connected; close that one, or use another "
-                "request_id for another rollout"
+                f"rollout {rollout.uid} is on another connected stream of yours; close that one, or use another request_id for "
+                "another rollout"
             )
             raise NotPossible(text, reason="STREAM_TAKEN")
 
     def has(self, stream: TrainerStream) -> bool:
-        """Whether it goes on, or may be resumed."""
+        """Return whether the stream is connected or can be resumed."""
         return stream.id in self._streams
 
     def add(self, rollout: Rollout, stream: TrainerStream) -> StreamRollout:
-        """The rollout, on this stream from here on. It is announced by the reply that tells of it.
+        """Put a rollout on this stream. The reply to its start announces it to the trainer.
 
-        Raises `NotPossible` as `check`.
+        Raises `NotPossible` as `check` does.
         """
         self.check(rollout, stream)
         stream_rollout = self._rollouts.get(rollout.uid)
@@ -148,7 +148,7 @@ class Streams:
         return stream_rollout
 
     def remove(self, stream_rollout: StreamRollout, why: str) -> None:
-        """A rollout has no stream any more."""
+        """Remove a rollout from its stream."""
         stream = self._stream_of(stream_rollout)
         if stream is not None:
             stream.leave(stream_rollout)
@@ -157,13 +157,13 @@ class Streams:
             self._forget(stream_rollout)
 
     def confirm(self, rollout: Rollout) -> None:
-        """A rollout's outcome was acknowledged, and with it everything."""
+        """Forget a rollout whose outcome was acknowledged."""
         stream_rollout = self._rollouts.get(rollout.uid)
         if stream_rollout is not None:
             self._forget(stream_rollout)
 
     async def drain(self, seconds: float) -> None:
-        """Waits so long for trainers that are there to take the outcomes that they are owed, then ends all streams."""
+        """Wait up to `seconds` until connected trainers have received their outcomes, then end all streams."""
         self._draining = Draining("the server is stopping; its streams end with it", retry_after=1.0)
         for connection in self._connections.values():
             connection.stream.leaving = self._draining
@@ -192,7 +192,7 @@ class Streams:
         former = self._connections.get(stream.id)
         connection = self._connections[stream.id] = StreamConnection(stream)
         if former is not None:
-            former.end(Superseded("another connection goes on with this stream"))
+            former.end(Superseded("another connection has resumed this stream"))
         return connection
 
     def _expire(self, stream: TrainerStream, why: str) -> None:
@@ -203,7 +203,7 @@ class Streams:
             return
         rollouts = list(stream.rollouts.values())
         if rollouts:
-            _log.info("a stream of %s ended with %d rollouts: %s", stream.caller, len(rollouts), why)
+            _log.info("a stream of caller %s ended with %d rollouts: %s", stream.caller, len(rollouts), why)
         for stream_rollout in rollouts:
             self.remove(stream_rollout, why)
 

@@ -1,1 +1,1 @@
-"""Which endpoints a request may name: checked when the request comes, and again when their names are looked up."""
+"""Rules for the endpoints that a request may name. They are checked when the request arrives and again after each DNS lookup."""

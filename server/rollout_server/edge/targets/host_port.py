@@ -1,7 +1,7 @@
-"""Hosts, ports and paths, as URLs and rules spell them.
+"""Hosts, ports and paths in URLs and rules.
 
-Only spellings that every reader of URLs understands in the same way are taken: what one library reads as a name and another as an
-address, or what is turned into another host or path on its way, cannot be checked.
+Only spellings that all URL parsers read in the same way are accepted. Otherwise a check of the URL would prove nothing: one
+library may parse a host as a name and another as an address, and a proxy may rewrite host or path.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from types import MappingProxyType
 from rollout_server.edge.targets.address import Address, read_address
 
 PORTS = MappingProxyType({"http": 80, "https": 443, "grpc": 80, "grpcs": 443})
-"""The schemes that there are, and the port of a URL that names none."""
+"""The supported schemes and their default ports."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)(.*)", re.DOTALL)
-# Segments that are neither empty nor "." or "..". Some readers see "." or "/" in escapes (%2e, %2f), backslashes and semicolons.
+# Segments other than "", "." and "..". Escapes (%2e, %2f), backslashes and semicolons are excluded: some parsers decode them
+# to "." or "/".
 _PATH = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~!$&'()*+,=:@-]+)*/?")
 _AUTHORITY = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::([0-9]*))?")
 _LABEL = re.compile(r"[a-z0-9_-]{1,63}")
@@ -28,19 +29,19 @@ LONGEST_URL = 2048
 
 
 class MalformedTarget(ValueError):
-    """A host or URL that is not taken. The text says what is wrong with it and does not repeat it."""
+    """A host or URL that is not accepted. The text describes the problem without repeating the URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostName:
-    """A DNS name in lower case, without a dot at its end."""
+    """A DNS name in lower case, without a trailing dot."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class TargetAddress:
-    """What a URL leads to; `scheme` is in lower case."""
+    """Scheme (lower case), host and port of a URL."""
 
     scheme: str
     host: HostName | Address
@@ -48,7 +49,7 @@ class TargetAddress:
 
     @property
     def host_text(self) -> str:
-        """The host without brackets."""
+        """The host, without brackets."""
         return self.host.text if isinstance(self.host, HostName) else str(self.host)
 
     @property
@@ -59,7 +60,7 @@ class TargetAddress:
 
 
 def read_url(url: str) -> TargetAddress:
-    """Scheme, host and port of a base URL, to whose path others are appended. Raises `MalformedTarget`."""
+    """Parse a base URL, to whose path the server appends others. Raise `MalformedTarget`."""
     if len(url) > LONGEST_URL:
         raise MalformedTarget(f"must have at most {LONGEST_URL} characters")
     parts = _URL.fullmatch(url)
@@ -72,26 +73,27 @@ def read_url(url: str) -> TargetAddress:
         raise MalformedTarget("must not hold a user name or password")
     split = _AUTHORITY.fullmatch(authority)
     if split is None:
-        raise MalformedTarget("needs a host and, if any, a decimal port; IPv6 addresses stand in brackets")
+        raise MalformedTarget("needs a host and an optional decimal port; IPv6 addresses need brackets")
     host = _bracketed(split[1][1:-1]) if split[1].startswith("[") else read_host(split[1])
     if "?" in parts[3] or "#" in parts[3]:
         raise MalformedTarget("must not have a query or a fragment, not even an empty one: remove '?' and '#'")
     if not _PATH.fullmatch(parts[3]):
         raise MalformedTarget(
             "needs a path of plain segments: ASCII letters, digits and -._~!$&'()*+,=:@ between single slashes, without escapes "
-            "(%), and no segment '.' or '..'"
+            "(%) and without segments '.' or '..'"
         )
     return TargetAddress(scheme, host, read_port(split[2]) if split[2] else PORTS[scheme])
 
 
 def read_host(text: str) -> HostName | Address:
-    """A host without port and brackets: a name, or an address in its usual spelling. Raises `MalformedTarget`."""
+    """Parse a host without port: a name, or an address in its usual form. Raise `MalformedTarget`."""
     if ":" in text:
         return _bracketed(text)
     if not text.isascii():
-        raise MalformedTarget("needs a host in ASCII; international names are written in punycode (xn--...)")
+        raise MalformedTarget("needs a host in ASCII; write international names in punycode (xn--...)")
     name = text.lower().removesuffix(".")
     labels = name.split(".")
+    # As in the WHATWG URL standard: a numeric last label makes it an IPv4 address, which other libraries may read as octal or hex.
     if _NUMBER.fullmatch(labels[-1]):
         return _decimal(text)
     if len(name) > 253 or not all(_LABEL.fullmatch(label) for label in labels):
@@ -102,7 +104,7 @@ def read_host(text: str) -> HostName | Address:
 
 
 def read_port(text: str) -> int:
-    """A port in decimal digits. Raises `MalformedTarget`."""
+    """Parse a decimal port. Raise `MalformedTarget`."""
     if not _PORT.fullmatch(text) or not LEAST_PORT <= int(text) <= MOST_PORT:
         raise MalformedTarget(f"needs a port from {LEAST_PORT} to {MOST_PORT}")
     return int(text)
@@ -122,4 +124,4 @@ def _decimal(text: str) -> Address:
     try:
         return IPv4Address(text)
     except ValueError:
-        raise MalformedTarget("must spell its IPv4 address as four decimal numbers, such as 192.0.2.1") from None
+        raise MalformedTarget("must write its IPv4 address as four decimal numbers, such as 192.0.2.1") from None

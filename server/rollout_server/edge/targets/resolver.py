@@ -1,6 +1,7 @@
-"""Looks names up and lets through only what the rules for targets allow.
+"""DNS lookup that returns only addresses allowed by the rules for targets.
 
-aiohttp and gRPC connect to the addresses that come from here and do not look the name up again.
+aiohttp and gRPC connect to the returned addresses and do not look up the name again. A DNS server therefore cannot pass the
+check with one address and redirect the connection to another (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from rollout_server.edge.targets.rules import TargetRefused, TargetRules
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """What a gRPC channel is opened with: a target of addresses only, so that nothing looks the name up again.
+    """Arguments for opening a gRPC channel. The target contains addresses only, so gRPC does not look up the name again.
 
-    The options keep the name of the URL for `:authority` and for the server's certificate, and lead past any proxy.
+    The options keep the URL's host name for `:authority` and the check of the server's certificate, and disable proxies.
     """
 
     target: str
@@ -31,9 +32,9 @@ class GrpcTarget:
 
 
 class CheckedLookup(AbstractResolver):
-    """The resolver of aiohttp's connector, and what resolves gRPC targets. Make it on the event loop it is used on.
+    """The resolver for aiohttp's connector and for gRPC targets. Create it on the event loop that uses it.
 
-    aiohttp does not ask it for hosts that are addresses already; `TargetRules.violations` has checked those.
+    aiohttp does not call it for hosts that are addresses; `TargetRules.violations` has checked those.
     """
 
     def __init__(self, rules: TargetRules, resolver: AbstractResolver | None = None) -> None:
@@ -43,7 +44,7 @@ class CheckedLookup(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """The addresses of a name. Raises `TargetRefused`, and OSError where there are none."""
+        """Return the addresses of a name. Raise `TargetRefused`, and OSError if there are none."""
         self.rules.check(host, port)
         answers = await self._resolver.resolve(host, port, family)
         self.rules.check_addresses(host, port, [answer["host"] for answer in answers])
@@ -52,7 +53,7 @@ class CheckedLookup(AbstractResolver):
         return answers
 
     async def addresses(self, host: str, port: int) -> Sequence[IPv4Address | IPv6Address]:
-        """The addresses of a name or of an address itself. Raises as `resolve`."""
+        """Return the addresses of a name, or the host itself if it is an address. Raise the errors of `resolve`."""
         try:
             read = read_host(host)
         except MalformedTarget as error:
@@ -63,28 +64,30 @@ class CheckedLookup(AbstractResolver):
         return [read_address(answer["host"]) for answer in await self.resolve(host, port)]
 
     async def grpc_target(self, url: str) -> GrpcTarget:
-        """What a channel to a `grpc:` or `grpcs:` URL is opened with. Raises as `resolve`.
+        """Return the arguments for a channel to a `grpc:` or `grpcs:` URL. Raise the errors of `resolve`.
 
-        A channel keeps its addresses for as long as it lives; who wants to follow a name opens another one.
+        A channel keeps its addresses for its whole life; to follow DNS changes, open a new channel.
         """
         wrong = next(self.rules.violations(url, "url"), None)
         if wrong is not None:
             raise TargetRefused(f"the target's URL {wrong.description}")
-        place = read_url(url)
-        addresses = await self.addresses(place.host_text, place.port)
-        # One channel speaks one family; the resolver's first answer is the one that the machine prefers.
+        endpoint = read_url(url)
+        addresses = await self.addresses(endpoint.host_text, endpoint.port)
+        # A gRPC target has one address family. The resolver lists the machine's preferred family first.
         family = "ipv4" if addresses[0].version == 4 else "ipv6"
         chosen = [str(address) for address in addresses if address.version == addresses[0].version]
-        places = ",".join(f"{each}:{place.port}" if family == "ipv4" else f"[{each}]:{place.port}" for each in chosen)
-        options = (("grpc.default_authority", place.authority), ("grpc.enable_http_proxy", 0))
-        return GrpcTarget(f"{family}:{places}", options, place.scheme == "grpcs")
+        host_ports = ",".join(
+            f"{each}:{endpoint.port}" if family == "ipv4" else f"[{each}]:{endpoint.port}" for each in chosen
+        )
+        options = (("grpc.default_authority", endpoint.authority), ("grpc.enable_http_proxy", 0))
+        return GrpcTarget(f"{family}:{host_ports}", options, endpoint.scheme == "grpcs")
 
     async def close(self) -> None:
-        """Lets go of the resolver."""
+        """Close the resolver."""
         await self._resolver.close()
 
 
 def refusal_of(error: BaseException) -> TargetRefused | None:
-    """The refusal in what aiohttp raises for it (a ClientConnectorDNSError, which is a ClientConnectorError), or None."""
+    """Return the refusal inside aiohttp's exception (a ClientConnectorDNSError, a subclass of ClientConnectorError), or None."""
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     return cause if isinstance(cause, TargetRefused) else None

@@ -1,4 +1,4 @@
-"""The text of the rules for targets."""
+"""Parser of the rules for targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENTRY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One entry: a name (with `wildcard`: the names below it), or a network, at the ports from `low` to `high`."""
+    """One rule: a name (with `wildcard`: the names below it) or a network, for the ports from `low` to `high`."""
 
     name: str = ""
     wildcard: bool = False
@@ -27,24 +27,24 @@ class Rule:
     high: int = MOST_PORT
 
     def has_port(self, port: int) -> bool:
-        """Whether it speaks of this port."""
+        """Return whether the rule covers this port."""
         return self.low <= port <= self.high
 
     def has_name(self, name: str) -> bool:
-        """Whether it allows this name."""
+        """Return whether the rule allows this name."""
         if self.wildcard:
             return name.endswith(f".{self.name}")
         return bool(self.name) and name == self.name
 
 
 def entries(setting: str | Iterable[str]) -> Iterator[str]:
-    """What stands between the commas of a text, or a list's own entries."""
+    """Split a comma-separated text, or strip the entries of a list; skip empty ones."""
     parts = setting.split(",") if isinstance(setting, str) else setting
     return (part.strip() for part in parts if part.strip())
 
 
 def read_rule(entry: str) -> Rule:
-    """Reads one entry. Raises ValueError naming it."""
+    """Parse one rule. Raise a ValueError that quotes an invalid one."""
     try:
         return _read(entry)
     except ValueError as error:
@@ -53,7 +53,7 @@ def read_rule(entry: str) -> Rule:
 
 def _read(entry: str) -> Rule:
     parts = _ENTRY.fullmatch(entry)
-    if parts is None:  # more than one colon and no brackets can only be an IPv6 address or network
+    if parts is None:  # several colons without brackets: an IPv6 address or network
         return Rule(network=_network(entry))
     low, high = _ports(parts["low"], parts["high"])
     if parts["plain"] is None:
@@ -87,10 +87,10 @@ def _network(text: str) -> Network:
         network = ip_network(text)
     except ValueError as error:
         if "host bits" in str(error):
-            raise ValueError("has bits set after its length; a network is named by its first address") from None
+            raise ValueError("has bits set after its prefix length; write the network's first address") from None
         raise ValueError(
-            "needs a name, an address or a network such as 10.0.0.0/8, then a port or ports such as :8080 or :8080-8130 "
-            "or nothing; IPv6 with ports stands in brackets"
+            "needs a name, an address or a network such as 10.0.0.0/8, optionally followed by a port or ports such as :8080 or "
+            ":8080-8130; IPv6 with ports needs brackets"
         ) from None
     if isinstance(network, IPv6Network) and network.network_address.ipv4_mapped is not None:
         raise ValueError("is an IPv4 network written as an IPv6 one; write it as IPv4")

@@ -1,8 +1,8 @@
 """The rules for targets: which hosts, ports and schemes a server may call.
 
-What may be called is decided twice. When a request comes, its URLs are checked as they stand: scheme, port, and the host where it
-is an address or no rule could ever allow its name. When a connection is made, the answers for the name are checked, and the
-connection goes to exactly those addresses; so nobody gains by answering differently the second time.
+They are checked twice. When a request arrives, its URLs are checked: scheme, port, and a host that is an address or a name that
+no rule can allow. When a connection is opened, the addresses that DNS returned are checked, and the connection uses exactly
+those. A name that resolves differently the second time gains nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _RESERVED_KINDS = "link-local, cloud metadata, multicast or broadcast"
 
 
 class TargetRefused(OSError):
-    """The rules do not allow a target. The text names host and address, and never the rest of the URL."""
+    """The rules do not allow a target. The text names host and address, never the rest of the URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetRules:
-    """Which targets may be called. Without rules: all but reserved addresses.
+    """The rules for targets. Without rules, all addresses but reserved ones are allowed.
 
-    A name is allowed by a rule for names, or if all its addresses lie in listed networks. Reserved addresses (link-local, cloud
-    metadata, multicast, broadcast) are never allowed. Where `loopback` is false, a loopback address is allowed only by a rule for
-    the loopback network or a part of it: neither a name nor a larger network such as 0.0.0.0/0 means it.
+    A name is allowed by a rule for names, or if all its addresses are in allowed networks. Reserved addresses (link-local,
+    cloud metadata, multicast, broadcast) are never allowed. If `loopback` is false, a loopback address is allowed only by a
+    rule for the loopback network or a part of it; names and larger networks such as 0.0.0.0/0 do not allow it.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -48,14 +48,14 @@ class TargetRules:
     def parse(
         cls, targets: str | Sequence[str] = (), schemes: str | Sequence[str] = tuple(PORTS), *, loopback: bool = True
     ) -> TargetRules:
-        """Reads the two settings: rules and schemes, as lists or separated by commas. Raises ValueError naming a wrong entry.
+        """Parse both settings: rules and schemes, as lists or comma-separated. Raise ValueError that quotes a wrong entry.
 
-        A rule is `name`, `*.name` (the names below it), an address or a network, and may end with `:port` or `:low-high`; IPv6
-        then stands in brackets (`[2001:db8::]/32:443`).
+        A rule is `name`, `*.name` (the names below it), an address or a network, optionally followed by `:port` or `:low-high`.
+        IPv6 with ports needs brackets (`[2001:db8::]/32:443`).
         """
         rules = tuple(read_rule(entry) for entry in entries(targets))
         if not rules and targets and not (isinstance(targets, str) and targets.isspace()):
-            raise ValueError(f"{targets!r} holds no rule for targets")
+            raise ValueError(f"{targets!r} contains no rule for targets")
         useless = next((rule.network for rule in rules if rule.network is not None and is_reserved(rule.network)), None)
         if useless is not None:
             raise ValueError(f"{useless} is reserved ({_RESERVED_KINDS}) and never called, so no rule can allow it")
@@ -63,12 +63,12 @@ class TargetRules:
         wrong = [scheme for scheme in chosen if scheme not in PORTS]
         if wrong or not chosen:
             raise ValueError(
-                f"{(wrong[0] if wrong else schemes)!r} is no scheme of a target; there are {', '.join(PORTS)}"
+                f"{(wrong[0] if wrong else schemes)!r} is not a scheme of a target; use {', '.join(PORTS)}"
             )
         return cls(rules, frozenset(chosen), loopback)
 
     def violations(self, url: str, where: str) -> Iterator[Violation]:
-        """What of a URL the rules do not allow; `where` is its field. The URL is never repeated: it may hold a password."""
+        """Yield the rules' violations by a URL; `where` is its field. The URL is not repeated: it may contain a password."""
         try:
             target = read_url(url)
         except MalformedTarget as error:
@@ -83,13 +83,13 @@ class TargetRules:
             yield Violation(where, reason)
 
     def check(self, host: str, port: int) -> None:
-        """Raises `TargetRefused` for a host and port that cannot be allowed, whatever the host resolves to."""
+        """Raise `TargetRefused` for a host and port that are not allowed whatever the host resolves to."""
         reason = self._reason_against(_read(host), port)
         if reason:
             raise TargetRefused(f"the target {host} {reason}")
 
     def check_addresses(self, host: str, port: int, addresses: Iterable[str]) -> None:
-        """Raises `TargetRefused` if a single one of the addresses that `host` resolves to is not allowed at this port."""
+        """Raise `TargetRefused` if any of the addresses that `host` resolves to is not allowed at this port."""
         read = _read(host)
         for text in addresses:
             try:
@@ -120,13 +120,13 @@ class TargetRules:
         return isinstance(host, HostName) and any(rule.has_name(host.text) for rule in here)
 
     def _reason(self, address: Address, port: int) -> str:
-        """Why an address is not allowed at a port, and what would allow it."""
+        """Return why an address is not allowed at a port, and what would allow it."""
         if reserved_by(address) is not None:
             return f"is reserved ({_RESERVED_KINDS}) and never called"
         own = None if self.loopback else loopback_of(address)
         if own is not None:
             return (
-                "is this machine's own (loopback), which a server that listens on other addresses calls only where ROLLOUT_TARGETS "
+                "is this machine's own (loopback), which a server that listens on other addresses calls only if ROLLOUT_TARGETS "
                 f"lists {own} or a part of it, at port {port}"
             )
         return f"{_NOT_ALLOWED} at port {port}"

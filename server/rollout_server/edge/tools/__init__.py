@@ -1,1 +1,1 @@
-"""Tools in processes, and the length of what they say in tokens."""
+"""Tools in separate processes, and measuring of tool results in tokens."""

@@ -1,6 +1,6 @@
-"""What server and tool process say to each other: JSON values, each behind its length. Nothing is ever unpickled.
+"""The protocol between server and tool process: JSON values with a length prefix. Nothing is unpickled.
 
-A tool's code may write to this connection whatever it likes, so the server takes every frame for a stranger's.
+A tool's code may write anything to this connection, so the server treats every frame as untrusted.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from collections.abc import Mapping
 from rollout_server.core.message import JSON, parse_object
 
 LARGEST = 32 * 1024 * 1024
-"""Bytes of one frame."""
+"""Maximum size of a frame in bytes."""
 
 _LENGTH = struct.Struct(">I")
-_ASIDE = 256 * 1024
+_ASIDE = 256 * 1024  # bytes of a frame from which it is parsed in a thread
 
 
 class BadFrame(Exception):
-    """What came is no frame."""
+    """The received bytes are not a valid frame."""
 
 
 def framed(value: Mapping[str, object]) -> bytes:
-    """The frame of a value. Raises ValueError for one that is too large."""
+    """Return the frame of a value. Raise ValueError if it is too large."""
     body = json.dumps(value, allow_nan=False).encode("ascii")
     if len(body) > LARGEST:
-        raise ValueError(f"{len(body):,} bytes, where at most {LARGEST:,} can be sent")
+        raise ValueError(f"it has {len(body):,} bytes, at most {LARGEST:,} can be sent")
     return _LENGTH.pack(len(body)) + body
 
 
 async def read(reader: asyncio.StreamReader) -> Mapping[str, JSON]:
-    """The next value. Raises `BadFrame`, and EOFError where the connection ends."""
+    """Read the next value. Raise `BadFrame`, and EOFError if the connection ends."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > LARGEST:
         raise BadFrame
@@ -46,7 +46,7 @@ async def read(reader: asyncio.StreamReader) -> Mapping[str, JSON]:
 
 
 def read_blocking(connection: socket.socket) -> Mapping[str, JSON]:
-    """The same in a process of tools, which trusts its server. Raises EOFError."""
+    """Read the next value in a tool process, which trusts the server. Raise EOFError."""
     (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     value: Mapping[str, JSON] = json.loads(_exactly(connection, size))
     return value

@@ -1,4 +1,4 @@
-"""The tool processes of a server: started when they are needed, kept for a while, never more than it has places for."""
+"""The tool processes of a server: started on demand, kept for a while, and limited in number."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _Key: TypeAlias = tuple[str, str, int | None, float | None, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """How many processes there may be, and for how long.
+    """Limits of the pool.
 
     Args:
-        processes: at the same time; 0: as many as the machine has processors, at least 2.
-        idle_seconds: one that had no call for so long is ended.
-        start_seconds: what importing a tool may take.
+        processes: maximum number of processes; 0: the number of CPUs, at least 2.
+        idle_seconds: a process without calls for this time is ended.
+        start_seconds: time limit for importing a tool.
     """
 
     processes: int = 0
@@ -35,7 +35,10 @@ class PoolLimits:
 
 
 class ProcessPool:
-    """Lives on one event loop. A process runs calls of the tools of one module; idle ones make room for those of others."""
+    """Pool of tool processes. Lives on one event loop.
+
+    A process runs calls of the tools of one module. Idle processes are ended to make room for other modules.
+    """
 
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self._limits = limits or PoolLimits()
@@ -49,12 +52,12 @@ class ProcessPool:
 
     @property
     def alive(self) -> int:
-        """Processes that there are now."""
+        """Number of existing processes."""
         return len(self._idle) + len(self._running) + len(self._ending)
 
     @asynccontextmanager
     async def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AsyncIterator[PoolWorker]:
-        """Waits for a place and for a process that has imported the tool. Raises `ToolFailed`."""
+        """Wait for a slot and a process that has imported the tool. Raise `ToolFailed`."""
         await self._slots.acquire()
         try:
             worker = PoolWorker(self, definition, policy)
@@ -67,8 +70,9 @@ class ProcessPool:
             self._slots.release()
 
     async def close(self) -> None:
-        """Kills all processes, and waits until they are reaped."""
+        """Kill all processes and wait until they have ended."""
         self._closed = True
+        # A process that `take` is starting is not in these sets yet; `take` ends it itself, because `_closed` is set.
         while processes := [*self._idle, *self._running]:
             for process in processes:
                 self.end(process)
@@ -76,7 +80,7 @@ class ProcessPool:
             await asyncio.wait(self._ending)
 
     async def take(self, definition: ToolDefinition, policy: ToolPolicy) -> ToolProcess:
-        """A process for the tool, one that is idle if there is one. Raises `ToolFailed`."""
+        """Return a process for the tool, an idle one if possible. Raise `ToolFailed`."""
         key = _key(definition, policy)
         for process, (of, timer) in list(self._idle.items()):
             if of == key and policy.process != "fresh" and process.alive:
@@ -105,7 +109,7 @@ class ProcessPool:
         return process
 
     def give(self, process: ToolProcess, definition: ToolDefinition, policy: ToolPolicy) -> None:
-        """Takes a process back, and keeps it if another call may use it."""
+        """Take a process back. Keep it if another call may use it."""
         if self._closed or policy.process == "fresh" or not process.alive:
             self.end(process)
             return
@@ -114,7 +118,7 @@ class ProcessPool:
         self._idle[process] = (_key(definition, policy), timer)
 
     def end(self, process: ToolProcess) -> None:
-        """Kills a process, once. It is waited for in the background."""
+        """Kill a process, once, and wait for its end in the background."""
         if process not in self._running and process not in self._idle:
             return
         self._running.discard(process)
@@ -128,7 +132,7 @@ class ProcessPool:
 
 
 class PoolWorker:
-    """One place in the pool, with a process in it."""
+    """One slot of the pool and its process."""
 
     def __init__(self, pool: ProcessPool, definition: ToolDefinition, policy: ToolPolicy) -> None:
         self._pool = pool
@@ -138,7 +142,7 @@ class PoolWorker:
         self._busy = False
 
     async def prepare(self) -> ToolProcess:
-        """Sees to it that there is a process. Raises `ToolFailed`."""
+        """Start a process if there is none. Raise `ToolFailed`."""
         if self._process is not None and not self._process.alive:
             self._pool.end(self._process)
             self._process = None
@@ -147,7 +151,7 @@ class PoolWorker:
         return self._process
 
     async def call(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call, after a crash in a process of its own. Cancelled, it kills the process."""
+        """Run one call; after a crash, in a new process. Cancellation kills the process."""
         process = await self.prepare()
         self._busy = True
         try:
@@ -156,7 +160,7 @@ class PoolWorker:
             self._busy = False
 
     def leave(self) -> None:
-        """Gives the process back; one that is still at work is killed."""
+        """Return the process to the pool. A process that is still running a call is killed."""
         process, self._process = self._process, None
         if process is None:
             return

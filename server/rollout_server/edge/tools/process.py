@@ -1,4 +1,4 @@
-"""One process of tools, as the server sees it."""
+"""A tool process, as the server sees it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PROGRAM = (
 _LOCALE = ("LANG", "LANGUAGE", "TZ")
 _PLACES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _PASSED_ON = frozenset({"USER", "LOGNAME", *_LOCALE, *_PLACES})
-"""Variables that programs need and that hold no secrets. Python's own and `LC_*` come on top."""
+"""Environment variables that programs need and that contain no secrets. Python's own variables and `LC_*` are added."""
 _GRACE_SECONDS = 5.0
-"""How long a supervisor may take to end all that its tools have started."""
+"""How long a supervisor may take to end all processes that its tools started."""
 
 
 class ToolProcess:
-    """Made by `start`, runs one call at a time, under a supervisor that ends whatever a tool has started."""
+    """A tool process. Created by `start`, runs one call at a time. Its supervisor ends everything that a tool started."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -44,8 +44,8 @@ class ToolProcess:
 
     @classmethod
     async def start(cls, variables: Iterable[str] = ()) -> ToolProcess:
-        """A process that has nothing imported yet. `variables` of the server's are passed on to it. Raises `ToolFailed`."""
-        hide_memory()  # the settings of the server, keys among them, are in its environment and memory
+        """Start a process that has not imported the tool yet. It inherits these environment `variables`. Raise `ToolFailed`."""
+        hide_memory()  # the server's environment and memory contain its API keys, which a tool could read in /proc
         ours, theirs = socket.socketpair()
         streams = await asyncio.open_connection(sock=ours)
         with theirs:
@@ -68,36 +68,36 @@ class ToolProcess:
 
     @property
     def alive(self) -> bool:
-        """It takes calls."""
+        """Whether it accepts calls."""
         return self._process.returncode is None and not self._killed
 
     async def call(self, name: str, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call of the tool with this name in its module. Raises as the tool does, or `ToolFailed`.
+        """Run one call of the named tool of its module. Raise the tool's error, or `ToolFailed`.
 
-        Whatever ends it but an answer kills the process.
+        If the call ends without a response, the process is killed: its connection could still deliver a late response.
         """
         self._calls += 1
         try:
-            answer = await self._request({"call": self._calls, "name": name, "arguments": arguments})
-            if answer.get("call") != self._calls:  # a tool wrote it, or a copy of the process that it has forked
+            response = await self._request({"call": self._calls, "name": name, "arguments": arguments})
+            if response.get("call") != self._calls:  # written by the tool, or by a process that the tool forked
                 raise BadFrame
-            return _content(answer)
+            return _content(response)
         except (asyncio.CancelledError, BadFrame, EOFError, OSError) as error:
             self.kill()
             if isinstance(error, asyncio.CancelledError):
                 raise
             if isinstance(error, BadFrame):
-                raise ToolFailed("The tool's process gave an answer that is none", "BadFrame") from None
+                raise ToolFailed("The tool's process sent an invalid response", "BadFrame") from None
             text, kind = _end(await self._ended)
             raise ToolFailed(text, kind) from None
 
     def kill(self) -> None:
-        """Hangs up, upon which its supervisor ends it with all that it has started."""
+        """Close the connection. The supervisor then ends itself and everything that it started."""
         self._killed = True
-        self._writer.transport.abort()  # what was not sent yet would be waited for
+        self._writer.transport.abort()  # `close` would wait for unsent data
 
     async def ended(self) -> None:
-        """Waits until it is reaped, after `kill`. A supervisor that does not end, as one that a tool has stopped, is killed."""
+        """Wait for its end after `kill`. A supervisor that does not end, for example because a tool stopped it, is killed."""
         await asyncio.wait({self._ended}, timeout=_GRACE_SECONDS)
         if not self._ended.done():
             with suppress(ProcessLookupError, PermissionError):
@@ -105,7 +105,7 @@ class ToolProcess:
             await asyncio.wait({self._ended})
 
     async def load(self, definition: ToolDefinition, policy: ToolPolicy, seconds: float) -> None:
-        """Has it import the tool's module, which may take `seconds`. Raises `ToolFailed`."""
+        """Import the tool's module within `seconds`. Raise `ToolFailed`."""
         opening = {
             "module": definition.module,
             "file": definition.file,
@@ -115,38 +115,41 @@ class ToolProcess:
         }
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._request(opening)
+                response = await self._request(opening)
         except TimeoutError:
             raise ToolFailed(f"The tool could not be imported within {seconds:g} s", "TimeoutError") from None
         except (BadFrame, EOFError, OSError):
             self.kill()
             text, kind = _end(await self._ended)
             raise ToolFailed(f"The tool could not be imported. {text}", f"{kind} as it was imported") from None
-        if "error" in answer:
-            place = str(answer.get("place", ""))
+        if "error" in response:
+            location = str(response.get("place", ""))
             text, kind = (
-                f"The tool could not be imported: {answer.get('text')}",
-                f"{answer.get('kind')} as it was imported",
+                f"The tool could not be imported: {response.get('text')}",
+                f"{response.get('kind')} as it was imported",
             )
-            raise ToolFailed(text, kind, place)
+            raise ToolFailed(text, kind, location)
 
-    async def _request(self, question: Mapping[str, object]) -> Mapping[str, JSON]:
-        """The next answer. A process that has ended gives none, even if another one holds its connection open."""
-        self._writer.write(framed(question))
-        answer = asyncio.ensure_future(read(self._reader))
+    async def _request(self, request: Mapping[str, object]) -> Mapping[str, JSON]:
+        """Send a request and return the response. Raise EOFError if the process has ended.
+
+        The end of the connection is not enough to detect that: a process that the tool started may keep the connection open.
+        """
+        self._writer.write(framed(request))
+        response = asyncio.ensure_future(read(self._reader))
         try:
-            await asyncio.wait({answer, self._ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                await asyncio.wait({answer}, timeout=0.1)  # what it said before it ended may still be on its way
-            if answer.done():
-                return answer.result()
+            await asyncio.wait({response, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not response.done():
+                await asyncio.wait({response}, timeout=0.1)  # its last response may still be in the socket buffer
+            if response.done():
+                return response.result()
             raise EOFError
         finally:
-            answer.cancel()
+            response.cancel()
 
 
 def _environment(more: Set[str]) -> Mapping[str, str]:
-    """The variables of a process of tools: those that it cannot do without, and `more`. Others may hold anybody's secrets."""
+    """Return the environment of a tool process: basic variables and those in `more`. All others may contain secrets."""
     return {name: value for name, value in os.environ.items() if name in _PASSED_ON | more or _harmless(name)}
 
 
@@ -154,31 +157,31 @@ def _harmless(name: str) -> bool:
     return name.startswith("LC_") or (name.startswith("PYTHON") and "_" not in name)
 
 
-def _content(answer: Mapping[str, JSON]) -> Content:
-    content = answer.get("content")
+def _content(response: Mapping[str, JSON]) -> Content:
+    content = response.get("content")
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         return cast("Sequence[Mapping[str, JSON]]", content)
-    text = answer.get("text")
+    text = response.get("text")
     if not isinstance(text, str):
         raise BadFrame
-    match answer.get("error"):
+    match response.get("error"):
         case "argument":
             raise ArgumentError(text)
         case "tool":
             raise ToolError(text)
         case "unwritable":
             raise Unwritable(text)
-    raise ToolFailed(text, str(answer.get("kind", "")), str(answer.get("place", "")))
+    raise ToolFailed(text, str(response.get("kind", "")), str(response.get("place", "")))
 
 
 def _end(status: int) -> tuple[str, str]:
-    """How a process ended, for the model and in a word."""
+    """Return how a process ended: a text for the model, and a short name."""
     if status == -signal.SIGXCPU:
-        return "The tool's process had used up its processor time", "SIGXCPU"
+        return "The tool's process exceeded its processor time", "SIGXCPU"
     if status < 0:
-        return f"The tool's process was ended by {_signal(-status)}", _signal(-status)
+        return f"The tool's process was killed by {_signal(-status)}", _signal(-status)
     return f"The tool's process exited with status {status}", f"exit status {status}"
 
 

@@ -1,7 +1,8 @@
-"""The process between the server and one of tools: it sees to it that nothing a tool has started outlives them.
+"""The process between the server and a tool process. It ensures that nothing a tool started outlives them.
 
-Linux gives a process whose parent has ended to the nearest "subreaper" above it. This process is one, so it gets all that a tool
-has started, also what left the tool's session or lost its parent on the way. Elsewhere only the tool's process group is ended.
+On Linux, an orphaned process gets the nearest "subreaper" ancestor as its parent (prctl(2), PR_SET_CHILD_SUBREAPER). This
+process is a subreaper, so it gets everything that a tool started, also processes that left the tool's session. On other systems
+only the tool's process group is killed.
 """
 
 from __future__ import annotations
@@ -19,40 +20,45 @@ from contextlib import suppress
 from pathlib import Path
 
 _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 4, 36
-"""Numbers of `prctl`, from linux/prctl.h."""
+"""Option numbers of `prctl`, from linux/prctl.h."""
 
 
 def supervise(connection: socket.socket) -> None:
-    """Forks, and returns in the child, which is to run the tools. The parent ends here, as its child did.
+    """Fork, and return in the child, which runs the tools. The parent never returns; it exits with the child's status.
 
-    Whichever comes first, the child's end or that of the connection to the server, ends all that is left.
+    The end of the child or of the connection to the server, whichever comes first, kills all remaining processes.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     parent, worker = os.getpid(), os.fork()
     if worker:
         status = _wait(worker, connection)
         _exit_like(_end_all(worker, status))
-    os.setsid()  # a tool that signals its group does not mean its supervisor
+    os.setsid()  # a signal that a tool sends to its process group must not reach the supervisor
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    # The supervisor may have died before prctl took effect; then no signal comes.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def hide_memory() -> None:
-    """Makes memory and environment of this process unreadable for others of its user, such as tools. It dumps no core then."""
+    """Make memory and environment of this process unreadable for other processes of its user, such as tools.
+
+    It also disables core dumps of this process.
+    """
     _prctl(_SET_DUMPABLE, 0)
 
 
 def _wait(worker: int, connection: socket.socket) -> int | None:
-    """How the worker ended; None where the server hung up before."""
+    """Return the worker's exit status; None if the server closed the connection first."""
     wakes, woken = socket.socketpair()
     wakes.setblocking(False)
     woken.setblocking(False)
+    # Self-pipe: SIGCHLD makes `woken` readable, so `poll` cannot miss a child that ends just before the call.
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
     poll = select.poll()
     poll.register(woken, select.POLLIN)
-    poll.register(connection, 0)  # what is always told: that the other side has hung up
+    poll.register(connection, 0)  # no events: poll always reports POLLHUP, when the server closes the connection
     while True:
         ended = _reaped(worker)
         if ended is not None:
@@ -64,7 +70,7 @@ def _wait(worker: int, connection: socket.socket) -> int | None:
 
 
 def _end_all(worker: int, status: int | None) -> int:
-    """Kills the worker and all that came of it, and waits for that. Returns how the worker ended."""
+    """Kill the worker and all its descendants, and reap them. Return the worker's exit status."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
     while True:
@@ -73,14 +79,14 @@ def _end_all(worker: int, status: int | None) -> int:
         left = list(_children())
         if not left and status is not None:
             return status
-        for number in left:  # whose own children come here as soon as it is dead
+        for number in left:  # their children become children of this process, so the loop repeats until none is left
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
         time.sleep(0.005)
 
 
 def _reaped(worker: int) -> int | None:
-    """Takes note of all children that have ended. Returns how the worker did, if it is among them."""
+    """Reap all children that have ended. Return the worker's exit status if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while True:
@@ -92,7 +98,7 @@ def _reaped(worker: int) -> int | None:
 
 
 def _children() -> Iterator[int]:
-    """The numbers of this process's children."""
+    """Yield the process ids of this process's children."""
     own = str(os.getpid())
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -102,7 +108,7 @@ def _children() -> Iterator[int]:
 
 
 def _exit_like(status: int) -> None:
-    """Ends this process in the way that another did."""
+    """Exit with the same status or signal as another process."""
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""How much of a text fits into so many tokens of a rollout's tokenizer."""
+"""Measures how much of a text fits into a number of tokens of a rollout's tokenizer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_server.runtime.errors import RolloutFailed
 
 _TRIES = 12
 _FIRST_CHARACTERS = 8
-"""For each token that there is room for; a longer window is looked at where these do not fill it."""
+"""Characters per token of the first window that is encoded. If it has too few tokens, a longer one is encoded."""
 
 
 class TokenizerTokenCounter:
@@ -20,7 +20,7 @@ class TokenizerTokenCounter:
         self._tokenizers = tokenizers
 
     async def fitting(self, name: TokenizerName, text: str, tokens: int) -> int | None:
-        """How many characters of the text make at most `tokens` tokens; None where the tokenizer is not to be had."""
+        """Return how many characters of the text have at most `tokens` tokens; None if the tokenizer is not available."""
         try:
             loaded = await self._tokenizers.load(name)
             return await loaded.run(fitting, lambda part: len(loaded.encode(part)), text, tokens)
@@ -29,7 +29,11 @@ class TokenizerTokenCounter:
 
 
 def fitting(count: Callable[[str], int], text: str, tokens: int) -> int:
-    """The length of a start of the text that `count` finds to have at most `tokens` tokens, and few less than it may."""
+    """Return the length of a prefix with at most `tokens` tokens by `count`, and at most about 1 % fewer.
+
+    Interpolates between a prefix that fits and one that does not; every third step bisects, in case tokens are unevenly
+    distributed.
+    """
     low, low_count = 0, 0
     high = min(len(text), _FIRST_CHARACTERS * tokens)
     while (high_count := count(text[:high])) <= tokens:

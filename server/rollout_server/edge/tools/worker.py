@@ -1,4 +1,4 @@
-"""What runs in a process of tools: imports a module, then answers one call after the other until the server hangs up."""
+"""Main program of a tool process: imports a module, then runs one call after another until the server disconnects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALIAS = "rollout_tool_file"
 
 
 def main(descriptor: int) -> None:
-    """Serves the connection with this file descriptor, in a child of this process."""
+    """Serve the connection with this file descriptor, in a child of this process."""
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     supervise(connection)
@@ -43,10 +43,10 @@ def main(descriptor: int) -> None:
         while True:
             call = read_blocking(connection)
             _limit_cpu(opening.get("cpu_seconds"), last=bool(opening.get("fresh")))
-            answer = _respond(module, call)
-            if os.getpid() != own:  # the tool has forked, and its copy came back, too
+            response = _respond(module, call)
+            if os.getpid() != own:  # the tool forked, and this is the copy: only the original may respond
                 os._exit(0)
-            connection.sendall(answer)
+            connection.sendall(response)
 
 
 def _respond(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
@@ -59,7 +59,7 @@ def _respond(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
     try:
         return framed({**own, "content": content})
     except ValueError as error:
-        return framed({**own, "error": "unwritable", "text": f"The result of {tool.name} cannot be written: {error}"})
+        return framed({**own, "error": "unwritable", "text": f"The result of {tool.name} cannot be sent: {error}"})
 
 
 def _failure(error: BaseException) -> Mapping[str, str]:
@@ -68,7 +68,7 @@ def _failure(error: BaseException) -> Mapping[str, str]:
     name = type(error).__name__
     try:
         text = str(error)[: 1024 * 1024]
-    except Exception:  # its __str__ is the author's, too
+    except Exception:  # `__str__` is the author's code, too
         text = ""
     if not isinstance(error, Exception):
         text = f"{name}: {text}" if text else name
@@ -83,18 +83,19 @@ def _tool(module: ModuleType, name: str) -> ServerRunTool:
         found = getattr(found, part, None)
     if isinstance(found, ServerRunTool):
         return found
-    for value in vars(module).values():  # the function may be one thing, and the tool made of it another
+    for value in vars(module).values():  # the tool may have another name in the module than its function
         if isinstance(value, ServerRunTool) and value.definition.name == name:
             return value
-    raise LookupError(f"its module has no tool {name} at its top, where a process looks for the tool that it runs")
+    raise LookupError(f"its module has no tool {name} at the top level, where a tool process looks for it")
 
 
 def _imported(name: str, file: str) -> ModuleType:
-    """By its name, or else by its file: a program that was started as a script has no name that another process could use."""
+    """Import a module by its name, or by its file: a script's module name `__main__` means another module in this process."""
     if name != "__main__":
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
+            # Use the file only if the module itself was not found. A missing import inside it is the author's error.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
     spec = importlib.util.spec_from_file_location(_ALIAS, Path(file))
@@ -109,13 +110,17 @@ def _limit_memory(most: JSON) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if isinstance(most, int):
         taken = 0
-        with suppress(OSError):  # only Linux tells
+        with suppress(OSError):  # /proc exists only on Linux
             taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + most, taken + most))
 
 
 def _limit_cpu(seconds: JSON, *, last: bool) -> None:
-    """The limit counts from the process's start, so it moves with each call; before the last one it becomes a hard one."""
+    """Set the CPU limit of a call.
+
+    The limit counts from the start of the process, so every call raises the soft limit. The hard limit cannot be raised again,
+    so it is set only for the last call of the process.
+    """
     if isinstance(seconds, int | float):
         used = resource.getrusage(resource.RUSAGE_SELF)
         most = math.ceil(used.ru_utime + used.ru_stime + seconds)

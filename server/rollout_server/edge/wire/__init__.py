@@ -1,1 +1,1 @@
-"""Protos <-> core, and nowhere else."""
+"""Conversion between protos and core values. No other package converts them."""

@@ -1,6 +1,7 @@
-"""Blobs as parts of a message's content, in the shapes of OpenAI-style endpoints.
+"""Conversion of blobs to and from content parts as OpenAI-style endpoints define them.
 
-A data: URI holds media type and bytes; what it does not hold stands in keys of its own beside it.
+A data: URI carries the media type and the bytes. Other fields of a blob (`sha256`, and the `media_type` of a link) become
+additional keys of the part.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from rollout_server.core.message import JSON, MalformedMessage
 
 
 def blob_to_fields(blob: message_pb2.Blob) -> Mapping[str, JSON]:
-    """The part that says the same. Raises `MalformedMessage` for a blob without a source."""
+    """Return the content part of a blob. Raises `MalformedMessage` for a blob without a source."""
     source = blob.WhichOneof("source")
     if source is None:
         raise MalformedMessage("a blob needs `inline` or `uri`")
     kind, _, subtype = blob.media_type.partition("/")
     encoded = base64.b64encode(blob.inline).decode("ascii")
-    beside: dict[str, JSON] = {"sha256": blob.sha256.hex()} if blob.sha256 else {}
+    extra: dict[str, JSON] = {"sha256": blob.sha256.hex()} if blob.sha256 else {}
     if kind == "audio" and source == "inline":
-        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}, **beside}
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}, **extra}
     if source == "uri":
-        beside = {"media_type": blob.media_type, **beside}
+        extra = {"media_type": blob.media_type, **extra}
     uri = blob.uri if source == "uri" else f"data:{blob.media_type};base64,{encoded}"
     if kind == "image":
-        return {"type": "image_url", "image_url": {"url": uri}, **beside}
-    return {"type": "file", "file": {"file_data": uri}, **beside}
+        return {"type": "image_url", "image_url": {"url": uri}, **extra}
+    return {"type": "file", "file": {"file_data": uri}, **extra}
 
 
 def fields_to_blob(fields: Mapping[str, JSON]) -> message_pb2.Blob | None:
-    """The blob of such a part; None for any other."""
+    """Return the blob of a part that `blob_to_fields` could have written; None for any other part."""
     try:
         digest = bytes.fromhex(_text(fields, "sha256")) if "sha256" in fields else b""
         match fields.get("type"):

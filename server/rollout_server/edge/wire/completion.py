@@ -1,4 +1,4 @@
-"""Completions over gRPC: what a trainer is asked, and what it answers."""
+"""Conversion and validation of completions over gRPC (completion_service.proto)."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ Request: TypeAlias = pb.CompleteRequest
 Response: TypeAlias = pb.CompleteResponse
 
 _MOST_CHARACTERS = 256
-"""Of a trainer's words that are kept for each span or shown as they are."""
+"""Maximum length of a trainer's `finish_reason` and `policy_version`, which are stored with spans and returned verbatim."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewSpan:
-    """Tokens that a trainer does not hold yet."""
+    """A run of tokens that the trainer does not have yet."""
 
     author: Author
     reason: MaskReason | None
@@ -63,13 +63,15 @@ class NewSpan:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer, read and checked.
+    """One validated completion.
 
     Args:
-        token_ids, logprobs: None where the trainer sent none, or not one logprob for each token.
-        reported: the prompt as the trainer saw it; None in token mode, and where it does not say.
-        prompt, after: the trainer's checkpoints of the prompt, and of prompt and answer.
-        tool_calls: how many calls the answer holds.
+        token_ids: the sampled ids; None if the trainer sent none.
+        logprobs: one float per token; None if the trainer did not send exactly one finite value per token.
+        reported: the prompt's token ids as the trainer reports them; None in token mode, or if it does not report them.
+        prompt, after: the trainer's checkpoints of the prompt, and of prompt and completion.
+        usage: number of prompt tokens and of generated tokens, if the trainer reports them.
+        tool_calls: number of tool calls in the message.
     """
 
     message: Message
@@ -87,23 +89,23 @@ class Completion:
 
     @property
     def shows_prompt(self) -> bool:
-        """It says what the model saw, in one way or the other."""
+        """Whether the trainer reported the prompt, as ids or as a checkpoint."""
         return self.prompt is not None or self.reported is not None
 
 
 class MalformedCompletion(ValueError):
-    """The answer breaks the contract. The text names the field."""
+    """A completion violates the contract. The text names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptUpdate:
-    """What a trainer is told in one turn.
+    """The part of the history that one completion request sends.
 
     Args:
-        base: what it holds already; None: nothing, and the rest is the whole history.
-        messages, spans: what comes after the base.
-        prompt: base and spans together, in token mode; else None.
-        origin: where the segment comes from, on its first turn; else None.
+        base: the part that the trainer already knows; None: nothing, and the update holds the whole history.
+        messages, spans: the messages and tokens after the base.
+        prompt: in token mode the checkpoint of base and spans together; else None.
+        origin: in the first turn of a segment its origin; else None.
     """
 
     base: Checkpoint | None
@@ -115,7 +117,7 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """What stays the same in all turns of a rollout."""
+    """Builds the completion requests of a rollout. Its fields are the same in all turns."""
 
     uid: str
     rollout_id: str
@@ -123,7 +125,7 @@ class RequestBuilder:
     tools: Sequence[Tool]
 
     def request(self, asked: Asked, sampling: Sampling, news: PromptUpdate, *, list_tools: bool) -> Request:
-        """The request of one turn, with the list of tools or their digest alone."""
+        """Return the request of one turn. `list_tools` includes the list of tools; without it only their digest is sent."""
         base = news.base
         request = pb.CompleteRequest(
             uid=self.uid,
@@ -147,19 +149,19 @@ class RequestBuilder:
 
 
 def checkpoint_from_proto(proto: token_pb2.Checkpoint) -> Checkpoint:
-    """A checkpoint."""
+    """Return the core value of a checkpoint."""
     return Checkpoint(proto.messages, proto.tokens, proto.digest)
 
 
 def in_token_mode(spec: Spec) -> bool:
-    """Whether a gRPC trainer is sent ids: if the spec says so, or names a tokenizer and says nothing."""
+    """Return whether a gRPC trainer gets token ids. By default it does if the spec names a tokenizer."""
     if spec.token_mode == spec_pb2.TOKEN_MODE_UNSPECIFIED:
         return spec.tokenizer is not None
     return spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS
 
 
 def ledger_request(uid: str, segment_id: str) -> pb.ReadLedgerRequest:
-    """Asks for a segment as the trainer holds it, from its first token."""
+    """Return a request for the trainer's copy of a segment, from its first token."""
     return pb.ReadLedgerRequest(uid=uid, segment_id=segment_id)
 
 
@@ -184,12 +186,12 @@ def _new_tokens(spans: Sequence[NewSpan], after: Checkpoint) -> pb.NewTokens:
 
 
 async def parse_response(data: bytes) -> Response:
-    """Parses an encoded answer, a large one in a thread. Raises `MalformedCompletion`."""
+    """Parse an encoded completion, a large one in a thread. Raises `MalformedCompletion`."""
     return await offload_response(lambda: _parse(pb.CompleteResponse, data), len(data))
 
 
 async def read_ledger(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
-    """An encoded ledger as `held_tokens` reads it. Raises `MalformedCompletion`."""
+    """Parse an encoded ledger and return its `held_tokens`. Raises `MalformedCompletion`."""
     return await offload_response(lambda: held_tokens(_parse(pb.ReadLedgerResponse, data)), len(data))
 
 
@@ -198,15 +200,16 @@ def _parse(kind: type[_P], data: bytes) -> _P:
         check_fields(data, kind.DESCRIPTOR, MESSAGE_VALUES)
         return kind.FromString(data)
     except DecodeError:
-        raise MalformedCompletion("it is no protobuf message") from None
+        raise MalformedCompletion("it is not a valid protobuf message") from None
     except TooManyFields:
-        raise MalformedCompletion(
-            f"it holds more than {MESSAGE_VALUES} fields, which is the most that is read"
-        ) from None
+        raise MalformedCompletion(f"it has more than {MESSAGE_VALUES} fields, the maximum") from None
 
 
 def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Completion:
-    """Reads an answer. Raises `MalformedCompletion`."""
+    """Validate and convert a completion. Raises `MalformedCompletion`.
+
+    `most_calls` is the maximum number of tool calls in it.
+    """
     try:
         _check_values(proto, most_calls)
         message = message_from_proto(proto.message)
@@ -215,12 +218,13 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
     except MalformedMessage as error:
         raise MalformedCompletion(f"message: {error}") from None
     if message.role != "assistant":
-        # Not repeated: what a trainer writes there may be the key that it was sent.
-        raise MalformedCompletion('message: its role is another than "assistant"')
+        # The error does not quote the role: a trainer may echo the API key that it received there.
+        raise MalformedCompletion('message: its role is not "assistant"')
     for field, text in (("finish_reason", proto.finish_reason), ("policy_version", proto.policy_version)):
         if len(text) > _MOST_CHARACTERS:
             raise MalformedCompletion(f"{field}: has {len(text)} characters, at most {_MOST_CHARACTERS} are allowed")
-    ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or _says_empty(proto) else None
+    # proto3 cannot distinguish an empty list from one that was not sent.
+    ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or _is_empty_completion(proto) else None
     try:
         planes = planes_from_proto(proto.planes, len(ids)) if ids is not None else ()
         extra = extra_from_proto(proto.extra_json)
@@ -244,23 +248,23 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
 
 
 async def read_completion(proto: pb.CompleteResponse, most_calls: int) -> Completion:
-    """The same; a large answer is read in a thread, so that other rollouts do not wait for it."""
+    """Call `completion_from_proto`, for a large completion in a thread, because it would block the event loop."""
     return await offload_response(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
 
 
 def _check_values(proto: pb.CompleteResponse, most_calls: int) -> None:
-    """Raises `MalformedMessage` for more calls or values than are read of an answer, before any of them is parsed."""
+    """Raise `MalformedMessage` for too many tool calls or values, before any of them is parsed."""
     if proto.message.WhichOneof("form") == "json":
         check_message(proto.message.json.encode("utf-8", "surrogatepass"), most_calls)
         return
     check_calls(len(proto.message.chat.tool_calls), most_calls)
     parts = proto.message.chat.parts
     if len(parts) > MESSAGE_VALUES or first_too_many([part.json for part in parts], MESSAGE_VALUES) is not None:
-        raise MalformedMessage(f"its parts hold more than {MESSAGE_VALUES} values, which is the most that is read")
+        raise MalformedMessage(f"its parts have more than {MESSAGE_VALUES} values, the maximum")
 
 
 def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]] | None:
-    """What a trainer holds, and who it says wrote each token. None for more tokens than an answer may have."""
+    """Return the token ids of the trainer's ledger and the author of each. None if there are more than `ANSWER_VALUES` tokens."""
     if sum(len(span.token_ids) for span in ledger.spans) > ANSWER_VALUES:
         return None
     ids, authors = pack_tokens(), list[Author]()
@@ -273,15 +277,15 @@ def held_tokens(ledger: pb.ReadLedgerResponse) -> tuple[Tokens, Sequence[Author]
 
 def _ids(values: Sequence[int], field: str) -> Tokens:
     if len(values) > ANSWER_VALUES:
-        raise MalformedCompletion(f"{field}: has {len(values)} entries, at most {ANSWER_VALUES} are read")
+        raise MalformedCompletion(f"{field}: has {len(values)} entries, at most {ANSWER_VALUES} are allowed")
     ids = pack_tokens(values)
     if ids and max(ids) > MAX_TOKEN_ID:
-        raise MalformedCompletion(f"{field}: {max(ids)} is no token id; they are below 2^31")
+        raise MalformedCompletion(f"{field}: {max(ids)} is not a token id; token ids are below 2^31")
     return ids
 
 
-def _says_empty(proto: pb.CompleteResponse) -> bool:
-    """Whether an answer without ids is one of no tokens: then nothing came between its two checkpoints."""
+def _is_empty_completion(proto: pb.CompleteResponse) -> bool:
+    """Return whether a completion without ids has zero tokens: then its checkpoints before and after it have equal length."""
     seen = proto.WhichOneof("prompt")
     if not proto.HasField("after") or seen is None:
         return False
@@ -290,7 +294,7 @@ def _says_empty(proto: pb.CompleteResponse) -> bool:
 
 
 def _usage(proto: pb.CompleteResponse) -> tuple[int, int] | None:
-    """The trainer's counts; None where there are none, or none that can be."""
+    """Return the trainer's token counts; None if it sent none or impossible ones."""
     counts = (proto.usage.prompt_tokens, proto.usage.completion_tokens)
     return counts if proto.HasField("usage") and max(counts) <= MAX_TOKEN_ID else None
 
@@ -300,11 +304,12 @@ def _logprobs(proto: pb.CompleteResponse, length: int) -> Logprobs | None:
     if not proto.HasField("logprobs") or len(values) != length:
         return None
     packed = pack_logprobs(values)
+    # NaN and infinite values would spoil a training loss: all logprobs of the turn then count as not sent.
     return packed if all(map(isfinite, packed)) else None
 
 
 def _digest(tools: Sequence[message_pb2.Tool]) -> bytes:
-    """As message.proto (ToolSet) says."""
+    """Return the digest of the tools as message.proto (ToolSet) defines it."""
     digest = hashlib.sha256()
     for tool in tools:
         for text in (tool.name, tool.description, tool.parameters_json_schema):

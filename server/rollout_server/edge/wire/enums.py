@@ -1,4 +1,4 @@
-"""Words of the core <-> enums of the contract."""
+"""Tables between core enums and proto enums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records -> events: the view of a record that watchers get."""
+"""Conversion of log records to event protos."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ _WITH_MESSAGES = (event_pb2.EVENT_DETAIL_MESSAGES, event_pb2.EVENT_DETAIL_FULL, 
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """Seconds since 1970 as a timestamp."""
+    """Return seconds since the Unix epoch as a Timestamp, rounded to the nearest nanosecond."""
     whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
     return Timestamp(seconds=whole, nanos=rest)
 
 
 def event(rollout: Rollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent:
-    """The event of an entry."""
+    """Return the event proto of a log entry. `detail` is an EventDetail."""
     proto = event_pb2.RolloutEvent(sequence=entry.sequence, time=timestamp(entry.time))
     _View(rollout, detail).fill(proto, entry)
     return proto
 
 
 class _View:
-    """Fills events in as much detail as is wanted."""
+    """Fills event protos with the requested detail."""
 
     def __init__(self, rollout: Rollout, detail: int) -> None:
         self._rollout = rollout
@@ -125,8 +125,8 @@ class _View:
         return [span_to_proto(segment, span) for span in spans] if segment is not None else []
 
     def _spans_of(self, turn: int) -> tuple[Segment | None, list[Span]]:
-        for segment in reversed(self._rollout.machine.ledger.segments):
-            spans = segment.spans  # their turns rise
+        for segment in reversed(self._rollout.machine.ledger.segments):  # recent turns are in the last segment
+            spans = segment.spans  # sorted by turn
             start = bisect_left(spans, turn, key=attrgetter("turn"))
             stop = bisect_right(spans, turn, key=attrgetter("turn"))
             if start < stop:
@@ -152,8 +152,8 @@ class _View:
             case Masked(_, reason):
                 proto.masked.CopyFrom(event_pb2.Masked(reason=utf8(reason)))
             case Observed(what, value):
-                told = utf8(value) if self._messages else ""
-                proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=told))
+                shown = utf8(value) if self._messages else ""
+                proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=shown))
 
     def _fork_to_proto(self, record: Forked) -> event_pb2.Forked:
         shown = messages_to_proto(record.messages, typed=self._typed) if self._messages else ()

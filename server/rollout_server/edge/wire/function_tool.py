@@ -1,7 +1,7 @@
-"""Tools in the shape that clients of the asynchronous dialect validate.
+"""Conversion of tools to the shape that clients of the asynchronous HTTP API validate.
 
-That shape knows one type word for each property, and texts alone as choices. What remains true of a schema stays as keys
-beside them; what those keys cannot say goes into the property's description, which every client shows its model.
+That shape allows a single type per property and only strings in `enum`. Keywords that still hold after the conversion are kept.
+What the shape cannot express is added to the property's description, which every client shows to its model.
 """
 
 import json
@@ -31,19 +31,21 @@ _CHOICE: Final = frozenset({"type", "const", "enum"})
 
 
 def function_tool_json(tool: Tool) -> str:
-    """One element of `StartRolloutResponse.function_tools_json`, which describes the shape.
+    """Return one element of `StartRolloutResponse.function_tools_json`, where the shape is documented.
 
-    Any text will do for a schema: one that is not JSON reads as no parameters.
+    A schema that is not valid JSON is logged and treated as one without parameters.
     """
     return _function_tool_json(tool.name, tool.description, tool.parameters_json_schema, tool.strict)
 
 
-@lru_cache(maxsize=256)  # An agent's tools are the same in each rollout, unless it makes them for each request.
+@lru_cache(maxsize=256)  # Most agents have the same tools in each rollout.
 def _function_tool_json(name: str, description: str, schema: str, strict: bool) -> str:
     try:
         parameters = _json_text(_parameters(_parse_object(schema)))
     except (ValueError, RecursionError) as error:
-        _LOG.warning("tool %r: its schema cannot be read, so clients are told of no parameters: %s", name, error)
+        _LOG.warning(
+            "tool %r: its schema is not valid JSON, so clients get a schema without parameters: %s", name, error
+        )
         parameters = _json_text(_parameters({}))
     function: Schema = {
         "name": name,
@@ -68,7 +70,7 @@ def _reject_constant(text: str) -> None:
 
 
 def _parameters(schema: Schema) -> Schema:
-    """The schema of an object of arguments."""
+    """Return the schema of the arguments object."""
     root = flatten_unions(inline_references(schema))
     if not _may_be_object(root):
         root = {}
@@ -82,7 +84,7 @@ def _parameters(schema: Schema) -> Schema:
 
 
 def _gather_properties(root: Schema) -> tuple[Schema, list[str]]:
-    """The properties of a flattened object and of the members it is made of; the names of those that are always needed."""
+    """Return the properties of a flattened object schema and of its allOf/anyOf/oneOf members, and the names always required."""
     own, names = root.get("properties"), root.get("required")
     properties = dict(own) if isinstance(own, dict) else {}
     required = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -109,7 +111,7 @@ def _may_be_object(node: Schema) -> bool:
 
 
 def _property(schema: JSON) -> Schema:
-    """A property, with one type word, a description that is text, and choices that are texts."""
+    """Return the schema of one property with a single type, a string as description and only strings in `enum`."""
     node = flatten_unions(schema if isinstance(schema, dict) else {})
     words, choices = kinds(node), values(node)
     mixed = len(words) > 1
@@ -129,22 +131,22 @@ def _property(schema: JSON) -> Schema:
         note = f"any of: {', '.join(_alternatives(node) or words)}"
     elif words == [ANY]:
         note = "any JSON value"
-    if told := _with_hint(node.get("description"), note):
-        shaped["description"] = told
+    if text := _with_hint(node.get("description"), note):
+        shaped["description"] = text
     return {**shaped, **{key: value for key, value in node.items() if key not in dropped}}
 
 
 def _alternatives(node: Schema) -> list[str]:
-    """The members of a union for a reader; none where it is only a list of type words."""
+    """Return the members of a union as texts; empty if the schema has no union (only a list of types)."""
     found = [member for key in UNIONS for member in members(node, key)]
     return [str(member["type"]) if member.keys() == {"type"} else _json_text(member) for member in found]
 
 
 def _with_hint(description: JSON, note: str) -> str:
-    told = description if isinstance(description, str) else ""
-    if not note or not told.strip():
-        return told or note[:1].upper() + note[1:]
-    return f"{told} ({note})"
+    text = description if isinstance(description, str) else ""
+    if not note or not text.strip():
+        return text or note[:1].upper() + note[1:]
+    return f"{text} ({note})"
 
 
 def _json_text(value: JSON) -> str:

@@ -1,8 +1,7 @@
-"""JSON Schemas for readers that know less: without references, unions flattened, their kinds of values and choices found.
+"""Simplification of JSON Schemas for clients that support only a part of the standard: no references, flat unions, explicit types.
 
-A schema that contains itself has no form without references, and references to references can multiply without end. So a
-reference is written out once on its way down, and references together only up to a bound; beyond that a schema is cut to its
-outline.
+A recursive schema has no form without references, and nested references can grow exponentially. Therefore a reference is expanded
+only once on each path, and all expansions together are limited. Beyond that a schema is reduced to its outline.
 """
 
 from collections.abc import Iterable
@@ -11,27 +10,29 @@ from urllib.parse import unquote
 
 import msgspec
 
-# Numbers are the texts they were, in `msgspec.Raw`: they may be larger or more exact than Python holds.
+# Numbers keep their original text, as `msgspec.Raw`: Python's float would round them.
 JSON: TypeAlias = "str | bool | msgspec.Raw | list[JSON] | dict[str, JSON] | None"
 Schema: TypeAlias = dict[str, JSON]
 
 _MAX_DEPTH: Final = 32
 _MAX_WRITTEN_OUT: Final = 5_000
-# Keywords whose keys are names, those that hold values, in which "$ref" is a key like any other, and those that serve references.
+# Keywords that map names to schemas.
 _NAMED: Final = frozenset({"properties", "patternProperties", "dependentSchemas", "dependencies"})
+# Keywords that hold values, not schemas. A "$ref" inside them is an ordinary key.
 _VALUES: Final = frozenset({"const", "enum", "default", "examples"})
+# Keywords that are useless without references.
 _DROPPED: Final = frozenset({"definitions", "discriminator"})
 _OUTLINE: Final = ("type", "title", "description")
 
 UNIONS: Final = ("anyOf", "oneOf")
-#: In place of a type word: any kind of value, or nobody said which.
+#: Used instead of a type name if any type is allowed, or if the schema does not restrict the type.
 ANY: Final = "any"
 
 _Value = TypeVar("_Value", bound=JSON)
 _NULL: Final = "null"
-# They say nothing of the value.
+# Keywords that do not restrict the value.
 _NOTES: Final = frozenset({"title", "description", "default", "examples", "deprecated"})
-# What authors leave the type out beside.
+# Keywords from which a missing type is inferred.
 _IMPLIED: Final = (
     (
         "object",
@@ -44,11 +45,11 @@ _IMPLIED: Final = (
 
 
 def inline_references(root: Schema) -> Schema:
-    """The schema without references and definitions. A reference that leads nowhere says nothing."""
+    """Return the schema without references and definitions. A reference that cannot be resolved is dropped."""
     left = _MAX_WRITTEN_OUT
 
     def inline(node: JSON, inside: tuple[str, ...], depth: int) -> JSON:
-        """What is left of a schema, or of a list of some; `inside` are the references that led here."""
+        """Return a schema, or a list of schemas, without references. `inside`: the references expanded on the path to it."""
         nonlocal left
         if isinstance(node, list):
             return [inline(each, inside, depth) for each in node]
@@ -69,7 +70,7 @@ def inline_references(root: Schema) -> Schema:
         return found
 
     def target_of(reference: JSON, inside: tuple[str, ...], depth: int) -> JSON:
-        """What a reference names; it stands in the reference's place, beside the keys there."""
+        """Return the schema that a reference names; None if there is none. Its keys are merged with those beside the reference."""
         if not isinstance(reference, str):
             return None
         target = _resolve(root, reference)
@@ -82,7 +83,7 @@ def inline_references(root: Schema) -> Schema:
 
 
 def _outline(node: Schema) -> Schema:
-    """What can be said of a schema without looking into it."""
+    """Return a schema's type, title and description only."""
     found: Schema = {key: node[key] for key in _OUTLINE if key in node}
     if "type" not in found and isinstance(node.get("properties"), dict):
         found["type"] = "object"
@@ -90,7 +91,7 @@ def _outline(node: Schema) -> Schema:
 
 
 def _resolve(root: Schema, reference: str) -> JSON:
-    """What a reference within the document names; None where it leads nowhere or out of it."""
+    """Return the value that a reference within the document names; None if it does not exist or is in another document."""
     if reference != "#" and not reference.startswith("#/"):
         return None
     found: JSON = root
@@ -104,7 +105,7 @@ def _resolve(root: Schema, reference: str) -> JSON:
 
 
 def members(node: Schema, key: str) -> list[Schema]:
-    """The schemas under `allOf`, `anyOf` or `oneOf`, without those that take nothing."""
+    """Return the schemas under `allOf`, `anyOf` or `oneOf`, without the schema `false`, which accepts nothing."""
     found = node.get(key)
     if not isinstance(found, list):
         return []
@@ -112,9 +113,9 @@ def members(node: Schema, key: str) -> list[Schema]:
 
 
 def flatten_unions(node: Schema) -> Schema:
-    """The schema without null in its unions, with a union or conjunction of one member merged into what stands beside it.
+    """Return the schema without null in its unions. A union or allOf with one member is merged into the schema itself.
 
-    Members are flattened too, other schemas within it are not.
+    Members are flattened too; other nested schemas are not.
     """
     done: set[str] = set()
     for key in ("allOf", *UNIONS):
@@ -133,9 +134,9 @@ def flatten_unions(node: Schema) -> Schema:
 
 
 def kinds(node: Schema) -> list[str]:
-    """The type words of the values that a flattened schema takes, the first one first; null only where nothing else is.
+    """Return the type names that a flattened schema accepts, in order; null only if it is the only one.
 
-    `number` holds `integer`.
+    `number` includes `integer`.
     """
     found = _declared_types(node) or [_kind(value) for value in values(node)]
     if not found:
@@ -150,7 +151,7 @@ def kinds(node: Schema) -> list[str]:
 
 
 def values(node: Schema) -> list[JSON]:
-    """The values that a flattened schema lists, null only where nothing else is; none where it does not list them all."""
+    """Return the values that a flattened schema lists, null only if it is the only one; empty if it does not list all values."""
     listed = node.get("enum")
     if "const" in node:
         found = [node["const"]]
@@ -165,12 +166,12 @@ def values(node: Schema) -> list[JSON]:
 
 
 def distinct(found: Iterable[_Value]) -> list[_Value]:
-    """Each value once, in order. Raises ValueError for text that UTF-8 does not have."""
+    """Return each value once, in order. Raises ValueError for text with lone surrogates, which UTF-8 cannot encode."""
     return list({msgspec.json.encode(value): value for value in found}.values())
 
 
 def _drop_null(options: Iterable[Schema]) -> list[Schema]:
-    """The members of a union, those of unions within it among them; none where they take any value."""
+    """Return the members of a union without null, with nested unions expanded; empty if they accept any value."""
     found: list[Schema] = []
     for option in options:
         inner = [key for key in UNIONS if option.keys() - _NOTES == {key}]

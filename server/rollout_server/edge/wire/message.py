@@ -1,7 +1,7 @@
-"""Messages in their two forms (D13).
+"""Conversion of messages, which have two forms (D13).
 
-The JSON form is verbatim text on both sides. The typed form becomes the JSON object that OpenAI-style endpoints know; on the way
-back, a message that the typed form cannot carry (unknown keys, null beside absent) stays JSON.
+The JSON form is verbatim text in both directions. The typed form is converted to a JSON object as OpenAI-style endpoints define
+it. In the other direction, a message that the typed form cannot represent (unknown keys, null instead of absent) stays JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _CALL_KEYS = frozenset({"id", "type", "function"})
 def messages_from_proto(
     messages: Sequence[message_pb2.Message], where: str
 ) -> tuple[tuple[Message, ...], bool, list[Violation]]:
-    """Messages, whether they came in the typed form, and what is wrong with them, up to `MAX_VIOLATIONS`."""
+    """Return the messages, whether they are in the typed form, and at most `MAX_VIOLATIONS` violations.
+
+    `where` is the field's path, such as "spec.messages".
+    """
     wrong: list[Violation] = []
     parsed: list[Message] = []
     forms = {message.WhichOneof("form") for message in messages}
@@ -42,7 +45,7 @@ def messages_from_proto(
         wrong.append(Violation(where, "are in two forms; send all as `json` or all as `chat`"))
     too_many = first_too_many([message.json for message in messages])
     if too_many is not None:
-        text = f"is the first with which all messages hold more than {MAX_VALUES} JSON values, the most that is taken"
+        text = f"exceeds the limit: the messages up to this one have more than {MAX_VALUES} JSON values in total"
         return (), False, [Violation(f"{where}[{too_many}]", text)]
     for index, message in enumerate(messages):
         try:
@@ -55,7 +58,7 @@ def messages_from_proto(
 
 
 def message_from_proto(message: message_pb2.Message) -> Message:
-    """One message. Raises `MalformedMessage`."""
+    """Return the core value of one message. Raises `MalformedMessage` for one without a form, too large or malformed."""
     form = message.WhichOneof("form")
     if form is None:
         raise MalformedMessage("needs `json` or `chat`")
@@ -67,7 +70,7 @@ def message_from_proto(message: message_pb2.Message) -> Message:
 
 
 def message_to_proto(message: Message, *, typed: bool) -> message_pb2.Message:
-    """One message in the form that its rollout began with."""
+    """Return the proto of one message, in the form that the rollout was started with if it can represent the message."""
     if typed:
         chat = _json_to_chat(message)
         if chat is not None:
@@ -76,19 +79,19 @@ def message_to_proto(message: Message, *, typed: bool) -> message_pb2.Message:
 
 
 def messages_to_proto(messages: Iterable[Message], *, typed: bool) -> list[message_pb2.Message]:
-    """Messages in the form that their rollout began with."""
+    """Return the protos of messages, each as `message_to_proto` converts it."""
     return [message_to_proto(message, typed=typed) for message in messages]
 
 
 def tool_to_proto(tool: Tool) -> message_pb2.Tool:
-    """A tool as its model is told."""
+    """Return the proto of a tool."""
     return message_pb2.Tool(
         name=tool.name, description=tool.description, parameters_json_schema=tool.parameters_json_schema
     )
 
 
 def _chat_to_json(chat: message_pb2.ChatMessage) -> str:
-    """Writes the JSON form by hand, so that parts and arguments which are JSON already go in as they are."""
+    """Return the JSON form. The text is assembled by hand to insert JSON parts verbatim: parsing them would lose large integers."""
     fields = [("role", _write(chat.role))]
     if len(chat.parts) == 1 and chat.parts[0].WhichOneof("part") == "text":
         fields.append(("content", _write(chat.parts[0].text)))
@@ -128,7 +131,7 @@ def _write(value: JSON) -> str:
 
 
 def _json_to_chat(message: Message) -> message_pb2.ChatMessage | None:
-    """The typed form, or None where it would lose something."""
+    """Return the typed form; None if it cannot represent the whole message."""
     fields = message.fields()
     if not fields.keys() <= _TYPED_KEYS or any(value is None or value == [] for value in fields.values()):
         return None
@@ -158,6 +161,7 @@ def _parts(content: JSON, text: str) -> list[message_pb2.ContentPart] | None:
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return None
     try:
+        # The exact JSON text of each part. Serializing the parsed parts again would change large numbers.
         raw = msgspec.json.decode(text, type=_ContentParts).content
     except msgspec.DecodeError:
         return None
@@ -167,10 +171,13 @@ def _parts(content: JSON, text: str) -> list[message_pb2.ContentPart] | None:
 
 
 def _part(fields: Mapping[str, JSON], text: str, *, alone: bool) -> message_pb2.ContentPart:
-    """A part in the form whose text it has; a single text part would come back as a plain string."""
-    said = fields.get("text")
-    if not alone and isinstance(said, str) and text == _write({"type": "text", "text": said}):
-        return message_pb2.ContentPart(text=said)
+    """Return a part that `_part_to_json` converts back to exactly the same JSON text.
+
+    A text part that is alone stays JSON: as `text` it would become a plain string instead of a list.
+    """
+    content = fields.get("text")
+    if not alone and isinstance(content, str) and text == _write({"type": "text", "text": content}):
+        return message_pb2.ContentPart(text=content)
     blob = fields_to_blob(fields)
     if blob is not None and text == _write(blob_to_fields(blob)):
         return message_pb2.ContentPart(blob=blob)
@@ -199,5 +206,5 @@ def _is_utf8(text: str) -> bool:
 
 
 def utf8(text: str) -> str:
-    """The text with halves of surrogate pairs, which UTF-8 does not have, replaced by question marks."""
+    """Return the text with lone surrogates replaced by question marks: protobuf strings are UTF-8, which cannot encode them."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Outcomes, metrics, segments and samples -> protos."""
+"""Conversion of outcomes, metrics, segments and samples to protos."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_server.edge.wire.message import messages_to_proto, utf8
 def outcome_to_proto(
     outcome: Outcome, *, typed: bool, messages: bool, samples: bool, segments: bool
 ) -> outcome_pb2.Outcome:
-    """An outcome, with as much of it as is wanted."""
+    """Return the proto of an outcome. The flags select its optional parts; `typed` is the form of its messages."""
     result = outcome.reward_result
     proto = outcome_pb2.Outcome(
         messages=messages_to_proto(outcome.messages, typed=typed) if messages else (),
@@ -40,7 +40,7 @@ def outcome_to_proto(
 
 
 def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
-    """What a rollout used."""
+    """Return the proto of a rollout's metrics."""
     return outcome_pb2.Metrics(
         total_ms=metrics.total_ms,
         completion_ms=metrics.completion_ms,
@@ -57,7 +57,7 @@ def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
 
 
 def segment_to_proto(segment: Segment) -> token_pb2.Segment:
-    """A segment with its spans."""
+    """Return the proto of a segment with its spans."""
     return token_pb2.Segment(
         id=segment.id,
         origin=origin_to_proto(segment.origin),
@@ -67,14 +67,14 @@ def segment_to_proto(segment: Segment) -> token_pb2.Segment:
 
 
 def origin_to_proto(origin: Origin) -> token_pb2.SegmentOrigin:
-    """Where a segment comes from."""
+    """Return the proto of a segment's origin."""
     return token_pb2.SegmentOrigin(
         parent_id=origin.parent_id, parent_tokens=origin.parent_tokens, kind=enums.SEGMENT_KINDS[origin.kind]
     )
 
 
 def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
-    """A span with its tokens."""
+    """Return the proto of a span with its token ids, logprobs (float per token, if known) and planes."""
     known = span.logprobs_known
     return token_pb2.Span(
         author=enums.AUTHORS[span.author],

@@ -1,4 +1,4 @@
-"""Requests -> core. What is wrong with a request is collected, field by field, and raised at once."""
+"""Conversion of request protos to core values. All violations of a request are collected and raised in one `InvalidRequest`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rollout_server.runtime.start_request import Caller, StartRequest
 
 
 class _EnumType(Protocol):
-    """The type of an enum of the contract."""
+    """The type of a proto enum."""
 
     def values(self) -> Sequence[int]:
-        """Its values."""
+        """Return the numbers of all its values."""
 
 
 _STATES = {value: state for state, value in enums.STATES.items()}
@@ -35,16 +35,20 @@ MAX_SELECTED = 1000
 def start_request(
     request: rollout_service_pb2.StartRolloutRequest, caller: Caller, completes: Target | None = None
 ) -> StartRequest:
-    """A request for a rollout. `completes` says who does where the request may not. Raises `InvalidRequest`."""
+    """Return the core value of a start request. Raises `InvalidRequest`.
+
+    `completes` is the target that generates completions if the request must not name one (TrainerService.Train).
+    """
     if not request.HasField("spec"):
         raise InvalidRequest(
-            Violation("spec", "is missing: it says what to run (rollout_id, messages, completions, ...)")
+            Violation("spec", "is missing; it describes the rollout (rollout_id, messages, completions, ...)")
         )
     messages, typed, wrong = messages_from_proto(request.spec.messages, "spec.messages")
     if completes is None and not request.spec.HasField("completions"):
-        wrong.append(Violation("spec.completions", "is needed: who completes?"))
+        wrong.append(Violation("spec.completions", "is missing; name the endpoint that generates completions"))
     if completes is not None and request.spec.HasField("completions"):
-        wrong.append(Violation("spec.completions", "must be unset on TrainerService.Train: its caller completes"))
+        text = "must be unset on TrainerService.Train, where the trainer on the stream generates completions"
+        wrong.append(Violation("spec.completions", text))
     if len(request.request_id) > 256:
         wrong.append(Violation("request_id", "has at most 256 characters"))
     wrong += _unknown_enum_values(request)
@@ -61,26 +65,32 @@ def start_request(
 
 
 def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> list[Violation]:
-    """Enum values of a later version of the contract: to take them for unset would run something else."""
+    """Return a violation for each unknown enum value.
+
+    proto3 keeps the values of a newer contract. If the server treated them as unset, it would run a different rollout.
+    """
     spec = request.spec
-    words = [
+    fields = [
         ("request_memory", request.request_memory, rollout_service_pb2.RequestMemory),
         ("spec.token_mode", spec.token_mode, spec_pb2.TokenMode),
         ("spec.on_drift", spec.on_drift, spec_pb2.DriftPolicy),
         ("spec.on_interrupt", spec.on_interrupt, spec_pb2.InterruptPolicy),
     ]
     targets = [(name, getattr(spec, name)) for name in ("completions", "outcome", "tools")]
-    words += [(f"spec.{name}.dialect", target.dialect, spec_pb2.Dialect) for name, target in targets]
-    here = "is spoken on TrainerService.Train only, where `completions` stays unset"
+    fields += [(f"spec.{name}.dialect", target.dialect, spec_pb2.Dialect) for name, target in targets]
+    text = "must not be STREAM; on TrainerService.Train leave `completions` unset"
     wrong = [
-        Violation(f"spec.{name}.dialect", here) for name, target in targets if target.dialect == spec_pb2.DIALECT_STREAM
+        Violation(f"spec.{name}.dialect", text) for name, target in targets if target.dialect == spec_pb2.DIALECT_STREAM
     ]
-    unknown = [(where, value) for where, value, kind in words if value not in kind.values()]
-    return wrong + [Violation(where, f"{value} is not known here") for where, value in unknown]
+    unknown = [(where, value) for where, value, kind in fields if value not in kind.values()]
+    return wrong + [Violation(where, f"{value} is unknown to this server") for where, value in unknown]
 
 
 def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection:
-    """Which rollouts. Raises `InvalidRequest`, and `Forbidden` for those of other callers."""
+    """Return the core value of a selection.
+
+    Raises `InvalidRequest`, and `Forbidden` if it names other callers without an admin key.
+    """
     for name, values in (("uids", proto.uids), ("rollout_ids", proto.rollout_ids), ("callers", proto.callers)):
         if len(values) > MAX_SELECTED:
             raise InvalidRequest(Violation(f"selection.{name}", f"at most {MAX_SELECTED} are allowed"))
@@ -92,7 +102,7 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection
         if unknown:
             raise InvalidRequest(Violation(f"selection.{name}", f"unknown: {unknown}"))
     if not all(caller.sees(name) for name in proto.callers):
-        raise Forbidden("rollouts of other callers are seen with an admin key only")
+        raise Forbidden("rollouts of other callers require an admin key")
     return Selection(
         caller=caller,
         uids=tuple(proto.uids),
@@ -107,35 +117,38 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection
 
 
 def is_empty(proto: rollout_service_pb2.Selection) -> bool:
-    """No condition is set, and `all` neither."""
+    """Return whether a selection sets neither a condition nor `all`."""
     lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels, proto.delivery_states, proto.callers)
     return not (proto.group_id or proto.agent or proto.all or any(lists))
 
 
 def valid_enum_value(value: int, kind: _EnumType, field: str) -> int:
-    """A value of an enum. Raises `InvalidRequest` for one of a later version of the contract."""
+    """Return a value of an enum. Raises `InvalidRequest` for an unknown one, which a newer version of the contract may define."""
     if value not in kind.values():
-        raise InvalidRequest(Violation(field, f"{value} is not known here"))
+        raise InvalidRequest(Violation(field, f"{value} is unknown to this server"))
     return value
 
 
 def page_tokens(numbers: Iterable[int], proto: rollout_service_pb2.Selection) -> list[str]:
-    """Tokens of the pages that begin below these numbers. They fit this selection only."""
+    """Return one token per page. A page begins below a rollout's number, and its token is valid only for this selection.
+
+    Rollouts are numbered in the order of acceptance, so new ones do not shift the pages.
+    """
     digest = _digest(proto)
     return [base64.urlsafe_b64encode(f"{number}.{digest}".encode()).decode() for number in numbers]
 
 
 def page_start(token: str, proto: rollout_service_pb2.Selection) -> int | None:
-    """The number before which the page begins; None for the first page. Raises `InvalidRequest`."""
+    """Return the rollout number below which the page begins; None for the first page. Raises `InvalidRequest`."""
     if not token:
         return None
     try:
         number, _, digest = base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode().partition(".")
         start = int(number)
     except (ValueError, binascii.Error):
-        raise InvalidRequest(Violation("page_token", "is not one of ours")) from None
+        raise InvalidRequest(Violation("page_token", "is malformed; send one from a response")) from None
     if digest != _digest(proto):
-        raise InvalidRequest(Violation("page_token", "belongs to another selection"))
+        raise InvalidRequest(Violation("page_token", "belongs to another selection; start at the first page"))
     return start
 
 

@@ -1,4 +1,4 @@
-"""Rollouts and agents -> protos."""
+"""Conversion of rollouts and agents to protos."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollout_server.runtime.rollout import Rollout
 
 
 def rollout_to_proto(rollout: Rollout, view: int) -> rollout_service_pb2.Rollout:
-    """A rollout as it is now, with as much of it as the view wants."""
+    """Return the current state of a rollout. `view` is a RolloutView."""
     view = view or rollout_service_pb2.ROLLOUT_VIEW_BASIC
     messages = view >= rollout_service_pb2.ROLLOUT_VIEW_MESSAGES
     outcome = rollout.outcome
@@ -63,7 +63,10 @@ def _delivery(delivery: Delivery) -> rollout_service_pb2.Delivery:
 def started(
     rollout: Rollout, *, attached: bool, function_tools: bool = False
 ) -> rollout_service_pb2.StartRolloutResponse:
-    """A rollout was accepted or found. `function_tools`: its tools also in the shape that clients validate."""
+    """Return the response for a rollout that was accepted or found.
+
+    `attached`: the rollout had been accepted earlier. `function_tools`: also fill `function_tools_json`.
+    """
     tools = [tool_to_proto(tool) for tool in rollout.tools]
     return rollout_service_pb2.StartRolloutResponse(
         rollout=rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_BASIC),
@@ -74,7 +77,7 @@ def started(
 
 
 def agent_to_proto(agent: AgentProtocol, *, default: bool) -> rollout_service_pb2.Agent:
-    """An agent of this server."""
+    """Return the proto of an agent. `default`: it runs if a request names no agent."""
     return rollout_service_pb2.Agent(
         name=agent.name,
         version=agent.version,
@@ -87,17 +90,17 @@ def agent_to_proto(agent: AgentProtocol, *, default: bool) -> rollout_service_pb
 
 
 WriteBody: TypeAlias = "Callable[[rollout_service_pb2.Rollout], bytes]"
-"""Makes the JSON of the final callback."""
+"""Returns the JSON body of the final callback over HTTP."""
 
 
 def finished_rollout(rollout: Rollout) -> rollout_service_pb2.Rollout:
-    """A finished rollout with its messages, as the final callback over HTTP tells of it."""
+    """Return a finished rollout with its messages, from which the final callback over HTTP is made."""
     return rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_MESSAGES)
 
 
 def delivery_bytes(rollout: Rollout, key: str) -> bytes:
-    """A `DeliverOutcomeRequest`, serialised once: the receiver gets the same bytes on each attempt."""
+    """Return a serialized `DeliverOutcomeRequest`. It is serialized once, so each attempt sends the same bytes."""
     proto = rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_SAMPLES)
-    proto.ClearField("delivery")  # how it is told is no part of what is told
+    proto.ClearField("delivery")  # it changes from attempt to attempt
     request = outcome_service_pb2.DeliverOutcomeRequest(delivery_key=key, rollout=proto)
     return bytes(request.SerializeToString(deterministic=True))

@@ -1,4 +1,4 @@
-"""Specs <-> protos: what a rollout is. Each of its parts is mapped here, once in each direction."""
+"""Conversion of rollout specs to and from protos. Each part of a spec has one function per direction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items
 
 
 def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
-    """A spec as it is shown."""
+    """Return the proto of a spec, without credentials. `with_messages` includes the conversation."""
     detached = spec.cancel_after_detach
     return spec_pb2.RolloutSpec(
         rollout_id=spec.rollout_id,
@@ -45,7 +45,12 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
 def spec_from_proto(
     proto: spec_pb2.RolloutSpec, messages: tuple[Message, ...], typed: bool, completions: Target | None = None
 ) -> Spec:
-    """A spec with its messages, which are read already. `completions` says who completes where the spec does not."""
+    """Return the core value of a spec.
+
+    Args:
+        messages: the spec's messages, already converted. `typed`: they are in the typed form.
+        completions: the target that generates completions if the spec must not name one (TrainerService.Train).
+    """
     return Spec(
         rollout_id=proto.rollout_id,
         messages=messages,
@@ -70,7 +75,7 @@ def spec_from_proto(
 
 
 def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
-    """How the model samples."""
+    """Return the proto of sampling parameters."""
     return spec_pb2.Sampling(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -93,7 +98,7 @@ def _sampling_from_proto(proto: spec_pb2.Sampling) -> Sampling:
 
 
 def limits_to_proto(limits: Limits) -> spec_pb2.Limits:
-    """Limits as they are shown."""
+    """Return the proto of limits."""
     return spec_pb2.Limits(
         turns=limits.turns,
         generated_tokens=limits.generated_tokens,
@@ -125,7 +130,7 @@ def _target_to_proto(target: Target) -> spec_pb2.Target:
 
 
 def _target_from_proto(proto: spec_pb2.Target, over_http: Dialect = Dialect.HTTP_MASKED) -> Target:
-    """An endpoint; `over_http` is what an http URL means that names no dialect."""
+    """Return a target. `over_http` is the protocol of an HTTP URL if the proto sets none."""
     dialect = _DIALECTS.get(proto.dialect)
     if dialect is None:
         dialect = Dialect.GRPC if _scheme(proto.url).startswith("grpc") else over_http
@@ -148,11 +153,11 @@ def _tokenizer_from_proto(proto: spec_pb2.Tokenizer) -> TokenizerName:
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a duration, rounded to the nearest nanosecond."""
+    """Return seconds as a Duration, rounded to the nearest nanosecond."""
     whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
     return Duration(seconds=whole, nanos=rest)
 
 
 def seconds(duration: Duration) -> float:
-    """A duration in seconds: the nearest float."""
+    """Return a Duration in seconds, as the nearest float."""
     return (duration.seconds * 10**9 + duration.nanos) / 10**9

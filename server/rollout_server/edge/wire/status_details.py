@@ -1,4 +1,4 @@
-"""The rich details of a status that somebody else answered with."""
+"""Parser of the rich error details in a gRPC status that a called endpoint returned."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _Detail = TypeVar(
 
 
 def retry_delay(error: grpc.aio.AioRpcError) -> float | None:
-    """Seconds after which to ask again; None where the status does not say."""
+    """Return the seconds to wait before a retry; None if the status has no RetryInfo."""
     found = _detail(error, error_details_pb2.RetryInfo)
     return None if found is None else max(0.0, seconds(found.retry_delay))
 
 
 def reason(error: grpc.aio.AioRpcError) -> str:
-    """The stable word for what went wrong; empty where there is none."""
+    """Return the reason in the status's ErrorInfo; empty if there is none."""
     found = _detail(error, error_details_pb2.ErrorInfo)
     return "" if found is None else found.reason
 
 
 def ledger_mismatch(error: grpc.aio.AioRpcError) -> Sequence[Checkpoint] | None:
-    """What a trainer holds after each turn, where it says that it holds something else."""
+    """Return the trainer's checkpoint after each turn, from the status's LedgerMismatch; None if there is none."""
     found = _detail(error, completion_service_pb2.LedgerMismatch)
     return None if found is None else [checkpoint_from_proto(checkpoint) for checkpoint in found.checkpoints]
 

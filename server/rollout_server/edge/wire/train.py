@@ -1,4 +1,4 @@
-"""The items of a trainer's stream (trainer_service.proto)."""
+"""Conversion of the items of a trainer's stream (trainer_service.proto)."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.St
 
 
 def start_requests(start: Start, caller: Caller) -> Sequence[StartRequest]:
-    """The rollouts of a group. Raises `InvalidRequest`."""
+    """Return one start request per rollout of a group. Raises `InvalidRequest`."""
     count = start.count or 1
     if count > LARGEST_GROUP:
         raise InvalidRequest(Violation("start.count", f"is {count}, at most {LARGEST_GROUP} are allowed"))
     if not start.HasField("rollout"):
-        raise InvalidRequest(Violation("start.rollout", "is missing: request_id, spec and credentials belong in it"))
-    wish = wire.start_request(start.rollout, caller, _HERE)
+        raise InvalidRequest(Violation("start.rollout", "is missing; it holds request_id, spec and credentials"))
+    request = wire.start_request(start.rollout, caller, _HERE)
     if count == 1:
-        return [wish]
-    name, key = wish.spec.rollout_id, wish.request_id
+        return [request]
+    name, key = request.spec.rollout_id, request.request_id
     return [
-        replace(wish, spec=replace(wish.spec, rollout_id=f"{name}/{k}"), request_id=f"{key}/{k}" if key else "")
+        replace(request, spec=replace(request.spec, rollout_id=f"{name}/{k}"), request_id=f"{key}/{k}" if key else "")
         for k in range(count)
     ]
 
 
-def completion_response(given: TrainerItem) -> tuple[str, Response | Rejection]:
-    """The turn key of an answer or a rejection, and what it says."""
-    if given.HasField("answer"):
-        return given.answer.turn_key, given.answer.response
-    reject = given.reject
+def completion_response(item: TrainerItem) -> tuple[str, Response | Rejection]:
+    """Return the turn key of an `answer` or `reject` item, and its completion or rejection."""
+    if item.HasField("answer"):
+        return item.answer.turn_key, item.answer.response
+    reject = item.reject
     after = seconds(reject.retry_after) if reject.HasField("retry_after") else None
     return reject.turn_key, Rejection(
         _CODES.get(reject.code, grpc.StatusCode.UNKNOWN),
@@ -69,58 +69,58 @@ def completion_response(given: TrainerItem) -> tuple[str, Response | Rejection]:
     )
 
 
-def ledger(told: Ledger) -> tuple[Tokens, Sequence[Author]] | None:
-    """What a trainer holds of a segment; None where it does not tell."""
-    return held_tokens(told.ledger) if told.HasField("ledger") else None
+def ledger(item: Ledger) -> tuple[Tokens, Sequence[Author]] | None:
+    """Return the token ids and authors of the trainer's copy of a segment; None if it did not send it."""
+    return held_tokens(item.ledger) if item.HasField("ledger") else None
 
 
 def welcome(stream_id: str, last_seen: int, grace: float) -> Item:
-    """The first item."""
+    """Return the server's first item. `grace` is in seconds."""
     return Item(welcome=pb.TrainWelcome(stream_id=stream_id, last_seen=last_seen, grace=duration(grace)))
 
 
 def started_item(sequence: int, rollout: Rollout, *, attached: bool) -> Item:
-    """A rollout was accepted or found."""
+    """Return the item for a rollout that was accepted or found."""
     return Item(sequence=sequence, started=started(rollout, attached=attached))
 
 
 def refused_item(sequence: int, start_sequence: int, error: RolloutError) -> Item:
-    """A start or cancel was refused."""
+    """Return the item for a start or cancel that was refused."""
     code: int = code_of(error).value[0]
     text = error.message.encode("utf-8", "replace").decode("utf-8")
     return Item(sequence=sequence, refused=pb.TrainRefusal(start_sequence=start_sequence, code=code, message=text))
 
 
 def completion_item(sequence: int, request: Request | None) -> Item:
-    """A completion is asked for; None: it means nothing any more."""
+    """Return the item for a completion request. None: the request is obsolete, and only its sequence number is sent."""
     return Item(sequence=sequence, ask=request) if request is not None else Item(sequence=sequence)
 
 
 def outcome_item(sequence: int, rollout: Rollout) -> Item:
-    """A rollout ended."""
+    """Return the item with a rollout's outcome."""
     shown = rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_SAMPLES)
     return Item(sequence=sequence, outcome=pb.DeliveredOutcome(rollout=shown))
 
 
 def event_item(rollout: Rollout, entry: Entry, detail: int) -> Item | None:
-    """Something happened; None where nobody wants to know of it."""
+    """Return the item for a log entry; None if `detail` excludes the event."""
     if not detail or (detail == event_pb2.EVENT_DETAIL_OUTCOME and not isinstance(entry.record, Ended)):
         return None
     return Item(event=pb.TrainEvent(uid=rollout.uid, event=event(rollout, entry, detail)))
 
 
 def acknowledge_item(sequence: int) -> Item:
-    """Items of the trainer were taken."""
+    """Return the item that acknowledges the trainer's items up to a sequence number."""
     return Item(acknowledge=pb.TrainAcknowledge(sequence=sequence))
 
 
 def ledger_item(uid: str, segment_id: str) -> Item:
-    """Asks what is held of a segment."""
+    """Return the item that requests the trainer's copy of a segment."""
     item = Item()
     item.read_ledger.uid, item.read_ledger.segment_id = uid, segment_id
     return item
 
 
 def detail(hello: Hello) -> int:
-    """How much of each event is wanted; 0: none. Raises `InvalidRequest`."""
+    """Return the EventDetail that a trainer requests; 0: no events. Raises `InvalidRequest`."""
     return wire.valid_enum_value(hello.detail, event_pb2.EventDetail, "hello.detail")

@@ -1,1 +1,1 @@
-"""Helpers for asyncio: the event loop of a program, its watchdog, threads, and the source locations of authors' code."""
+"""Helpers for asyncio: the program's event loop, its watchdog, threads, and source locations of authors' code."""

@@ -1,5 +1,7 @@
-"""Runs a program's event loop, and ends it. No author's code holds that up: neither a task that swallows its cancellation, nor a
-thread that never returns, nor `sys.exit()` in a task of somebody's own.
+"""Runs a program's event loop and shuts it down.
+
+No author's code can block the shutdown: neither a task that swallows its cancellation, nor a thread that never returns, nor
+`sys.exit()` in a task.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 2.0
-"""How long tasks may take to give way once the program's own work is done."""
+"""How long tasks may take to end once the program's main coroutine has returned."""
 
 
 def run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> _T:
-    """What `asyncio.run` does, but it comes to an end. Raises what `main` raises."""
+    """Run a coroutine like `asyncio.run`, but with a shutdown that cannot hang. Raise what `main` raises."""
     runner = asyncio.Runner(loop_factory=loop_factory)
     loop = runner.get_loop()
     loop.set_default_executor(Threads())
@@ -33,13 +35,13 @@ def run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.Abstra
         left = _run_to_end(ending, lambda: loop.run_until_complete(ending))
         if left:
             hold(left)
-            loop.close()  # closing the runner would wait for them
+            loop.close()  # not `runner.close()`, which would wait for the remaining tasks
         else:
             runner.close()
 
 
 def run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop until it is stopped."""
+    """Run a loop until it is stopped."""
     while True:
         try:
             return loop.run_forever()
@@ -48,7 +50,7 @@ def run_forever(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def end_tasks(seconds: float = GRACE_SECONDS) -> Collection[asyncio.Task[Any]]:
-    """Cancels all tasks but the current one, waits for them so long, and returns those that go on; the log names them."""
+    """Cancel all tasks but the current one, wait `seconds` for them, and return and log those that still run."""
     own = asyncio.current_task()
     loop = asyncio.get_running_loop()
     tasks = asyncio.all_tasks() - {own}
@@ -58,16 +60,16 @@ async def end_tasks(seconds: float = GRACE_SECONDS) -> Collection[asyncio.Task[A
     await asyncio.wait({*tasks, generators}, timeout=seconds)
     left = asyncio.all_tasks() - {own}
     for task in left:
-        text = "%s does not give way to its cancellation%s; the program ends without it"
+        text = "%s ignores its cancellation%s; the program exits without it"
         _log.warning(text, task.get_name(), waits_at(task))
     return left
 
 
 def hold(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Keeps tasks that do not give way until the process is gone.
+    """Keep references to tasks that ignore their cancellation until the process exits.
 
-    Collected, each would be thrown a GeneratorExit, which it may swallow, too, and that time nothing could stop it. A thread that
-    sleeps holds what it is given even while the interpreter ends.
+    If such a task were garbage-collected, Python would throw GeneratorExit into it. It may swallow that, too, and then nothing
+    could stop it. A sleeping daemon thread keeps its arguments alive even while the interpreter shuts down.
     """
     Thread(target=_sleep, args=(tasks,), name="tasks left", daemon=True).start()
 
@@ -77,7 +79,10 @@ def _sleep(_held: Collection[asyncio.Task[Any]]) -> None:
 
 
 def _run_to_end(task: asyncio.Task[_T], run_loop: Callable[[], _T]) -> _T:
-    """The result of a task. asyncio lets SystemExit out of whatever task raises it, and the loop stops for it."""
+    """Return the result of a task.
+
+    asyncio lets SystemExit escape from any task and stops the loop. If another task raised it, the loop is started again.
+    """
     while True:
         try:
             return run_loop()
@@ -88,8 +93,9 @@ def _run_to_end(task: asyncio.Task[_T], run_loop: Callable[[], _T]) -> _T:
 
 
 async def _await_task(task: asyncio.Task[_T]) -> _T:
+    """Await an existing task: `Runner.run` accepts only coroutines, and after a SystemExit the same task has to continue."""
     return await task
 
 
 def _log_exit(error: SystemExit) -> None:
-    _log.error("a task called sys.exit(%r)%s; that ends the task, not the program", error.code, raised_at(error))
+    _log.error("a task called sys.exit(%r)%s; this ends the task, not the program", error.code, raised_at(error))

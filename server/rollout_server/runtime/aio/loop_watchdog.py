@@ -1,8 +1,8 @@
-"""Finds code that holds the event loop, and says which: every other rollout waits for it.
+"""Finds code that blocks the event loop, and logs its source line. While the loop is blocked, all rollouts wait.
 
-The loop beats, and a thread of its own listens. A beat that does not come is somebody who computes, sleeps or reads without
-awaiting, and what the loop's thread is doing at that moment is in its stack. A loop that waits for a busy machine beats late
-too, but then its thread is found outside of anybody's code, and nothing is said.
+The loop records a heartbeat, and a watchdog thread checks it. If a heartbeat is late, some code computes, sleeps or reads
+without awaiting; the stack of the loop's thread shows which. On a busy machine heartbeats are late, too. But then the loop's
+thread is in asyncio's own code, and nothing is logged.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from rollout_server.runtime.aio.source_location import authors_frames
 _log = logging.getLogger(__name__)
 _REMEMBERED = 256
 _QUIET_SECONDS = 60.0
-"""A function that holds the loop again is told of once in this time."""
+"""A function that blocks the loop repeatedly is logged once per this time."""
 _LONG = 10
-"""Times as long as is told of at once."""
+"""Multiple of the threshold after which blocking code is logged while it still blocks."""
 _WAITING = ("/asyncio/", "/selectors.py", "/uvloop/")
-# What runs the loop: none of it, nor what is above it, says anything about who holds it.
+# Files that run the loop. These frames, and those that called them, do not show which code blocks the loop.
 _RUNNING = ("/asyncio/events.py", "/asyncio/base_events.py", "/asyncio/runners.py", "/uvloop/")
 
 
 class LoopWatch:
-    """Watches the running loop. Whoever holds it longer than `seconds` is told of once that ends, or at once if it lasts."""
+    """Watches the running loop. Code that blocks it longer than `seconds` is logged when it returns, or earlier if it lasts.
+
+    The loop's thread and the watchdog thread share `_beat` and `_found` without a lock. `_found` is one tuple that names the
+    heartbeat it belongs to, so a stack found for an earlier heartbeat is never reported for a later one.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -47,24 +51,24 @@ class LoopWatch:
         self._reported: dict[tuple[str, str], float] = {}
 
     def start(self) -> None:
-        """Begins. Called once, on the loop's thread."""
+        """Start watching. Call once, on the loop's thread."""
         self._watched = threading.get_ident()
         self._beat = time.monotonic()
         self._beat_once()
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends, without waiting for the thread, which ends by itself."""
+        """Stop watching, without waiting for the thread to end."""
         self._stopped.set()
         if self._timer is not None:
             self._timer.cancel()
 
     def _beat_once(self) -> None:
-        """One beat. If it comes late, what the thread has found meanwhile is who held the loop."""
+        """Record a heartbeat. If it is late, log the code that the watchdog thread found meanwhile."""
         now, found, interval = time.monotonic(), self._found, self._seconds / 4
-        held = now - self._beat - interval
-        if held > self._seconds and found is not None and found[0] == self._beat != self._reported_beat:
-            self._report(found[1], f"was held for {1000 * held:.0f} ms")
+        blocked = now - self._beat - interval
+        if blocked > self._seconds and found is not None and found[0] == self._beat != self._reported_beat:
+            self._report(found[1], f"was blocked for {1000 * blocked:.0f} ms")
         self._beat, self._found = now, None
         self._timer = asyncio.get_running_loop().call_later(interval, self._beat_once)
 
@@ -81,12 +85,12 @@ class LoopWatch:
             self._found = (beat, stack)
             if late > _LONG * self._seconds and beat != self._reported_beat:
                 self._reported_beat = beat
-                self._report(stack, f"is held for {1000 * late:.0f} ms already")
+                self._report(stack, f"has been blocked for {1000 * late:.0f} ms")
 
     def _report(self, stack: Sequence[traceback.FrameSummary], what: str) -> None:
         frames = _relevant_frames(stack)
-        theirs = authors_frames(frames)
-        holder = (theirs or frames)[-1]
+        authors = authors_frames(frames)
+        holder = (authors or frames)[-1]
         holder_key, now = (holder.filename, holder.name), time.monotonic()
         if now - self._reported.get(holder_key, now - _QUIET_SECONDS) < _QUIET_SECONDS:
             return
@@ -94,21 +98,21 @@ class LoopWatch:
             self._reported.clear()
         self._reported[holder_key] = now
         text = "".join(traceback.format_list(list(frames))).rstrip()
-        advice = "all rollouts wait for it. Await, or use a thread or a process"
+        advice = "all rollouts wait for it. Use await, a thread or a process"
         where = f"{holder.filename}:{holder.lineno} in {holder.name}"
-        # On a busy machine any code may be found at it; an author is not warned of what others wrote.
-        level = logging.WARNING if theirs else logging.INFO
+        # A warning only if an author's code blocks. On a busy machine, library code may be found here by chance.
+        level = logging.WARNING if authors else logging.INFO
         _log.log(level, "the event loop %s at %s; %s:\n%s", what, where, advice, text)
 
 
 def _stack(frame: FrameType) -> traceback.StackSummary:
-    """The stack above a frame of a thread that goes on running.
+    """Return the stack of a frame whose thread keeps running.
 
-    The frames are read by functions written in C: between their steps no other thread gets the interpreter, so the frames stay
-    as they are. `traceback.extract_stack` would read them while the watched thread goes on, calls and returns.
+    Functions written in C read the frames: no other thread gets the interpreter between their steps, so the frames cannot
+    change. `traceback.extract_stack` would read them while the watched thread calls and returns.
     """
     frames: list[FrameType] = []
-    with suppress(AttributeError):  # raised at the end: the outermost frame's `f_back` is None, which has none
+    with suppress(AttributeError):  # raised at the end: the outermost frame's `f_back` is None and has no `f_back`
         frames.extend(accumulate(repeat("f_back"), getattr, initial=frame))
     lines = list(map(attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name"), frames[:-1]))
     return traceback.StackSummary.from_list(
@@ -117,15 +121,15 @@ def _stack(frame: FrameType) -> traceback.StackSummary:
 
 
 def _relevant_frames(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
-    """The frames from the author's first one on; where there is none, from the coroutine or callback that the loop runs."""
+    """Return the frames from the author's first one on, or from the coroutine or callback that the loop runs."""
     running = [index for index, frame in enumerate(stack) if any(part in frame.filename for part in _RUNNING)]
     ran = stack[running[-1] + 1 :] if running else stack
-    theirs = authors_frames(ran)
-    return ran[ran.index(theirs[0]) :] if theirs else ran or stack
+    authors = authors_frames(ran)
+    return ran[ran.index(authors[0]) :] if authors else ran or stack
 
 
 class LoopLag:
-    """Sleeps again and again and tells `observe` how many seconds late it woke, never less than 0."""
+    """Sleeps repeatedly and reports to `observe` how late it woke, in seconds, never below 0."""
 
     def __init__(self, observe: Callable[[float], None], interval: float = 0.1) -> None:
         self._observe = observe
@@ -133,12 +137,12 @@ class LoopLag:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins, on the running loop. Once begun it goes on until `stop`."""
+        """Start on the running loop. Has no effect if already started."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="loop lag")
 
     async def stop(self) -> None:
-        """Ends."""
+        """Stop and wait for the task."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()

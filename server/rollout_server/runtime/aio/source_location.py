@@ -1,4 +1,4 @@
-"""Where an author's code is, for messages that name file and line."""
+"""Source locations of an author's code, for messages with file and line."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _INSTALLED = tuple({sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "pl
 
 
 def written_at(function: Callable[..., object]) -> str:
-    """File and line of a function, as " (file.py:3)"; empty where nobody knows."""
+    """Return file and line of a function as " (file.py:3)", or an empty text if unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
 def defined_at(kind: type) -> str:
-    """Class, file and line; without these two where nobody knows."""
+    """Return name, file and line of a class; only the name if its source is unknown."""
     try:
         return f"{kind.__qualname__} ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
     except (OSError, TypeError):
@@ -32,13 +32,13 @@ def defined_at(kind: type) -> str:
 
 
 def raised_at(error: BaseException) -> str:
-    """File and line of the author's code that raised an error or led to it, as " at file.py:3"; empty where none did.
+    """Return file and line of the author's code that raised or caused an error, as " at file.py:3"; empty if there is none.
 
-    Of a group of errors it is that of the first one, and of an error of ours that of its cause.
+    For a group of errors, use the first one. For an error raised by this package, follow its cause.
     """
     location, depth = "", 0
     inner: BaseException | None = error
-    while inner is not None and depth < _CAUSES:  # causes may go round in circles
+    while inner is not None and depth < _CAUSES:  # chains of causes may be cyclic
         location = _format_location(authors_frames(traceback.extract_tb(inner.__traceback__))) or location
         inner = inner.exceptions[0] if isinstance(inner, BaseExceptionGroup) else None if location else inner.__cause__
         depth += 1
@@ -46,17 +46,17 @@ def raised_at(error: BaseException) -> str:
 
 
 def waits_at(task: asyncio.Task[Any]) -> str:
-    """The same for what a task waits for."""
+    """Return file and line at which a task is suspended, as " at file.py:3"; empty if not in an author's code."""
     return _format_location(authors_frames(_suspended_frames(task.get_coro())))
 
 
 def authors_frames(frames: Iterable[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
-    """Those that are an author's, outermost first."""
+    """Return the frames of an author's code, outermost first."""
     return [frame for frame in frames if is_authors(frame.filename)]
 
 
 def is_authors(filename: str) -> bool:
-    """Whether a file is neither ours, nor Python's, nor an installed package's."""
+    """Return whether a file belongs neither to this package, nor to Python, nor to an installed package."""
     return not filename.startswith(("<", _OURS, *_INSTALLED))
 
 
@@ -65,7 +65,7 @@ def _format_location(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _suspended_frames(awaited: object) -> traceback.StackSummary:
-    """The frames of a coroutine that waits, and of those that it waits for. `Task.get_stack` tells only of the first."""
+    """Return the frames of a suspended coroutine and of those that it awaits. `Task.get_stack` returns only the first one."""
     frames: list[tuple[FrameType, int]] = []
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "gi_frame", None)

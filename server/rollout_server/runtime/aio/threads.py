@@ -1,4 +1,4 @@
-"""Threads for plain functions that nobody has to wait for at the end of a program."""
+"""Thread pool for synchronous functions that does not delay the exit of the program."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _MOST = 32
 
 
 class Threads(ThreadPoolExecutor):
-    """What `asyncio.to_thread` uses. Python waits for the threads of its own executors before it ends, perhaps for ever.
+    """The default executor of the event loop, used by `asyncio.to_thread`.
 
-    Subclasses the executor of threads because event loops take no other. Its threads end when there is nothing to do.
+    Python's own thread pools are joined at exit, which may take for ever. These threads are daemons and end when they have no
+    work. The class extends ThreadPoolExecutor because event loops accept no other type.
     """
 
     def __init__(self, most: int = _MOST) -> None:
@@ -29,12 +30,14 @@ class Threads(ThreadPoolExecutor):
         self._closed = False
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Has a function called. Raises RuntimeError after `shutdown`."""
+        """Schedule a call. Raise RuntimeError after `shutdown`."""
         future: Future[_T] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the threads are shut down")
             self._jobs.append(partial(_perform, future, partial(fn, *args, **kwargs)))
+            # Decided under the lock that `_work` holds when it finds no job and ends. A job is therefore never left without a
+            # thread.
             starts = self._running < self._most
             self._running += starts
         if starts:
@@ -42,7 +45,7 @@ class Threads(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes nothing more, and waits for nothing: whoever wants a result waits for its future."""
+        """Refuse further calls. Never waits, whatever `wait` says: callers wait for their futures."""
         with self._lock:
             self._closed = True
             if cancel_futures:
@@ -63,7 +66,7 @@ def _perform(future: Future[_T], call: Callable[[], _T]) -> None:
         return
     try:
         result = call()
-    except StopIteration as error:  # it cannot be set on a future of asyncio: whoever awaits would wait for ever
+    except StopIteration as error:  # asyncio futures refuse StopIteration: the awaiting task would hang
         failure = RuntimeError("StopIteration")
         failure.__cause__ = error
         future.set_exception(failure)

@@ -1,1 +1,1 @@
-"""The rollouts of a server: admitted, queued for a slot, found again, delivered to receivers, and remembered for a while."""
+"""The rollouts of a server: admission, queue, lookup, delivery of outcomes, and retention of finished rollouts."""

@@ -1,4 +1,4 @@
-"""The rollouts that wait and run: whether there is room for more, and which one runs next."""
+"""Waiting and running rollouts: checks capacity and chooses which rollout runs next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ _MIB = 2**20
 
 @dataclass(slots=True)
 class _CallerUsage:
-    """What one caller uses. `line` may hold rollouts that wait no more; `starts` are those left as of `at` (monotonic seconds)."""
+    """Resources that one caller uses.
+
+    `line` is a heap that may still hold withdrawn rollouts. `starts` are the starts left in the caller's token bucket at the
+    time `at` (monotonic seconds).
+    """
 
     starts: float
     at: float
@@ -40,17 +44,17 @@ class RolloutQueue:
         self.bytes = 0
 
     def __len__(self) -> int:
-        """How many rollouts wait for a slot, of all callers. Those that run are not among them: see `running`."""
+        """Return how many rollouts wait for a slot, of all callers. Running ones are counted in `running`."""
         return len(self._waiting)
 
     def check(self, caller: str, sizes: Sequence[int]) -> None:
-        """Raises `Busy` where there is no room for rollouts of these sizes in bytes, or no quota."""
+        """Raise `Busy` if capacity or the caller's quota has no room for rollouts of these sizes (bytes)."""
         capacity, count, size = self._capacity, len(sizes), sum(sizes)
         room = capacity.total - self.running - len(self)
         if count > room:
             more = f": there is no room for {count} more" if count > 1 else ""
             raise Busy(f"{self.running} rollouts run and {len(self)} wait{more}; ask again later", retry_after=1.0)
-        # A rollout that is larger than the whole limit is let in alone: no waiting would help it.
+        # A rollout that is larger than the whole limit is admitted when it is the only one: waiting would never help it.
         if (self.bytes or count > 1) and self.bytes + size > capacity.active_bytes:
             most = capacity.active_bytes // _MIB
             text = f"rollouts hold {self.bytes // _MIB} MiB, at most {most} MiB are allowed; ask again later"
@@ -58,7 +62,7 @@ class RolloutQueue:
         self._check_quota(self._use(caller), count, size)
 
     def put(self, rollout: Rollout, number: int) -> None:
-        """One more waits. `number` is higher for later ones."""
+        """Add a waiting rollout. `number` increases with every rollout."""
         use = self._use(rollout.caller)
         heapq.heappush(use.line, (-rollout.spec.priority, number, rollout.uid))
         use.queued += 1
@@ -66,13 +70,18 @@ class RolloutQueue:
         self._waiting[rollout.uid] = rollout
 
     def next(self) -> Rollout | None:
-        """Takes the rollout that runs next: of the caller of whose the fewest run, by priority and age. None: none may run."""
+        """Return the rollout to run next and count it as running; None if none may run.
+
+        The caller with the fewest running rollouts goes first; among its rollouts, priority and then age decide.
+        """
         most = self._quota.running
         ready = [use for use in self._uses.values() if use.queued and (most is None or use.running < most)]
         if not ready or self.running >= self._capacity.running:
             return None
         for use in ready:
-            while use.line[0][2] not in self._waiting:
+            while (
+                use.line[0][2] not in self._waiting
+            ):  # skip withdrawn ones; `use.queued` > 0, so a waiting one follows
                 heapq.heappop(use.line)
         use = min(ready, key=lambda use: (use.running, use.line[0]))
         use.queued -= 1
@@ -81,27 +90,28 @@ class RolloutQueue:
         return self._waiting.pop(heapq.heappop(use.line)[2])
 
     def withdraw(self, rollout: Rollout) -> bool:
-        """It waits no more. False: it did not wait."""
+        """Remove a waiting rollout. Return False if it was not waiting."""
         if self._waiting.pop(rollout.uid, None) is None:
             return False
         use = self._use(rollout.caller)
         use.queued -= 1
-        if len(use.line) > 2 * use.queued:  # else a server without a free slot would keep all that were ever cancelled
+        # `next` drops withdrawn rollouts only while it looks for one to run. Without a free slot they would pile up.
+        if len(use.line) > 2 * use.queued:
             use.line = [each for each in use.line if each[2] in self._waiting]
             heapq.heapify(use.line)
         return True
 
     def leave(self, rollout: Rollout) -> None:
-        """It runs no more."""
+        """Count a rollout as not running any more."""
         self._use(rollout.caller).running -= 1
         self.running -= 1
 
     def measure(self, rollout: Rollout) -> None:
-        """Its conversation has grown."""
+        """Update the size of a rollout whose conversation has grown."""
         self._resize(rollout, rollout.machine.size)
 
     def forget(self, rollout: Rollout) -> None:
-        """Its bytes count elsewhere from here on."""
+        """Stop counting a rollout's bytes: the retention of finished rollouts counts them from here on."""
         self._resize(rollout, 0)
         del self._sizes[rollout.uid]
 
@@ -116,10 +126,12 @@ class RolloutQueue:
         if quota.queued is not None:
             slots = self._capacity.running if quota.running is None else quota.running
             if use.running + use.queued + count > slots + quota.queued:
-                text = f"{use.running} rollouts of yours run and {use.queued} wait; the rest of the queue is for other callers"
+                text = f"{use.running} of your rollouts run and {use.queued} wait; the rest of the queue is for other callers"
                 raise Busy(text, retry_after=1.0, reason=reason)
         if quota.bytes is not None and (use.bytes or count > 1) and use.bytes + size > quota.bytes:
-            text = f"rollouts of yours hold {use.bytes // _MIB} MiB, at most {quota.bytes // _MIB} MiB are allowed to one caller"
+            text = (
+                f"your rollouts hold {use.bytes // _MIB} MiB, at most {quota.bytes // _MIB} MiB are allowed per caller"
+            )
             raise Busy(text, retry_after=1.0, reason=reason)
         if quota.starts_per_minute is not None:
             missing = min(count, quota.starts_per_minute) - use.starts
@@ -128,6 +140,7 @@ class RolloutQueue:
                 raise Busy(text, retry_after=60.0 * missing / quota.starts_per_minute, reason=reason)
 
     def _use(self, caller: str) -> _CallerUsage:
+        """Return a caller's usage, with its token bucket of starts refilled up to this moment."""
         now, most = self._clock.monotonic(), self._quota.starts_per_minute or 0
         use = self._uses.get(caller)
         if use is None:

@@ -1,4 +1,4 @@
-"""What a registry of rollouts depends on: the ports of delivery and of observation, the clock, and what tools share."""
+"""Dependencies of the registry: ports of delivery and observation, clock, and resources that tools share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollout_server.runtime.tools.resources import ToolResources
 
 
 class Attempt(Enum):
-    """How one attempt to deliver an outcome went."""
+    """Result of one attempt to deliver an outcome."""
 
     ACKNOWLEDGED = "acknowledged"
     REFUSED = "refused"
@@ -24,43 +24,43 @@ class Attempt(Enum):
 
 
 class Observer(Protocol):
-    """Is called on the event loop and must neither block nor raise."""
+    """Observes rollouts. Its methods run on the event loop and must neither block nor raise."""
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """These entries were added to the rollout's log, which holds them already."""
+        """Called after these entries were added to the rollout's log."""
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
-        """One attempt to deliver the rollout's outcome is over."""
+        """Called after one attempt to deliver the rollout's outcome."""
 
 
 class NoObserver:
-    """An observer that ignores what happens: the default where nobody counts."""
+    """An observer that does nothing: the default."""
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """Ignores the entries."""
+        """Ignore the entries."""
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
-        """Ignores the attempt."""
+        """Ignore the attempt."""
 
 
 class Reporter(Protocol):
-    """Tells receivers of outcomes."""
+    """Sends outcomes to their receivers."""
 
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
-        """The outcome of a finished rollout as the receiver takes it."""
+        """Serialize the outcome of a finished rollout in the receiver's format."""
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
-        """Sends it once. Whatever goes wrong on the way is a receipt."""
+        """Make one attempt to send the outcome. Errors are returned as a receipt, not raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveryRetryPolicy:
-    """How long an outcome is offered. All in seconds but `retries`.
+    """How often and how long delivery of an outcome is retried. All values but `retries` are in seconds.
 
     Args:
-        expiry: after this it is given up.
-        first, most: the wait after the first attempt, which doubles with each one, and the longest wait.
-        retries: attempts after the first; None: as many as there is time for.
+        expiry: total time, after which delivery is abandoned.
+        first, most: backoff after the first attempt, which doubles with each attempt, and its maximum.
+        retries: attempts after the first; None: as many as fit into `expiry`.
     """
 
     expiry: float = 3600.0
@@ -70,20 +70,20 @@ class DeliveryRetryPolicy:
 
 
 class NoReporter:
-    """A reporter that delivers no outcomes: the default where no receiver can be named."""
+    """A reporter that delivers no outcomes: the default if requests cannot name a receiver."""
 
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
-        """Returns no bytes: nothing is sent."""
+        """Return no bytes."""
         return b""
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
-        """Refuses for good, so that the outcome is not retried."""
-        return DeliveryRefused("this server tells nobody of outcomes")
+        """Refuse permanently, so that the delivery is not retried."""
+        return DeliveryRefused("this server does not deliver outcomes")
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryDependencies:
-    """Where time comes from, who watches, who tells of outcomes and how patiently, and where tools are run (None: anywhere)."""
+    """Clock, observer, reporter of outcomes with its retry policy, and resources of tools (None: defaults)."""
 
     clock: Clock = Clock()
     observer: Observer = field(default_factory=NoObserver)

@@ -1,7 +1,8 @@
-"""The outbox: outcomes that somebody is to be told of, each until it is acknowledged (D7).
+"""The outbox: outcomes that have to be delivered, each until it is acknowledged or expires (D7).
 
-An outcome is decided once and packed once: every attempt carries the same bytes under the same key, so a receiver that remembers
-keys sees it once. Nothing is sent after an acknowledgement, whichever way that came.
+An outcome is decided once and serialized once. Every attempt sends the same bytes under the same idempotency key, so a receiver
+that remembers keys processes it once. Nothing is sent after an acknowledgement, whether it came from the receiver or from an
+AcknowledgeOutcome call.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rollout_server.runtime.rollout import Rollout
 
 _log = logging.getLogger(__name__)
 _CANCEL_SECONDS = 1.0
-"""How long an attempt may take to end after it was cancelled."""
+"""How long a cancelled attempt may take to end."""
 _ATTEMPTS = {
     DeliveryAcknowledged: Attempt.ACKNOWLEDGED,
     DeliveryRefused: Attempt.REFUSED,
@@ -35,7 +36,7 @@ _ATTEMPTS = {
 
 
 class Outbox:
-    """Lives on one event loop. `settled` is called once for each rollout whose delivery is over."""
+    """Deliveries of a server. Lives on one event loop. `settled` is called once for each rollout whose delivery is over."""
 
     def __init__(self, dependencies: RegistryDependencies, settled: Callable[[Rollout], None]) -> None:
         self._reporter = dependencies.reporter
@@ -47,38 +48,45 @@ class Outbox:
 
     @property
     def pending(self) -> int:
-        """Outcomes that nobody has acknowledged yet."""
+        """Number of deliveries that are not over."""
         return len(self._tasks)
 
     def send(self, rollout: Rollout, target: Target) -> None:
-        """Begins to deliver the outcome of a finished rollout."""
+        """Start to deliver the outcome of a finished rollout."""
         rollout.update_delivery(Delivery())
         task = asyncio.create_task(self._deliver(rollout, target), name=f"deliver {rollout.uid}")
         self._tasks[rollout.uid] = task
         task.add_done_callback(lambda done: self._over(done, rollout))
 
     def holds(self, rollout: Rollout) -> bool:
-        """Its outcome is being delivered, or is still to be."""
+        """Return whether the rollout's delivery is running or still has to happen."""
         return rollout.owes or rollout.uid in self._tasks
 
     def acknowledge(self, rollout: Rollout) -> None:
-        """The outcome was received in another way: it is not sent again."""
+        """Stop the delivery: the outcome was received in another way.
+
+        The state changes before the task is cancelled. If an attempt returns in the same round of the event loop, it finds the
+        delivery acknowledged and sends nothing more.
+        """
         if rollout.owes:
             self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
             task = self._tasks.get(rollout.uid)
             if task is not None:
                 task.cancel()
-            else:  # the server had stopped trying
+            else:  # `drain` stopped the delivery
                 self._settled(rollout)
 
     async def drain(self, grace: float) -> None:
-        """Goes on for `grace` seconds, then stops. What is left is lost with this process, and the log says so."""
+        """Continue deliveries for `grace` seconds, then cancel them.
+
+        Outcomes that are not delivered by then are lost with this process. The log names them.
+        """
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=grace)
         left = list(self._tasks.items())
         if left:
             uids = ", ".join(uid for uid, _ in left[:20])
-            _log.error("%d outcomes were not delivered before the end: %s", len(left), uids)
+            _log.error("%d outcomes were not delivered before the shutdown: %s", len(left), uids)
             for _, task in left:
                 task.cancel()
             await asyncio.wait([task for _, task in left], timeout=_CANCEL_SECONDS)
@@ -93,7 +101,7 @@ class Outbox:
             attempts += 1
             receipt = await self._attempt(rollout, packed, attempts)
             if not rollout.owes:
-                return None  # acknowledged in another way while the receiver answered
+                return None  # acknowledged in another way during the attempt
             if isinstance(receipt, DeliveryAcknowledged):
                 return self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
             if isinstance(receipt, DeliveryRefused):
@@ -110,7 +118,7 @@ class Outbox:
     async def _attempt(self, rollout: Rollout, packed: PackedOutcome, number: int) -> Receipt:
         rollout.update_delivery(replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None))
         began = self._clock.monotonic()
-        # The credential is looked up each time: a caller that attaches anew may bring another one.
+        # Read the credential for each attempt: a repeated start request may bring a new one.
         receipt = await self._reporter.deliver(replace(packed, credential=rollout.credentials.outcome))
         self._observer.delivered(rollout, _ATTEMPTS[type(receipt)], 1000 * (self._clock.monotonic() - began))
         return receipt
@@ -120,14 +128,14 @@ class Outbox:
         rollout.update_delivery(Delivery(state, before.attempts, error, ended=self._clock.wall()))
         if state is not DeliveryState.ACKNOWLEDGED:
             extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id}
-            # A receiver's own words are in the delivery only: they could forge a line of the log.
-            _log.error("the outcome was not delivered in %d attempts: %s", before.attempts, state.value, extra=extra)
+            # The receiver's text is only in the delivery state: in the log it could forge lines.
+            _log.error("outcome not delivered after %d attempts: %s", before.attempts, state.value, extra=extra)
 
     def _over(self, task: asyncio.Task[None], rollout: Rollout) -> None:
         del self._tasks[rollout.uid]
         if not task.cancelled() and task.exception() is not None:
-            _log.error("delivering %s failed", rollout.uid, exc_info=task.exception())
+            _log.error("delivery of the outcome of rollout %s failed", rollout.uid, exc_info=task.exception())
             if rollout.owes:
-                self._end(rollout, DeliveryState.EXPIRED, "a fault of the server's; its log has the reason")
+                self._end(rollout, DeliveryState.EXPIRED, "internal error of the server; its log has the reason")
         if not rollout.owes:
             self._settled(rollout)

@@ -1,4 +1,4 @@
-"""The registry: the rollouts that this server knows. Admission, idempotency, cancelling and forgetting."""
+"""The registry: the rollouts that this server knows. Admission, idempotency, cancellation and retention."""
 
 from __future__ import annotations
 
@@ -27,14 +27,18 @@ from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
 from rollout_server.runtime.tools.resources import ToolResources
 
 Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
-"""Looks at the rollouts that were found for requests, None for those that are to be taken, and raises what forbids it."""
+"""Inspects the rollouts found for a group of requests (None: will be started) and raises if they cannot be used."""
 
 _log = logging.getLogger(__name__)
 _LAST_DELIVERIES = 5.0
+"""Seconds for deliveries at the end of a drain, even if its grace time is used up."""
 
 
 class RolloutRegistry:
-    """Lives on one event loop. `start` does not await, so duplicates that arrive together find each other."""
+    """All rollouts of a server. Lives on one event loop.
+
+    `start` contains no `await` between its lookup and its insertion, so of concurrent duplicates the second finds the first.
+    """
 
     def __init__(
         self,
@@ -70,35 +74,36 @@ class RolloutRegistry:
 
     @property
     def running(self) -> int:
-        """Rollouts that run now."""
+        """Number of running rollouts."""
         return self._queue.running
 
     @property
     def queued(self) -> int:
-        """Rollouts that wait now."""
+        """Number of waiting rollouts."""
         return len(self._queue)
 
     @property
     def active_bytes(self) -> int:
-        """About what rollouts hold that are not among those that are remembered."""
+        """Approximate memory of rollouts that wait, run, or still deliver their outcome."""
         return self._queue.bytes
 
     @property
     def owed(self) -> int:
-        """Outcomes that are still to be delivered."""
+        """Number of outcomes that still have to be delivered."""
         return self._outbox.pending
 
     def agent(self, name: str) -> AgentProtocol:
-        """The agent of that name; the default one for an empty name. Raises `NotFound`."""
+        """Return the agent of that name, or the default agent for an empty name. Raise `NotFound`."""
         agent = self.agents.get(name or self.default_agent)
         if agent is None:
             raise NotFound(f"there is no agent {name!r}; there are {sorted(self.agents)}", reason="AGENT_NOT_FOUND")
         return agent
 
     def start(self, admitted: AdmittedStart) -> tuple[Rollout, bool]:
-        """Takes a rollout that `admit` has looked at, or finds the one that was taken under the same request id.
+        """Start an admitted rollout, or find the one that was started under the same request id.
 
-        The second value says: found. Raises `RolloutError` where there is no room, or the request id is another rollout's.
+        Returns the rollout and whether it was found. Raises `RolloutError` if there is no room, or if the request id belongs to
+        a different payload.
         """
         existing = self._index.find(admitted)
         if existing is not None:
@@ -110,16 +115,18 @@ class RolloutRegistry:
     async def start_all(
         self, admitted: Sequence[AdmittedStart], check: Check = lambda found: None
     ) -> Sequence[tuple[Rollout, bool]]:
-        """Takes a rollout for each that `admit` has looked at, or finds it, or takes none of them and raises what `start` raises.
+        """Start or find all rollouts of a group, or none of them; then raise what `start` raises.
 
-        Other work gets its turn while agents choose the tools. Then all are taken in one go. Right before, `check` is given what
-        was found for each and may raise; nothing else happens between that and the return.
+        The method yields to the event loop after each agent's choice of tools. Then it starts all rollouts without an `await`.
+        Right before that, `check` receives the rollout found for each request and may raise. No other task runs between `check`
+        and the return.
         """
         tools = dict[int, Sequence[Tool]]()
         for at, each in enumerate(admitted):
             if self._index.find(each) is None:
                 tools[at] = each.tools()
             await asyncio.sleep(0)
+        # No await from here on. Other tasks may have started or dropped rollouts meanwhile, so look everything up again.
         found = [self._index.find(each) for each in admitted]
         check_alike(admitted)
         lacking = {at: each for at, each in enumerate(admitted) if found[at] is None}
@@ -128,29 +135,29 @@ class RolloutRegistry:
         check(found)
         taken: list[tuple[Rollout, bool]] = []
         for at, each in enumerate(admitted):
-            existing = self._index.find(each)  # it may have come with this very group
+            existing = self._index.find(each)  # an earlier request of this group may have the same id
             if existing is not None:
                 existing.update_credentials(each.request.credentials)
             taken.append((self._take(each, tools[at]), False) if existing is None else (existing, True))
         return taken
 
     def get(self, uid: str, caller: Caller) -> Rollout:
-        """A rollout that the caller sees. Raises `NotFound`."""
+        """Return a rollout that the caller may see. Raise `NotFound`."""
         return self._index.get(uid, caller)
 
     def select(self, selection: Selection, *, before: int | None = None) -> Iterator[tuple[int, Rollout]]:
-        """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
+        """Yield the selected rollouts with their numbers, newest first, only those with a number below `before`."""
         return self._index.select(selection, before)
 
     def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
-        """Asks the selected rollouts to end. Returns the uids of those that had not finished."""
+        """Request the end of the selected rollouts. Return the uids of those that had not finished."""
         chosen = [rollout for _, rollout in self.select(selection) if rollout.state is not RolloutState.FINISHED]
         for rollout in chosen:
             rollout.ending.request(Cancellation(reason))
         return [rollout.uid for rollout in chosen]
 
     def acknowledge(self, uid: str, caller: Caller) -> None:
-        """Its outcome was received. Raises `NotFound`, or `NotPossible` where there is none yet."""
+        """Record that the rollout's outcome was received. Raise `NotFound`, or `NotPossible` if there is no outcome yet."""
         rollout = self.get(uid, caller)
         if rollout.outcome is None:
             raise NotPossible(f"rollout {uid!r} has not finished", reason="ROLLOUT_NOT_FINISHED")
@@ -158,14 +165,14 @@ class RolloutRegistry:
         self._outbox.acknowledge(rollout)
 
     def forget(self) -> None:
-        """Drops finished rollouts that are too old, too many or too large together, the oldest first."""
+        """Drop finished rollouts that exceed the limits of age, number or size, the oldest first."""
         for uid in self._retention.surplus():
             self._index.drop(uid)
 
     async def drain(self, grace: float) -> None:
-        """Takes nothing new, lets rollouts finish for `grace` seconds, then ends those that are left as interrupted.
+        """Refuse new rollouts, let running ones finish for `grace` seconds, then end the remaining ones as interrupted.
 
-        Outcomes that are to be delivered get what is left of that time, and a little in any case.
+        Deliveries of outcomes get the rest of the grace time, and at least 5 seconds.
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
@@ -183,10 +190,10 @@ class RolloutRegistry:
             await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def admit(self, request: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
-        """Looks at everything that a request says. It changes nothing, so any thread may call it. Raises `RolloutError`.
+        """Validate a request and fill in defaults. Changes no state, so any thread may call it. Raise `RolloutError`.
 
-        `also_wrong` is what the caller of this method found. It is reported together with what is found here, one reason for each
-        field.
+        `also_wrong` are violations that the caller of this method found. They are reported together with those found here, at
+        most one per field.
         """
         wrong = [*violations(request.spec, self.bounds)]
         named = {violation.field for violation in wrong}
@@ -200,7 +207,7 @@ class RolloutRegistry:
         return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec))
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
-        """Raises `Draining`, or `Busy` where there is no room for all of them, which are of one caller."""
+        """Raise `Draining`, or `Busy` if there is no room for all of these requests, which have the same caller."""
         if not admitted:
             return
         if self.draining:
@@ -208,7 +215,7 @@ class RolloutRegistry:
         self._queue.check(admitted[0].request.caller, [each.size for each in admitted])
         most = max(self.capacity.finished, 1)
         if self.owed >= most and any(each.request.spec.outcome is not None for each in admitted):
-            text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again when they have been taken"
+            text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again later"
             raise Busy(text, retry_after=1.0)
 
     def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
@@ -241,22 +248,22 @@ class RolloutRegistry:
         self._fill()
 
     def _end_queued(self, rollout: Rollout) -> None:
-        """A rollout that is to end before it has a slot ends at once."""
+        """End a rollout at once whose end is requested before it has a slot."""
         if not self._queue.withdraw(rollout):
             return
         rollout.record(Ended(rollout.ending.requested.result(), queued_ms=rollout.queued_ms()))
         self._keep(rollout)
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """As `RolloutOwner`."""
+        """See `RolloutOwner`."""
         self._queue.measure(rollout)
         if rollout.outcome is not None and rollout.spec.outcome is not None:
-            # At once: an agent that does not end holds its slot, not the outcome.
+            # Send it now and not when the driver returns: an agent that ignores its cancellation must not delay the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
 
     def on_released(self, rollout: Rollout) -> None:
-        """As `RolloutOwner`."""
+        """See `RolloutOwner`."""
         if rollout.outcome is not None:
             self._settle(rollout)
 
@@ -266,7 +273,11 @@ class RolloutRegistry:
         self._settle(rollout)
 
     def _settle(self, rollout: Rollout) -> None:
-        """Forgets its credentials once nobody waits to be told; remembers it for a while, once it has also left its slot."""
+        """Drop the credentials once the delivery is over, and move the rollout to the retention store once nothing uses it.
+
+        Called when the rollout leaves its slot, when its delivery is over and when its hold is released, in any order. The last
+        of these calls finds all conditions true and moves it.
+        """
         if self._outbox.holds(rollout):
             return
         rollout.drop_credentials()
@@ -277,7 +288,7 @@ class RolloutRegistry:
 
 
 def _log_finished(rollout: Rollout) -> None:
-    """The one line about a rollout: never contents, tokens or keys."""
+    """Log one line per finished rollout. It contains no messages, tokens or keys."""
     outcome = rollout.outcome
     if outcome is None:
         return

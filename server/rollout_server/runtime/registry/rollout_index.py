@@ -1,4 +1,4 @@
-"""The rollouts that a server knows: found by uid and by request id, selected, and remembered for a while after their end."""
+"""The rollouts that a server knows: lookup by uid and request id, selection, and retention after the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
 
 @dataclass(frozen=True, slots=True)
 class RegistryEntry:
-    """`number` counts up, so lists can be paged while rollouts come and go; `request` is (caller, completion URL, request id)."""
+    """A rollout in the index.
+
+    `number` increases with every rollout, so lists can be paged while rollouts come and go. `request` is (caller, completion
+    URL, request id), or None.
+    """
 
     number: int
     rollout: Rollout
@@ -27,7 +31,7 @@ class RegistryEntry:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rollouts that `caller` sees and that meet every condition that is set."""
+    """Selects the rollouts that `caller` may see and that meet every condition that is set."""
 
     caller: Caller
     uids: tuple[str, ...] = ()
@@ -40,7 +44,7 @@ class Selection:
     callers: tuple[str, ...] = ()
 
     def matches(self, rollout: Rollout) -> bool:
-        """Whether the rollout meets every condition."""
+        """Return whether the rollout meets every condition."""
         spec, delivery = rollout.spec, rollout.delivery
         return (
             self.caller.sees(rollout.caller)
@@ -56,7 +60,7 @@ class Selection:
 
 
 class RolloutIndex:
-    """Rollouts in the order in which they were taken."""
+    """Rollouts in the order in which they were accepted."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RegistryEntry] = {}
@@ -64,7 +68,7 @@ class RolloutIndex:
         self._numbers = count(1)
 
     def add(self, rollout: Rollout, admitted: AdmittedStart) -> int:
-        """Adds a rollout. Returns its number."""
+        """Add a rollout and return its number."""
         key = admitted.key
         entry = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.request.until_received)
         self._entries[rollout.uid] = entry
@@ -73,17 +77,18 @@ class RolloutIndex:
         return entry.number
 
     def drop(self, uid: str) -> None:
-        """Removes a rollout and the request id under which it was found. Raises KeyError for an unknown uid."""
+        """Remove a rollout and its request id. Raise KeyError for an unknown uid."""
         entry = self._entries.pop(uid)
+        # The request id may belong to a newer rollout by now: `find` frees it once the outcome was received.
         if entry.request is not None and self._requests.get(entry.request) == uid:
             del self._requests[entry.request]
 
     def rollouts(self) -> Sequence[Rollout]:
-        """All rollouts, in the order in which they were added."""
+        """Return all rollouts in the order in which they were added."""
         return [entry.rollout for entry in self._entries.values()]
 
     def get(self, uid: str, caller: Caller) -> Rollout:
-        """A rollout that the caller sees. Raises `NotFound`."""
+        """Return a rollout that the caller may see. Raise `NotFound`."""
         entry = self._entries.get(uid)
         if entry is None or not caller.sees(entry.rollout.caller):
             raise NotFound(
@@ -92,7 +97,7 @@ class RolloutIndex:
         return entry.rollout
 
     def select(self, selection: Selection, before: int | None) -> Iterator[tuple[int, Rollout]]:
-        """The selected rollouts with their numbers, newest first, those with a number below `before` only."""
+        """Yield the selected rollouts with their numbers, newest first, only those with a number below `before`."""
         if selection.uids:
             chosen = [self._entries[uid] for uid in set(selection.uids) if uid in self._entries]
             entries: Sequence[RegistryEntry] = sorted(chosen, key=lambda entry: -entry.number)
@@ -103,7 +108,12 @@ class RolloutIndex:
                 yield entry.number, entry.rollout
 
     def find(self, admitted: AdmittedStart) -> Rollout | None:
-        """The rollout of an earlier request under this id. Raises `Conflict` where that was for something else."""
+        """Return the rollout of an earlier request under this id, or None if the id is free.
+
+        With `until_received`, the id of a finished rollout is free again, with one exception: an identical request whose
+        outcome was never received is a retry and finds the rollout (D5). Raises `Conflict` if the earlier request had a
+        different payload.
+        """
         request_id, key = admitted.request.request_id, admitted.key
         uid = self._requests.get(key) if key is not None else None
         if uid is None:
@@ -120,15 +130,15 @@ class RolloutIndex:
 
 
 def check_alike(admitted: Iterable[AdmittedStart]) -> None:
-    """Raises `Conflict` where one id stands for different rollouts."""
+    """Raise `Conflict` if two requests have the same id but different payloads."""
     prints: dict[tuple[str, str, str], str] = {}
     for each in admitted:
         if each.key is not None and prints.setdefault(each.key, each.fingerprint) != each.fingerprint:
-            raise Conflict(f"request id {each.request.request_id!r} stands twice, with different payloads; use two ids")
+            raise Conflict(f"request id {each.request.request_id!r} occurs twice, with different payloads; use two ids")
 
 
 class Retention:
-    """Those that have finished and owe nobody their outcome, in the order in which that came to be."""
+    """Finished rollouts that nothing uses any more: no slot, no delivery, no hold. Oldest first."""
 
     def __init__(self, capacity: Capacity, clock: Clock) -> None:
         self._capacity = capacity
@@ -137,12 +147,12 @@ class Retention:
         self._bytes = 0
 
     def add(self, rollout: Rollout) -> None:
-        """Adds a finished rollout, whose time begins now."""
+        """Add a finished rollout. Its retention time starts here."""
         self._rollouts.append((rollout, self._clock.monotonic()))
         self._bytes += rollout.machine.size
 
     def surplus(self) -> Iterator[str]:
-        """Lets go of those that are too old, too many or too large together, the oldest first. Yields their uids."""
+        """Remove rollouts that exceed the limits of age, number or size, oldest first, and yield their uids."""
         now, capacity = self._clock.monotonic(), self._capacity
         while self._rollouts:
             rollout, since = self._rollouts[0]

@@ -1,1 +1,1 @@
-"""One rollout while it runs: the driver, the `Run` that an agent holds, its messages, tool calls and reward."""
+"""One running rollout: the driver, the `Run` that its agent uses, and its messages, tool calls and reward."""

@@ -1,4 +1,4 @@
-"""What an agent passes to the methods of its `Run`, checked: sampling options, forks, reasons, notes, and the size of it all."""
+"""Validation of what an agent passes to its `Run`: sampling options, forks, reasons, notes, and the rollout's size."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from rollout_server.runtime.ports import Tool
 _KINDS = {kind.value: kind for kind in (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)}
 LONGEST_REASON = 1000
 LONGEST_NOTE = 65_536
-"""Characters."""
+"""Maximum length of a note's text, in characters."""
 MOST_MESSAGES = 100_000
-"""Of one conversation, where its agent adds to it."""
+"""Messages of one conversation beyond which an agent cannot append."""
 MOST_CONVERSATIONS = 10_000
 MOST_BYTES = 256 * 1024 * 1024
-"""Of a rollout, as `Machine.size` counts them."""
+"""Size of a rollout, as counted by `Machine.size`, beyond which an agent cannot append or fork."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """What `Run.sample` takes; what is not given, or None, is as in the request.
+    """Sampling options of `Run.sample`. An option that is missing or None keeps the request's value.
 
     temperature: from 0 to 2.
     top_p: from 0 to 1.
-    max_tokens: the most tokens of the answer, 1 or more.
-    stop: texts that end the answer; an empty list for none.
-    logprobs: ask for the logprobs of sampled tokens.
-    extra: further parameters by name, added to the request's; a name that both have is this one's.
+    max_tokens: maximum length of the completion in tokens, 1 or more.
+    stop: texts that end the completion; an empty list for none.
+    logprobs: request the logprobs of the sampled tokens.
+    extra: further parameters by name, merged into the request's; of two values for one name, this one is used.
     """
 
     temperature: float | None
@@ -49,7 +49,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def turn_sampling(sampling: Sampling, options: Mapping[str, object], dialect: Dialect) -> Sampling:
-    """The request's sampling with an agent's own options. Raises `AgentMistake` naming the option."""
+    """Return the request's sampling parameters overridden by an agent's options. Raise `AgentMistake` naming the option."""
     given = {name: value for name, value in options.items() if value is not None}
     read = {name: _read(name, value) for name, value in given.items()}
     extra = read.pop("extra", None)
@@ -66,14 +66,14 @@ def turn_sampling(sampling: Sampling, options: Mapping[str, object], dialect: Di
 def _read(name: str, value: object) -> Any:
     if name not in _READERS:
         raise AgentMistake(
-            f"sample: {name}: there is no such option, there are {', '.join(_READERS)}; what a trainer understands beside them "
-            f"goes into extra={{{name!r}: ...}}"
+            f"sample: {name} is not an option; the options are {', '.join(_READERS)}. Pass other parameters of a trainer as "
+            f"extra={{{name!r}: ...}}"
         )
-    read, wanted = _READERS[name]
+    read, expected = _READERS[name]
     try:
         return read(value)
     except (TypeError, ValueError, OverflowError):
-        raise AgentMistake(f"sample: {name}={value!r:.100}: {wanted} is needed") from None
+        raise AgentMistake(f"sample: {name}={value!r:.100} is invalid; pass {expected}") from None
 
 
 def _number(value: object) -> float:
@@ -93,7 +93,7 @@ def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise TypeError
     for text in texts:
-        text.encode()  # halves of surrogate pairs could not be sent
+        text.encode()  # UnicodeEncodeError, a ValueError, for lone surrogates: they could not be sent
     return tuple(texts)
 
 
@@ -108,19 +108,22 @@ def _object(value: object) -> Mapping[str, JSON]:
         raise TypeError
     doubled = sorted(value.keys() & _READERS.keys())
     if doubled:
-        raise AgentMistake(f"sample: extra: {doubled[0]} is an option of its own, sample({doubled[0]}=...)")
+        raise AgentMistake(f"sample: extra contains {doubled[0]}, which is an option: use sample({doubled[0]}=...)")
     return parse_object(json.dumps(dict(value), allow_nan=False))
 
 
 def _merge(request_json: str, extra: Mapping[str, JSON]) -> str:
-    """The request's extra parameters with these; verbatim, unless some are replaced."""
+    """Return the request's extra parameters merged with these, as JSON.
+
+    The request's text is kept verbatim unless `extra` replaces one of its values: parsing it would change large numbers (D13).
+    """
     request_extra = parse_object(request_json) if request_json else {}
     if request_extra and request_extra.keys().isdisjoint(extra):
         return f"{request_json.rstrip()[:-1]}, {json.dumps(extra)[1:]}"
     try:
         return json.dumps({**request_extra, **extra}, allow_nan=False)
     except ValueError:
-        text = "sample: extra: the request's own extra parameters hold a number that is too large to be written again"
+        text = "sample: extra: cannot merge, because the request's extra parameters contain a number that JSON cannot represent"
         raise AgentMistake(text) from None
 
 
@@ -128,67 +131,68 @@ _READERS: Mapping[str, tuple[Callable[[object], Any], str]] = MappingProxyType(
     {
         "temperature": (_number, "a number"),
         "top_p": (_number, "a number"),
-        "max_tokens": (_whole, "a whole number"),
-        "stop": (_texts, "a text or a list of texts"),
+        "max_tokens": (_whole, "an integer"),
+        "stop": (_texts, "a string or a list of strings"),
         "logprobs": (_flag, "True or False"),
-        "extra": (_object, "a dict that JSON can hold"),
+        "extra": (_object, "a dict that can be serialized as JSON"),
     }
 )
 
 
 def fork_kind(word: str | None, messages: int | None, *, has_tools: bool) -> SegmentKind:
-    """The kind of conversation that is wanted; with so many messages, None for none given. Raises `AgentMistake`."""
+    """Return the kind of the new conversation. `messages` is their number, None if none were passed. Raise `AgentMistake`."""
     if word is not None and word not in _KINDS:
-        raise AgentMistake(f"fork: kind is {word!r}, it must be one of {', '.join(_KINDS)}")
+        raise AgentMistake(f"fork: kind is {word!r}; it must be one of {', '.join(_KINDS)}")
     kind = _KINDS[word] if word else SegmentKind.BRANCH if messages is None else SegmentKind.SUBAGENT
     branches = kind is SegmentKind.BRANCH
     if branches and messages is not None:
-        raise AgentMistake("fork: a branch goes on from this conversation as it is; append to the Run that it returns")
+        raise AgentMistake(
+            "fork: a branch continues this conversation and takes no messages; append them to the Run that fork returns"
+        )
     if branches and has_tools:
         raise AgentMistake(
-            "fork: a branch has the tokens of this conversation, which tell its tools; others need messages"
+            "fork: a branch shares this conversation's tokens, which contain its tools; to change tools, pass messages"
         )
     if not branches and not messages:
-        raise AgentMistake(f"fork: a {kind.value} needs the messages that it begins with")
+        raise AgentMistake(f"fork: a {kind.value} needs its initial messages")
     return kind
 
 
 def forkable_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """Tools by which a conversation may go. Raises `AgentMistake` for what is none, and for two of one name."""
+    """Return the tools as a tuple. Raise `AgentMistake` for a value that is not a tool, and for duplicate names."""
     for tool in tools:
         texts = [getattr(tool, name, None) for name in ("name", "description", "parameters_json_schema")]
         if not all(isinstance(text, str) for text in texts) or not callable(getattr(tool, "run", None)):
-            raise AgentMistake(f"fork: {tool!r} is not a tool; `tool` makes one of a function")
+            raise AgentMistake(f"fork: {tool!r} is not a tool; `tool` turns a function into one")
     names = [tool.name for tool in tools]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise AgentMistake(f"fork: more than one tool has the name {', '.join(map(repr, doubled))}")
+        raise AgentMistake(f"fork: more than one tool is named {', '.join(map(repr, doubled))}")
     return tuple(tools)
 
 
 def checked_reason(value: object, of: str) -> str:
-    """A text that says something. Raises `AgentMistake`, which begins with `of`, the name of the method."""
+    """Return a reason that is a non-blank text. Raise `AgentMistake`, whose text begins with the method's name `of`."""
     if not isinstance(value, str) or not value.strip() or len(value) > LONGEST_REASON:
         raise AgentMistake(
-            f"{of}: a reason is a text of 1 to {LONGEST_REASON} characters, not blank; this is {value!r:.100}"
+            f"{of}: the reason is {value!r:.100}; it must be a non-blank text of 1 to {LONGEST_REASON} characters"
         )
     return value
 
 
 def checked_note(code: object, text: object) -> tuple[str, str]:
-    """The code and the text of a note, cut where they are too long. Raises `AgentMistake`."""
+    """Return code and text of a note, truncated to their maximum lengths. Raise `AgentMistake`."""
     if not isinstance(code, str) or not isinstance(text, str):
-        raise AgentMistake(f"note: code and text are texts, not {code!r:.100} and {text!r:.100}")
+        raise AgentMistake(f"note: code and text must be strings, not {code!r:.100} and {text!r:.100}")
     return code[:LONGEST_REASON], text[:LONGEST_NOTE]
 
 
 def check_room(machine: Machine, conversation: Conversation, of: str) -> None:
-    """Raises `AgentMistake` where the rollout holds as much as any may: a loop that never samples would fill the memory."""
+    """Raise `AgentMistake` if the rollout is too large. Otherwise a loop that never samples would fill the memory."""
     messages, opened = len(conversation.messages), len(machine.ledger.segments)
     if messages < MOST_MESSAGES and opened < MOST_CONVERSATIONS and machine.size < MOST_BYTES:
         return
-    held = f"{messages:,} messages in {opened:,} conversations, {machine.size // 2**20:,} MiB"
+    size = f"{messages:,} messages in {opened:,} conversations, {machine.size // 2**20:,} MiB"
     most = f"{MOST_MESSAGES:,} in {MOST_CONVERSATIONS:,}, {MOST_BYTES // 2**20:,} MiB"
-    raise AgentMistake(
-        f"{of}: turn {conversation.turn} holds {held}; at most {most} may be. Is this a loop that never samples?"
-    )
+    text = f"{of}: in turn {conversation.turn} the rollout holds {size}, at most {most} are allowed"
+    raise AgentMistake(f"{text}. Is this a loop that never samples?")

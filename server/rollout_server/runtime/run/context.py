@@ -1,4 +1,4 @@
-"""What the conversations of one rollout share while it is played: its log, its end, and who still waits for something."""
+"""State that all conversations of one running rollout share: its log, its end, and the tasks that wait for something."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _T = TypeVar("_T")
 
 
 class RunContext:
-    """One rollout on its way.
+    """One running rollout.
 
     Args:
-        rollout: it.
-        threads: slots for the plain functions of its agent.
+        rollout: the rollout.
+        threads: slots for the agent's synchronous functions.
 
     Attributes:
-        state: what the agent keeps of it.
+        state: the agent's own data about this rollout.
     """
 
     def __init__(self, rollout: Rollout, threads: Slots) -> None:
@@ -42,27 +42,28 @@ class RunContext:
         self._ignored = 0
         self._waiting: set[asyncio.Task[object]] = set()
 
-    async def check(self, conversation: Conversation, *wanted: State) -> None:
-        """Raises `RolloutEnded` after the end, and `AgentMistake` where the conversation is in no state that is wanted."""
+    async def check(self, conversation: Conversation, *allowed: State) -> None:
+        """Raise `RolloutEnded` after the end, and `AgentMistake` if the conversation is in none of the given states."""
         if self.ending.is_reached:
-            # Code that swallows its end and asks again must neither stop the event loop nor keep it busy.
+            # An agent may swallow RolloutEnded and retry for ever. The growing sleep keeps such a loop from blocking the event
+            # loop or using a whole CPU.
             await asyncio.sleep(min(1.0, 0.01 * self._ignored))
             self._ignored += 1
             raise RolloutEnded(self.ending.end)
         if conversation.state is State.CLOSED:
             raise AgentMistake(
-                f"the conversation is over after turn {conversation.turn}: a compaction took its place, and goes on with the Run "
-                "that `fork` returned, or nobody waited for its answer"
+                f"the conversation is closed after turn {conversation.turn}: either a compaction replaced it (use the Run that "
+                "`fork` returned), or its completion was abandoned"
             )
-        if conversation.state not in (wanted or (State.OPEN,)):
+        if conversation.state not in (allowed or (State.OPEN,)):
             what = "rollout" if conversation is self.machine.main else "conversation"
             raise AgentMistake(
-                f"the {what} is {conversation.state.value} in turn {conversation.turn}: await what is under way before "
-                "asking for more"
+                f"the {what} is {conversation.state.value} in turn {conversation.turn}: await the pending operation before "
+                "starting another one"
             )
 
     def record(self, record: Input) -> tuple[Record, ...]:
-        """Writes a record down, from whatever thread. Raises `RolloutEnded` after the end."""
+        """Append a record to the log, from any thread. Raise `RolloutEnded` after the end."""
         if get_ident() != self._thread:
             return self.wait(self._record_on_loop(record))
         if (outcome := self.machine.outcome) is not None:
@@ -70,13 +71,13 @@ class RunContext:
         return self.rollout.record(record)
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """The result of a coroutine, for a thread that is not the event loop's.
+        """Return the result of a coroutine to a thread other than the event loop's.
 
-        Raises what it raises, `RolloutEnded` where the rollout ends meanwhile, and `AgentMistake` on the event loop.
+        Raises what the coroutine raises, `RolloutEnded` if the rollout ends meanwhile, and `AgentMistake` on the event loop.
         """
         if get_ident() == self._thread:
             work.close()
-            raise AgentMistake("run.wait is for plain functions, which run in threads; an `async def` awaits")
+            raise AgentMistake("run.wait is for plain functions, which run in threads; use `await` in an `async def`")
         returned: Future[_T] = Future()
         try:
             self._loop.call_soon_threadsafe(self._start, work, returned)
@@ -89,12 +90,16 @@ class RunContext:
             raise RolloutEnded(self.ending.end) from None
 
     def _start(self, work: Coroutine[Any, Any, _T], returned: Future[_T]) -> None:
-        """The task of a coroutine that a thread waits for. It ends with the rollout."""
+        """Start the coroutine that a thread waits for, as a task that the driver cancels at the end of the rollout.
+
+        A coroutine that starts after the driver's cancellation is not cancelled, but its first command raises `RolloutEnded`.
+        """
         task = asyncio.ensure_future(work)
         self._waiting.add(task)
         task.add_done_callback(lambda done: self._hand_over(done, returned))
 
     def _hand_over(self, task: asyncio.Task[_T], returned: Future[_T]) -> None:
+        """Pass the task's result to the waiting thread. Every branch completes the future, or the thread would hang."""
         self._waiting.discard(task)
         if task.cancelled():
             returned.cancel()
@@ -107,14 +112,16 @@ class RunContext:
         return self.record(record)
 
     async def run_in_thread(self, name: str, function: Callable[[], _T]) -> _T:
-        """Runs a plain function in a thread. Cancelled, it leaves the thread alone, which keeps its slot until it ends (D18).
+        """Run a synchronous function in a thread. On cancellation the thread is abandoned and keeps its slot until it ends (D18).
 
-        Raises what the function raises, and `NoFreeSlot` where all slots are held by threads that were left alone.
+        Raises what the function raises, and `NoFreeSlot` if abandoned threads hold all slots.
         """
         try:
             await self._threads.acquire()
         except NoFreeSlot:
-            text = f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by ones that were given up"
+            text = (
+                f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by abandoned calls"
+            )
             raise NoFreeSlot(text) from None
         work = ToolTask(name, (self._threads,))
         task = work.start(work.in_thread(function))
@@ -126,13 +133,17 @@ class RunContext:
         return cast("_T", task.result())
 
     def end(self, end: End) -> NoReturn:
-        """Ends the rollout."""
+        """End the rollout: set its end and raise `RolloutEnded`."""
         self.ending.reach(end)
         raise RolloutEnded(end)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The current task waits for the world. What an agent started beside its `play` would otherwise outlive the rollout."""
+        """Mark the current task as waiting, so that the driver cancels it at the end of the rollout.
+
+        Without it, a task that an agent started besides `play` would outlive the rollout. The context manager is reentrant:
+        only the outermost use unmarks the task.
+        """
         task = asyncio.current_task()
         entered = task is not None and task not in self._waiting
         if task is not None:
@@ -145,5 +156,5 @@ class RunContext:
 
     @property
     def under_way(self) -> Sequence[asyncio.Task[object]]:
-        """The tasks that wait for the world."""
+        """The tasks that wait for a completion, a tool or a thread's coroutine."""
         return tuple(self._waiting)

@@ -1,8 +1,8 @@
-"""Drives one rollout from its first turn to its outcome. The one boundary at which an agent's failures are caught.
+"""Drives one rollout from its first turn to its outcome. The only boundary that catches an agent's failures.
 
-An agent's code is foreign: it may raise anything, swallow anything and sleep for ever. So its play is a task that is waited for
-beside the rollout's own end, and whatever comes first decides: the end that the run has met (a limit, a failed trainer), a
-request to end (cancel, time), or play itself.
+An agent's code is arbitrary: it may raise anything, swallow any exception, or never return. Its `play` therefore runs in a
+separate task. The driver waits for the first of three events: the run reached an end (a limit, a failed trainer), an end was
+requested (cancel, time limit, drain), or `play` returned.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 5.0
-"""How long an agent may take to end after its rollout has ended."""
+"""How long an agent's tasks may continue after the end of their rollout."""
 
 
 class _Crashed(Exception):
-    """An agent's code raised something that asyncio would not keep to itself, such as SystemExit."""
+    """An agent raised SystemExit or KeyboardInterrupt, which asyncio would pass on to the event loop."""
 
 
 async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources) -> None:
-    """Plays the rollout, has it judged, and records its end. Its tools run with the resources of the server."""
+    """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
-    end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; ask for it again")
+    end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; start it again")
     reward = RewardResult()
     tasks: list[asyncio.Task[Any]] = []
     run: Run | None = None
@@ -58,6 +58,9 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
             elif run is not None:
                 reward = rollout.ending.reward
     finally:
+        # Reached on every path, also when the driver itself is cancelled: a rollout always gets an outcome. The tasks are
+        # cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that ignores its
+        # cancellation. What such a task still does is rejected, because the machine has its outcome.
         tasks += [task for task in run.under_way if task not in tasks] if run is not None else []
         for task in tasks:
             task.cancel()
@@ -74,8 +77,8 @@ def _open(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResou
             sampler,
             ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),
         )
-    except Exception:  # a fault of ours, and it must not hold the queue
-        _log.exception("no sampler for the rollout", extra=_log_fields(rollout))
+    except Exception:  # a bug of this server; the rollout must still end and leave its slot
+        _log.exception("the sampler of the rollout could not be opened", extra=_log_fields(rollout))
         return None
 
 
@@ -84,7 +87,7 @@ async def _run_play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) 
     ending = rollout.ending
     await _first_of(play, ending.requested, ending.reached)
     if ending.reached.done():
-        # What play still does may be part of the reward, but nobody waits for it beyond that.
+        # `play` may still compute what the reward needs, so it gets some time to return.
         await _first_of(play, ending.requested, within=GRACE_SECONDS)
         _log_other_errors(rollout, play)
         return ending.reached.result()
@@ -93,23 +96,27 @@ async def _run_play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) 
     if play.cancelled() or play.exception() is not None:
         return _agent_failure(rollout, "play", play)
     for task in run.under_way:
-        text = "the play of agent %s returned while a task that it had started went on%s; that is cancelled"
+        text = "agent %s: play() returned while a task it started was still running%s; the task is cancelled"
         _log.warning(text, rollout.agent.name, waits_at(task), extra=_log_fields(rollout))
     return _natural_stop(rollout)
 
 
 def _early_end(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> End:
-    """The end that somebody requested. Where time was over, the log says what the agent waited for."""
+    """Return the requested end. On a timeout, log what the agent was waiting for."""
     end = rollout.ending.requested.result()
     if isinstance(end, Failure) and end.category is Category.TIMEOUT:
-        text = "the %s of agent %s%s had not returned when the time of its rollout was over: it waited%s"
+        text = "agent %s: %s()%s had not returned at the time limit of its rollout; it was waiting%s"
         waited = _calls_under_way(rollout) or waits_at(task)
-        _log.warning(text, part, rollout.agent.name, _location(rollout, part), waited, extra=_log_fields(rollout))
+        _log.warning(text, rollout.agent.name, part, _location(rollout, part), waited, extra=_log_fields(rollout))
     return end
 
 
 def _natural_stop(rollout: Rollout) -> Stop:
-    """In the asynchronous dialect the trainer's finish_reason of the last answer becomes the rollout's (docs/design.md, B)."""
+    """Return the stop of a `play` that returned.
+
+    In the asynchronous HTTP API the rollout's reason is the trainer's finish_reason of the last completion (docs/design.md,
+    protocol B).
+    """
     stop, last = rollout.machine.natural_stop(), rollout.machine.main.last_completion
     plain = rollout.spec.completions.dialect is Dialect.HTTP_PLAIN
     if plain and stop.reason == "stop" and last is not None and last.finish_reason:
@@ -120,6 +127,7 @@ def _natural_stop(rollout: Rollout) -> Stop:
 async def _run_reward(
     rollout: Rollout, run: Run, stop: Stop, tasks: list[asyncio.Task[Any]]
 ) -> tuple[End, RewardResult]:
+    # From here on the run issues no more commands: a reward may read the rollout, but not sample.
     rollout.ending.reach(stop)
     judge = _start(rollout.agent.judge(run.latest), f"judge {rollout.uid}", tasks)
     await _first_of(judge, rollout.ending.requested)
@@ -137,6 +145,7 @@ def _start(work: Coroutine[Any, Any, _T], name: str, tasks: list[asyncio.Task[An
 
 
 async def _contain(work: Coroutine[Any, Any, _T]) -> _T:
+    """Turn exceptions that would stop the event loop into an ordinary one."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -149,7 +158,7 @@ async def _first_of(*futures: asyncio.Future[Any], within: float | None = None) 
 
 @contextmanager
 def _time_limit(rollout: Rollout) -> Iterator[None]:
-    """Asks the rollout to end when its time is over."""
+    """Request the end of the rollout when its time limit expires."""
     seconds = rollout.spec.limits.seconds
     if seconds is None:
         yield
@@ -164,7 +173,7 @@ def _time_limit(rollout: Rollout) -> Iterator[None]:
 
 def _time_over(rollout: Rollout, seconds: float) -> None:
     turn = rollout.machine.turn
-    text = f"timeout: the rollout's {seconds:g} s were over in turn {turn}; a longer time can be asked for as a limit"
+    text = f"timeout: the rollout's time limit of {seconds:g} s expired in turn {turn}; request a longer limit if it needs more"
     rollout.ending.request(Failure(Category.TIMEOUT, text, turn))
 
 
@@ -172,13 +181,13 @@ def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Fail
     error = None if task.cancelled() else task.exception()
     location = (raised_at(error) if error is not None else "") or _location(rollout, part)
     _log.error(
-        "the %s of agent %s failed%s", part, rollout.agent.name, location, exc_info=error, extra=_log_fields(rollout)
+        "agent %s: %s() failed%s", rollout.agent.name, part, location, exc_info=error, extra=_log_fields(rollout)
     )
     return _failure(rollout, f"agent's {part} failed")
 
 
 def _calls_under_way(rollout: Rollout) -> str:
-    """The tools that have not returned, as " for tool add (agent.py:3)"; empty: all have."""
+    """Return the tools that have not returned, as " for tool add (agent.py:3)"; empty if all have."""
     names: dict[tuple[str, int, int], str] = {}
     for entry in rollout.log.entries:
         match entry.record:
@@ -191,18 +200,18 @@ def _calls_under_way(rollout: Rollout) -> str:
 
 
 def _location(rollout: Rollout, part: str) -> str:
-    """Where the author's function is."""
+    """Return the source location of an agent's method, as " (file.py:3)"."""
     function = getattr(rollout.agent, part, None)
     return written_at(function) if callable(function) else ""
 
 
 def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
-    """An agent that failed in its own way while its rollout ended wants to know of it."""
+    """Log an agent's own error while its rollout ended. `RolloutEnded` is expected and not logged."""
     error = play.exception() if play.done() and not play.cancelled() else None
     others = error.split(RolloutEnded)[1] if isinstance(error, BaseExceptionGroup) else error
     if others is not None and not isinstance(others, RolloutEnded):
         location = raised_at(others)
-        text = "agent %s failed as its rollout ended%s"
+        text = "agent %s: play() failed while its rollout was ending%s"
         _log.error(text, rollout.agent.name, location, exc_info=others, extra=_log_fields(rollout))
 
 
@@ -213,16 +222,16 @@ def _failure(rollout: Rollout, what: str) -> Failure:
 
 
 async def _await_cancelled(tasks: list[asyncio.Task[Any]]) -> None:
-    """Waits for the agent's tasks to take note of their cancellation. A slot that one of them holds for ever would be lost."""
+    """Wait for the agent's cancelled tasks, but not for ever: a task that never ends would otherwise keep the rollout's slot."""
     if not tasks:
         return
     done, pending = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
     for task in pending:
-        text = "%s does not give way to its cancellation and is left alone%s"
+        text = "%s ignores its cancellation and is abandoned%s"
         _log.warning(text, task.get_name(), waits_at(task))
     for task in done:
         if not task.cancelled():
-            task.exception()  # it has been told of, or came after the end
+            task.exception()  # mark it as retrieved: it was logged, or came after the end
 
 
 def _log_fields(rollout: Rollout) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Starts agents with the server that holds them, and stops them with it."""
+"""Starts agents with their server and stops them with it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from rollout_server.runtime.aio.source_location import raised_at, waits_at, writ
 _log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
-"""How long an agent's stop may take: others, and whoever stops the server, wait for it."""
+"""Time limit of an agent's `stop`. The other agents and the shutdown of the server wait for it."""
 PATIENT_SECONDS = 10.0
-"""How long a start may take without a word in the log. It may take longer: some load models."""
+"""Time after which a running `start` is logged. It has no limit: some agents load models."""
 
 
 class AgentFailed(RuntimeError):
-    """An agent could not start. The text names the agent, what it raised, and the line of the author's code."""
+    """An agent could not start. The text has the agent, its exception, and the line of the author's code."""
 
 
 async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -> None:
-    """Starts agents in order; `stack` stops those that started, the last one first. Raises `AgentFailed`."""
+    """Start agents in order; `stack` stops the started ones in reverse order. Raise `AgentFailed`."""
     if not agents:
         raise AgentFailed("there is no agent to serve")
     for agent in agents:
         if isinstance(agent, type) or not callable(getattr(agent, "perform", None)):
-            made = f": serve an object of it, {agent.__name__}()" if isinstance(agent, type) else ""
-            raise AgentFailed(f"{agent!r:.100} is no agent{made}")
+            made = f": serve an instance, {agent.__name__}()" if isinstance(agent, type) else ""
+            raise AgentFailed(f"{agent!r:.100} is not an agent{made}")
         try:
             await _start(agent)
         except Exception as error:  # the boundary to an author's code
@@ -47,7 +47,7 @@ async def _start(agent: AgentProtocol) -> None:
     try:
         done, _ = await asyncio.wait({task}, timeout=PATIENT_SECONDS)
         if not done:
-            text = "agent %s%s still starts after %g s%s; the server takes no requests before it has"
+            text = "agent %s%s is still starting after %g s%s; the server accepts no requests until it has started"
             where = written_at(agent.start)
             _log.warning(text, agent.name, where, PATIENT_SECONDS, waits_at(task))
             await asyncio.wait({task})
@@ -55,27 +55,27 @@ async def _start(agent: AgentProtocol) -> None:
         task.cancel()
         raise
     if task.cancelled():
-        raise RuntimeError("it was cancelled")
+        raise RuntimeError("its start was cancelled")
     await task
 
 
 async def _stop(agent: AgentProtocol) -> None:
-    """Stops an agent. That it fails is its author's to know, and keeps nobody else from stopping."""
+    """Stop an agent. Failures are logged and do not keep other agents from stopping."""
     task = asyncio.create_task(_call(agent.stop), name=f"stop of agent {agent.name}")
     done, _ = await asyncio.wait({task}, timeout=STOP_SECONDS)
     if not done:
         where = written_at(agent.stop)
-        _log.error("the stop of agent %s%s did not end within %g s%s", agent.name, where, STOP_SECONDS, waits_at(task))
+        _log.error("agent %s: stop()%s did not return within %g s%s", agent.name, where, STOP_SECONDS, waits_at(task))
         task.cancel()
     elif task.cancelled():
-        _log.error("the stop of agent %s%s was cancelled", agent.name, written_at(agent.stop))
+        _log.error("agent %s: stop()%s was cancelled", agent.name, written_at(agent.stop))
     elif (error := task.exception()) is not None:
         where = raised_at(error) or written_at(agent.stop)
-        _log.error("the stop of agent %s failed%s", agent.name, where, exc_info=error)
+        _log.error("agent %s: stop() failed%s", agent.name, where, exc_info=error)
 
 
 async def _call(function: Callable[[], object]) -> None:
-    """Calls a hook. What would end the program ends the hook only."""
+    """Call a hook. SystemExit and KeyboardInterrupt become RuntimeError: they would end the program."""
     try:
         if inspect.iscoroutinefunction(function):
             await function()

@@ -1,4 +1,4 @@
-"""The messages that an agent reads and writes: replies, the conversation (read-only), and what it appends, checked."""
+"""Messages that an agent reads and writes: replies, the read-only conversation, and validated messages to append."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of the model: the message as it came, its tool calls, the trainer's word for why it ended, and its turn.
+    """A completion: the parsed message, its tool calls, the trainer's finish reason, and the turn.
 
-    `sampled` is the record of it, if there is one.
+    `sampled` is the log record of the completion, if there is one.
     """
 
     message: Mapping[str, JSON]
@@ -27,7 +27,7 @@ class Reply:
 
     @classmethod
     def of(cls, answered: Answered) -> Reply:
-        """The reply of an answer. Raises `RolloutFailed` for a message that cannot be read."""
+        """Return the reply for a logged completion. Raise `RolloutFailed` for a malformed message."""
         turn = answered.turn
         try:
             fields = answered.message.fields()
@@ -38,24 +38,24 @@ class Reply:
 
     @property
     def content(self) -> str:
-        """The text of the message; text parts are joined."""
+        """Text of the message; text parts are concatenated."""
         return text_of(self.message.get("content"))
 
     @property
     def token_ids(self) -> Sequence[int] | None:
-        """The tokens that were sampled, copied at each look; None where the trainer sent none."""
+        """Sampled token ids (int), copied at each access; None if the trainer sent none."""
         ids = self.sampled.token_ids if self.sampled is not None else None
         return None if ids is None else ids.tolist()
 
     @property
     def logprobs(self) -> Sequence[float] | None:
-        """Their logprobs, one for each, copied at each look; None where the trainer sent none that fit."""
+        """Logprobs (float), one per sampled token, copied at each access; None if the trainer sent none that match."""
         logprobs = self.sampled.logprobs if self.sampled is not None else None
         return None if logprobs is None else logprobs.tolist()
 
 
 def text_of(content: JSON) -> str:
-    """The text of a message's content: a string, or the text parts of a list."""
+    """Return the text of a message's content: a string, or the concatenated text parts of a list."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -65,20 +65,20 @@ def text_of(content: JSON) -> str:
 
 
 def drift_failure(logged: Iterable[Record]) -> Failure | None:
-    """How a rollout fails that takes no drift, if an answer showed some."""
+    """Return the failure of a rollout with `on_drift: fail`, or None if the completion showed no drift."""
     for record in logged:
         if isinstance(record, DriftFound):
             drift = record.drift
             text = (
                 f"{record.text}. It has {drift.reported} tokens, {drift.expected} were expected: its template, tools or "
-                'tokenizer differ from ours; with on_drift "warn" the rollout goes on in a new segment'
+                'tokenizer differ from the server\'s; with on_drift "warn" the rollout continues in a new segment'
             )
             return Failure(Category.TOKEN_DRIFT, text, record.turn)
     return None
 
 
 def checked_messages(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, ...]:
-    """An agent's messages as the conversation holds them. Raises `AgentMistake`."""
+    """Convert an agent's messages to the conversation's form. Raise `AgentMistake`."""
     try:
         return tuple(Message.write(message) for message in messages)
     except (MalformedMessage, TypeError, ValueError) as error:
@@ -86,8 +86,8 @@ def checked_messages(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, .
 
 
 _ADVICE = (
-    "what was said stays: run.messages is only read. `await run.append(...)` adds to the conversation, and `await run.fork([...], "
-    'kind="compaction")` goes on with another one in its place; `[*run.messages]` is a list of your own'
+    "run.messages is read-only, because the history cannot change. Use `await run.append(...)` to add messages, `await "
+    'run.fork([...], kind="compaction")` to continue with another history, or `[*run.messages]` for a copy'
 )
 
 
@@ -96,7 +96,7 @@ def _refuse(*_arguments: object, **_named: object) -> NoReturn:
 
 
 class ReadList(list[Any]):
-    """A list for everybody who reads it. Copied, it is a plain one."""
+    """A list that raises `AgentMistake` when it is modified. Its copies are plain lists."""
 
     __slots__ = ()
     append = extend = insert = remove = pop = clear = sort = reverse = _refuse
@@ -107,7 +107,7 @@ class ReadList(list[Any]):
 
 
 class ReadDict(dict[str, Any]):
-    """A dictionary for everybody who reads it. Copied, it is a plain one."""
+    """A dict that raises `AgentMistake` when it is modified. Its copies are plain dicts."""
 
     __slots__ = ()
     update = setdefault = pop = popitem = clear = _refuse
@@ -118,7 +118,7 @@ class ReadDict(dict[str, Any]):
 
 
 def read_only(value: Any) -> Any:
-    """JSON as it is parsed, whose lists and dictionaries raise `AgentMistake` where somebody changes them."""
+    """Return parsed JSON whose lists and dicts raise `AgentMistake` when they are modified."""
     if isinstance(value, dict):
         return ReadDict({key: read_only(item) for key, item in value.items()})
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What an agent takes from the world beside its trainer and tools. It is recorded, so that a replay is told the same (D3)."""
+"""Inputs of an agent other than its trainer and tools. They are recorded, so a replay gets the same values (D3)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from rollout_server.runtime.run.context import RunContext
 T = TypeVar("T", bound=JSON)
 
 MOST_CHARACTERS = 1024 * 1024
-"""Of the JSON of one result."""
+"""Maximum length of one result as JSON, in characters."""
 
 
 def now(context: RunContext, conversation: Conversation) -> datetime:
-    """The time by the rollout's clock."""
+    """Return the time of the rollout's clock and record it."""
     time = datetime.fromtimestamp(context.rollout.clock.wall(), UTC)
     context.record(Observed("now", json.dumps(time.isoformat()), conversation.id))
     return time
 
 
 def random(context: RunContext, conversation: Conversation) -> Random:
-    """A generator with a seed of its own."""
-    seed = secrets.randbits(53)  # an integer that every reader of JSON keeps
+    """Return a random generator with a new seed and record the seed."""
+    seed = secrets.randbits(53)  # 53 bits: also JSON readers that use floats read the integer exactly
     context.record(Observed("random", str(seed), conversation.id))
     return Random(seed)  # noqa: S311 - for agents, not for secrets
 
 
 async def once(context: RunContext, conversation: Conversation, function: Callable[[], T | Awaitable[T]]) -> T:
-    """The result of a function as its JSON reads. Raises what it raises, and `AgentMistake` for a result that is no JSON."""
+    """Call a function, record its result, and return it as parsed from JSON.
+
+    Raises what the function raises, and `AgentMistake` for a result that cannot be serialized as JSON.
+    """
     if inspect.iscoroutinefunction(function):
         result = await function()
     else:
@@ -52,9 +55,9 @@ async def once(context: RunContext, conversation: Conversation, function: Callab
         value = parse_json(text)
     except (TypeError, ValueError, RecursionError, MalformedMessage) as error:
         where = written_at(function)
-        raise AgentMistake(f"once: the function must return what JSON can hold: {error}{where}") from error
+        raise AgentMistake(f"once: the function's result cannot be serialized as JSON: {error}{where}") from error
     if len(text) > MOST_CHARACTERS:
-        reason = f"once: the result has {len(text)} characters as JSON, at most {MOST_CHARACTERS} are kept"
+        reason = f"once: the result has {len(text)} characters as JSON, at most {MOST_CHARACTERS} are allowed"
         raise AgentMistake(f"{reason}{written_at(function)}")
     context.record(Observed("once", text, conversation.id))
     return cast("T", value)

@@ -1,4 +1,4 @@
-"""What an agent's `reward` returns, checked: the outcome holds it, and trainers are sent it."""
+"""Validation of the value that an agent's `reward` returns. The outcome and the trainer receive it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH
 
 RewardValue: TypeAlias = float | RewardResult | None
-"""What a reward is: a finite number, a number with named parts, or nothing."""
+"""A reward: a finite number, a number with named scores, or None."""
 
 _MOST_SCORES = 1000
 _LONGEST_EXTRA = 1024 * 1024
-"""Characters."""
+"""In characters."""
 
 
 def checked_reward(reward: object, where: str) -> RewardResult:
-    """The reward as a `RewardResult`. Raises TypeError or ValueError, which begins with `where`, for what is none."""
+    """Return the reward as a `RewardResult`. Raise TypeError or ValueError, whose text begins with `where`."""
     if reward is None:
         return RewardResult()
     if not isinstance(reward, RewardResult):
@@ -38,9 +38,9 @@ def checked_reward(reward: object, where: str) -> RewardResult:
         )
     try:
         if not isinstance(extra, str):
-            raise MalformedMessage(f"it is no text, but {extra!r:.100}")
+            raise MalformedMessage(f"it is not a string, but {extra!r:.100}")
         if len(extra) > _LONGEST_EXTRA:
-            raise MalformedMessage(f"it has {len(extra):,} characters, at most {_LONGEST_EXTRA:,} are kept")
+            raise MalformedMessage(f"it has {len(extra):,} characters, at most {_LONGEST_EXTRA:,} are allowed")
         if extra:
             parse_object(extra)
     except MalformedMessage as error:
@@ -54,7 +54,7 @@ def checked_reward(reward: object, where: str) -> RewardResult:
 
 def _number(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{where} returned {value!r}; a finite number, a RewardResult or None is needed")
+        raise TypeError(f"{where} returned {value!r}; it must return a finite number, a RewardResult or None")
     try:
         number = float(cast("float", value))
     except OverflowError:

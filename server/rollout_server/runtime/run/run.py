@@ -1,4 +1,4 @@
-"""What an agent's `play` holds: the only way in which it samples, calls tools and adds to the conversation (D2)."""
+"""The `Run` that an agent's `play` receives: its only way to sample, call tools and extend the conversation (D2)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 class Run:
-    """One conversation of a rollout, as its agent sees it; nearly always the only one."""
+    """One conversation of a rollout, as its agent sees it. Most rollouts have only one."""
 
     def __init__(
         self, context: RunContext, conversation: Conversation, sampler: Sampler, executor: ToolExecutor
@@ -72,62 +72,63 @@ class Run:
 
     @property
     def turn(self) -> int:
-        """Completions asked for so far, in all conversations of the rollout."""
+        """Number of completions requested so far, in all conversations of the rollout."""
         return self._machine.turn
 
     @property
     def request(self) -> Request:
-        """What the rollout was asked to be, with the limits in force."""
+        """The request for this rollout, with the limits in force."""
         return Request(self._rollout.spec)
 
     @property
     def metadata(self) -> Mapping[str, JSON]:
-        """What the request says beside the conversation."""
+        """The request's metadata object."""
         return self.request.metadata
 
     @property
     def used(self) -> Metrics:
-        """What the rollout has used so far, in all of its conversations: turns, tokens, tool calls, milliseconds."""
+        """Usage of the rollout so far, over all conversations: turns, tokens, tool calls, milliseconds."""
         return self._machine.metrics
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """What the model is told in this conversation, and may call."""
+        """The tools offered to the model in this conversation."""
         return self._executor.tools
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the agent keeps of this rollout, in all of its conversations and for its reward. Nobody else looks at it."""
+        """The agent's own data about this rollout, shared by its conversations and its reward. The server does not read it."""
         return self._context.state
 
     @property
     def messages(self) -> Sequence[Mapping[str, JSON]]:
-        """The conversation so far, parsed. It is for reading: `AgentMistake` for whoever changes it."""
+        """The conversation so far, parsed and read-only: modifying it raises `AgentMistake`."""
         return cast(
             "Sequence[Mapping[str, JSON]]", read_only([message.fields() for message in self._conversation.messages])
         )
 
     @property
     def cancelled(self) -> bool:
-        """Somebody wants the rollout to end. Plain functions in threads may look at it."""
+        """Whether an end of the rollout was requested. Synchronous functions in threads may poll it."""
         return self.ending.is_requested
 
     async def sample(self, **sampling: Unpack[SamplingOptions]) -> Reply:
-        """Asks the model for the next message: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
+        """Request a completion: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
 
-        The options hold for this turn; the rest is as the request says. Raises `RolloutEnded` when a limit is met or the trainer
-        fails, and `AgentMistake` naming an option that is none or has a wrong value.
+        The options apply to this turn; all other parameters are the request's. Raises `RolloutEnded` when a limit is met or the
+        trainer fails, and `AgentMistake` for an unknown option or an invalid value.
         """
         conversation, spec = self._conversation, self._rollout.spec
-        own = turn_sampling(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
+        effective = turn_sampling(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
         await self._context.check(conversation)
-        asked = self._machine.request_completion(conversation, None if own == spec.sampling else own)
+        asked = self._machine.request_completion(conversation, None if effective == spec.sampling else effective)
         if isinstance(asked, LimitReached):
             self._context.end(asked.stop)
         rollout, note = self._rollout, partial(self._note, asked.turn)
+        # Read these before `record(asked)`, which updates `turn_messages` for the new turn.
         last = conversation.last_completion, conversation.turn_messages, conversation.line
         request = CompletionRequest(
-            asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, own
+            asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, effective
         )
         self._context.record(asked)
         try:
@@ -148,10 +149,10 @@ class Run:
             self._context.end(failed.failure)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
-        """Runs tool calls at the same time and appends their results in the calls' order.
+        """Run tool calls concurrently and append their results in the order of the calls.
 
-        Raises `RolloutEnded` when a limit is met. A tool that fails answers the model, and so does one that the agent stops
-        waiting for. Raises `AgentMistake` for a call that the model has not made, or that has its result.
+        A tool that fails, or whose call is cancelled by the agent, returns an error text to the model. Raises `RolloutEnded`
+        when a limit is met, and `AgentMistake` for a call that the model did not make or that already has its result.
         """
         await self._context.check(self._conversation)
         started = self._machine.start_calls(checked_calls(calls, self._conversation), self._conversation)
@@ -160,9 +161,9 @@ class Run:
         return await run_calls(self._context, self._executor, started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
-        """Adds messages to the conversation. They do not train.
+        """Append messages to the conversation. Their tokens have mask 0.
 
-        Raises `AgentMistake` for what are no messages, and for more than a rollout may hold.
+        Raises `AgentMistake` for invalid messages, and if the rollout becomes too large.
         """
         await self._check_growth("append")
         added = checked_messages(messages)
@@ -176,26 +177,26 @@ class Run:
         kind: Literal["branch", "subagent", "compaction"] | None = None,
         tools: Sequence[Tool] | None = None,
     ) -> Run:
-        """Opens another conversation, which becomes a training sample of its own. Several may be under way at the same time.
+        """Open another conversation, which becomes a separate training sample. Several can run concurrently.
 
-        Limits, metrics and the end are the rollout's: what one conversation uses is missing to the others.
+        Limits, usage and the end belong to the rollout: all conversations share one budget.
 
         Args:
-            messages: what the conversation begins with; None for a branch.
-            kind: "branch": a second continuation of this conversation as it is now, whose tokens so far do not train again.
-                "subagent": a conversation of its own, such as a part of the work given to somebody else. "compaction": a shorter
-                context in place of this conversation, which is closed. Without it, a branch where there are no messages, else
-                a subagent.
-            tools: what the model is told in the conversation, and may call; None: the same as here. A branch has the same.
+            messages: the initial messages of the conversation; None for a branch.
+            kind: "branch": a second continuation of this conversation in its current state; the tokens so far are not trained
+                again. "subagent": an independent conversation, such as a delegated subtask. "compaction": a shorter context
+                that replaces this conversation, which is closed. Default: a branch without messages, a subagent with messages.
+            tools: the tools offered to the model in the conversation; None: the same as here. A branch always has the same
+                tools.
 
         Raises:
-            RolloutOver: also where the rollout's trainer cannot tell conversations apart.
-            AgentMistake: for arguments that do not fit together, or while a turn of this conversation is under way
-                (a subagent may be opened then).
+            RolloutEnded: when the rollout has ended, and if its trainer does not support several conversations.
+            AgentMistake: for arguments that do not fit together, or during a turn of this conversation (only a subagent can be
+                opened then).
         """
         opens = fork_kind(kind, None if messages is None else len(messages), has_tools=tools is not None)
-        apart = opens is SegmentKind.SUBAGENT
-        await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if apart else ()))
+        subagent = opens is SegmentKind.SUBAGENT
+        await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if subagent else ()))
         given = None if tools is None else forkable_tools(tools)
         forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation)
         offered = self._executor.tools if given is None else given
@@ -211,60 +212,64 @@ class Run:
         return run
 
     def mask(self, reply: Reply, reason: str) -> None:
-        """Takes an answer out of the training: its tokens stay in the sample, masked. Nothing puts it back.
+        """Exclude a completion from training: its tokens stay in the sample with mask 0. This cannot be undone.
 
-        `reason` is for whoever looks at the rollout. Also for rewards. Raises `AgentMistake` for what is no answer of the rollout.
+        `reason` is stored with the rollout. A reward may call it, too. Raises `AgentMistake` if `reply` is not a completion of
+        this rollout.
         """
         if not isinstance(reply, Reply):
-            raise AgentMistake(f"mask: {reply!r:.100} is no answer; `run.sample()` returns them")
+            raise AgentMistake(f"mask: {reply!r:.100} is not a reply; pass what `run.sample()` returned")
         if not self._machine.has_completed(reply.turn):
-            raise AgentMistake(f"mask: the rollout has no answer of turn {reply.turn}")
+            raise AgentMistake(f"mask: the rollout has no completion of turn {reply.turn}")
         self._context.record(Masked(reply.turn, checked_reason(reason, "mask")))
 
     def now(self) -> datetime:
-        """The time, in UTC. A replayed rollout is told the same."""
+        """Return the time in UTC and record it. A replay gets the same value."""
         return now(self._context, self._conversation)
 
     def random(self) -> Random:
-        """A random generator of the conversation, always the same one. Its seed is recorded: a replay draws the same."""
+        """Return the conversation's random generator, always the same object.
+
+        Its seed is recorded, so a replay draws the same numbers.
+        """
         if self._random is None:
             self._random = random(self._context, self._conversation)
         return self._random
 
     async def once(self, function: Callable[[], T | Awaitable[T]]) -> T:
-        """Calls a function whose effect is wanted once: its result is recorded, and a replay is given it without a call.
+        """Call a function with side effects once: the result is recorded, and a replay gets the recorded result without a call.
 
-        A plain function runs in a thread. The result must be what JSON can hold, and comes back as it reads from JSON; what the
-        function raises is not recorded.
+        A synchronous function runs in a thread. The result must be serializable as JSON and is returned as parsed from JSON.
+        Exceptions of the function are not recorded.
         """
         return await once(self._context, self._conversation, function)
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """What `await` is elsewhere, for a plain `play` or `reward`, which runs in a thread: `run.wait(run.sample())`.
+        """Await a coroutine from a synchronous `play` or `reward`, which runs in a thread: `run.wait(run.sample())`.
 
-        Raises what `work` raises, and `AgentMistake` for what is no coroutine, or on the event loop.
+        Raises what `work` raises, and `AgentMistake` if it is not a coroutine or if called on the event loop.
         """
         if not isinstance(work, Coroutine):
-            raise AgentMistake(f"run.wait takes what an `async def` returns, such as run.sample(), not {work!r:.100}")
+            raise AgentMistake(f"run.wait needs a coroutine, such as run.sample(), not {work!r:.100}")
         return self._context.wait(work)
 
     def note(self, code: str, text: str) -> None:
-        """Leaves a remark that watchers see. Raises `AgentMistake` for what are no texts."""
+        """Append a note to the rollout's log, where watchers see it. Raise `AgentMistake` if code or text is not a string."""
         self._note(self._conversation.turn, *checked_note(code, text))
 
     async def finish(self, reason: str = "stop") -> NoReturn:
-        """Ends the rollout with a word of the agent's own. Raises `AgentMistake` for what is none."""
+        """End the rollout with a reason that the agent chooses. Raise `AgentMistake` for an invalid reason."""
         await self._context.check(self._conversation)
         stop = self._machine.natural_stop()
         self._context.end(Stop(checked_reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End, reward: RewardResult | None = None) -> None:
-        """From now on nothing can be asked for, not even by a reward. `reward` is that of a failure, for which none is computed."""
+        """End the run: no further commands are possible, also not for a reward. `reward` is the reward of a failure."""
         self.ending.reach(end, reward)
 
     @property
     def latest(self) -> Run:
-        """The run that goes on with this one's conversation: itself, or what compactions put in its place."""
+        """The run that continues this run's conversation: itself, or the last of the compactions that replaced it."""
         run = self
         while run._successor is not None:
             run = run._successor
@@ -272,28 +277,32 @@ class Run:
 
     @property
     def under_way(self) -> Sequence[asyncio.Task[object]]:
-        """The tasks that wait for answers or tools."""
+        """The tasks that wait for completions or tools."""
         return self._context.under_way
 
     async def run_in_thread(self, name: str, function: Callable[[], R]) -> R:
-        """Runs a plain function of the agent's in a thread, and leaves that alone where nobody waits any more."""
+        """Run a synchronous function of the agent in a thread. On cancellation the thread is abandoned."""
         return await self._context.run_in_thread(name, function)
 
     def _abandon_turn(self, turn: int) -> None:
-        """The agent stopped waiting for an answer. The trainer may count it, so that the next turn would not fit."""
+        """Record that the agent stopped waiting for a completion.
+
+        The trainer may already count the turn as generated. In the main conversation the next turn would then not match the
+        trainer's history, so the rollout fails. In a fork only that conversation is closed.
+        """
         if self.ending.is_requested or self.ending.is_reached:
             return
         if self._conversation is not self._machine.main:
             self._context.record(GivenUp(turn, self._conversation.id))
             return
         text = (
-            f"turn {turn}: the agent stopped waiting for the trainer's answer. The turn may have been generated, so the rollout "
-            "cannot go on without it"
+            f"turn {turn}: the agent cancelled the completion request. The trainer may have generated the turn, so the rollout "
+            "cannot continue without it"
         )
         self.ending.reach(Failure(Category.INTERNAL, text, turn))
 
     async def _check_growth(self, of: str, *states: State) -> None:
-        await asyncio.sleep(0)  # whoever does nothing else must not hold the event loop
+        await asyncio.sleep(0)  # an agent that only appends or forks in a loop must not block the event loop
         await self._context.check(self._conversation, *states)
         check_room(self._machine, self._conversation, of)
 

@@ -1,4 +1,4 @@
-"""Runs the tool calls of one answer at the same time, and writes down how each went."""
+"""Runs the tool calls of one completion concurrently and records their results."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 _AT_ONCE = 16
-"""Calls that begin in one round of the event loop, so that other rollouts get their turns in between."""
+"""Calls that start in one iteration of the event loop, so that other rollouts run in between."""
 
 
 def checked_calls(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
-    """The calls, each of which the model has made in its last message. Raises `AgentMistake` for others: no answer fits them."""
+    """Return the calls as a list. Raise `AgentMistake` for a call that is not an open call of the last completion."""
     wanted = list(calls)
     open_ = _open_calls(conversation)
     for call in wanted:
         if not isinstance(call, ToolCall):
-            raise AgentMistake(f"call: {call!r} is no tool call; `reply.tool_calls` are those of an answer")
+            raise AgentMistake(f"call: {call!r} is not a tool call; pass calls from `reply.tool_calls`")
         if not open_[call.id]:
             raise AgentMistake(
-                f"call: the model has made no call {call.id!r} in turn {conversation.turn}, or it has its result already; "
-                "give what `reply.tool_calls` of its last answer holds, each call once"
+                f"call: the model made no call {call.id!r} in turn {conversation.turn}, or the call has its result already; "
+                "pass each call from `reply.tool_calls` of the last reply once"
             )
         open_[call.id] -= 1
     return wanted
 
 
 def _open_calls(conversation: Conversation) -> Counter[str]:
-    """How often each id was called in the last answer, without the calls that have their results."""
+    """Count the calls of the last completion by id, without those that have results."""
     returned: Counter[str] = Counter()
     for message in reversed(conversation.messages):
         fields = message.fields()
@@ -52,7 +52,7 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
 async def run_calls(
     context: RunContext, executor: ToolExecutor, started: Sequence[ToolStarted]
 ) -> Sequence[ToolResult]:
-    """Runs calls that the machine allows. Raises `RolloutEnded` where the rollout ends meanwhile."""
+    """Run calls that the machine allowed. Raise `RolloutEnded` if the rollout ends meanwhile."""
     await _begin(context, started)
     if len(started) == 1:
         return [await _call(context, executor, started[0])]
@@ -62,7 +62,10 @@ async def run_calls(
 
 
 async def _begin(context: RunContext, started: Sequence[ToolStarted]) -> None:
-    """Writes down that the calls run, a few in each round of the event loop."""
+    """Record the start of all calls, a few per iteration of the event loop.
+
+    Cancellation in between records results for the calls that were started: every recorded start needs its result.
+    """
     for number, intent in enumerate(started):
         if number and number % _AT_ONCE == 0:
             try:
@@ -78,6 +81,7 @@ async def _call(context: RunContext, executor: ToolExecutor, intent: ToolStarted
     began = context.rollout.clock.monotonic()
     try:
         with context.waiting():
+            # Spread the starts over iterations of the event loop, as in `_begin`.
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
             result = await _run(context, executor, intent)
@@ -97,10 +101,11 @@ async def _run(context: RunContext, executor: ToolExecutor, intent: ToolStarted)
 
 
 def _cancelled_result(intent: ToolStarted) -> ToolResult:
-    return ToolResult(intent.call, "Error: The call was given up before it returned", failed=True)
+    return ToolResult(intent.call, "Error: The call was cancelled before it returned", failed=True)
 
 
 def _return(context: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:
+    """Record a result, unless the rollout has ended: then its messages are final."""
     if context.machine.outcome is not None:
         return
     elapsed, message = 1000 * (context.rollout.clock.monotonic() - began), result.message()

@@ -1,1 +1,1 @@
-"""Running tool calls: the executor, slots, the result cache, truncation and policies."""
+"""Execution of tool calls: executor, slots, result cache, truncation and policies."""

@@ -1,4 +1,4 @@
-"""Results that are kept: of idempotent tools whose policy says so, for the whole server."""
+"""Server-wide cache of results of idempotent tools whose policy enables caching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from rollout_server.runtime.ports import Content
 
 _EXTRA = 200
-"""Bytes that an entry takes beside its texts, roughly."""
+"""Approximate overhead of an entry besides its texts, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class _SharedCall:
 
 
 class ResultCache:
-    """The results used last, up to a number and a size. Calls that are equal and come together run once."""
+    """LRU cache, limited by number of entries and bytes. Concurrent equal calls run once and share the result."""
 
     def __init__(self, entries: int, size: int) -> None:
         self._most, self._largest = entries, size
@@ -39,9 +39,10 @@ class ResultCache:
     async def get(
         self, key: Hashable, key_size: int, seconds: float | None, perform: Callable[[], Coroutine[Any, Any, Content]]
     ) -> Content:
-        """The result that is kept under `key`, or that of `perform`, which is cancelled when nobody waits for it any more.
+        """Return the cached result for `key`, or run `perform` and cache its result.
 
-        What `perform` raises is raised for all who wait, and not kept.
+        Concurrent callers share one task. It is cancelled when its last caller is cancelled. Exceptions of `perform` are raised
+        for all callers and not cached.
         """
         result = self._results.get(key)
         if result is not None and (result.until is None or _now() < result.until):
@@ -53,12 +54,13 @@ class ResultCache:
             call.task.add_done_callback(lambda task: self._store(key, key_size, seconds, task))
         call.waiting += 1
         try:
+            # `asyncio.wait` does not cancel the task when this caller is cancelled: other callers may still need it.
             await asyncio.wait({call.task})
         finally:
             call.waiting -= 1
             if not call.waiting and not call.task.done():
                 call.task.cancel()
-                self._forget_call(key, call.task)
+                self._forget_call(key, call.task)  # now: a caller that comes before the task ends must not join it
         return call.task.result()
 
     def _store(self, key: Hashable, key_size: int, seconds: float | None, task: asyncio.Task[Content]) -> None:
@@ -87,6 +89,7 @@ class ResultCache:
 
 
 def _size(content: Content) -> int:
+    """Return the maximum memory of the texts: a Python string uses up to 4 bytes per character."""
     if isinstance(content, str):
         return 4 * len(content)
     return sum(4 * len(str(part)) for part in content)

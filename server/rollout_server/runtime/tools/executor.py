@@ -1,4 +1,4 @@
-"""Runs tool calls. What goes wrong becomes a text for the model, and the rollout goes on."""
+"""Executes tool calls. Failures become error texts for the model, and the rollout continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
 from rollout_server.runtime.tools.truncate import OutputLimit
 
-_FLOODS = "returned more than a result may have: the model reads its beginning; max_output_tokens says how much of it"
+_FLOODS = (
+    "returned a result over the size limit: the model gets only its beginning; set max_output_tokens to choose a limit"
+)
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
-"""Seconds between attempts: the first wait, which doubles with each attempt, and the longest."""
+"""Backoff between attempts in seconds: the first wait, which doubles with each attempt, and the maximum."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The tool message of a call; `failed` says that its content is an error text."""
+    """The result of a call. If `failed` is true, its content is an error text."""
 
     call: ToolCall
     content: Content
@@ -37,18 +39,18 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """The content's texts, joined."""
+        """Concatenated texts of the content."""
         if isinstance(self.content, str):
             return self.content
         return "".join(text for part in self.content if isinstance(text := part.get("text"), str))
 
     def message(self) -> Message:
-        """As it goes into the conversation."""
+        """Return the tool message for the conversation."""
         return Message.write({"role": "tool", "content": self.content, "tool_call_id": self.call.id})
 
 
 class ToolExecutor:
-    """The tools of one agent in one rollout, whose tokenizer counts what they say."""
+    """The tools of one agent in one rollout. `tokenizer` is used to measure their results."""
 
     def __init__(
         self, tools: Iterable[Tool], resources: ToolResources | None = None, tokenizer: TokenizerName | None = None
@@ -60,17 +62,17 @@ class ToolExecutor:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """What it holds, in the order in which it was given."""
+        """The tools, in the given order."""
         return tuple(self._tools.values())
 
     def with_tools(self, tools: Iterable[Tool]) -> ToolExecutor:
-        """Other tools for another conversation of the rollout, which has its slots once."""
+        """Return an executor with other tools for another conversation of the rollout. Both share the rollout's slots."""
         other = ToolExecutor(tools, self._resources, self._tokenizer)
         other._slots = self._slots
         return other
 
     async def run(self, call: ToolCall) -> ToolResult:
-        """Runs one call. Raises nothing but the end of the rollout and the caller's own cancellation, which no tool can hold up."""
+        """Run one call. Raise only `RolloutEnded` and the caller's own cancellation, which no tool can delay."""
         tool = self._tools.get(call.name)
         try:
             content = await self._run(call, tool)
@@ -102,7 +104,7 @@ class ToolExecutor:
             return await self._run_in_slots(tool, arguments)
         try:
             canonical = json.dumps(arguments, sort_keys=True, default=str)
-        except (ValueError, RecursionError):  # integers of too many digits: the tool says what is wrong
+        except (ValueError, RecursionError):  # such as integers with too many digits: the tool itself reports them
             return await self._run_in_slots(tool, arguments)
         key, seconds = (tool, canonical), tool.policy.cache_seconds
         return await self._resources.results.get(
@@ -110,7 +112,7 @@ class ToolExecutor:
         )
 
     async def _run_in_slots(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
-        """Runs the call as soon as it has all slots that it needs."""
+        """Run the call once it has all the slots it needs."""
         if not isinstance(tool, ServerRunTool):
             work = ToolTask(label_of(tool))
             return await self._run_with_timeout(tool, ToolPolicy(), work, tool.run(arguments))
@@ -125,6 +127,7 @@ class ToolExecutor:
                 for each in slots:
                     each.release()
                 raise
+            # From here on the task owns the slots and releases them itself, also if it outlives this call.
             work = ToolTask(label, slots, worker)
             return await self._run_with_timeout(tool, policy, work, _attempts(tool, work, arguments))
 
@@ -135,8 +138,8 @@ class ToolExecutor:
                 try:
                     await slots.acquire()
                 except NoFreeSlot:
-                    lost = f"{slots.lost} calls were given up and never returned"
-                    raise ToolError(f"{tool.name} cannot run: all places {of_what} are taken, {lost}") from None
+                    lost = f"{slots.lost} of them by abandoned calls that never returned"
+                    raise ToolError(f"{tool.name} cannot run: all {of_what} are in use, {lost}") from None
                 taken.append(slots)
         except BaseException:
             for slots in taken:
@@ -145,22 +148,26 @@ class ToolExecutor:
         return taken
 
     def _needed_slots(self, tool: ServerRunTool) -> Iterable[tuple[Slots, str]]:
+        """Yield the slots that a call needs, each with a name for error texts.
+
+        All calls acquire slots in this order (rollout, server, threads), so they cannot deadlock.
+        """
         limit = tool.policy.concurrency
         if limit is not None:
             yield (
                 self._slots.setdefault((tool.definition, tool.name, limit), Slots(limit)),
-                "that it has in this rollout",
+                "its slots in this rollout",
             )
         slots = self._resources.slots(tool)
         if slots is not None:
-            yield slots, "that it has on this server"
+            yield slots, "its slots on this server"
         if tool.threaded and not tool.policy.process:
-            yield self._resources.threads, "for plain functions"
+            yield self._resources.threads, "threads for plain functions"
 
     async def _run_with_timeout(
         self, tool: Tool, policy: ToolPolicy, work: ToolTask, coroutine: Coroutine[Any, Any, Content]
     ) -> Content:
-        """The result, unless time is over or nobody waits for it any more: then the work is left to itself."""
+        """Return the result. On timeout or cancellation, cancel the work and do not wait for it."""
         task = work.start(coroutine)
         try:
             await asyncio.wait({task}, timeout=policy.timeout)
@@ -181,18 +188,18 @@ class ToolExecutor:
         return OutputLimit(limits.output_bytes, limits.image_bytes, tokens, self._resources.measure, self._tokenizer)
 
     def _warn_author(self, name: str, tool: Tool | None, error: BaseException) -> None:
-        """Names file and line. The error's own text is not for the log: it may repeat what the model wrote."""
+        """Log exception type, file and line. The exception's text is not logged: it may contain text from the model."""
         if isinstance(error, ToolError) and not isinstance(error, Unwritable):
             return
         label = _label(name, tool)
         if isinstance(error, Unwritable):
-            self._resources.warn_author(label, "returned what cannot be written as text")
+            self._resources.warn_author(label, "returned a value that cannot be written as text")
         else:
             self._resources.warn_author(label, _failure_text(error))
 
 
 def label_of(tool: Tool) -> str:
-    """A tool's name, and where it is defined, for the log."""
+    """Return a tool's name and source location, for the log."""
     if isinstance(tool, ServerRunTool):
         return f"tool {tool.name} ({tool.definition})"
     return f"tool {tool.name}{written_at(tool.run)}"
@@ -203,7 +210,7 @@ def _label(name: str, tool: Tool | None) -> str:
 
 
 def _has_output_limit(tool: Tool | None) -> bool:
-    """Its author has said how much of a result is wanted."""
+    """Return whether the tool's author set a limit for results."""
     return isinstance(tool, ServerRunTool) and tool.policy.max_output_tokens is not None
 
 
@@ -213,7 +220,7 @@ async def _attempts(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[
             return await tool.run_by(runner, arguments)
         except ToolError:
             raise
-        except Exception:  # the last attempt tells what is wrong
+        except Exception:  # the last attempt, below, reports its error
             await asyncio.sleep(min(_FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
     return await tool.run_by(runner, arguments)
 
@@ -221,7 +228,7 @@ async def _attempts(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[
 def _error_text(error: BaseException) -> str:
     try:
         return str(error) or type(error).__name__
-    except Exception:  # its __str__ is the author's, too
+    except Exception:  # `__str__` is the author's code, too
         return type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""How calls of one tool are run: what its author decides with `@tool(...)`."""
+"""How calls of one tool are executed: the options that its author passes to `@tool(...)`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Literal
 
 MEMORY_BYTES = 2 * 1024**3
 CPU_SECONDS = 300.0
-"""Limits of a tool's process whose author names none."""
+"""Default limits of a tool's process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolPolicy:
-    """The rules for calls of one tool. Raises TypeError or ValueError, naming the rule, for what makes no sense.
+    """Execution options of one tool. Raises TypeError or ValueError with the option's name for invalid values.
 
     Args:
-        timeout: seconds that a call may take, retries included, the wait for a place not; None: as long as its rollout may.
-            The model is told. Work that does not give way is left alone (D18).
-        retries: attempts after the first where the tool raises something that is no `ToolError`. Only for idempotent tools.
-        concurrency: calls that run at the same time in one rollout; the others wait. None: all of them.
-        server_concurrency: the same for all rollouts of the server together.
-        idempotent: calling it again with the same arguments does no harm and gives the same result.
-        max_output_tokens: a longer result is cut, with a note on what is missing that comes on top. Counted by the rollout's
-            tokenizer; where it has none, four characters are taken for a token.
-        cache: a result is kept for the next call with the same arguments, on the whole server. Only for idempotent tools.
-        cache_seconds: how long it is kept; None: until newer results need the room.
-        process: run in a process beside the server, which is killed where a call is given up. "fresh" starts one for each call,
-            so that nothing is left behind of the calls before. Only for functions that can be imported.
-        memory_bytes: address space that the process may take on top of what it has once the tool is imported, and each process
-            that it starts may take; None: `MEMORY_BYTES`.
-        cpu_seconds: processor time of a call in it, counted in whole seconds; None: `CPU_SECONDS`.
-        environment: names of environment variables of the server that the process gets. It has none but these, and such as PATH.
+        timeout: seconds for one call, including retries but not the wait for a slot; None: no limit but the rollout's. On a
+            timeout the model gets an error, and work that ignores its cancellation is abandoned (D18).
+        retries: attempts after the first if the tool raises an exception other than `ToolError`. Idempotent tools only.
+        concurrency: concurrent calls in one rollout; further calls wait. None: no limit.
+        server_concurrency: concurrent calls in all rollouts of the server.
+        idempotent: a repeated call with the same arguments is harmless and returns the same result.
+        max_output_tokens: results are truncated to this many tokens, plus a note about the missing part. Counted with the
+            rollout's tokenizer, or as four characters per token if it has none.
+        cache: cache results by arguments, for the whole server. Idempotent tools only.
+        cache_seconds: lifetime of a cached result; None: until it is evicted.
+        process: run in a separate process, which is killed when a call is cancelled. "fresh" starts a new process for each
+            call, so no state is left from earlier calls. Only for functions that can be imported.
+        memory_bytes: address space that the process may use in addition to what it uses after importing the tool. Applies to
+            each process that it starts, too. None: `MEMORY_BYTES`.
+        cpu_seconds: processor time of one call in the process, rounded up to whole seconds; None: `CPU_SECONDS`.
+        environment: names of environment variables that the process inherits, in addition to basic ones such as PATH.
     """
 
     timeout: float | None = None
@@ -55,36 +55,38 @@ class ToolPolicy:
         _check_count("retries", self.retries, least=0)
         for name in ("idempotent", "cache"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.process not in (True, False, "fresh"):
-            raise TypeError(f'process is True, False or "fresh", not {self.process!r}')
+            raise TypeError(f'process must be True, False or "fresh", not {self.process!r}')
         if self.retries and not self.idempotent:
-            raise ValueError("retries are for tools that may be called again: say idempotent=True, or leave them out")
+            raise ValueError("retries need a tool that may be called again: set idempotent=True, or remove retries")
         if self.cache and not self.idempotent:
-            raise ValueError("cache is for tools that give the same again: say idempotent=True, or leave it out")
+            raise ValueError(
+                "cache needs a tool that returns the same result again: set idempotent=True, or remove cache"
+            )
         if self.cache_seconds is not None and not self.cache:
             raise ValueError("cache_seconds needs cache=True")
         if not self.process and (self.memory_bytes is not None or self.cpu_seconds is not None):
-            raise ValueError("memory_bytes and cpu_seconds limit a process: say process=True")
+            raise ValueError("memory_bytes and cpu_seconds limit a process: set process=True")
         if not isinstance(self.environment, tuple) or not all(isinstance(name, str) for name in self.environment):
-            raise TypeError(f"environment is a tuple of names, not {self.environment!r}")
+            raise TypeError(f"environment must be a tuple of names, not {self.environment!r}")
         if self.environment and not self.process:
-            raise ValueError("environment is that of a process: say process=True")
+            raise ValueError("environment needs a process: set process=True")
 
 
 def _check_seconds(name: str, value: object) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a number of seconds, not {value!r}")
+        raise TypeError(f"{name} must be a number of seconds, not {value!r}")
     if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} is a positive number of seconds, not {value!r}")
+        raise ValueError(f"{name} must be a positive number of seconds, not {value!r}")
 
 
 def _check_count(name: str, value: object, *, least: int) -> None:
     if value is None and least:
         return
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a whole number, not {value!r}")
+        raise TypeError(f"{name} must be an integer, not {value!r}")
     if value < least:
-        raise ValueError(f"{name} is at least {least}, not {value}")
+        raise ValueError(f"{name} must be at least {least}, not {value}")

@@ -1,4 +1,4 @@
-"""What runs a tool's code, and what such a tool tells of itself. Processes and tokenizers are behind ports."""
+"""Protocols between the runtime and what executes a tool's code. Processes and tokenizers are behind these ports."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from rollout_server.runtime.tools.policy import ToolPolicy
 
 
 class Unwritable(ToolError):
-    """A result that is no text and cannot be made one: its author's mistake, so it is logged."""
+    """A result that cannot be converted to text. A mistake of the tool's author, so it is logged."""
 
 
 class ToolFailed(Exception):
-    """A tool ended in a way that is no exception here: its process died, or it raised something in there.
+    """A tool failed without an exception in this process: its process died, or the exception was raised there.
 
     Args:
-        text: what the model reads.
-        kind: the name of the exception.
-        location: file and line where it was raised; empty: unknown.
+        text: text for the model.
+        kind: name of the exception.
+        location: file and line where it was raised; empty if unknown.
     """
 
     def __init__(self, text: str, kind: str = "", location: str = "") -> None:
@@ -35,7 +35,7 @@ class ToolFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
-    """Where a tool's function is defined, so that another process finds it."""
+    """Source location of a tool's function, from which another process can import it."""
 
     module: str
     name: str
@@ -47,26 +47,26 @@ class ToolDefinition:
 
 
 class ToolRunner(Protocol):
-    """What runs code elsewhere than on the event loop."""
+    """Executes code outside the event loop."""
 
     async def in_thread(self, work: Callable[[], object]) -> object:
-        """Runs a function in a thread. Cancelled, it leaves the thread alone (D18)."""
+        """Run a function in a thread. On cancellation the thread is abandoned (D18)."""
 
     async def in_process(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs the tool in its process. Cancelled, it kills the process. Raises as the tool does, or `ToolFailed`."""
+        """Run the tool in its process. Cancellation kills the process. Raise the tool's error, or `ToolFailed`."""
 
 
 @runtime_checkable
 class ServerRunTool(Protocol):
-    """A tool whose code is here, and which leaves to the server how it is run."""
+    """A tool whose code this server executes according to the tool's policy."""
 
     @property
     def name(self) -> str:
-        """Unique within the agent."""
+        """Name, unique within the agent."""
 
     @property
     def policy(self) -> ToolPolicy:
-        """How its calls are run."""
+        """How its calls are executed."""
 
     @property
     def definition(self) -> ToolDefinition:
@@ -74,34 +74,34 @@ class ServerRunTool(Protocol):
 
     @property
     def threaded(self) -> bool:
-        """Its function is a plain one."""
+        """Whether its function is synchronous."""
 
     async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call. Raises as `Tool.run` does."""
+        """Run one call. Raise the same errors as `Tool.run`."""
 
     def run_here(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call in this thread, whatever its policy: what its process does. Raises as `Tool.run` does."""
+        """Run one call in this thread, whatever its policy: used inside its process. Raise the same errors as `Tool.run`."""
 
 
 class ToolWorker(Protocol):
-    """A process that runs one call."""
+    """A process that executes one call."""
 
     async def call(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs the call, at most once at a time. Cancelled, it kills the process. Raises as the tool does, or `ToolFailed`."""
+        """Run the call, only one at a time. Cancellation kills the process. Raise the tool's error, or `ToolFailed`."""
 
 
 class ToolProcesses(Protocol):
-    """Runs tools in processes."""
+    """Executes tools in processes."""
 
     def open(self, definition: ToolDefinition, policy: ToolPolicy) -> AbstractAsyncContextManager[ToolWorker]:
-        """Waits until there is room for a process and it has imported the tool. Raises `ToolFailed`."""
+        """Wait for a free slot and a process that has imported the tool. Raise `ToolFailed`."""
 
     async def close(self) -> None:
-        """Ends all of them."""
+        """End all processes."""
 
 
 class TokenCounter(Protocol):
-    """Knows how long texts are in tokens."""
+    """Measures texts in tokens."""
 
     async def fitting(self, name: TokenizerName, text: str, tokens: int) -> int | None:
-        """How many characters the first `tokens` tokens of a text make; None where that tokenizer is not to be had."""
+        """Return how many characters the first `tokens` tokens of a text cover; None if the tokenizer is not available."""

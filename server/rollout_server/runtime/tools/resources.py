@@ -1,4 +1,4 @@
-"""What the tool calls of all rollouts on a server share: slots, threads, processes, results that are kept."""
+"""Resources that the tool calls of all rollouts share: slots, threads, processes and cached results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _REMEMBERED = 1000
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """What tools may take of a server, whatever their authors say.
+    """Server-wide limits for tools, whatever their policies say.
 
     Args:
-        threads: plain functions that run at the same time, those among them that were given up and never returned. Calls
-            wait for a slot; when all are lost they fail.
-        output_bytes: of a result's text; the rest is cut.
-        image_bytes: of a result's images together; a larger result is an error.
-        cache_entries, cache_bytes: results that are kept.
+        threads: concurrent calls of synchronous functions, including abandoned calls that have not returned. Further calls
+            wait; they fail once abandoned calls hold all threads.
+        output_bytes: size of a result's text; longer texts are truncated.
+        image_bytes: total size of a result's images; a larger result is an error.
+        cache_entries, cache_bytes: size of the result cache.
     """
 
     threads: int = 64
@@ -34,7 +34,7 @@ class ToolLimits:
 
 
 class ToolResources:
-    """Belongs to one server and lives on its event loop. Without `processes` tools that want one fail, and say so."""
+    """Resources of one server. Lives on its event loop. Without `processes`, tools that need a process fail with an error."""
 
     def __init__(
         self,
@@ -51,20 +51,20 @@ class ToolResources:
         self._warned: set[Hashable] = set()
 
     def slots(self, tool: ServerRunTool) -> Slots | None:
-        """The slots that the tool has on the server; None: no limit. Tools made by one definition share them."""
+        """Return the tool's server-wide slots; None: no limit. Tools created from the same definition share them."""
         limit = tool.policy.server_concurrency
         if limit is None:
             return None
         return self._slots.setdefault((tool.definition, tool.name, limit), Slots(limit))
 
     def warn_author(self, tool: str, what: str) -> None:
-        """Tells the author of a fault of "tool NAME (PLACE)": as a warning once, after that for those who look closely."""
+        """Log a mistake of a tool's author as "tool NAME (LOCATION) ...": once as a warning, then at debug level."""
         again = (tool, what) in self._warned or len(self._warned) >= _REMEMBERED
         if not again:
             self._warned.add((tool, what))
         _log.log(logging.DEBUG if again else logging.WARNING, "%s %s", tool, what)
 
     async def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         if self.processes is not None:
             await self.processes.close()

@@ -1,4 +1,4 @@
-"""A semaphore for work that may never end: slots can be lost, and found again."""
+"""A semaphore for work that may never end: its slots can be lost and recovered."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 
 
 class NoFreeSlot(Exception):
-    """Every slot is held by work that was given up and goes on: waiting for one makes no sense."""
+    """Abandoned work holds every slot, so waiting for a slot would not end."""
 
 
 class Slots:
-    """Lives on one event loop. Slots are given in the order in which they were requested."""
+    """A fair semaphore: slots are granted in the order of the requests. Lives on one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -21,14 +21,14 @@ class Slots:
 
     @property
     def lost(self) -> int:
-        """Slots held by work that was given up."""
+        """Number of slots that abandoned work holds."""
         return self._lost
 
     async def acquire(self) -> None:
-        """Waits for a slot. Raises `NoFreeSlot`."""
+        """Wait for a slot. Raise `NoFreeSlot`."""
         if self._lost >= self.limit:
             raise NoFreeSlot
-        if self._free:
+        if self._free:  # then no task waits: `release` serves waiting tasks first
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -37,13 +37,13 @@ class Slots:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.release()  # it was given one in the same moment
+                self.release()  # the slot was granted just before the cancellation: pass it on, or it would leak
             elif turn in self._waiting:
                 self._waiting.remove(turn)
             raise
 
     def release(self) -> None:
-        """Gives a slot back."""
+        """Return a slot, or grant it to the next waiting task."""
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -52,7 +52,7 @@ class Slots:
         self._free += 1
 
     def lose(self) -> None:
-        """The holder of a slot was given up and goes on. Once all are lost, nobody waits any longer."""
+        """Mark the slot of an abandoned call as lost. Once all slots are lost, all waiting tasks get `NoFreeSlot`."""
         self._lost += 1
         while self._lost >= self.limit and self._waiting:
             turn = self._waiting.popleft()
@@ -60,6 +60,6 @@ class Slots:
                 turn.set_exception(NoFreeSlot())
 
     def recover(self) -> None:
-        """A holder that was given up has ended after all."""
+        """Return a lost slot: the abandoned call has ended after all."""
         self._lost -= 1
         self.release()

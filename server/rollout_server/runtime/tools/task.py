@@ -1,7 +1,7 @@
-"""What one call of an author's function has under way: a task, and threads where the function is a plain one.
+"""One running call of an author's function: a task, and threads if the function is synchronous.
 
-A call that is given up is cancelled and not waited for. It keeps its slots until all of it has ended: they stand for
-something that there is not more of. If it does not give way within a grace time they count as lost, and the log says so.
+An abandoned call is cancelled and not awaited. It keeps its slots until all of its parts have ended, because the slots stand
+for limited resources. If it does not end within a grace period, its slots count as lost and the log says so.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 5.0
-"""How long a function may take to give way after its call was given up."""
+"""How long a cancelled call may take to end before its slots count as lost."""
 
 
 class ToolTask:
     """One call: its task, its threads, its process and the slots that it holds."""
 
     def __init__(self, label: str, slots: Sequence[Slots] = (), worker: ToolWorker | None = None) -> None:
-        """Takes over `slots`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
+        """Take ownership of `slots`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
         self._label = label
         self._slots = slots
         self._worker = worker
@@ -40,7 +40,7 @@ class ToolTask:
         self._lost = False
 
     def start(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Begins. Called once."""
+        """Start the call. Call once."""
         self._parts += 1
         task = asyncio.create_task(_contain(coroutine), name=f"call of {self._label}")
         task.add_done_callback(self._task_ended)
@@ -48,7 +48,7 @@ class ToolTask:
         return task
 
     async def in_thread(self, work: Callable[[], object]) -> object:
-        """Runs a function in a daemon thread of its own. Cancelled, it leaves the thread alone."""
+        """Run a function in a new daemon thread. On cancellation the thread is abandoned."""
         loop = asyncio.get_running_loop()
         returned = loop.create_future()
         context = copy_context()
@@ -63,21 +63,22 @@ class ToolTask:
             try:
                 loop.call_soon_threadsafe(self._thread_ended, returned, result, error)
             except RuntimeError:
-                return  # the loop is closed: nobody waits
+                return  # the loop is closed, so no task waits for the result
 
+        # `_thread_ended` runs on this event loop, so it cannot decrement the counters before they are incremented here.
         Thread(target=run, name=self._label, daemon=True).start()
         self._parts += 1
         self._threads += 1
         return await returned
 
     async def in_process(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs the call in the process that was opened for it."""
+        """Run the call in the process that was opened for it."""
         if self._worker is None:
-            raise ToolFailed("The tool runs in a process of its own, which only a server starts", "RuntimeError")
+            raise ToolFailed("The tool needs its own process, which only a server starts", "RuntimeError")
         return await self._worker.call(arguments)
 
     def cancel(self) -> None:
-        """Cancels what is under way, and waits for nothing."""
+        """Cancel the call without waiting for it."""
         if self._task is not None:
             self._task.cancel()
         if self._parts and self._timer is None:
@@ -85,14 +86,14 @@ class ToolTask:
 
     def _lose_slots(self) -> None:
         self._lost = True
-        what = "is still in its thread" if self._threads else "does not give way to its cancellation"
-        _log.warning("%s %s and is left alone, with the places it holds", self._label, what)
+        what = "is still running in its thread" if self._threads else "ignores its cancellation"
+        _log.warning("%s %s and is abandoned with the slots it holds", self._label, what)
         for slots in self._slots:
             slots.lose()
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
-            task.exception()  # whoever waited was told of it
+            task.exception()  # mark it as retrieved: the waiting task gets it as well
         self._part_ended()
 
     def _thread_ended(self, returned: asyncio.Future[object], result: object, error: BaseException | None) -> None:
@@ -112,7 +113,7 @@ class ToolTask:
 
 
 async def _contain(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """What ends a program ends a call only."""
+    """Turn SystemExit and KeyboardInterrupt into `ToolFailed`: they end the call, not the program."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:
@@ -120,7 +121,10 @@ async def _contain(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def _for_future(error: BaseException) -> BaseException:
-    """As it is carried from a thread to whoever waits. A StopIteration cannot be set on a future: one would wait for ever."""
+    """Return the error in a form that a future accepts. A future refuses StopIteration, and the waiting task would hang.
+
+    A CancelledError from the function would look like a cancellation of the waiting task, so it is wrapped, too.
+    """
     if isinstance(error, StopIteration):
         return RuntimeError("StopIteration")
     if isinstance(error, SystemExit | KeyboardInterrupt | GeneratorExit | asyncio.CancelledError):

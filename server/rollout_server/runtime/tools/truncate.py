@@ -1,4 +1,4 @@
-"""Cutting results that are too long for a conversation. The model reads how much is missing."""
+"""Truncates results that are too long for a conversation. A note tells the model how much is missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PARTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class OutputLimit:
-    """How long a result may be.
+    """Maximum size of a result.
 
     Args:
-        text_bytes: of all its texts together, in UTF-8.
-        other_bytes: of its images together, as data URLs.
-        tokens: of all its texts together; None: any number.
-        measure: counts them by the tokenizer of that name, where both are there.
+        text_bytes: total size of its texts in UTF-8.
+        other_bytes: total size of its images as data URLs.
+        tokens: total length of its texts in tokens; None: no limit.
+        measure: counts tokens with `tokenizer`, if both are set.
     """
 
     text_bytes: int
@@ -34,7 +34,7 @@ class OutputLimit:
     tokenizer: TokenizerName | None = None
 
     async def cut(self, content: Content) -> Content:
-        """The content, or the start of it with a note. Raises `ToolError` for what cannot be cut."""
+        """Return the content, or its beginning with a note. Raise `ToolError` for content that cannot be truncated."""
         if isinstance(content, str):
             length = await self._fitting_length(content)
             return (
@@ -47,14 +47,14 @@ class OutputLimit:
             raise ToolError(
                 f"The result's images have {others:,} bytes as text, at most {self.other_bytes:,} are allowed"
             )
-        whole = "".join(_text_of_part(part) or "" for part in content)
-        length = await self._fitting_length(whole)
-        return content if length == len(whole) else _cut_parts(content, length, len(whole))
+        full_text = "".join(_text_of_part(part) or "" for part in content)
+        length = await self._fitting_length(full_text)
+        return content if length == len(full_text) else _cut_parts(content, length, len(full_text))
 
     async def _fitting_length(self, text: str) -> int:
-        """How many characters of a text are kept."""
+        """Return how many characters of a text are kept."""
         length = _within(text, self.text_bytes)
-        if self.tokens is None or 4 * length < self.tokens:  # no character takes more than four tokens
+        if self.tokens is None or 4 * length < self.tokens:  # a character has at most four bytes and thus four tokens
             return length
         if self.measure is not None and self.tokenizer is not None:
             fitting = await self.measure.fitting(self.tokenizer, text[:length], self.tokens)
@@ -64,13 +64,13 @@ class OutputLimit:
 
 
 def _within(text: str, size: int) -> int:
-    """How many characters have at most `size` bytes in UTF-8. Halves of surrogate pairs are written as question marks."""
+    """Return how many characters fit into `size` bytes of UTF-8. Lone surrogates count as question marks."""
     raw = text[:size].encode("utf-8", "replace")
     return min(len(text), size) if len(raw) <= size else len(raw[:size].decode("utf-8", "ignore"))
 
 
-def _cut_parts(content: Sequence[Mapping[str, JSON]], length: int, whole: int) -> Content:
-    """The first `length` characters of all texts together, and all that is no text."""
+def _cut_parts(content: Sequence[Mapping[str, JSON]], length: int, total: int) -> Content:
+    """Return the first `length` characters of all texts together, and all parts that are not text."""
     parts: list[Mapping[str, JSON]] = []
     left = length
     for part in content:
@@ -80,7 +80,7 @@ def _cut_parts(content: Sequence[Mapping[str, JSON]], length: int, whole: int) -
         elif left > 0:
             parts.append({**part, "text": text[:left]})
             left -= len(text)
-    return [*parts, {"type": "text", "text": _notice(whole - length, whole)}]
+    return [*parts, {"type": "text", "text": _notice(total - length, total)}]
 
 
 def _text_of_part(part: Mapping[str, JSON]) -> str | None:
@@ -88,5 +88,5 @@ def _text_of_part(part: Mapping[str, JSON]) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _notice(missing: int, whole: int) -> str:
-    return f"\n[Cut: the last {missing:,} of {whole:,} characters are missing]"
+def _notice(missing: int, total: int) -> str:
+    return f"\n[Cut: the last {missing:,} of {total:,} characters are missing]"

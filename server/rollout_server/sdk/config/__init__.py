@@ -1,4 +1,4 @@
-"""The earlier SDK's settings."""
+"""Settings of the earlier SDK."""
 
 from __future__ import annotations
 

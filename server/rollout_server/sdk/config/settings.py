@@ -1,4 +1,4 @@
-"""The earlier SDK's settings, under its environment names. Given to `create_app`, they go before those of `rollout config`."""
+"""Settings of the earlier SDK, with its environment names. If passed to `create_app`, they override those of `rollout config`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class RolloutClientSettings(BaseSettings):
-    """How `OsmosisLLMClient` speaks to a trainer. Times in seconds."""
+    """Timeouts, retries and connections of `OsmosisLLMClient`. Times in seconds."""
 
     model_config = SettingsConfigDict(env_prefix="OSMOSIS_ROLLOUT_CLIENT_", extra="ignore")
 
@@ -21,7 +21,7 @@ class RolloutClientSettings(BaseSettings):
 
 
 class RolloutServerSettings(BaseSettings):
-    """How much a server of `create_app` takes on. Times in seconds."""
+    """Capacity and retention of a server of `create_app`. Times in seconds."""
 
     model_config = SettingsConfigDict(env_prefix="OSMOSIS_ROLLOUT_SERVER_", extra="ignore")
 
@@ -31,7 +31,7 @@ class RolloutServerSettings(BaseSettings):
 
 
 class RolloutSettings(BaseSettings):
-    """All of them."""
+    """All settings of the SDK."""
 
     model_config = SettingsConfigDict(env_prefix="OSMOSIS_ROLLOUT_", extra="ignore")
 
@@ -41,7 +41,7 @@ class RolloutSettings(BaseSettings):
 
 
 class _InForce:
-    """The settings that `configure` gave, until they are reset."""
+    """Holder of the settings passed to `configure`; None until then."""
 
     def __init__(self) -> None:
         self.chosen: RolloutSettings | None = None
@@ -51,20 +51,20 @@ _IN_FORCE = _InForce()
 
 
 def get_settings() -> RolloutSettings:
-    """Those that `configure` gave; else what the environment says now."""
+    """Return the settings passed to `configure`, or else read the environment."""
     return RolloutSettings() if _IN_FORCE.chosen is None else _IN_FORCE.chosen
 
 
 def configure(settings: RolloutSettings) -> None:
-    """Gives the settings for the clients and servers that this process makes from now on."""
+    """Set the settings for all clients and servers that this process creates later."""
     _IN_FORCE.chosen = settings
 
 
 def reset_settings() -> None:
-    """Back to what the environment says."""
+    """Discard the settings passed to `configure`."""
     _IN_FORCE.chosen = None
 
 
 def chosen_settings() -> RolloutSettings | None:
-    """Those that `configure` gave, or None."""
+    """Return the settings passed to `configure`, or None."""
     return _IN_FORCE.chosen

@@ -1,4 +1,4 @@
-"""The earlier SDK's `core`: the base class, the context, the values and the errors."""
+"""The `core` package of the earlier SDK: base class, context, data types and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What authors of agent loops write against: the loop, its context and its result."""
+"""Base class, context and result of agent loops."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _LINE_LENGTH = 1024 * 1024
 
 @dataclass
 class RolloutResult:
-    """What `run` returns.
+    """Return value of `run`.
 
     Args:
         status: "COMPLETED" or "ERROR".
-        final_messages: the conversation; only grown since `request.messages`.
-        finish_reason: why it ended: "stop", "max_turns", "error" or a word of your own.
-        error_message: what went wrong, for an ERROR.
-        metrics: what was used, as the loop counted it.
-        reward: the loop's own judgement of the rollout; None: none.
+        final_messages: the whole conversation: `request.messages` and everything appended since.
+        finish_reason: why the rollout ended: "stop", "max_turns", "error" or your own word.
+        error_message: what failed, for an ERROR.
+        metrics: usage as the loop counted it.
+        reward: reward of the rollout, or None.
     """
 
     status: str
@@ -56,12 +56,12 @@ class RolloutResult:
 
 @dataclass
 class RolloutContext:
-    """One rollout, as its loop sees it.
+    """Context of one rollout, passed to `run`.
 
     Args:
-        request: what was asked for.
-        tools: what `get_tools` gave for it.
-        llm: what completes. In tests of your own it may be anything with `chat_completions` and `get_metrics`.
+        request: the rollout's request.
+        tools: what `get_tools` returned for the request.
+        llm: generates completions. In your tests it may be any object with `chat_completions` and `get_metrics`.
     """
 
     request: RolloutRequest
@@ -76,19 +76,21 @@ class RolloutContext:
     _noted: int = field(default=0, repr=False)
 
     async def chat(self, messages: list[MessageDict], **kwargs: Any) -> CompletionsResult:
-        """Asks the model for its answer to the whole conversation.
+        """Request a completion of the whole conversation.
 
-        Give it the list that you gave before, with the last answer and what came after it appended. `kwargs` are sampling
-        parameters of this call, `temperature`, `top_p`, `max_tokens`, `stop` and `logprobs`; the request's stand in for those
-        that are not given. Raises an `OsmosisRolloutError` when the trainer fails; the rollout is over then, whatever you do
-        about it.
+        Args:
+            messages: the previous list, plus the last completion and everything after it.
+            kwargs: sampling parameters of this call: `temperature`, `top_p`, `max_tokens`, `stop` and `logprobs`. Parameters that
+                are not given are the request's.
+
+        Raises an `OsmosisRolloutError` if the trainer fails. The rollout has then ended, even if you catch the error.
         """
         return await self.llm.chat_completions(messages, **kwargs)
 
     def complete(
         self, final_messages: list[MessageDict], finish_reason: str = "stop", reward: float | None = None
     ) -> RolloutResult:
-        """The result of a rollout that came to its end; return it from `run`."""
+        """Return the result of a completed rollout, for `run` to return."""
         return RolloutResult(
             status=RolloutStatus.COMPLETED.value,
             final_messages=final_messages,
@@ -98,7 +100,7 @@ class RolloutContext:
         )
 
     def error(self, error_message: str, final_messages: list[MessageDict] | None = None) -> RolloutResult:
-        """The result of a rollout that went wrong; return it from `run`."""
+        """Return the result of a failed rollout, for `run` to return."""
         return RolloutResult(
             status=RolloutStatus.ERROR.value,
             final_messages=final_messages or [],
@@ -108,7 +110,7 @@ class RolloutContext:
         )
 
     def record_tool_call(self, latency_ms: float = 0.0) -> None:
-        """Counts a tool call that you ran, and the milliseconds that it took."""
+        """Count a tool call that the loop ran, with its latency in milliseconds."""
         self._num_tool_calls += 1
         self._tool_latency_ms += latency_ms
         if self._took is not None:
@@ -116,19 +118,19 @@ class RolloutContext:
 
     @property
     def debug_enabled(self) -> bool:
-        """Whether `log_event` writes to a file."""
+        """Return whether `log_event` writes to a file."""
         return bool(self._debug_dir)
 
     def log_event(self, event_type: str, **data: Any) -> None:
-        """Remarks something: a note among the rollout's events, and a line of its debug file where there is one.
+        """Add a note to the rollout's events and, with a debug directory, a line to the rollout's debug file.
 
-        What is not JSON is written as `str` writes it. Nothing that goes wrong here reaches the loop.
+        Values that are not JSON are converted with `str`. Errors are logged and not raised.
         """
         entry = {"event": event_type, "rollout_id": self.request.rollout_id, **data}
         try:
             line = json.dumps(entry, default=str, ensure_ascii=False)
         except (ValueError, TypeError, RecursionError) as error:
-            _log.warning("event %r of the agent loop cannot be written: %s", event_type, error)
+            _log.warning("event %r of the agent loop is not serializable: %s", event_type, error)
             return
         if self._note is not None and self._noted < _NOTES:
             self._noted += 1
@@ -137,7 +139,7 @@ class RolloutContext:
             write_line(debug_file(self._debug_dir, self.request.rollout_id), line)
 
     def _build_metrics(self) -> RolloutMetrics:
-        """What the client counted, with the tool calls and times counted here."""
+        """Return the client's metrics with the tool calls and times counted here."""
         return self.llm.get_metrics().model_copy(
             update={
                 "total_latency_ms": 1000 * (time.monotonic() - self._start_time),
@@ -148,19 +150,19 @@ class RolloutContext:
 
 
 class RolloutAgentLoop(ABC):
-    """An agent of the earlier SDK: a name, tools for each request, and a loop.
+    """Base class of agents of the earlier SDK: a name, tools per request, and a loop.
 
-    One object plays many rollouts at the same time: what belongs to one of them lives in `run`, not in `self`.
+    One object runs many rollouts at the same time. Keep the state of a rollout in local variables of `run`, not in `self`.
 
     Attributes:
-        name: unique within a server, at most 256 characters. A class that can be used without one is a TypeError.
+        name: unique within a server, at most 256 characters. Defining a concrete class without a name raises TypeError.
     """
 
     name: str
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        # ABCMeta looks for abstract methods only after this.
+        # `__abstractmethods__` is not set yet: ABCMeta computes it after `__init_subclass__`.
         if any(getattr(getattr(cls, each, None), "__isabstractmethod__", False) for each in dir(cls)):
             return
         name = getattr(cls, "name", None)
@@ -170,21 +172,27 @@ class RolloutAgentLoop(ABC):
 
     @abstractmethod
     def get_tools(self, request: RolloutRequest) -> list[OpenAIFunctionToolSchema]:
-        """The tools that the model is told in this rollout; an empty list for none."""
+        """Return the tools that the model is offered in this rollout; an empty list for none."""
 
     def get_default_tools(self) -> list[OpenAIFunctionToolSchema]:
-        """Those for nobody's request: `GET /tools` tells them. Write it where `get_tools` needs more of a request to choose."""
+        """Return the tools of `GET /tools`, which has no rollout request.
+
+        Override it if `get_tools` depends on more of a request than the sample request contains.
+        """
         from rollout_server.sdk.request_view import sample_request
 
         return self.get_tools(sample_request())
 
     @abstractmethod
     async def run(self, ctx: RolloutContext) -> RolloutResult:
-        """Plays one rollout and returns `ctx.complete(...)` or `ctx.error(...)`."""
+        """Run one rollout and return `ctx.complete(...)` or `ctx.error(...)`."""
 
 
 def debug_file(directory: str, rollout_id: str) -> Path:
-    """`DIRECTORY/ROLLOUT_ID.jsonl`. An id cannot lead out of the directory: what is no part of a file's name is escaped."""
+    """Return `DIRECTORY/ROLLOUT_ID.jsonl`.
+
+    An id cannot lead out of the directory: characters that are unsafe in a file name are escaped, and a long id ends with its hash.
+    """
     name = quote(rollout_id, safe=" ", errors="surrogatepass")
     if name.startswith("."):
         name = f"%2E{name[1:]}"
@@ -194,9 +202,9 @@ def debug_file(directory: str, rollout_id: str) -> Path:
 
 
 def write_line(path: Path, line: str) -> None:
-    """Appends a line at once: what came before a crash is what such a file is for. What goes wrong is logged."""
+    """Append a line and close the file, so that the line survives a crash. Errors are logged and not raised."""
     if len(line) > _LINE_LENGTH:
-        _log.warning("an event of %d characters is not written to %s", len(line), path.name)
+        _log.warning("event of %d characters not written to %s: too long", len(line), path.name)
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

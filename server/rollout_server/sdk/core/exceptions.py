@@ -1,4 +1,4 @@
-"""The earlier SDK's errors."""
+"""Errors of the earlier SDK."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class OsmosisRolloutError(Exception):
-    """What all errors of this room are. Raised out of an agent's `run`, its text becomes the rollout's error message."""
+    """Base class of all errors here. If an agent's `run` raises one, its text becomes the rollout's error message."""
 
 
 class OsmosisTransportError(OsmosisRolloutError):
-    """The trainer could not be reached, or the connection broke."""
+    """The trainer is not reachable, or the connection broke."""
 
 
 class OsmosisServerError(OsmosisRolloutError):
-    """The trainer answered 5xx, and went on doing so. `status_code` is its last status."""
+    """The trainer returned 5xx, also after all retries. `status_code` is its last status."""
 
     def __init__(self, message: str, status_code: int) -> None:
         super().__init__(message)
@@ -22,7 +22,7 @@ class OsmosisServerError(OsmosisRolloutError):
 
 
 class OsmosisValidationError(OsmosisRolloutError):
-    """The request was wrong: the trainer answered 4xx, or nothing was sent (then `status_code` is 400)."""
+    """The request is invalid: the trainer returned 4xx, or the request was not sent (then `status_code` is 400)."""
 
     def __init__(self, message: str, status_code: int) -> None:
         super().__init__(message)
@@ -30,20 +30,20 @@ class OsmosisValidationError(OsmosisRolloutError):
 
 
 class OsmosisTimeoutError(OsmosisRolloutError):
-    """No answer came in time."""
+    """The trainer did not respond in time."""
 
 
 class AgentLoopNotFoundError(OsmosisRolloutError):
-    """No agent loop of that `name` is registered; `available` are those that are."""
+    """No agent loop with this `name` is registered; `available` lists the registered names."""
 
     def __init__(self, name: str, available: Sequence[str]) -> None:
-        super().__init__(f"no agent loop {name!r} is registered; there are {sorted(available)}")
+        super().__init__(f"no agent loop {name!r} is registered; registered are {sorted(available)}")
         self.name = name
         self.available = list(available)
 
 
 class ToolExecutionError(OsmosisRolloutError):
-    """A tool failed. Which call and which tool it was may be empty."""
+    """A tool failed. The id of the call and the name of the tool may be empty."""
 
     def __init__(self, message: str, tool_call_id: str = "", tool_name: str = "") -> None:
         super().__init__(message)
@@ -52,4 +52,4 @@ class ToolExecutionError(OsmosisRolloutError):
 
 
 class ToolArgumentError(ToolExecutionError):
-    """The arguments of a tool call cannot be read."""
+    """The arguments of a tool call are malformed."""

@@ -1,4 +1,4 @@
-"""What an agent loop needs of whatever completes for it."""
+"""Protocol of the LLM client that an agent loop uses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class LLMClientProtocol(Protocol):
-    """Completes conversations and counts what it used. In a rollout that is the rollout itself, in a test whatever you like."""
+    """Generates completions and counts usage. In a rollout the run implements it; in a test it may be any object."""
 
     async def chat_completions(self, messages: list[MessageDict], **kwargs: Any) -> CompletionsResult:
-        """The model's answer to the whole conversation."""
+        """Return the model's completion of the whole conversation."""
 
     def get_metrics(self) -> RolloutMetrics:
-        """What was used so far: calls, tokens and milliseconds of completions."""
+        """Return the usage so far: calls, tokens and milliseconds of completions."""

@@ -1,6 +1,6 @@
-"""The earlier SDK's values: requests, answers, tools and metrics, with its field names and defaults.
+"""Data types of the earlier SDK: requests, responses, tools and metrics, with its field names and defaults.
 
-The shapes of the wire are in docs/design.md, dialect B.
+docs/design.md, protocol B, describes their JSON forms.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.spec_validation import ID_LENGTH
 
 MessageDict: TypeAlias = dict[str, Any]
-"""A message: `{"role": "tool", "content": "8", "tool_call_id": "call_1"}`."""
+"""A message, for example `{"role": "tool", "content": "8", "tool_call_id": "call_1"}`."""
 
 SamplingParamsDict: TypeAlias = dict[str, Any]
-"""Sampling parameters: `{"temperature": 0.7, "max_tokens": 512}`."""
+"""Sampling parameters, for example `{"temperature": 0.7, "max_tokens": 512}`."""
 
 
 class MetadataBound:
-    """The largest metadata of a request, which the earlier SDK lets a process set for itself."""
+    """Process-wide limit of a request's metadata, in bytes of JSON. The earlier SDK lets programs change it."""
 
     default = 1024 * 1024
 
@@ -33,9 +33,9 @@ class MetadataBound:
         self.most = self.default
 
     def set(self, size_bytes: int) -> None:
-        """Sets it. Raises ValueError for less than one byte."""
+        """Set the limit. Raises ValueError for less than one byte."""
         if size_bytes < 1:
-            raise ValueError(f"the largest metadata must have at least 1 byte, not {size_bytes}")
+            raise ValueError(f"the metadata limit must be at least 1 byte, not {size_bytes}")
         self.most = size_bytes
 
 
@@ -43,14 +43,14 @@ METADATA = MetadataBound()
 
 
 def require_id(value: str) -> str:
-    """A rollout id. Raises ValueError for a blank one."""
+    """Return the rollout id. Raises ValueError if it is blank."""
     if not value.strip():
         raise ValueError("must not be blank")
     return value
 
 
 def require_url(value: str) -> str:
-    """An http or https URL with a host, without its trailing slash. Raises ValueError for another."""
+    """Return the URL without trailing slashes. Raises ValueError unless it is http or https and has a host."""
     try:
         parts = urlsplit(value)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname)
@@ -65,12 +65,15 @@ DEFAULT_MAX_METADATA_SIZE_BYTES = METADATA.default
 
 
 def get_max_metadata_size_bytes() -> int:
-    """How many bytes of JSON the metadata of a `RolloutRequest` may have."""
+    """Return the limit of a `RolloutRequest`'s metadata, in bytes of JSON."""
     return METADATA.most
 
 
 def set_max_metadata_size_bytes(size_bytes: int) -> None:
-    """Sets it for requests made in this process; the server's own limit is ROLLOUT_MAX_METADATA_BYTES. ValueError below 1."""
+    """Set the limit for `RolloutRequest` in this process. The server's own limit is ROLLOUT_MAX_METADATA_BYTES.
+
+    Raises ValueError for less than one byte.
+    """
     METADATA.set(size_bytes)
 
 
@@ -83,7 +86,7 @@ class OpenAIFunctionPropertySchema(BaseModel):
 
 
 class OpenAIFunctionParametersSchema(BaseModel):
-    """The parameters of a tool, as JSON Schema of an object."""
+    """The parameters of a tool, as a JSON Schema object."""
 
     type: str = "object"
     properties: dict[str, OpenAIFunctionPropertySchema]
@@ -95,7 +98,7 @@ def _no_parameters() -> OpenAIFunctionParametersSchema:
 
 
 class OpenAIFunctionSchema(BaseModel):
-    """What the model is told of a function."""
+    """A function as it is described to the model."""
 
     name: str
     description: str
@@ -104,21 +107,21 @@ class OpenAIFunctionSchema(BaseModel):
 
 
 class OpenAIFunctionToolSchema(BaseModel):
-    """A tool, as it is told to models and trainers. `type` is "function"."""
+    """A tool as it is described to models and trainers. `type` is "function"."""
 
     type: str
     function: OpenAIFunctionSchema
 
 
 class OpenAIFunctionParsedSchema(BaseModel):
-    """A call as a model wrote it: the arguments are text."""
+    """A function call as the model wrote it, with arguments as text."""
 
     name: str
     arguments: str
 
 
 class OpenAIFunctionCallSchema(BaseModel):
-    """A call whose arguments were read."""
+    """A function call with parsed arguments."""
 
     name: str
     arguments: dict[str, Any]
@@ -127,7 +130,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     def from_openai_function_parsed_schema(
         parsed_schema: OpenAIFunctionParsedSchema,
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
-        """The call, and whether its arguments could not be read as an object: then there are none."""
+        """Return the call, and True if its arguments are not a JSON object; they are empty then."""
         try:
             arguments = dict(parse_object(parsed_schema.arguments))
         except MalformedMessage:
@@ -136,7 +139,7 @@ class OpenAIFunctionCallSchema(BaseModel):
 
 
 class OpenAIFunctionToolCall(BaseModel):
-    """One tool call of an answer."""
+    """One tool call of a completion."""
 
     id: str
     type: Literal["function"] = "function"
@@ -144,7 +147,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool gave: text, and lists of images and videos."""
+    """Result of a tool: text, images and videos."""
 
     text: str | None = None
     image: list[Any] | None = None
@@ -156,27 +159,27 @@ class ToolResponse(BaseModel):
         if isinstance(values, Mapping):
             for name in ("image", "video"):
                 if values.get(name) is not None and not isinstance(values[name], list):
-                    raise ValueError(f"{name} must be a list; put a single one into a list")
+                    raise ValueError(f"{name} must be a list, also for a single item")
         return values
 
     def is_empty(self) -> bool:
-        """There is nothing in it."""
+        """Return whether the result has no content."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """There is text and nothing else."""
+        """Return whether the result is only text."""
         return bool(self.text) and not self.image and not self.video
 
 
 class RolloutStatus(StrEnum):
-    """How a rollout ended."""
+    """Status of a finished rollout."""
 
     COMPLETED = "COMPLETED"
     ERROR = "ERROR"
 
 
 class RolloutMetrics(BaseModel):
-    """What a rollout used; times in milliseconds."""
+    """Usage of a rollout. Times in milliseconds."""
 
     total_latency_ms: float = 0.0
     llm_latency_ms: float = 0.0
@@ -189,7 +192,7 @@ class RolloutMetrics(BaseModel):
 
 
 class RolloutRequest(BaseModel):
-    """What a rollout was asked to be. In a rollout `api_key` is None: agents are not told credentials."""
+    """Request of a rollout. Within a rollout `api_key` is None, because agents do not receive credentials."""
 
     rollout_id: str = Field(min_length=1, max_length=ID_LENGTH)
     server_url: str
@@ -216,12 +219,12 @@ class RolloutRequest(BaseModel):
     def _check_metadata(self) -> RolloutRequest:
         size = len(to_json(self.metadata, inf_nan_mode="constants"))
         if size > METADATA.most:
-            raise ValueError(f"metadata has {size} bytes as JSON, at most {METADATA.most} are allowed")
+            raise ValueError(f"metadata has {size} bytes as JSON; the limit is {METADATA.most}")
         return self
 
 
 class InitResponse(BaseModel):
-    """The answer to `POST /v1/rollout/init`."""
+    """The response to `POST /v1/rollout/init`."""
 
     rollout_id: str
     tools: list[OpenAIFunctionToolSchema] = Field(default_factory=list)
@@ -259,7 +262,7 @@ class CompletionsRequest(BaseModel):
 
 
 class CompletionsChoice(BaseModel):
-    """One answer among those of a completion."""
+    """One choice of a completion."""
 
     index: int = 0
     message: MessageDict
@@ -267,7 +270,7 @@ class CompletionsChoice(BaseModel):
 
 
 class CompletionUsage(BaseModel):
-    """Tokens as the trainer counts them."""
+    """Token counts of a completion, as the trainer reports them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -275,7 +278,7 @@ class CompletionUsage(BaseModel):
 
 
 class CompletionsResponse(BaseModel):
-    """The answer to `POST /v1/chat/completions`; the ids and logprobs are those of the generated tokens."""
+    """The response to `POST /v1/chat/completions`. `token_ids` and `logprobs` belong to the generated tokens."""
 
     id: str
     object: str = "chat.completion"
@@ -289,6 +292,6 @@ class CompletionsResponse(BaseModel):
 
 
 def copy_message(message: Mapping[str, Any]) -> MessageDict:
-    """A message of its own, with nothing in it that belongs to another. Raises TypeError or ValueError for what is not JSON."""
+    """Return a deep copy of a message. Raises TypeError or ValueError if it is not JSON."""
     made: MessageDict = json.loads(json.dumps(dict(message), allow_nan=False))
     return made

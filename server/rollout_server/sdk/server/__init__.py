@@ -1,4 +1,4 @@
-"""The earlier SDK's server."""
+"""The server package of the earlier SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`create_app`: an agent loop as an ASGI application, with this project's server and gateway inside."""
+"""`create_app`: an agent loop as an ASGI application that contains the server and its gateway."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class AppOptions(TypedDict, total=False):
-    """What `create_app` takes by name only.
+    """Keyword-only arguments of `create_app`.
 
-    api_key: demanded as a bearer token, or as it is, by everything but `GET /health`.
-    debug_dir: where `log_event` writes, one file for each rollout.
-    on_startup: awaited before the first request is taken; what it raises stops the application.
-    on_shutdown: awaited when rollouts have ended.
-    credentials, server_host, server_port: for registering with the earlier SDK's platform, which is not done here.
+    api_key: required by all routes except `GET /health`, as a bearer token or bare.
+    debug_dir: directory in which `log_event` writes one file per rollout.
+    on_startup: awaited before the first request. An exception stops the application.
+    on_shutdown: awaited when all rollouts have ended.
+    credentials, server_host, server_port: for registration with the earlier SDK's platform, which is not supported.
     """
 
     api_key: str | None
@@ -41,26 +41,26 @@ def create_app(
     settings: RolloutSettings | None = None,
     **options: Unpack[AppOptions],
 ) -> FastAPI:
-    """An application for any ASGI server, which speaks both HTTP dialects for this loop.
+    """Return an ASGI application that serves this loop over both Osmosis HTTP APIs.
 
-    The server starts with the application's lifespan, in its event loop, and stops with it: run it with `uvicorn`, or in tests
-    with `with TestClient(app) as client:`. What is not given is read from the environment (`rollout config`). One process
-    serves one application; it knows its own rollouts only.
+    The server starts and stops with the application's lifespan and runs in its event loop. Use `uvicorn`, or in tests
+    `with TestClient(app) as client:`. Arguments that are not given are read from the environment (`rollout config`). Run a single
+    worker process, because processes do not share rollouts.
 
     Args:
         agent_loop: the agent.
-        max_concurrent: rollouts that run at the same time; more wait. 100 unless the environment says otherwise.
-        record_ttl_seconds: how long a finished rollout is remembered. 3600 unless the environment says otherwise.
-        settings: stands in for what is not given; `configure` gives it for all applications.
+        max_concurrent: maximum of concurrent rollouts; more rollouts wait. Default: 100.
+        record_ttl_seconds: seconds for which a finished rollout is kept. Default: 3600.
+        settings: values for arguments that are not given. `configure` sets them for all applications.
         options: see `AppOptions`.
 
-    Raises TypeError or ValueError for a loop or a setting that cannot be served.
+    Raises TypeError or ValueError for an invalid loop or setting.
     """
-    from rollout_server.sdk.server.embedded import Hooks, embed_server  # FastAPI takes its time
+    from rollout_server.sdk.server.embedded import Hooks, embed_server  # imported late: FastAPI is slow to import
 
     check_options("create_app", options, AppOptions)
     if options.get("credentials") is not None:
-        raise ValueError("credentials: this server does not register with a platform; leave them out")
+        raise ValueError("credentials: this server does not register with a platform; omit them")
     agent = as_agent(agent_loop, debug_dir=options.get("debug_dir"))
     values = settings_fields(settings)
     parameters = {
@@ -73,7 +73,7 @@ def create_app(
 
 
 def settings_fields(settings: RolloutSettings | None) -> dict[str, object]:
-    """The settings of this server that these name, or those that `configure` gave; none where there are neither."""
+    """Return these settings, or else those of `configure`, under this server's field names; empty without either."""
     chosen = settings or chosen_settings()
     if chosen is None:
         return {}

@@ -1,4 +1,4 @@
-"""The server and the gateway inside a host application's event loop."""
+"""The server and the gateway in the event loop of a host application."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Hook = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What the host does before the server takes requests, and after it has stopped."""
+    """Callbacks of the host: before the server accepts requests, and after it has stopped."""
 
     on_startup: Hook | None = None
     on_shutdown: Hook | None = None
 
 
 class _GatewayApp:
-    """The gateway's application while the lifespan lasts."""
+    """ASGI application that forwards to the gateway during the lifespan, and returns 503 outside of it."""
 
     def __init__(self) -> None:
         self.gateway: ASGIApp | None = None
@@ -38,18 +38,18 @@ class _GatewayApp:
         if scope["type"] != "http":
             return
         if self.gateway is None:
-            text = "the server has not started: it does with the application's lifespan, in tests `with TestClient(app) as client:`"
+            text = "the server starts with the application's lifespan; in tests use `with TestClient(app) as client:`"
             await JSONResponse({"detail": text}, 503)(scope, receive, send)
             return
         await self.gateway(scope, receive, send)
 
 
 def embed_server(agent: Agent, values: Mapping[str, object], hooks: Hooks) -> FastAPI:
-    """An application that serves this agent for as long as its lifespan. Raises ValueError for settings that cannot be used.
+    """Return an application that serves this agent during its lifespan. Raises ValueError for invalid settings.
 
-    Routes that its owner adds go first; everything else is the gateway's.
+    Routes that the host adds take precedence. The gateway handles all other requests.
     """
-    # gRPC is for the gateway inside alone: nobody was told of a port.
+    # The gRPC port serves only the embedded gateway, so any free port on loopback will do.
     settings = load(**values, http=False, host="127.0.0.1", grpc_port=0)
     gateway_app = _GatewayApp()
 

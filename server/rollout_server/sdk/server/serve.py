@@ -1,4 +1,4 @@
-"""`serve_agent_loop`: the whole service for one agent loop, until it is told to stop."""
+"""`serve_agent_loop`: serve one agent loop until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _log = logging.getLogger(__name__)
 DEFAULT_HOST = "0.0.0.0"
 DEFAULT_PORT = 9000
 ANY_TARGET = ("0.0.0.0/0", "::/0", "127.0.0.0/8", "::1")
-"""All that may be called at all, loopback included: the earlier SDK's trainers often run on the machine of the agent."""
+"""All permitted targets including loopback, because trainers of the earlier SDK often run on the agent's machine."""
 
 
 class ServeError(Exception):
-    """The service cannot be started this way."""
+    """The service cannot start with these options."""
 
 
 class ServeOptions(TypedDict, total=False):
-    """What `serve_agent_loop` takes by name only.
+    """Further keyword-only arguments of `serve_agent_loop`.
 
     log_level: "debug", "info", "warning" or "error".
-    reload: not here: `rollout serve FILE.py:OBJECT --reload` restarts the service when a file changes.
+    reload: not supported; use `rollout serve FILE.py:OBJECT --reload`.
     settings: as in `create_app`.
-    api_key: demanded of callers; without one the service is open to whoever reaches it.
-    local_debug: no key is demanded, whatever `api_key` says. Not for production.
-    debug_dir: `log_event` writes into `DIRECTORY/SECONDS_SINCE_1970/`.
-    skip_register: this server never registers with a platform.
+    api_key: required from callers. Without a key, anyone who can reach the port can use the service.
+    local_debug: require no key, even with `api_key`. Not for production.
+    debug_dir: `log_event` writes to `DIRECTORY/UNIX_SECONDS/`.
+    skip_register: ignored; this server never registers with a platform.
     """
 
     log_level: str
@@ -54,18 +54,27 @@ def serve_agent_loop(
     validate: bool = True,
     **options: Unpack[ServeOptions],
 ) -> None:
-    """Serves the loop over HTTP and gRPC until SIGTERM or Ctrl-C. Raises `AgentLoopValidationError` or `ServeError`.
+    """Serve the loop over HTTP and gRPC until SIGTERM or Ctrl-C.
 
-    As in the earlier SDK, by default other machines reach it, and it calls trainers anywhere, on this machine too; ROLLOUT_TARGETS
-    limits that.
+    As in the earlier SDK, it listens on all interfaces by default and calls trainers at any address, including loopback.
+    ROLLOUT_TARGETS limits the addresses.
+
+    Args:
+        agent_loop: the agent.
+        host: address to listen on.
+        port: HTTP port.
+        validate: check the loop first.
+        options: see `ServeOptions`.
+
+    Raises `AgentLoopValidationError` for an invalid loop, `ServeError` for an unsupported option.
     """
     check_options("serve_agent_loop", options, ServeOptions)
-    from rollout_server import app  # gRPC takes its time
+    from rollout_server import app  # imported late: gRPC is slow to import
     from rollout_server.sdk.server.app import settings_fields
     from rollout_server.settings import load
 
     if options.get("reload"):
-        raise ServeError("reload: use `rollout serve FILE.py:OBJECT --reload`, which restarts the whole service")
+        raise ServeError("reload is not supported; use `rollout serve FILE.py:OBJECT --reload`")
     if validate:
         validate_and_report(agent_loop).raise_if_invalid()
     directory = options.get("debug_dir")
@@ -81,12 +90,12 @@ def serve_agent_loop(
 
 
 def validate_and_report(agent_loop: RolloutAgentLoop, *, verbose: bool = False) -> ValidationResult:
-    """Checks the loop and logs what was found; with `verbose` also that nothing was."""
+    """Validate the loop and log errors and warnings; with `verbose` also log success."""
     result = validate_agent_loop(agent_loop)
     for error in result.errors:
         _log.error("agent loop: %s", error)
     for warning in result.warnings:
         _log.warning("agent loop: %s", warning)
     if verbose and result:
-        _log.info("agent loop %s can be served, with %d tools", result.agent_name, result.tool_count)
+        _log.info("agent loop %s is valid, with %d tools", result.agent_name, result.tool_count)
     return result

@@ -1,1 +1,1 @@
-"""What a strict trainer checks: masks, histories, token mode, and the rules of each protocol. No I/O."""
+"""The checks of a strict trainer: masks, histories, token mode and the rules of each protocol. No I/O."""

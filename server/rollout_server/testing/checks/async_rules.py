@@ -1,4 +1,4 @@
-"""The law of the asynchronous dialect (docs/design.md, B): one key for each turn and its attempts, verbatim history, no mask."""
+"""Rules of the asynchronous HTTP API (docs/design.md, B): one key for all attempts of a turn, verbatim history, no mask."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -14,45 +14,48 @@ _COUNTS: Final = ("num_llm_calls", "num_tool_calls", "prompt_tokens", "response_
 
 
 def call_fault(call: CompletionCall, keyed: Keyed, state: JudgedRollout) -> tuple[RefusalReason, str] | None:
-    """What is wrong with a call beside its history, as a reason and a text; None if nothing is."""
+    """Return what is wrong with a request, apart from its history, as reason and text; None if it is correct."""
     if keyed.fault:
         return RefusalReason.BODY, keyed.fault
     if call.mask is not None:
-        return RefusalReason.MASK, "response_mask came, but in this dialect the trainer derives it"
+        return RefusalReason.MASK, "response_mask is set, but in the asynchronous HTTP API the trainer derives it"
     if not keyed.turn_key:
         return (
             RefusalReason.KEY,
-            "the header Idempotency-Key is missing: every attempt of a turn carries the turn's key",
+            "the header Idempotency-Key is missing: every attempt of a turn must send the turn's key",
         )
     if state.delivery:
-        return RefusalReason.OVER, "the outcome of this rollout was delivered: no completion is asked for after that"
+        return (
+            RefusalReason.OVER,
+            "the outcome of this rollout was already delivered: no completion may be requested after it",
+        )
     fault = _key_fault(keyed.turn_key, call, state)
     return (RefusalReason.KEY, fault) if fault else None
 
 
 def _key_fault(key: str, call: CompletionCall, state: JudgedRollout) -> str | None:
     if key in state.turn_keys[:-1]:
-        return f"the Idempotency-Key is that of turn {state.turn_keys.index(key) + 1}: each turn has a key of its own"
+        return f"the Idempotency-Key is that of turn {state.turn_keys.index(key) + 1}: each turn must have its own key"
     if state.turn_keys[-1:] == [key]:
         if state.repeats_last_request(call.messages):
             return None
-        return f"the Idempotency-Key is that of turn {state.next_turn - 1}, but the messages are others"
+        return f"the Idempotency-Key is that of turn {state.next_turn - 1}, but the messages differ"
     if state.pending_key not in ("", key):
-        return f"turn {state.next_turn} was asked for before under another Idempotency-Key"
+        return f"turn {state.next_turn} was requested before under another Idempotency-Key"
     return None
 
 
 def outcome_fault(notice: OutcomeNotice, state: JudgedRollout) -> str | None:
-    """What is wrong with an outcome that came for the first time; None if nothing is.
+    """Return what is wrong with an outcome that is delivered for the first time; None if it is correct.
 
-    What a trainer saw and counted is compared where the completions came in this dialect too.
+    Its messages and token counts are compared only if the completions were requested through the asynchronous HTTP API too.
     """
     body = notice.body
     fault = body_fault(body)
     if fault:
         return fault
     if not notice.key:
-        return "the header Idempotency-Key is missing: every delivery of an outcome carries the same key"
+        return "the header Idempotency-Key is missing: every delivery of an outcome must send the same key"
     if notice.key in state.turn_keys:
         return "the Idempotency-Key is that of a turn"
     if state.turn_keys and not state.turn_keys[0]:
@@ -64,10 +67,10 @@ def outcome_fault(notice: OutcomeNotice, state: JudgedRollout) -> str | None:
 
 
 def body_fault(body: Mapping[str, Any]) -> str | None:
-    """Which field of an outcome is missing, unknown or of the wrong type; None if all is well."""
+    """Return which field of an outcome is missing, unknown or of the wrong type; None if all are correct."""
     known = {name: value for name, value in body.items() if value is not None}
     if unknown := set(body) - set(_FIELDS):
-        return f"unknown fields {sorted(unknown)}: extra_fields is the place for more"
+        return f"unknown fields {sorted(unknown)}: put further fields into extra_fields"
     for name, (wanted, needed, fits) in _FIELDS.items():
         if name not in known and needed:
             return f"{name} is missing"
@@ -76,14 +79,14 @@ def body_fault(body: Mapping[str, Any]) -> str | None:
     if known["status"] == "COMPLETED":
         return "error_message came with status COMPLETED" if "error_message" in known else None
     if not str(known.get("error_message", "")).strip():
-        return "error_message has to say what went wrong"
+        return "error_message has to describe the failure"
     return None if known["finish_reason"] == "error" else "finish_reason of an ERROR has to be 'error'"
 
 
 def _counts_fault(metrics: Mapping[str, Any], reported: Sequence[TokenCounts], *, completed: bool) -> str | None:
-    """How `metrics` differ from what was reported, turn by turn.
+    """Return how `metrics` differ from the sums of the token counts that the trainer reported.
 
-    The last answer of a rollout that failed may never have arrived, or not have been one.
+    If the rollout failed, the last completion may have been lost or malformed, so one turn may be missing.
     """
     calls = metrics["num_llm_calls"]
     if calls != len(reported) and (completed or calls != len(reported) - 1):
@@ -95,7 +98,7 @@ def _counts_fault(metrics: Mapping[str, Any], reported: Sequence[TokenCounts], *
     sums["max_context_tokens"] = None if None in both else max((length for length in both if length), default=0)
     for name, right in sums.items():
         if right is not None and metrics[name] != right:
-            return f"metrics.{name} is {metrics[name]}, this trainer told of {right}"
+            return f"metrics.{name} is {metrics[name]}, this trainer reported {right}"
     return None
 
 
@@ -139,4 +142,4 @@ _FIELDS: Final[Mapping[str, tuple[str, bool, Callable[[Any], bool]]]] = MappingP
         "extra_fields": ("an object", True, lambda value: isinstance(value, dict)),
     }
 )
-"""By name: what it has to be, whether it has to be there, and whether a value is that."""
+"""By field name: description of the expected value, whether the field is required, and a check of a value."""

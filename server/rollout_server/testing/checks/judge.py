@@ -1,14 +1,14 @@
-"""The law of both dialects, as a strict trainer applies it. No HTTP, no clock, no randomness.
+"""The rules of all trainer protocols, as the strict trainer applies them. No HTTP, no clock, no randomness.
 
-The judge keeps, for each rollout, the messages it has seen and the lengths of its own full renderings. On call k > 1
-``len(render k) - len(render k-1) - len(answer k-1)`` tokens are new, whatever they are, and the mask has to have exactly
-that many zeros. What it accumulates is the sample that a trainer would train on.
+For each rollout the judge keeps the messages and the lengths of its own full renderings. In request k > 1,
+``len(render k) - len(render k-1) - len(completion k-1)`` tokens are new, and the mask must have exactly that many zeros. The judge
+accumulates the sample that a trainer would train on. A refused request or a scripted fault does not change the rollout.
 
-A refused call and a committed fault leave the rollout as it was. In the masked dialect an id starts anew, as docs/design.md
-(A) has it, when its last answer called no tools and a call comes with a null mask and without any answer given before;
-what was found until then is kept as an earlier verdict. In the asynchronous dialect (B) there is no mask to count; what is
-judged beside the history is in `async_rules`, and a turn that is asked for again under its key gets a sibling of its answer.
-In token mode the ids come with the call, and `token_mode_check` says whether they are what the messages give.
+* Synchronous HTTP API (docs/design.md, A): an id starts a new rollout if its last completion called no tools, and a request has a
+  null mask and contains none of the earlier completions. The findings so far are kept as an earlier verdict.
+* Asynchronous HTTP API (B): there is no mask. `async_rules` has the rules besides the history. A turn that is requested again under
+  its key gets another completion (a *sibling*), which replaces the earlier one.
+* Token mode: the request contains the ids, and `token_mode_check` verifies that the messages render to them.
 """
 
 import threading
@@ -28,11 +28,11 @@ _KEYS_KEPT: Final = 16 * ROLLOUTS_KEPT
 
 
 class Judge:
-    """Checks calls and outcomes, turns replies into answers, and keeps a verdict for each of the last `rollouts_kept`.
+    """Verifies requests and outcomes, turns replies into completions, and keeps the verdicts of the last `rollouts_kept` rollouts.
 
-    With `reuses_ids` an id of the asynchronous dialect may begin anew once its outcome is settled. `check` and `accept`
-    belong together and are for one thread, the one that owns the renderer. Outcomes may come, verdicts be read, and
-    rollouts forgotten, from any other.
+    With `reuses_ids` a rollout id of the asynchronous HTTP API may be used again once its outcome is settled.
+
+    Threads: call `check`, `completion` and `accept` only in the thread that owns the renderer. All other methods are thread-safe.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Judge:
         self._lock = threading.Lock()
 
     def check(self, call: CompletionCall) -> CheckedPrompt:
-        """The prompt that a right call gives. RefusedError for a wrong one, which is then part of the verdict."""
+        """Return the prompt of a correct request. Raises RefusedError for a wrong one, and records the refusal in the verdict."""
         state = self._states.get(call.key) or JudgedRollout(call.key)
         over = self._is_over(call, state)
         begins = state.next_turn == 1 or over
@@ -64,14 +64,14 @@ class Judge:
             raise
 
     def refuse(self, rollout_id: str, refusal: Refusal) -> None:
-        """Notes in the verdict that a call was refused."""
+        """Record in the verdict that a request was refused."""
         with self._lock:
             state = self._states.get(rollout_id) or JudgedRollout(rollout_id)
             state.refuse(refusal)
             self._store(rollout_id, state)
 
     def receive_outcome(self, notice: OutcomeNotice) -> None:
-        """Takes the delivery of an outcome; RefusedError for one that should not have come, or not like this."""
+        """Record the delivery of an outcome. Raises RefusedError if it is wrong or comes at the wrong time."""
         with self._lock:
             state = self._states.get(notice.rollout_id) or JudgedRollout(notice.rollout_id)
             fault = None
@@ -86,7 +86,7 @@ class Judge:
             raise RefusedError(refusal)
 
     def settle(self, rollout_id: str, status: int) -> Verdict | None:
-        """Takes note of the status that answers an outcome; the verdict, where that ends its delivery."""
+        """Record the status with which an outcome was answered. Return the verdict if that ends the delivery, else None."""
         with self._lock:
             state = self._states.get(rollout_id)
             if state is None or state.delivery is None or state.delivery.settled:
@@ -95,9 +95,9 @@ class Judge:
             return state.verdict() if state.delivery.settled else None
 
     def accept(self, prompt: CheckedPrompt, reply: ScriptedReply, fault: str = "") -> ScriptedCompletion:
-        """The answer to a checked call; from now on the rollout's next call has to continue it.
+        """Return the completion of a checked request and record it: the rollout's next request must continue it.
 
-        `fault` is the kind of failure by which it nevertheless does not arrive, for the verdict.
+        `fault`: the kind of failure that nevertheless loses the response, for the verdict.
         """
         completion = self.completion(prompt, reply)
         with self._lock:
@@ -109,11 +109,12 @@ class Judge:
         return completion
 
     def completion(self, prompt: CheckedPrompt, reply: ScriptedReply) -> ScriptedCompletion:
-        """What `accept` would give, without counting it."""
+        """Return what `accept` would return, without recording it."""
         call = prompt.call
-        # Ids that were given may hold more than the template writes: an answer is found behind the template's own prompt.
-        behind = self._renderer.prompt(call.messages, call.tools) if call.token_prompt else prompt.ids
-        ids = self._renderer.completion_ids(call.messages, call.tools, behind, reply)
+        # In token mode the prompt's ids may differ from the rendered ones, so the completion is cut from the rendering after the
+        # template's own prompt.
+        rendered = self._renderer.prompt(call.messages, call.tools) if call.token_prompt else prompt.ids
+        ids = self._renderer.completion_ids(call.messages, call.tools, rendered, reply)
         message, finish = reply.message, reply.finish
         if call.max_tokens is not None and reply.lie is Lie.TOO_LONG:
             ids = [*ids[:1] * max(0, call.max_tokens + 1 - len(ids)), *ids]
@@ -124,31 +125,34 @@ class Judge:
         return ScriptedCompletion(message, finish, ids, logprobs, prompt.ids, self._renderer.decode(ids))
 
     def record_fault(self, prompt: CheckedPrompt, name: str) -> None:
-        """Notes in the verdict that a checked call is not answered, by what kind of failure."""
+        """Record in the verdict that a checked request fails. `name` is the kind of failure."""
         with self._lock:
             state = self._state_for(prompt)
             state.fault(prompt, name)
             self._store(prompt.call.key, state)
 
     def record_lie(self, rollout_id: str, name: str) -> None:
-        """Notes in the verdict what was told wrongly of the last answer."""
+        """Record in the verdict a lie about the last completion."""
         with self._lock:
             self._states[rollout_id].record_lie(name)
 
     def record_replay(self, prompt: CheckedPrompt) -> None:
-        """Notes in the verdict that the answer of a turn is given again."""
+        """Record in the verdict that the completion of a turn is sent again."""
         with self._lock:
             self._state_for(prompt).record_replay()
 
     def is_masked(self, rollout_id: str, messages: Sequence[Message]) -> bool | None:
-        """Whether the calls of a rollout that `messages` may continue carry masks; None where there is no such rollout."""
+        """Return whether the requests of the rollout that `messages` continue have masks; None if there is no such rollout."""
         with self._lock:
             state = self._states.get(rollout_id)
             over = state is None or state.delivery is not None or state.is_over_for(messages)
             return None if state is None or over else state.masked
 
     def start_anew(self, rollout_id: str) -> bool:
-        """Makes the next call under this id a first one; whether the id was known."""
+        """Discard a rollout's state and keep its verdict as an earlier one. Return whether the id was known.
+
+        The next request with this id counts as the first one.
+        """
         with self._lock:
             state = self._states.get(rollout_id)
             if state:
@@ -156,25 +160,25 @@ class Judge:
             return state is not None
 
     def verdict(self, rollout_id: str) -> Verdict | None:
-        """What was found about one rollout; None for an id that is not known."""
+        """Return the verdict of one rollout; None for an unknown id."""
         with self._lock:
             state = self._states.get(rollout_id)
             return state.verdict() if state else None
 
     def outcome(self, rollout_id: str) -> DeliveredOutcome | None:
-        """What a rollout came to; None where nothing was delivered."""
+        """Return the outcome of a rollout; None if none was delivered."""
         with self._lock:
             state = self._states.get(rollout_id)
             return state.delivery.value() if state and state.delivery else None
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """All that are kept, the one called least recently first."""
+        """Return all stored verdicts, least recently used first."""
         with self._lock:
             return tuple(state.verdict() for state in self._states.values())
 
     def _check_again(self, call: CompletionCall, state: JudgedRollout) -> None:
         if call.again and not state.repeats_last_request(call.messages):
-            text = f"turn {state.last_turn.number} is asked for again, but the messages are others"
+            text = f"turn {state.last_turn.number} is requested again, but the messages differ"
             raise _refusal_error(state.last_turn.number, RefusalReason.KEY, text)
 
     def _first(self, call: CompletionCall) -> CheckedPrompt:
@@ -191,7 +195,7 @@ class Judge:
         if new_tokens < 0:
             text = (
                 f"the messages render to {len(ids)} tokens, {-new_tokens} fewer than the {state.seen_tokens} "
-                "of the last prompt and its answer: no response_mask can be right"
+                "of the last prompt and its completion: no response_mask can be right"
             )
             raise _refusal_error(turn, RefusalReason.SHRUNK, text)
         if call.masked and (fault := mask_fault(call.mask, new_tokens)):
@@ -199,7 +203,7 @@ class Judge:
         return CheckedPrompt(call, ids, new_tokens, turn)
 
     def _is_over(self, call: CompletionCall, state: JudgedRollout) -> bool:
-        """Whether the call begins the rollout anew."""
+        """Return whether the request starts a new rollout under the same id."""
         if call.masked or (call.keyed and state.masked):
             return not call.mask and state.is_over_for(call.messages)
         ended = state.delivery is not None and state.delivery.settled
@@ -213,13 +217,13 @@ class Judge:
             raise _refusal_error(state.next_turn, *found)
         owner = self._owners.setdefault(call.keyed.turn_key, call.key)
         if owner != call.key:
-            text = f"the Idempotency-Key is that of a turn of rollout {owner!r}: each turn has a key of its own"
+            text = f"the Idempotency-Key is that of a turn of rollout {owner!r}: each turn must have its own key"
             raise _refusal_error(state.next_turn, RefusalReason.KEY, text)
         while len(self._owners) > _KEYS_KEPT:
             del self._owners[next(iter(self._owners))]
 
     def _ids(self, call: CompletionCall, turn: int) -> list[int]:
-        """What the model sees: the ids that came, if they are right, else the messages rendered."""
+        """Return the prompt's ids: in token mode those of the request, if they are correct; else the rendered messages."""
         try:
             if call.token_prompt is None:
                 return self._renderer.prompt(call.messages, call.tools)
@@ -246,20 +250,20 @@ def _refusal_error(turn: int, reason: RefusalReason, text: str) -> RefusedError:
 
 
 def _logprobs(offset: int, count: int) -> list[float]:
-    """Multiples of 1/128 in (-1, 0), which float32 holds exactly; another sequence for each length of prompt."""
+    """Return multiples of 1/128 in (-1, 0), exact in float32. `offset` (the length of the prompt) varies the sequence."""
     return [-(1 + (offset * 31 + index * 7) % 97) / 128 for index in range(count)]
 
 
 def mask_fault(mask: object, new_tokens: int) -> str | None:
-    """What is wrong with the mask of a later turn, in words that name both lengths; None if it is right.
+    """Return what is wrong with the mask of a later turn, with both lengths; None if it is correct.
 
-    With nothing new, null and ``[]`` are both right.
+    Without new tokens, null and ``[]`` are both correct.
     """
-    are_new = f"{new_tokens} tokens are new since the last answer"
+    are_new = f"{new_tokens} tokens are new since the last completion"
     if mask is None:
         return f"response_mask is missing, {are_new}" if new_tokens else None
     if not isinstance(mask, list):
-        return f"response_mask is no list, {are_new}"
+        return f"response_mask is not a list, {are_new}"
     if len(mask) != new_tokens:
         return f"response_mask has length {len(mask)}, {are_new}"
     for index, value in enumerate(mask):
@@ -269,8 +273,8 @@ def mask_fault(mask: object, new_tokens: int) -> str | None:
 
 
 def first_mask_fault(mask: object) -> str | None:
-    """The same for the first turn, where nothing was generated yet: null, or ``[]``."""
+    """Return what is wrong with the mask of the first turn, which must be null or ``[]``; None if it is correct."""
     if mask is None or mask == []:
         return None
-    length = f"has length {len(mask)}" if isinstance(mask, list) else "is no list"
+    length = f"has length {len(mask)}" if isinstance(mask, list) else "is not a list"
     return f"response_mask {length}, but on the first turn it is null: 0 tokens are new"

@@ -1,7 +1,7 @@
-"""Counting by the plainest means there are: ``apply_chat_template`` on the messages as they were received.
+"""Token counting by the simplest method: ``apply_chat_template`` on the messages as received.
 
-This is deliberately not how the server counts. The server renders what is new and proves that it fits; a trainer renders
-everything and takes differences. A judge that shared code with the judged could not find its mistakes.
+This deliberately differs from the server's method. The server renders only the new part and verifies that it fits; this renderer
+renders the whole conversation and takes differences. If both shared code, the judge could not find the server's bugs.
 """
 
 import copy
@@ -17,11 +17,11 @@ Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class UnrenderableError(ValueError):
-    """The chat template or the tokenizer does not take these messages; the text is theirs."""
+    """The chat template or the tokenizer rejects the messages. The text is the error of the template or tokenizer."""
 
 
 class PlainRenderer:
-    """One tokenizer and its chat template. Not for the event loop, and not for two threads at once."""
+    """One tokenizer and its chat template. Blocks while it renders, and is not thread-safe."""
 
     def __init__(
         self, tokenizer: Any, *, parse_arguments: bool = False, template_kwargs: Mapping[str, Any] | None = None
@@ -38,12 +38,16 @@ class PlainRenderer:
     def load(
         cls, directory: Path, *, parse_arguments: bool = False, template_kwargs: Mapping[str, Any] | None = None
     ) -> "PlainRenderer":
-        """Loads the tokenizer of a local directory, without a network; `template_kwargs` are switches of its template.
+        """Load the tokenizer of a local directory, without network access.
 
-        With `parse_arguments` tool call arguments given as JSON text are rendered as objects, as trainers behind
-        vLLM-style fronts do; otherwise everything is rendered as received. ValueError if there is no chat template.
+        Args:
+            parse_arguments: render tool call arguments that are JSON text as objects, as trainers behind vLLM-style front ends
+                do. By default everything is rendered as received.
+            template_kwargs: arguments of the chat template.
+
+        Raises ValueError if the tokenizer has no chat template.
         """
-        from transformers import AutoTokenizer  # takes a second, and only a trainer needs it
+        from transformers import AutoTokenizer  # the import takes a second, and only a trainer needs it
 
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         if not tokenizer.chat_template:
@@ -51,17 +55,17 @@ class PlainRenderer:
         return cls(tokenizer, parse_arguments=parse_arguments, template_kwargs=template_kwargs)
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-        """The ids of the whole prompt, generation prompt included; UnrenderableError if the template refuses."""
+        """Return the ids of the whole prompt, including the generation prompt. Raises UnrenderableError."""
         return self._render(messages, tools, generation_prompt=True)
 
     def completion_ids(
         self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: ScriptedReply
     ) -> list[int]:
-        """The ids that a model generates when it says `reply` after `prompt`.
+        """Return the ids that a model generates for `reply` after `prompt`.
 
-        They are what the template renders for the reply after the generation prompt, up to and with the end token, so
-        that under an append-only template the next prompt begins with prompt + answer. A reply that was cut lacks the
-        end token; surplus ids follow at the end.
+        They are what the template renders for the reply after the generation prompt, up to and including the stop token. With an
+        append-only template the next prompt therefore begins with prompt + completion. A reply that was cut has no stop token.
+        Surplus ids are appended.
         """
         ids = self._ids_after_prompt(messages, tools, prompt, reply)
         end = next((index for index in reversed(range(len(ids))) if ids[index] in self._ends), None)
@@ -71,23 +75,23 @@ class PlainRenderer:
         return [*ids, *surplus]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text as it stands: control tokens are recognised, none are added."""
+        """Return the ids of a text. Control tokens in it are recognized, and none are added."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, control tokens and white space as they stand."""
+        """Return the exact text of ids, with control tokens and white space."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def text(self, messages: Sequence[Message], tools: Tools | None) -> str:
-        """The text of the whole prompt, generation prompt included; UnrenderableError if the template refuses."""
+        """Return the text of the whole prompt, including the generation prompt. Raises UnrenderableError."""
         return str(self._apply(messages, tools, add_generation_prompt=True, tokenize=False))
 
     def is_end(self, token_id: int) -> bool:
-        """Whether a model that generates this token may be done."""
+        """Return whether this token may end a completion: any special token, or the tokenizer's eos token."""
         return token_id in self._ends
 
     def in_other_form(self) -> "PlainRenderer":
-        """The same, but arguments are rendered as objects where this one renders them as received, and the reverse."""
+        """Return a copy with the opposite `parse_arguments`."""
         other = copy.copy(self)
         other._parse_arguments = not self._parse_arguments
         return other
@@ -96,28 +100,29 @@ class PlainRenderer:
         return list(self._apply(messages, tools, add_generation_prompt=generation_prompt, tokenize=True))
 
     def _tokens_after_all(self) -> int:
-        """How many tokens the template puts behind a conversation that ends, after the answer's own end token.
+        """Return how many tokens the template writes after the last completion's stop token if no generation prompt follows.
 
-        Some templates close the whole text that way; no model generates it.
+        Some templates close the whole text this way. A model does not generate these tokens.
         """
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c d e"}]
         try:
             ended = self._render(messages, None, generation_prompt=False)
-            going_on = self._render(messages, None, generation_prompt=True)
+            continued = self._render(messages, None, generation_prompt=True)
         except UnrenderableError:
             return 0
-        shared = next((i for i, (a, b) in enumerate(zip(ended, going_on, strict=False)) if a != b), len(ended))
+        shared = next((i for i, (a, b) in enumerate(zip(ended, continued, strict=False)) if a != b), len(ended))
         return len(ended) - shared if self._ends.intersection(ended[shared - 2 : shared]) else 0
 
     def _ids_after_prompt(
         self, messages: Sequence[Message], tools: Tools | None, prompt: list[int], reply: ScriptedReply
     ) -> list[int]:
         conversation = [*messages, reply.message]
-        whole = self._render(conversation, tools, generation_prompt=False)
-        whole = whole[: len(whole) - self._after_all]
-        if whole[: len(prompt)] == prompt:
-            return whole[len(prompt) :]
-        # The history of such a template does not begin with the prompt: what differs is what was said.
+        ids = self._render(conversation, tools, generation_prompt=False)
+        ids = ids[: len(ids) - self._after_all]
+        if ids[: len(prompt)] == prompt:
+            return ids[len(prompt) :]
+        # This template does not render the conversation as an extension of the prompt. The completion is then the text after the
+        # first character that differs.
         prompt_text: str = self._apply(messages, tools, add_generation_prompt=True, tokenize=False)
         text: str = self._apply(conversation, tools, add_generation_prompt=False, tokenize=False)
         shared = next((i for i, (a, b) in enumerate(zip(prompt_text, text, strict=False)) if a != b), len(prompt_text))
@@ -129,7 +134,9 @@ class PlainRenderer:
             return self._tokenizer.apply_chat_template(
                 rendered, tools=list(tools) if tools else None, return_dict=False, **options, **self._template_kwargs
             )
-        except Exception as error:  # a chat template is foreign code: whatever it raises is a refusal
+        except (
+            Exception
+        ) as error:  # a chat template is third-party code: any exception means that it rejects the messages
             raise UnrenderableError(f"the messages cannot be rendered: {error}") from error
 
 

@@ -1,6 +1,6 @@
-"""What the judge remembers of one rollout: its history, its sample and the delivery of its outcome.
+"""The judge's state of one rollout: its history, its sample and the delivery of its outcome.
 
-Mutable, and changed by an accepted completion or a delivered outcome only.
+Only accepted completions and delivered outcomes change history and sample.
 """
 
 import dataclasses
@@ -25,21 +25,21 @@ _COUNTED: Final = frozenset({"token_ids", "prompt_token_ids", "usage", "choices"
 
 
 Reading: TypeAlias = Callable[[Message], str]
-"""Gives a message as a text that is equal for messages that say the same."""
+"""Converts a message to a text. Equivalent messages have equal texts."""
 RETRIED_STATUSES: Final = frozenset({408, 425, 429})
-"""The statuses 4xx after which the same outcome comes again; after any other it does not (docs/design.md, B)."""
+"""The 4xx statuses after which the same outcome is sent again. Any other 4xx is final (docs/design.md, B)."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """How many tokens of prompt and answer a response reported, by its ids or its usage; None where it did not."""
+    """Number of prompt and completion tokens that a response reported, in its ids or its usage; None if it did not."""
 
     prompt: int | None
     completion: int | None
 
     @classmethod
     def of(cls, completion: ScriptedCompletion, reply: ScriptedReply) -> "TokenCounts":
-        """What a reply reports of a completion. Fields that were overridden may say anything."""
+        """Return the counts that a reply reports. Overridden fields may contain anything, so their counts are unknown."""
         if _COUNTED & set(reply.override):
             return cls(None, None)
         prompt = reply.usage or "prompt_token_ids" not in reply.omit
@@ -49,7 +49,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """What stood before the last turn, for a sibling of its answer to begin from."""
+    """The state before the last turn, to which a sibling of its completion returns."""
 
     known: list[str]
     seen: list[int]
@@ -58,7 +58,15 @@ class _Before:
 
 
 class JudgedRollout:
-    """The messages known so far, the last prompt and answer, and the sample accumulated from them."""
+    """The messages so far, the last prompt and completion, and the sample accumulated from them.
+
+    Attributes:
+        reported_counts: the token counts reported in each turn.
+        turn_keys: the ``Idempotency-Key`` of each answered turn; empty texts for requests without keys.
+        pending_key: the key of a turn that failed and may be retried.
+        masked: whether the rollout's requests have masks; None before the first one.
+        delivery: the delivery of the outcome; None if there was none.
+    """
 
     def __init__(self, rollout_id: str, earlier: tuple[Verdict, ...] = ()) -> None:
         self._rollout_id = rollout_id
@@ -85,86 +93,89 @@ class JudgedRollout:
 
     @property
     def next_turn(self) -> int:
-        """The number of the turn that comes next, from 1."""
+        """The number of the next turn, from 1."""
         return len(self._turns) + 1
 
     @property
     def last_turn(self) -> JudgedTurn:
-        """The turn that was answered last; there has to be one."""
+        """The last answered turn. There must be one."""
         return self._turns[-1]
 
     @property
     def last_prompt(self) -> list[int]:
-        """The prompt of that turn."""
+        """The prompt's token ids in the last answered turn."""
         return self._seen[: self.last_turn.prompt_tokens]
 
     @property
     def seen_tokens(self) -> int:
-        """The length of the last prompt and its answer together."""
+        """The length of the last prompt and its completion together, in tokens."""
         return len(self._seen)
 
     def has_completion(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` hold any of the completions."""
+        """Return whether `messages` contain any completion of this rollout."""
         return any(self._read(message) in self._completions for message in messages)
 
     def is_over_for(self, messages: Sequence[Message]) -> bool:
-        """Whether the last answer called no tools and `messages` hold none of the answers given."""
+        """Return whether `messages` start a new rollout: the last completion called no tools, and they contain no completion."""
         return self._ended and not self.has_completion(messages)
 
     def history_fault(self, messages: Sequence[Message]) -> str | None:
-        """How `messages` fail to continue what is known, naming the index; None where they do continue it."""
+        """Return at which index `messages` do not continue the history, as text; None if they do."""
         index = first_difference(self._known, messages, self._read)
         if index is None:
             return None
-        what = "the answer of the last turn" if index == len(self._known) - 1 else "what was sent before"
+        what = "the completion of the last turn" if index == len(self._known) - 1 else "what was sent before"
         if index < len(messages):
-            return f"messages[{index}] is not {what}: the history of a rollout only grows"
+            return f"messages[{index}] is not {what}: the history of a rollout is append-only"
         return (
-            f"messages[{index}] is missing, it has to be {what}: {len(messages)} messages came, "
-            f"{len(self._known)} are known, and the history of a rollout only grows"
+            f"messages[{index}] is missing, it has to be {what}: the request has {len(messages)} messages, "
+            f"{len(self._known)} are known, and the history of a rollout is append-only"
         )
 
     def repeats_last_request(self, messages: Sequence[Message]) -> bool:
-        """Whether `messages` are exactly those that the last answered turn came with."""
+        """Return whether `messages` are exactly those of the last answered request."""
         previous = self._known[:-1]
         return len(messages) == len(previous) and first_difference(previous, messages, self._read) is None
 
     def final_fault(self, messages: Sequence[Message], *, with_completion: bool) -> str | None:
-        """How an outcome's messages fail to begin with what was seen here, the last answer included or not."""
+        """Return how an outcome's messages fail to begin with the history; None if they do.
+
+        `with_completion`: the history includes the last completion.
+        """
         index = first_difference(self._known if with_completion else self._known[:-1], messages, self._read)
         if index is None:
             return None
-        return (
-            f"final_messages[{index}] is {'not' if index < len(messages) else 'missing:'} what this trainer saw or said"
-        )
+        if index < len(messages):
+            return f"final_messages[{index}] is not the message that this trainer received or sent"
+        return f"final_messages[{index}] is missing: this trainer received or sent more messages"
 
     def drift(self, prompt_ids: Sequence[int]) -> int | None:
-        """The first index at which `prompt_ids` does not extend the last prompt and its answer."""
+        """Return the first index at which `prompt_ids` differs from the last prompt and completion; None if it extends them."""
         pairs = zip(self._seen, prompt_ids, strict=False)
         if len(prompt_ids) >= len(self._seen) and prompt_ids[: len(self._seen)] == self._seen:
             return None
         return next((i for i, (old, new) in enumerate(pairs) if old != new), len(prompt_ids))
 
     def refuse(self, refusal: Refusal) -> None:
-        """Records a refusal; nothing else changes."""
+        """Record a refusal. Nothing else changes."""
         self._refusals.append(refusal)
 
     def fault(self, prompt: CheckedPrompt, name: str) -> None:
-        """Records a failure of the trainer itself; what comes next is another attempt at the same turn."""
+        """Record a failure of the trainer itself. The next request is then another attempt of the same turn."""
         self._faults.append(f"turn {prompt.turn}: {name}")
         if prompt.call.keyed and prompt.turn == self.next_turn:
             self.pending_key = prompt.call.keyed.turn_key
 
     def record_lie(self, name: str) -> None:
-        """Records that what was told of the last answer is not what counts here."""
+        """Record a lie about the last completion."""
         self._faults.append(f"turn {self.next_turn - 1}: {name}")
 
     def record_replay(self) -> None:
-        """Records that an answer was given again."""
+        """Record that a completion was sent again."""
         self._replays += 1
 
     def add(self, prompt: CheckedPrompt, completion: ScriptedCompletion, counts: TokenCounts) -> None:
-        """Takes an accepted turn into the sample; a sibling in place of the answer that it is one of."""
+        """Append an accepted turn to history and sample. A sibling replaces the completion of the same turn."""
         if prompt.repeats:
             self._drop_last_turn()
             self._siblings += 1
@@ -206,7 +217,7 @@ class JudgedRollout:
         self._logprobs += logprobs
 
     def verdict(self) -> Verdict:
-        """All of it as a value."""
+        """Return the verdict as an immutable value."""
         sample = TrainerSample(
             tuple(self._prompt_ids), tuple(self._response_ids), tuple(self._mask), tuple(self._logprobs)
         )
@@ -223,25 +234,26 @@ class JudgedRollout:
         )
 
     def fresh_state(self) -> "JudgedRollout":
-        """An empty state under the same id, which keeps this one's verdict as an earlier one."""
+        """Return an empty state for the same id, which keeps this state's verdict among the earlier ones."""
         verdict = dataclasses.replace(self.verdict(), earlier=())
         return JudgedRollout(self._rollout_id, (*self._earlier, verdict))
 
 
 def canonical(message: Message) -> str:
-    """Keys whose value is null say the same as absent keys, and the order of keys says nothing, except inside of
-    `arguments`, which templates render in the order given. ``8`` and ``8.0`` differ.
+    """Return a text in which null and absent keys are equal.
+
+    The order of keys is ignored, except inside `arguments`, which templates render in the given order. ``8`` and ``8.0`` differ.
     """
     return verbatim({key: value for key, value in message.items() if value is not None})
 
 
 def verbatim(message: Message) -> str:
-    """The same for a dialect whose messages go through untouched: a null is there or is not."""
+    """Return a text in which null and absent keys differ, for a protocol that passes messages on unchanged."""
     return json.dumps(_with_sorted_keys(message))
 
 
 def first_difference(known: Sequence[str], messages: Sequence[Message], read: Reading = canonical) -> int | None:
-    """The first index at which `messages` does not begin with the messages `known` by their texts."""
+    """Return the first index at which `messages` differs from the texts in `known`; None if it begins with them."""
     for index, text in enumerate(known):
         if index >= len(messages) or read(messages[index]) != text:
             return index
@@ -258,7 +270,7 @@ def _with_sorted_keys(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeNotice:
-    """The delivery of an outcome: the bytes of its body, the body parsed, its ``Idempotency-Key``; empty without one."""
+    """One delivery of an outcome: body as bytes, parsed body, and ``Idempotency-Key`` (empty if missing)."""
 
     rollout_id: str
     raw: bytes
@@ -267,7 +279,7 @@ class OutcomeNotice:
 
 
 class OutcomeDelivery:
-    """What was delivered first, how often it came, and what settled it."""
+    """The first delivery of an outcome, the number of deliveries, and the status that settled it."""
 
     def __init__(self, first: OutcomeNotice) -> None:
         self._first = first
@@ -276,26 +288,28 @@ class OutcomeDelivery:
 
     @property
     def settled(self) -> bool:
-        """Whether it was acknowledged or refused for good."""
+        """Whether the outcome was acknowledged or finally refused."""
         return self._final_status is not None
 
     def receive(self, notice: OutcomeNotice) -> str | None:
-        """Counts a delivery. What is wrong with it in the light of the first one; None if nothing is."""
+        """Count a delivery and return how it differs from the first one; None if it is correct."""
         self._deliveries += 1
         if self._final_status is not None:
-            return f"the outcome was answered with status {self._final_status}, which is final, and it came again"
+            return f"the outcome was answered with status {self._final_status}, which is final, but it was sent again"
         if notice.raw != self._first.raw:
-            return "the body differs from the one delivered before: a rollout has one outcome, repeated byte for byte"
+            return (
+                "the body differs from the one delivered before: every delivery of an outcome must send the same bytes"
+            )
         if notice.key != self._first.key:
-            return f"the Idempotency-Key is {notice.key!r}, before it was {self._first.key!r}"
+            return f"the Idempotency-Key is {notice.key!r}, but was {self._first.key!r} before"
         return None
 
     def settle(self, status: int) -> None:
-        """Takes note of the status that was sent. The first final one counts."""
+        """Record the status that was sent. The first final one counts."""
         final = 200 <= status < 300 or (400 <= status < 500 and status not in RETRIED_STATUSES)
         if final and self._final_status is None:
             self._final_status = status
 
     def value(self) -> DeliveredOutcome:
-        """All of it as a value."""
+        """Return the delivered outcome as an immutable value."""
         return DeliveredOutcome(self._first.body, self._first.key, self._deliveries, self._final_status)

@@ -1,19 +1,19 @@
-"""Whether the ids that a call brings along are what its messages give: the judge of token mode.
+"""Check of token mode: are the token ids of a request those that its messages render to?
 
-It is as plain as the rest of the judge: it renders whole conversations with `PlainRenderer` and compares. What it proves
-of the ids between two answers, the environment, by the first of these ways that the template allows:
+Like the rest of the judge, it only renders whole conversations with `PlainRenderer` and compares. It verifies the environment
+tokens between two completions by the first of these methods that the template allows:
 
-1. The conversation, rendered as a whole, begins with what is held. Then the environment has to be the rest of that
-   rendering, token for token. It is so for templates that only append, and for the prompt that a segment begins with.
-2. The template writes history in another way than the model did (it drops thinking, or spells a call's arguments anew).
-   Then the answer before the environment is replaced by two others, and what both renderings end with in common, behind
-   the end token of the answer, is the environment, token for token. What stands before the answer is not compared: it is
-   held here with its digest, and was judged when it came.
-3. There is no end token behind an answer. Then it is only seen that the texts of the messages occur in the environment, in
-   order.
+1. The rendering of the whole conversation begins with the ledger's tokens. Then the environment must equal the rest of that
+   rendering, token by token. This applies to append-only templates, and to the first prompt of a segment.
+2. The template renders history differently from what the model wrote (it drops thinking, or re-serializes the arguments of a
+   call). Then the completion before the environment is replaced by two others. The common suffix of the two renderings, after the
+   stop token of the completion, is the environment. The tokens before the completion are not compared: the ledger's
+   digest covers them, and they were verified when they were received.
+3. The template writes no stop token after a completion. Then the check only requires that the texts of the messages occur in the
+   environment, in order.
 
-Arguments of tool calls are rendered as they were received and, where that differs, as objects; either will do. Not
-proved at all is what a history holds as the model's own words where this trainer never held them.
+Arguments of tool calls are rendered as received and, if that differs, as objects; either form is accepted. Tokens that a history
+declares as the model's are not verified if this trainer never had them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,11 +30,13 @@ _VARIANTS: Final = ("one", "two")
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """What stands in front of one answer, ``ids[start:stop]`` of a prompt.
+    """The tokens before one completion: ``ids[start:stop]`` of a prompt.
 
-    `closing` of them, at its start, end the completion before, which is ``messages[completion_index]``; None for the
-    prompt that a segment begins with. `messages` of the conversation come before the answer that follows. `cut` says
-    that the answer before ended for its length.
+    Args:
+        messages: number of messages before the completion that follows.
+        completion_index: index of the message with the previous completion; None for the first prompt of a segment.
+        closing: number of tokens at the start of the span that close the previous completion.
+        cut: the previous completion was truncated by its length limit.
     """
 
     turn: int
@@ -48,7 +50,7 @@ class PromptSpan:
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """The ids that a call is to be completed from, and those spans of them that were not judged yet."""
+    """The ids to generate from, and those of their spans that are not verified yet."""
 
     ids: list[int]
     spans: tuple[PromptSpan, ...]
@@ -61,16 +63,16 @@ class _Expected:
 
 
 class TokenModeCheck:
-    """Judges the ids of token mode. For the thread that owns the renderer."""
+    """Verifies the ids of token mode. Use it only in the thread that owns the renderer."""
 
     def __init__(self, renderer: PlainRenderer) -> None:
         self._renderer = renderer
         self._forms = (renderer, renderer.in_other_form())
 
     def fault(self, messages: Sequence[Message], tools: Tools | None, prompt: TokenPrompt) -> str | None:
-        """What is wrong, in words that name turn, token and the text around it; None if nothing is.
+        """Return the first difference, with turn, token and the text around it; None if all ids are correct.
 
-        UnrenderableError where the template takes the messages in no form.
+        Raises UnrenderableError if the template accepts the messages in no form.
         """
         found = (self._span_fault(messages[: span.messages], tools, prompt.ids, span) for span in prompt.spans)
         return next((fault for fault in found if fault), None)
@@ -87,15 +89,15 @@ class TokenModeCheck:
         first = expected[0]
         if first.ids == sent:
             return (
-                f"turn {span.turn}: {span.closing} tokens from token {span.start} on are said to close the answer "
-                f"before, {first.closing} do"
+                f"turn {span.turn}: {span.closing} tokens from token {span.start} on are marked as closing the previous "
+                f"completion, expected are {first.closing}"
             )
         return self._difference(first.ids, sent, span)
 
     def _expected_spans(
         self, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
     ) -> list[_Expected]:
-        """All that would be right, what the trainer itself would render first."""
+        """Return all acceptable spans; the first one is what the trainer itself would render."""
         expected: list[_Expected] = []
         refusals: list[UnrenderableError] = []
         forms = self._forms if any(message.get("tool_calls") for message in messages) else self._forms[:1]
@@ -115,9 +117,9 @@ class TokenModeCheck:
         at = min(len(expected), len(sent)) if index is None else index
         before = self._excerpt(sent[max(0, at - _AROUND) : at], tail=True)
         return (
-            f"turn {span.turn}: token {span.start + at} is not what the messages give. Behind {before} "
-            f"here comes {self._excerpt(expected[at : at + _AROUND])}, sent was {self._excerpt(sent[at : at + _AROUND])} "
-            f"({len(expected)} tokens from token {span.start} on here, {len(sent)} sent)"
+            f"turn {span.turn}: token {span.start + at} is not what the messages render to. After {before} the trainer "
+            f"expects {self._excerpt(expected[at : at + _AROUND])}, the request has {self._excerpt(sent[at : at + _AROUND])} "
+            f"({len(expected)} tokens expected from token {span.start} on, {len(sent)} sent)"
         )
 
     def _excerpt(self, ids: list[int], *, tail: bool = False) -> str:
@@ -133,7 +135,7 @@ class TokenModeCheck:
             content = text_of(messages[index]).strip()
             found = text.find(content, at)
             if found < 0:
-                return f"turn {span.turn}: the text of messages[{index}] does not stand in the tokens, or not in order"
+                return f"turn {span.turn}: the text of messages[{index}] does not occur in the tokens, or not in order"
             at = found + len(content)
         return None
 
@@ -141,7 +143,7 @@ class TokenModeCheck:
 def _expected_appended(
     renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
 ) -> list[_Expected]:
-    """The rest of the whole conversation's rendering, where it begins with what is held and breaks off at the answer's end."""
+    """Method 1: the rest of the whole rendering, if that begins with the ledger's tokens and a stop token ends the completion."""
     plain = renderer.prompt(messages, tools)
     if span.completion_index is None:
         return [_Expected(plain, 0)]
@@ -157,7 +159,7 @@ def _expected_appended(
 def _after_completion(
     renderer: PlainRenderer, messages: Sequence[Message], tools: Tools | None, ids: list[int], span: PromptSpan
 ) -> list[_Expected]:
-    """What every rendering has behind the answer, whatever the answer says."""
+    """Method 2: the tokens that follow the completion in the rendering, whatever the completion's text is."""
     if span.completion_index is None:
         return []
     text = renderer.text(messages, tools)
@@ -190,7 +192,7 @@ def _common_suffix(
 
 
 def _stops(renderer: PlainRenderer, suffix: str, last: int) -> Iterator[int]:
-    """The end tokens that the answer may have in a rendering: the first one, or that which it really ended with."""
+    """Yield the possible stop tokens of the completion in a rendering: the first one, and the one that it really ended with."""
     ends = [token_id for token_id in renderer.encode(suffix) if renderer.is_end(token_id)]
     yield from ends[:1]
     if last in ends[1:] and last != ends[0]:

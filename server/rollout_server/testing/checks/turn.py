@@ -1,4 +1,4 @@
-"""The values of one turn on the trainer's side: the request, the checked prompt, the completion."""
+"""The values of one turn in the trainer: the request, the checked prompt and the completion."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rollout_server.testing.checks.token_mode_check import TokenPrompt
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """What a call of the asynchronous dialect brings along: its ``Idempotency-Key``, and what is wrong with its body."""
+    """Data of a request through the asynchronous HTTP API: its ``Idempotency-Key``, and what is wrong with its body."""
 
     turn_key: str
     fault: str = ""
@@ -17,13 +17,17 @@ class Keyed:
 
 @dataclass(frozen=True, slots=True)
 class CompletionCall:
-    """One call for a completion, as received.
+    """One completion request as received.
 
-    `mask` is the `response_mask` of the body, None where there was none. A dialect without masks says `masked=False`:
-    then only the messages are judged. The asynchronous dialect is `keyed` as well, and its history verbatim. `tools` are
-    those that the prompt is rendered with. `verdict_key` is the name under which the conversation is judged, where that is
-    not the rollout's id: a rollout may hold several conversations. In token mode `token_prompt` are the ids to answer from, and
-    `max_tokens` the most that the answer may have. `again`: the last turn is asked for anew, to be answered anew.
+    Args:
+        mask: the `response_mask` of the body; None if there was none.
+        tools: the tools to render the prompt with.
+        masked: False for a protocol without masks; then only the messages are verified.
+        keyed: set for the asynchronous HTTP API, whose history must be verbatim.
+        verdict_key: key of the conversation's verdict if it is not the rollout id: a rollout can have several conversations.
+        token_prompt: in token mode the ids to generate from.
+        max_tokens: in token mode the maximum length of the completion.
+        again: the request repeats the last turn, which is generated again.
     """
 
     rollout_id: str
@@ -39,16 +43,20 @@ class CompletionCall:
 
     @property
     def key(self) -> str:
-        """The name of the verdict that the call counts for."""
+        """The key of the verdict that this request belongs to."""
         return self.verdict_key or self.rollout_id
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """A call that was found right: the ids that the model sees, and how many of them are new since the last answer.
+    """A request that passed all checks.
 
-    `turn` counts from 1. `begins` says that it is the first of a rollout; its `new_tokens` is 0. `repeats` says that the
-    turn was answered already: whatever is generated now is a sibling of that answer, and replaces it.
+    Args:
+        ids: the token ids of the prompt.
+        new_tokens: number of prompt tokens after the last completion; 0 in the first turn.
+        turn: the turn, from 1.
+        begins: the request is the first of a rollout.
+        repeats: the turn was already answered; the new completion is a sibling of the earlier one and replaces it.
     """
 
     call: CompletionCall
@@ -61,9 +69,11 @@ class CheckedPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedCompletion:
-    """What is sent back, before anything is left out of it: one negative logprob, exact as float32, for each token id.
+    """A complete response, before any field is omitted.
 
-    `raw_text` is what the ids decode to.
+    Args:
+        logprobs: one negative float per token id, exactly representable as float32.
+        raw_text: the text that the ids decode to.
     """
 
     message: Message

@@ -1,4 +1,4 @@
-"""What the judge finds: frozen values, all of them counted in tokens of the trainer's own tokenizer."""
+"""Verdicts of the judge, as frozen values. All counts are tokens of the trainer's own tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,31 +7,31 @@ from typing import Any
 
 
 class RefusalReason(StrEnum):
-    """Which law a refused call broke."""
+    """The rule that a refused request violated."""
 
     MASK = "mask"
-    """`response_mask` is missing, of the wrong length, of the wrong type or has a value that is wrong."""
+    """`response_mask` is missing, has the wrong length or type, or has a wrong value."""
     HISTORY = "history"
-    """The messages do not begin with those of the call before, followed by the answer that was given."""
+    """The messages do not begin with those of the previous request and its completion."""
     SHRUNK = "shrunk"
-    """The messages render to fewer tokens than the prompt before and its answer had."""
+    """The messages render to fewer tokens than the previous prompt and its completion had."""
     TEMPLATE = "template"
-    """The chat template does not take the messages."""
+    """The chat template rejects the messages."""
     TOKENS = "tokens"
-    """The token ids that came to be continued are not what is held here and what the messages give."""
+    """The token ids of the prompt differ from the ledger, or from what the messages render to."""
     BODY = "body"
-    """Something else in the body is not what the dialect says it is."""
+    """Another field of the body violates the protocol."""
     KEY = "key"
     """The ``Idempotency-Key`` is missing, or is not that of this turn."""
     OVER = "over"
-    """A call for a completion after the rollout's outcome was delivered."""
+    """A completion was requested after the rollout's outcome was delivered."""
     OUTCOME = "outcome"
-    """The outcome is not one, is not what this trainer saw, or came when it should not have come."""
+    """The outcome is malformed, differs from what this trainer saw, or was delivered at the wrong time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One refused call; `turn` (from 1) is the turn it would have been, 0 for the delivery of an outcome."""
+    """One refused request. `turn` (from 1) is the turn that it would have been; 0 for the delivery of an outcome."""
 
     turn: int
     reason: RefusalReason
@@ -39,7 +39,7 @@ class Refusal:
 
 
 class RefusedError(Exception):
-    """A call that breaks the protocol; over HTTP a 422 whose detail is the refusal's text."""
+    """A request violates the protocol. Over HTTP this is a 422 whose detail is the refusal's text."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.text)
@@ -48,11 +48,14 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class JudgedTurn:
-    """One answered call.
+    """One answered request.
 
-    `prompt_tokens` is the length of the whole rendered prompt, `new_tokens` what of it entered since the last answer
-    (0 on the first turn), `answer_tokens` what was generated. `drift` is the first index at which the prompt is not the
-    last prompt + answer; None where it extends them.
+    Args:
+        number: the turn, from 1.
+        prompt_tokens: length of the whole rendered prompt.
+        new_tokens: number of prompt tokens after the last completion; 0 in the first turn.
+        answer_tokens: number of generated tokens.
+        drift: first index at which the prompt differs from the last prompt and completion; None if it extends them.
     """
 
     number: int
@@ -64,10 +67,10 @@ class JudgedTurn:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSample:
-    """The training sample that a trainer accumulates: the first prompt, then answers and what came between them.
+    """The training sample that the trainer accumulates: the first prompt, then completions and environment tokens.
 
-    `response_ids`, `response_mask` and `logprobs` have equal length; the mask is 1 and the logprob negative exactly
-    where the model wrote, else both are 0. The sample ends with the last answer.
+    `response_ids`, `response_mask` (0 or 1) and `logprobs` have equal length. For tokens that the model wrote, the mask is 1 and
+    the logprob negative; for all others both are 0. The sample ends with the last completion.
     """
 
     prompt_ids: tuple[int, ...]
@@ -78,10 +81,13 @@ class TrainerSample:
 
 @dataclass(frozen=True, slots=True)
 class DeliveredOutcome:
-    """What a rollout came to, as it was delivered first.
+    """The outcome of a rollout as it was first delivered.
 
-    `body` as parsed, `key` its ``Idempotency-Key``, `deliveries` how often it came until now. `answered` is the status that
-    settled it, a 2xx that was sent whole or a 4xx that is final; None while it may come again.
+    Args:
+        body: the parsed body.
+        key: its ``Idempotency-Key``.
+        deliveries: number of deliveries so far.
+        answered: the status that settled it, a 2xx that was sent completely or a final 4xx; None while it may be sent again.
     """
 
     body: Mapping[str, Any]
@@ -91,18 +97,20 @@ class DeliveredOutcome:
 
     @property
     def acknowledged(self) -> bool:
-        """Whether it was answered with a 2xx."""
+        """Whether the trainer responded with a 2xx."""
         return self.answered is not None and 200 <= self.answered < 300
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All that the judge knows of one rollout id (over gRPC: of one conversation, see `CompletionCall.key`).
+    """The judge's findings about one rollout id (over gRPC: about one conversation, see `CompletionCall.key`).
 
-    `faults` names the failures and lies that the trainer committed on purpose, as ``turn 2: reset``. `siblings` counts answers that
-    were generated for turns that had one (the last one is in the sample), `replays` those that were given again instead.
-    `outcome` is None where none was delivered. `earlier` holds the verdicts of earlier rollouts under the same id, oldest
-    first and at most `EARLIER_KEPT` of them.
+    Args:
+        faults: the trainer's deliberate failures and lies, such as ``turn 2: reset``.
+        outcome: None if none was delivered.
+        siblings: number of completions generated for turns that already had one; the sample contains the last one.
+        replays: number of completions that were sent again instead of generated.
+        earlier: verdicts of earlier rollouts under the same id, oldest first, at most `EARLIER_KEPT`.
     """
 
     rollout_id: str
@@ -122,7 +130,7 @@ class Verdict:
 
     @property
     def concluded(self) -> bool:
-        """Whether exactly one outcome came, which was right and was acknowledged, and nothing at all was refused."""
+        """Whether exactly one outcome was delivered, was correct and was acknowledged, and no request was refused."""
         return self.outcome is not None and self.outcome.acknowledged and not self.refusals
 
 

@@ -1,1 +1,1 @@
-"""The gRPC side of a strict trainer: CompletionService and the trainer's stream."""
+"""The gRPC API of a strict trainer: CompletionService, and a client of TrainerService.Train."""

@@ -1,9 +1,10 @@
-"""Completions over gRPC (completion_service.proto), on the same judge as the HTTP face, whichever way they come.
+"""Completions over gRPC (completion_service.proto), unary or on a stream. They use the same judge as the HTTP API.
 
-There is no mask on this wire: the trainer derives it. What is judged is the history, that base and turn key are what
-they should be, and in token mode who wrote which token, the digests, and the tokens that nobody generated here
-(`token_mode`, `token_mode_check`). An answered turn key gets the same answer again and generates nothing, or, where keys are
-not replayed, another one in its place; a turn that failed, or a key that was never answered, is judged as if for the first time.
+gRPC requests carry no mask: the trainer derives it. The judge verifies the history, the base and the turn key. In token mode it
+also verifies the author of each token, the digests, and the environment tokens (`token_mode`, `token_mode_check`).
+
+The turn key of an answered turn returns the same completion again. If keys are not replayed, a new completion replaces the old
+one. A turn that failed is judged as if it were requested for the first time.
 """
 
 import asyncio
@@ -35,25 +36,25 @@ _TURNS_KEPT: Final = 16 * ROLLOUTS_KEPT
 
 TOO_LARGE: Final = 1 << 31
 BORROWED: Final = frozenset({Lie.OTHER_TURN, Lie.REPLAYED_TURN})
-"""The lies that need an earlier answer."""
+"""The lies that copy an earlier completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenCompletion:
-    """A request for a completion as it came over gRPC, with the text part of its metadata; none over a stream."""
+    """A completion request received over gRPC, with its text metadata; empty on a stream."""
 
     request: pb.CompleteRequest
     metadata: Mapping[str, str]
 
 
 class SilenceError(Exception):
-    """No answer, until the caller gives up."""
+    """The trainer sends no response until the caller gives up."""
 
 
 class Completions:
-    """Message mode, and token mode where a segment begins with `new_tokens`. Statuses are those of completion_service.proto.
+    """Answers completion requests in message mode, and in token mode if a segment begins with `new_tokens`.
 
-    Every request for a completion goes into `requests` first, whatever becomes of it.
+    Statuses are those of completion_service.proto. `requests` records every request before it is judged.
     """
 
     def __init__(self, engine_thread: EngineThread, requests: "deque[SeenCompletion]", *, replays_keys: bool) -> None:
@@ -67,38 +68,45 @@ class Completions:
         self._earlier: dict[str, pb.CompleteResponse] = {}
 
     def record_request(self, request: pb.CompleteRequest, metadata: Mapping[str, str]) -> None:
-        """Notes that a request came."""
+        """Record that a request was received."""
         self._requests.append(SeenCompletion(request, metadata))
 
     async def complete(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
-        """Answers one turn, or the same turn again. StatusError for one that is refused or fails, SilenceError for no answer."""
+        """Return the completion of a turn, also for a repeated request.
+
+        Raises StatusError if the request is refused or fails, and SilenceError if no response is to be sent.
+        """
         _check(request)
+        # The shield keeps the generation running if the caller gives up: its retry then gets the same completion.
         return await asyncio.shield(self._turn(request))
 
     def pop_lost(self, turn_key: str) -> Fault | None:
-        """The fault by which the completion that was just generated does not arrive; the turn's next attempt gets it."""
+        """Return the fault that loses the completion just generated, once; None: none. A retry of the turn gets the completion."""
         return self._lost.pop(turn_key, None)
 
     def pop_second_response(self, turn_key: str) -> pb.CompleteResponse | None:
-        """Another answer to the same turn, where both are to be sent."""
+        """Return a second completion of the same turn, once; None if only one is sent."""
         return self._second.pop(turn_key, None)
 
     def ledger(self, request: pb.ReadLedgerRequest) -> pb.ReadLedgerResponse:
-        """A segment as it is held here. StatusError for one that is not."""
-        held = self._segments.find(request.uid, request.segment_id)
-        if held is None or held.forgotten:
-            text = f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here"
+        """Return a segment as the trainer stores it. Raises StatusError if it does not."""
+        segment = self._segments.find(request.uid, request.segment_id)
+        if segment is None or segment.forgotten:
+            text = f"segment {request.segment_id!r} of rollout {request.uid!r} is unknown to this trainer"
             raise StatusError(grpc.StatusCode.NOT_FOUND, "SEGMENT_UNKNOWN", text)
-        return wire.ledger(held, request.offset)
+        return wire.ledger(segment, request.offset)
 
     async def close(self) -> None:
-        """Gives up the turns that are held back."""
+        """Cancel the turns that are still running."""
         for turn in self._turns.values():
             turn.cancel()
         await asyncio.gather(*self._turns.values(), return_exceptions=True)
 
     def _turn(self, request: pb.CompleteRequest) -> "asyncio.Task[pb.CompleteResponse]":
-        """The turn of this key. It outlives a caller that gives up, as a generation does, and one that failed is over."""
+        """Return the task that generates this turn: a running or reusable one, else a new one.
+
+        The task outlives a caller that gives up, as a generation of a real engine does. A failed task is replaced.
+        """
         turn = self._turns.get(request.turn_key)
         is_answered = turn is not None and turn.done() and turn.exception() is None
         if turn is None or (turn.done() and not (is_answered and self._replays_keys)):
@@ -111,21 +119,21 @@ class Completions:
 
     async def _complete(self, request: pb.CompleteRequest) -> pb.CompleteResponse:
         if self._segments.is_new(request.uid):
-            # The verdict of a name is that of the rollout that took it last.
+            # Several rollouts may use the same rollout_id: its verdict is that of the latest one.
             self._engine_thread.judge.start_anew(request.rollout_id)
-        held = self._segments.segment(request)
-        before = held.copy()
-        messages = messages_of(request, held)
-        tokens = self._continue_segment(request, held, messages)
+        segment = self._segments.segment(request)
+        before = segment.copy()
+        messages = messages_of(request, segment)
+        tokens = self._continue_segment(request, segment, messages)
         call = CompletionCall(
             request.rollout_id,
             messages,
             tools=await self._tools(request),
             masked=False,
-            verdict_key=held.rollout_key,
+            verdict_key=segment.rollout_key,
             token_prompt=tokens.token_prompt if tokens else None,
             max_tokens=request.sampling.max_tokens or None if tokens else None,
-            again=held.undone == request.turn,
+            again=segment.undone == request.turn,
         )
         try:
             result = await self._engine_thread.complete(call)
@@ -137,19 +145,19 @@ class Completions:
             return await _failure(result)
         if result.lost:
             self._lost[request.turn_key] = result.lost
-        details = _append_completion(request, messages, held, tokens, result)
-        held.before, held.undone = before, 0
+        details = _append_completion(request, messages, segment, tokens, result)
+        segment.before, segment.undone = before, 0
         if result.reply.forgets:
             self._segments.forget(request.uid)
         await asyncio.sleep(result.reply.delay)
         wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")
-        honest = wire.response(details, typed=held.typed, with_logprobs=wants_logprobs)
+        honest = wire.response(details, typed=segment.typed, with_logprobs=wants_logprobs)
         return self._sent_response(request, call, result.reply.lie, honest)
 
     def _sent_response(
         self, request: pb.CompleteRequest, call: CompletionCall, lie: Lie | None, honest: pb.CompleteResponse
     ) -> pb.CompleteResponse:
-        """What is sent: the honest answer, or one with a lie in it, of which the verdict then tells."""
+        """Return the honest response, or one with the scripted lie, which is recorded in the verdict."""
         earlier = self._earlier.pop(request.uid, None) or next(reversed(self._earlier.values()), None)
         self._earlier[request.uid] = honest
         while len(self._earlier) > ROLLOUTS_KEPT:
@@ -157,22 +165,27 @@ class Completions:
         if lie is None or (lie is Lie.TOO_LONG and call.max_tokens is None):
             return honest
         if earlier is None and lie in BORROWED:
-            raise StatusError(grpc.StatusCode.INTERNAL, "SCRIPT", f"there is no earlier answer for the lie {lie}")
+            raise StatusError(grpc.StatusCode.INTERNAL, "SCRIPT", f"there is no earlier completion for the lie {lie}")
         self._engine_thread.judge.record_lie(call.key, lie.value)
         if lie is Lie.ANSWERED_TWICE:
             self._second[request.turn_key] = apply_lie(Lie.CHANGED_ID, honest, honest, request.turn)
         return apply_lie(lie, honest, earlier or honest, request.turn)
 
     def _continue_segment(
-        self, request: pb.CompleteRequest, held: HeldSegment, messages: Sequence[Message]
+        self, request: pb.CompleteRequest, segment: HeldSegment, messages: Sequence[Message]
     ) -> ContinuedPrompt | None:
-        """The call's tokens; None in message mode. StatusError as `continue_segment`, which is then part of the verdict."""
+        """Return the tokens of the request; None in message mode.
+
+        Raises the StatusError of `continue_segment` and records it in the verdict.
+        """
         if not request.HasField("new_tokens"):
             return None
         try:
-            return continue_segment(request, held, self._segments.parent(request), messages)
+            return continue_segment(request, segment, self._segments.parent(request), messages)
         except StatusError as error:
-            self._engine_thread.judge.refuse(held.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text))
+            self._engine_thread.judge.refuse(
+                segment.rollout_key, Refusal(request.turn, RefusalReason.TOKENS, error.text)
+            )
             raise
 
     async def _tools(self, request: pb.CompleteRequest) -> Tools | None:
@@ -188,23 +201,23 @@ class Completions:
 def _append_completion(
     request: pb.CompleteRequest,
     messages: Sequence[Message],
-    held: HeldSegment,
+    segment: HeldSegment,
     tokens: ContinuedPrompt | None,
     result: CompletedCall,
 ) -> wire.ResponseDetails:
-    """Takes an answer into its segment."""
+    """Append a completion to its segment and return the contents of the response."""
     completion = result.completion
     policy = result.reply.policy_version or f"policy-{request.turn}"
     if tokens is None:
-        after = held.add(request.turn, messages, completion, policy)
+        after = segment.add(request.turn, messages, completion, policy)
         return wire.ResponseDetails(completion, result.reply, policy, after)
-    tokens.enter(held)
-    after = held.append_completion(request.turn, messages, completion, policy)
+    tokens.enter(segment)
+    after = segment.append_completion(request.turn, messages, completion, policy)
     return wire.ResponseDetails(completion, result.reply, policy, after, tokens.prompt)
 
 
 def _check(request: pb.CompleteRequest) -> None:
-    """StatusError for a request that no state can make right."""
+    """Raise StatusError for a request that is invalid in any state of the trainer."""
     if not request.uid or not request.rollout_id.strip():
         raise invalid("rollout_id" if request.uid else "uid", "is missing")
     if request.turn < 1:
@@ -215,7 +228,7 @@ def _check(request: pb.CompleteRequest) -> None:
 
 
 async def _failure(result: FailedCall) -> pb.CompleteResponse:
-    """Commits a scripted fault: raises its status, or returns what HTTP would answer with status 200."""
+    """Execute a scripted fault: raise its status, or return the response if the fault has HTTP status 200."""
     fault = result.fault
     await asyncio.sleep(fault.delay)
     match fault.kind:
@@ -229,9 +242,9 @@ async def _failure(result: FailedCall) -> pb.CompleteResponse:
 
 
 def apply_lie(lie: Lie, honest: pb.CompleteResponse, earlier: pb.CompleteResponse, turn: int) -> pb.CompleteResponse:
-    """The honest answer of a turn with the lie in it. `earlier` is another turn's answer, for those that need one.
+    """Return the response of a turn with a lie. `earlier` is the response of an earlier turn, for the `BORROWED` lies.
 
-    Lies about ids say nothing of an answer that has none.
+    Lies about ids do not change a response without ids.
     """
     response = pb.CompleteResponse()
     response.CopyFrom(earlier if lie in BORROWED else honest)

@@ -1,4 +1,4 @@
-"""What a gRPC trainer holds of each segment: messages, tokens with their authors, a checkpoint after each turn."""
+"""The ledger of a gRPC trainer: per segment its messages, its tokens with their authors, and a checkpoint after each turn."""
 
 import copy
 import hashlib
@@ -16,7 +16,7 @@ _MODEL_BIT: Final = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A checkpoint: how many messages and tokens, and the SHA-256 that token.proto (Checkpoint) describes."""
+    """A checkpoint: number of messages, number of tokens, and the SHA-256 digest that token.proto (Checkpoint) defines."""
 
     messages: int
     tokens: int
@@ -24,7 +24,7 @@ class Mark:
 
 
 class Reason(StrEnum):
-    """Why tokens do not train, as token.proto (MaskReason) has it."""
+    """Why tokens have mask 0, as token.proto (MaskReason) defines it."""
 
     PROMPT = "prompt"
     ENVIRONMENT = "environment"
@@ -34,7 +34,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LedgerRun:
-    """Tokens of one author in one turn (from 1); `logprobs` and `policy_version` for the model's only."""
+    """Consecutive tokens of one author in one turn (from 1). Only runs of the model have `logprobs` and `policy_version`."""
 
     turn: int
     by_model: bool
@@ -45,23 +45,26 @@ class LedgerRun:
 
     @property
     def tagged_ids(self) -> list[int]:
-        """What goes into the digest for each token."""
+        """The token ids with the author bit, as the digest uses them."""
         bit = _MODEL_BIT if self.by_model else 0
         return [token_id | bit for token_id in self.token_ids]
 
     def part(self, start: int, stop: int | None = None) -> "LedgerRun":
-        """The run without the tokens outside of [start, stop)."""
+        """Return the part of the run with the tokens in [start, stop)."""
         return replace(self, token_ids=self.token_ids[start:stop], logprobs=self.logprobs[start:stop])
 
 
 class HeldSegment:
-    """One segment: runs in order, and a mark after each answer.
+    """One segment: its runs in order, and a mark after each completion.
 
-    `rollout_key` names the rollout to the judge; `typed` says that the segment began with typed messages, `in_tokens` that
-    it began in token mode, `drifted` that a prompt did not extend it, so that a new sample began with that prompt, `begun`
-    that a turn of it was answered, `before` what it was before the last answer, `undone` the turn whose
-    answer was taken back. With `forgotten` the trainer plays one that lost the segment: no base is known, while
-    the judge still knows what a whole history has to be.
+    Attributes:
+        rollout_key: the key of its verdict in the judge.
+        typed: the segment began with typed messages.
+        in_tokens: the segment began in token mode.
+        drifted: a prompt did not extend the segment, so a new sample began with that prompt.
+        begun: at least one turn was answered.
+        before: a copy from before the last completion; `undone`: the turn whose completion was taken back.
+        forgotten: the trainer simulates that it lost the segment: it accepts no base. The judge still knows the correct history.
     """
 
     def __init__(self, rollout_key: str, *, typed: bool, in_tokens: bool) -> None:
@@ -82,21 +85,21 @@ class HeldSegment:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens."""
+        """All token ids."""
         return [tagged & ~_MODEL_BIT for tagged in self._tagged_ids]
 
     @property
     def tagged_ids(self) -> Sequence[int]:
-        """All tokens with their authors, as the digest sees them."""
+        """All token ids with the author bit, as the digest uses them."""
         return self._tagged_ids
 
     @property
     def last_turn(self) -> int:
-        """The turn that was answered last; 0 before the first one."""
+        """The last answered turn; 0 before the first one."""
         return self._runs[-1].turn if self._runs else 0
 
     def copy(self) -> "HeldSegment":
-        """Another ledger that holds the same."""
+        """Return an independent copy, without `before`."""
         other = copy.copy(self)
         other.messages, other.marks = self.messages[:], self.marks[:]
         other._runs, other._tagged_ids, other._digest = self._runs[:], self._tagged_ids[:], self._digest.copy()
@@ -104,7 +107,7 @@ class HeldSegment:
         return other
 
     def add(self, turn: int, messages: Sequence[Message], completion: ScriptedCompletion, policy_version: str) -> Mark:
-        """Takes a turn of message mode in. A prompt that does not extend the ledger replaces what it held."""
+        """Append a turn in message mode. A prompt that does not extend the segment replaces its contents."""
         ids = self.ids
         if completion.prompt_ids[: len(ids)] != ids:
             self._clear()
@@ -115,7 +118,7 @@ class HeldSegment:
     def append_completion(
         self, turn: int, messages: Sequence[Message], completion: ScriptedCompletion, policy_version: str
     ) -> Mark:
-        """Takes in the answer to what the ledger ends with."""
+        """Append a completion, set a mark after it and return the mark."""
         self.append(LedgerRun(turn, True, completion.token_ids, completion.logprobs, policy_version=policy_version))
         self.messages = [*messages, completion.message]
         self.last_was_cut = completion.finish_reason == "length"
@@ -123,29 +126,29 @@ class HeldSegment:
         return self.mark(len(self.messages))
 
     def append(self, run: LedgerRun) -> None:
-        """Adds tokens."""
+        """Append tokens."""
         self._digest.update(_pack(run))
         self._runs.append(run)
         self._tagged_ids += run.tagged_ids
 
     def mark(self, messages: int) -> Mark:
-        """Sets a checkpoint after the last token: `messages` of them are known now."""
+        """Set a mark after the last token. `messages` is the number of messages so far."""
         self.marks.append(self.checkpoint_after((), messages))
         return self.marks[-1]
 
     def checkpoint_after(self, runs: Sequence[LedgerRun], messages: int) -> Mark:
-        """The checkpoint behind further runs, which are not taken in."""
+        """Return the checkpoint after further runs, without appending them."""
         digest = self._digest.copy()
         for run in runs:
             digest.update(_pack(run))
         return Mark(messages, len(self._tagged_ids) + sum(len(run.token_ids) for run in runs), digest.digest())
 
     def has(self, digest: bytes) -> bool:
-        """Whether the ledger stood at this digest after one of its turns."""
+        """Return whether one of the segment's marks has this digest."""
         return any(mark.digest == digest for mark in self.marks)
 
     def branch(self, digest: bytes, rollout_key: str) -> "HeldSegment":
-        """A ledger of its own with what this one held at `digest`."""
+        """Return a new segment with the contents of this one up to the mark with `digest`."""
         turns = next(index for index, mark in enumerate(self.marks, start=1) if mark.digest == digest)
         branch = HeldSegment(rollout_key, typed=self.typed, in_tokens=self.in_tokens)
         branch.marks = self.marks[:turns]
@@ -156,7 +159,7 @@ class HeldSegment:
         return branch
 
     def runs(self, offset: int, stop: int | None = None) -> Iterator[LedgerRun]:
-        """The runs from the token at `offset` on and before `stop`, none of them empty."""
+        """Yield the runs of the tokens in [offset, stop), without empty runs."""
         yield from runs_within(self._runs, offset, stop)
 
     def _clear(self) -> None:
@@ -166,7 +169,7 @@ class HeldSegment:
 
 
 def runs_within(runs: Sequence[LedgerRun], offset: int, stop: int | None = None) -> Iterator[LedgerRun]:
-    """What lies in [offset, stop), counted in tokens; no empty runs."""
+    """Yield the runs of the tokens in [offset, stop), without empty runs."""
     start = 0
     for run in runs:
         size = len(run.token_ids)

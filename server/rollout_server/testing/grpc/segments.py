@@ -1,4 +1,4 @@
-"""Which conversation a gRPC call continues: segments, bases and tool sets of the rollouts that a trainer knows."""
+"""The segments and tool sets of the rollouts that a gRPC trainer knows, to find the segment that a request continues."""
 
 from dataclasses import dataclass, field
 
@@ -19,21 +19,21 @@ class _RolloutSegments:
 
 
 class Segments:
-    """The last `rollouts_kept` rollouts by uid. The event loop's thread only."""
+    """The last `rollouts_kept` rollouts by uid. For the event loop's thread only."""
 
     def __init__(self, rollouts_kept: int) -> None:
         self._rollouts: dict[str, _RolloutSegments] = {}
         self._rollouts_kept = rollouts_kept
 
     def is_new(self, uid: str) -> bool:
-        """Whether no call of this rollout came yet."""
+        """Return whether there was no request of this rollout yet."""
         return uid not in self._rollouts
 
     def segment(self, request: pb.CompleteRequest) -> HeldSegment:
-        """The segment that the call continues, or a new one: empty, or what another held at the call's base.
+        """Return the segment that the request continues, or a new one: empty, or a copy of another segment up to the base.
 
-        StatusError: BASE_UNKNOWN for a base that no segment of this rollout ever had, LEDGER_MISMATCH where the segment
-        is known but stands elsewhere.
+        Raises StatusError: BASE_UNKNOWN if no segment of this rollout ever had this base, LEDGER_MISMATCH if the segment is known
+        but its last checkpoint differs from the base.
         """
         rollout = self._rollout(request)
         known = rollout.segments.get(request.segment_id)
@@ -46,7 +46,9 @@ class Segments:
         parents = (each for each in rollout.segments.values() if each.has(request.base.digest) and not each.forgotten)
         parent = next(parents, None)
         if parent is None:
-            raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is not known here")
+            raise base_unknown(f"segment {request.segment_id!r} of rollout {request.uid!r} is unknown to this trainer")
+        # In message mode a drifted prompt replaces the contents of the trainer's segment (`HeldSegment.add`), but the server opens
+        # a new segment for it. The server's next base then continues the same conversation, under the same verdict.
         forked = request.origin.kind == token_pb2.SEGMENT_KIND_BRANCH
         continues = not forked and parent.drifted and parent.marks[-1].digest == request.base.digest
         branch = parent.branch(request.base.digest, parent.rollout_key if continues else _key(rollout, request))
@@ -54,32 +56,32 @@ class Segments:
         return branch
 
     def parent(self, request: pb.CompleteRequest) -> HeldSegment | None:
-        """The segment that the call's segment comes from, as far as it is known here."""
+        """Return the parent of the request's segment; None if there is none or it is unknown."""
         return self.find(request.uid, request.origin.parent_id) if request.origin.parent_id else None
 
     def step_back(self, request: pb.CompleteRequest) -> None:
-        """Makes the segment what it was before its last answer, if that is the turn that is asked for again."""
-        held = self.find(request.uid, request.segment_id)
-        if held is not None and held.before is not None and held.last_turn == request.turn:
-            held.before.undone = request.turn
-            self._rollouts[request.uid].segments[request.segment_id] = held.before
+        """Undo the segment's last completion if the request repeats its turn."""
+        segment = self.find(request.uid, request.segment_id)
+        if segment is not None and segment.before is not None and segment.last_turn == request.turn:
+            segment.before.undone = request.turn
+            self._rollouts[request.uid].segments[request.segment_id] = segment.before
 
     def forget(self, uid: str) -> None:
-        """Makes all bases and tools of a rollout unknown, until its whole history comes."""
+        """Make all bases and tools of a rollout unknown until its whole history is sent."""
         rollout = self._rollouts[uid]
         rollout.tools.clear()
         for segment in rollout.segments.values():
             segment.forgotten = True
 
     def find(self, uid: str, segment_id: str) -> HeldSegment | None:
-        """A segment that is known."""
+        """Return a segment; None if it is unknown."""
         rollout = self._rollouts.get(uid)
         return rollout.segments.get(segment_id) if rollout else None
 
     def tools(self, request: pb.CompleteRequest) -> Tools | None:
-        """The tools that the call names by digest; None where it says nothing about tools.
+        """Return the tools that the request names by digest; None if it has no tool set.
 
-        StatusError: TOOLS_UNKNOWN for a digest whose list never came, and for a list that has another digest.
+        Raises StatusError: TOOLS_UNKNOWN if the list of a digest was never sent, INVALID_ARGUMENT if a list has another digest.
         """
         if not request.HasField("tools"):
             return None
@@ -88,10 +90,12 @@ class Segments:
         if listed or named == tools_digest(()):
             tools = [_tool(index, tool) for index, tool in enumerate(listed)]
             if named != tools_digest(listed):
-                raise invalid("tools.digest", f"is {named.hex()}, the list has {tools_digest(listed).hex()}")
+                raise invalid(
+                    "tools.digest", f"is {named.hex()}, but the list has the digest {tools_digest(listed).hex()}"
+                )
             rollout.tools[named] = tools
         if named not in rollout.tools:
-            text = f"the list of tools with digest {named.hex()[:16]} never came in this rollout"
+            text = f"the list of tools with digest {named.hex()[:16]} was never sent in this rollout"
             raise StatusError(grpc.StatusCode.FAILED_PRECONDITION, "TOOLS_UNKNOWN", text)
         return rollout.tools[named]
 
@@ -112,28 +116,30 @@ class Segments:
 
 
 def _key(rollout: _RolloutSegments, request: pb.CompleteRequest) -> str:
-    """What the judge calls a new conversation: the first one of a rollout goes by the rollout's name."""
+    """Return the judge's key for a new conversation: the rollout id for the first one, else with the segment id."""
     return f"{request.rollout_id}/{request.segment_id}" if rollout.segments else request.rollout_id
 
 
 def messages_of(request: pb.CompleteRequest, ledger: HeldSegment) -> list[Message]:
-    """The whole conversation: the base's messages and the new ones. StatusError names a message that is none."""
+    """Return the whole conversation: the base's messages and the new ones. Raises StatusError for an invalid message."""
     new = [_message(index, message) for index, message in enumerate(request.new_messages)]
     if not request.HasField("base"):
         return new
     if request.base.messages > len(ledger.messages):
-        raise invalid("base.messages", f"{request.base.messages} of {len(ledger.messages)} messages")
+        raise invalid(
+            "base.messages", f"is {request.base.messages}, but the segment has {len(ledger.messages)} messages"
+        )
     return [*ledger.messages[: request.base.messages], *new]
 
 
 def _at_base(ledger: HeldSegment, base: token_pb2.Checkpoint) -> HeldSegment:
     if not ledger.marks or ledger.forgotten:
-        raise base_unknown("the segment is known, but no turn of it was answered or all of it was forgotten")
+        raise base_unknown("the segment has no answered turn, or the trainer has forgotten it")
     mark = ledger.marks[-1]
     if (mark.tokens, mark.digest) != (base.tokens, base.digest):
         raise mismatch(
             f"the base has {base.tokens} tokens with digest {base.digest.hex()[:16]}, "
-            f"here the last turn ended at {mark.tokens} with {mark.digest.hex()[:16]}",
+            f"but the last turn ended at {mark.tokens} tokens with {mark.digest.hex()[:16]}",
             ledger.marks,
         )
     return ledger
@@ -141,8 +147,8 @@ def _at_base(ledger: HeldSegment, base: token_pb2.Checkpoint) -> HeldSegment:
 
 def _check_mode(ledger: HeldSegment, request: pb.CompleteRequest) -> None:
     if ledger.in_tokens != request.HasField("new_tokens"):
-        text = "is missing, but the segment began" if ledger.in_tokens else "came, but the segment began without it"
-        raise invalid("new_tokens", text + (" in token mode" if ledger.in_tokens else ""))
+        text = "is missing, but the segment began in token mode"
+        raise invalid("new_tokens", text if ledger.in_tokens else "is set, but the segment began without it")
 
 
 def _message(index: int, message: message_pb2.Message) -> Message:
@@ -151,7 +157,7 @@ def _message(index: int, message: message_pb2.Message) -> Message:
     except ValueError as error:
         raise invalid(f"new_messages[{index}]", str(error)) from error
     if not isinstance(parsed.get("role"), str):
-        raise invalid(f"new_messages[{index}]", "there is no string under role")
+        raise invalid(f"new_messages[{index}]", "has no string under role")
     return parsed
 
 

@@ -1,4 +1,4 @@
-"""CompletionService (completion_service.proto): unary calls to `Completions`, and the grpc.aio server they come through."""
+"""CompletionService (completion_service.proto) as unary calls to `Completions`, and its grpc.aio server."""
 
 import asyncio
 import hmac
@@ -17,10 +17,10 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _LARGEST_MESSAGE: Final = 64 * 1024 * 1024
 _OPTIONS: Final = (
-    ("grpc.so_reuseport", 0),  # a port that is taken is an error, not shared
+    ("grpc.so_reuseport", 0),  # a port in use raises an error instead of being shared
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-    # gRPC drops calls silently when more than 1,000 wait to be picked up.
+    # By default gRPC silently drops calls if more than 1,000 are waiting to be accepted.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -29,14 +29,14 @@ _OPTIONS: Final = (
 
 
 class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
-    """What stands between the wire and the judge: the key that is demanded, statuses, answers that get lost."""
+    """Checks the API key, converts errors to statuses and executes faults that lose a completion."""
 
     def __init__(self, completions: Completions, api_key: str | None) -> None:
         self._completions = completions
         self._api_key = api_key
 
     async def Complete(self, request: pb.CompleteRequest, context: _Context) -> pb.CompleteResponse:
-        """Answers one turn, or the same turn again."""
+        """Return the completion of a turn, also for a repeated request."""
         metadata = _metadata(context)
         self._completions.record_request(request, metadata)
         try:
@@ -45,13 +45,13 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
             await self._lose(request.turn_key)
             return response
         except SilenceError:
-            await asyncio.Event().wait()
+            await asyncio.Event().wait()  # until the caller cancels or the server stops
             raise
         except StatusError as error:
             return await abort(context, error)
 
     async def ReadLedger(self, request: pb.ReadLedgerRequest, context: _Context) -> pb.ReadLedgerResponse:
-        """Shows a segment as it is held here."""
+        """Return a segment as the trainer stores it."""
         try:
             self._authorize(_metadata(context))
             return self._completions.ledger(request)
@@ -59,7 +59,7 @@ class CompletionService(completion_service_pb2_grpc.CompletionServiceServicer):
             return await abort(context, error)
 
     async def _lose(self, turn_key: str) -> None:
-        """StatusError where the answer that was generated is not to arrive."""
+        """Raise StatusError if the script says that the generated completion is lost."""
         fault = self._completions.pop_lost(turn_key)
         if fault:
             await asyncio.sleep(fault.delay)
@@ -76,19 +76,19 @@ def _metadata(context: _Context) -> Mapping[str, str]:
 
 
 def target(host: str, port: int) -> str:
-    """An address as URLs and gRPC targets have it: IPv6 in brackets."""
+    """Return host:port for a URL or a gRPC target, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class CompletionServer:
-    """Serves a CompletionService, from `open` to `close`."""
+    """A gRPC server for a CompletionService, from `open` to `close`."""
 
     def __init__(self, service: CompletionService) -> None:
         self._server = grpc.aio.server(options=_OPTIONS)
         completion_service_pb2_grpc.add_CompletionServiceServicer_to_server(service, self._server)
 
     async def open(self, host: str, port: int) -> int:
-        """Listens (port 0: any free one) and returns the port. OSError if the address cannot be had."""
+        """Start listening and return the port; `port` 0 selects any free one. Raises OSError if the address cannot be bound."""
         try:
             bound = self._server.add_insecure_port(target(host, port))
         except RuntimeError as error:
@@ -97,5 +97,5 @@ class CompletionServer:
         return bound
 
     async def close(self) -> None:
-        """Stops at once; calls that are held back are cancelled."""
+        """Stop at once and cancel open calls."""
         await self._server.stop(None)

@@ -1,4 +1,4 @@
-"""gRPC statuses of the strict trainer: what completion_service.proto prescribes, and scripted faults."""
+"""gRPC statuses of the strict trainer: those of completion_service.proto, and those of scripted faults."""
 
 from typing import Any, Final, NoReturn
 
@@ -14,7 +14,7 @@ from rollout_server.testing.grpc.wire import checkpoint
 from rollout_server.testing.script import Fault, FaultKind
 
 DOMAIN: Final = "rollout.osmosis"
-# Details travel in HTTP/2 trailers, which hold 8 KB.
+# Details are sent in HTTP/2 trailers, which are limited to 8 KB.
 _MOST_CHECKPOINTS: Final = 64
 _LONGEST_TEXT: Final = 1000
 _DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -34,7 +34,7 @@ _CODES: Final = {
 
 
 class StatusError(Exception):
-    """A call that ends with a status; `details` beside the ErrorInfo that every status carries."""
+    """A call ends with a status. `details` are added to the ErrorInfo that every status has."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, text: str, *details: Message) -> None:
         super().__init__(text)
@@ -44,28 +44,28 @@ class StatusError(Exception):
 
 
 def invalid(field: str, text: str) -> StatusError:
-    """A field of the request that breaks the contract."""
+    """Return the error for a field of the request that violates the contract."""
     violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=text[:_LONGEST_TEXT])
     detail = error_details_pb2.BadRequest(field_violations=[violation])
     return StatusError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", f"{field}: {text}", detail)
 
 
 def base_unknown(text: str) -> StatusError:
-    """The base is not known here: the caller sends the whole history once."""
+    """Return the error for an unknown base. The caller then sends the whole history once."""
     return StatusError(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)
 
 
 def mismatch(text: str, marks: list[Mark]) -> StatusError:
-    """The digests differ: what the trainer holds after each turn, the last `_MOST_CHECKPOINTS` of them."""
+    """Return the error for digests that differ, with the trainer's last `_MOST_CHECKPOINTS` checkpoints."""
     detail = pb.LedgerMismatch(checkpoints=[checkpoint(mark) for mark in marks[-_MOST_CHECKPOINTS:]])
     return StatusError(grpc.StatusCode.ABORTED, "LEDGER_MISMATCH", text, detail)
 
 
 def status_of_fault(fault: Fault) -> StatusError:
-    """The status that stands for a scripted fault of HTTP.
+    """Return the gRPC status that corresponds to a scripted HTTP fault.
 
-    An HTTP status by the usual table, with Retry-After as RetryInfo; a connection that was reset is UNAVAILABLE, as it
-    is for every gRPC client; an answer that broke off is INTERNAL.
+    An HTTP status is mapped by the usual table, with Retry-After as RetryInfo. A reset connection is UNAVAILABLE, as every gRPC
+    client reports it. A truncated response is INTERNAL.
     """
     if fault.kind is FaultKind.STATUS:
         code = _CODES.get(fault.status, grpc.StatusCode.UNKNOWN)
@@ -77,7 +77,7 @@ def status_of_fault(fault: Fault) -> StatusError:
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: StatusError) -> NoReturn:
-    """Ends the call with a rich status; raises always."""
+    """End the call with a rich status. Always raises."""
     number, _ = error.code.value
     status = Status(code=number, message=error.text)
     for detail in error.details:

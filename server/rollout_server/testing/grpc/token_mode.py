@@ -1,8 +1,9 @@
-"""Token mode of a gRPC call: its spans as runs, held against the segment's ledger, for the judge to look at.
+"""Token mode of a gRPC request: converts its spans to runs and compares them with the trainer's ledger.
 
-Here it is judged who wrote what, and that base and spans are what `after` says; `token_mode_check` judges the tokens that
-nobody here wrote. Tokens of the model come with a whole history only, and then have to be those that are held here, author
-by author. Only where nothing is held, neither of the segment nor of the one that it comes from, are they believed.
+This module verifies the authors of the tokens and the checkpoint `after`. `token_mode_check` verifies the environment tokens.
+
+Only a request with the whole history may contain tokens of the model. They must equal the ledger's tokens and authors. The trainer
+accepts them unverified only if it has neither the segment nor its parent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _REASONS: Final = {
 _MODEL: Final = "the model"
 _START: Final = "the start"
 _BASE: Final = "the base"
+# Which kinds of span may follow which.
 _FOLLOWING: Final[Mapping[str, frozenset[str]]] = {
     _START: frozenset({Reason.PROMPT}),
     _BASE: frozenset({Reason.CLOSING, Reason.ENVIRONMENT}),
@@ -40,7 +42,7 @@ _LARGEST_ID: Final = (1 << 31) - 1
 
 @dataclass(slots=True)
 class _SentTurn:
-    """What stands before an answer, and the answer; the last turn of a call has none."""
+    """The runs before a completion, and the completion. The last turn of a request has no completion yet."""
 
     before: list[LedgerRun] = field(default_factory=list)
     completion: list[LedgerRun] = field(default_factory=list)
@@ -56,8 +58,13 @@ class _SentTurn:
 
 @dataclass(frozen=True, slots=True)
 class ContinuedPrompt:
-    """What a call adds to its segment: turns that were answered elsewhere, each with the messages known behind it, and
-    what the model is to answer now. `prompt` is the checkpoint that base and spans give.
+    """The tokens that a request adds to its segment.
+
+    Args:
+        token_prompt: the ids to generate from, with the spans that are still to be verified.
+        prompt: the checkpoint of base and spans together.
+        turns: turns that were completed before this trainer knew the segment, and last the prompt of the current turn.
+        message_counts: number of messages up to and including each of these completions.
     """
 
     token_prompt: TokenPrompt
@@ -66,7 +73,7 @@ class ContinuedPrompt:
     message_counts: tuple[int, ...]
 
     def enter(self, ledger: HeldSegment) -> None:
-        """Takes it in, with a mark behind each answer."""
+        """Append the tokens to the ledger, with a mark after each completion."""
         for turn, messages in zip(self.turns, (*self.message_counts, None), strict=True):
             for run in (*turn.before, *turn.completion):
                 ledger.append(run)
@@ -77,10 +84,10 @@ class ContinuedPrompt:
 def continue_segment(
     request: pb.CompleteRequest, ledger: HeldSegment, parent: HeldSegment | None, messages: Sequence[Message]
 ) -> ContinuedPrompt:
-    """What the call's tokens are, against what is held of its segment, and of the one that it comes from.
+    """Compare the request's tokens with the ledgers of its segment and of the parent segment, and return what they add.
 
-    StatusError: INVALID_ARGUMENT names the field that cannot be, LEDGER_MISMATCH (ABORTED) the first token that is held
-    otherwise, or the checkpoint that base and spans do not give.
+    Raises StatusError: INVALID_ARGUMENT names the invalid field. LEDGER_MISMATCH (ABORTED) names the first token that differs from
+    the ledger, or the checkpoint that differs from that of base and spans.
     """
     sent = _runs(request)
     _check_turns(_turns(sent), request)
@@ -96,6 +103,8 @@ def continue_segment(
     completions = _completion_indices(len(turns) - 1, messages)
     spans = list(_prompt_spans(request.turn, ledger, turns, [*completions, len(messages)]))
     prompt_tokens = TokenPrompt(ledger.ids + [token_id for run in fresh for token_id in run.token_ids], ())
+    # Tokens in the first `proved` positions were verified when they were received. The last span is the prompt of the current turn,
+    # which is always verified, even if it is empty.
     unproven = tuple(span for span in spans if span.stop > proved or span is spans[-1])
     return ContinuedPrompt(
         replace(prompt_tokens, spans=unproven), prompt, tuple(turns), tuple(index + 1 for index in completions)
@@ -114,7 +123,7 @@ def _runs(request: pb.CompleteRequest) -> list[LedgerRun]:
             raise invalid(f"new_tokens.spans[{index}]", f"tokens of {kind} cannot follow {before}")
         before = kind
     if not runs and before is _START:
-        raise invalid("new_tokens.spans", "there are none, and no base: there is nothing to generate from")
+        raise invalid("new_tokens.spans", "is empty and there is no base, so there is no prompt to generate from")
     return runs
 
 
@@ -123,16 +132,16 @@ def _run(path: str, span: token_pb2.Span) -> LedgerRun:
     if not by_model and span.author != token_pb2.AUTHOR_OTHER:
         raise invalid(f"{path}.author", f"is {span.author}: every token has an author")
     if span.mask_reason not in _REASONS:
-        raise invalid(f"{path}.mask_reason", f"{span.mask_reason} is none")
+        raise invalid(f"{path}.mask_reason", f"{span.mask_reason} is unknown")
     reason = _REASONS[span.mask_reason]
     if (reason in (None, Reason.AUTHOR)) is not by_model:
-        raise invalid(f"{path}.mask_reason", f"{reason or 'none'} does not go with the author")
+        raise invalid(f"{path}.mask_reason", f"{reason or 'none'} does not match the author")
     if not span.token_ids:
         raise invalid(f"{path}.token_ids", "is empty: a span is a run of tokens")
     if max(span.token_ids) > _LARGEST_ID:
-        raise invalid(f"{path}.token_ids", f"holds {max(span.token_ids)}, ids are below 2^31")
+        raise invalid(f"{path}.token_ids", f"contains {max(span.token_ids)}, but token ids are below 2^31")
     if not by_model and (span.HasField("logprobs") or span.policy_version or span.planes):
-        raise invalid(path, "logprobs, policy_version and planes are for spans of the model")
+        raise invalid(path, "logprobs, policy_version and planes are allowed only in spans of the model")
     logprobs = span.logprobs.values
     if span.HasField("logprobs") and len(logprobs) != len(span.token_ids):
         raise invalid(f"{path}.logprobs", f"has {len(logprobs)} values for {len(span.token_ids)} tokens")
@@ -140,7 +149,7 @@ def _run(path: str, span: token_pb2.Span) -> LedgerRun:
 
 
 def _turns(runs: Sequence[LedgerRun]) -> list[_SentTurn]:
-    """The runs by turns; the last one is what is to be answered, and may be empty."""
+    """Group the runs by turn. The last group is the prompt of the current turn, and may be empty."""
     turns = [_SentTurn()]
     for run in runs:
         last = turns[-1]
@@ -151,54 +160,57 @@ def _turns(runs: Sequence[LedgerRun]) -> list[_SentTurn]:
 
 
 def _check_turns(turns: Sequence[_SentTurn], request: pb.CompleteRequest) -> None:
-    """Each prompt bears the number of its answer, and the numbers grow."""
+    """Raise StatusError unless turn numbers increase and the tokens before a completion have its turn number."""
     numbers = [0, *(turn.number for turn in turns[:-1]), request.turn]
     for turn, last, number in zip(turns, numbers, numbers[1:], strict=False):
         if number <= last:
-            raise invalid("new_tokens.spans", f"turn {number} comes behind turn {last}")
+            raise invalid("new_tokens.spans", f"turn {number} follows turn {last}; turn numbers must increase")
         for run in turn.before:
             if run.turn != number:
-                raise invalid("new_tokens.spans", f"tokens of {run.reason} before answer {number} have turn {run.turn}")
+                raise invalid(
+                    "new_tokens.spans", f"{run.reason} tokens before completion {number} have turn {run.turn}"
+                )
 
 
 def _compare(
     sent: Sequence[LedgerRun], ledger: HeldSegment, parent: HeldSegment | None, request: pb.CompleteRequest
 ) -> int:
-    """How many tokens of a whole history are those that are held; StatusError where they are others."""
+    """Return how many leading tokens of a whole history equal the ledger's. Raises StatusError if they differ from it."""
     tagged_ids = [tagged for run in sent for tagged in run.tagged_ids]
-    held = ledger.tagged_ids
-    if held:
-        _check_same(tagged_ids, held, sent, ledger)
-        if any(run.by_model for run in runs_within(sent, len(held))):
-            raise invalid("new_tokens.spans", f"tokens of the model stand behind the {len(held)} that are held here")
-        return len(held)
+    stored = ledger.tagged_ids
+    if stored:
+        _check_same(tagged_ids, stored, sent, ledger)
+        if any(run.by_model for run in runs_within(sent, len(stored))):
+            raise invalid(
+                "new_tokens.spans", f"tokens of the model follow the {len(stored)} tokens of this trainer's ledger"
+            )
+        return len(stored)
     if parent is None:
         return 0
     shared = parent.tagged_ids[: request.origin.parent_tokens]
     if ids_of(tagged_ids[: len(shared)]) != ids_of(shared):
-        raise invalid("origin.parent_tokens", f"the first {len(shared)} tokens are not those of the parent")
+        raise invalid("origin.parent_tokens", f"the first {len(shared)} tokens differ from those of the parent")
     of_model = [index for index, tagged in enumerate(tagged_ids) if tagged != ids_of([tagged])[0]]
     if any(index >= len(shared) or shared[index] != tagged_ids[index] for index in of_model):
-        raise invalid("new_tokens.spans", "tokens of the model are none that the parent segment holds")
+        raise invalid("new_tokens.spans", "tokens of the model differ from those of the parent segment")
     return len(shared)
 
 
-def _check_same(tagged_ids: Sequence[int], held: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment) -> None:
-    pairs = enumerate(zip(held, tagged_ids, strict=False))
+def _check_same(
+    tagged_ids: Sequence[int], stored: Sequence[int], sent: Sequence[LedgerRun], ledger: HeldSegment
+) -> None:
+    pairs = enumerate(zip(stored, tagged_ids, strict=False))
     index = next((i for i, (a, b) in pairs if a != b), len(tagged_ids))
-    if index >= len(held):
+    if index >= len(stored):
         return
     turn = next(ledger.runs(index)).turn
-    here = f"{ids_of(held[index : index + 5])} here"
-    came = (
-        f"{ids_of(tagged_ids[index : index + 5])} came" if index < len(tagged_ids) else "the tokens that came end there"
+    here = f"the ledger has {ids_of(stored[index : index + 5])}"
+    sent_ids = (
+        f"the request {ids_of(tagged_ids[index : index + 5])}" if index < len(tagged_ids) else "the request ends there"
     )
-    author = (
-        ""
-        if index >= len(tagged_ids) or ids_of([tagged_ids[index]]) != ids_of([held[index]])
-        else " with another author"
-    )
-    raise mismatch(f"turn {turn}: token {index} is held otherwise{author}: {here}, {came}", ledger.marks)
+    same_id = index < len(tagged_ids) and ids_of([tagged_ids[index]]) == ids_of([stored[index]])
+    author = " in its author" if same_id else ""
+    raise mismatch(f"turn {turn}: token {index} differs{author}: {here}, {sent_ids}", ledger.marks)
 
 
 def _check_origin(
@@ -206,13 +218,13 @@ def _check_origin(
 ) -> None:
     origin, with_base = request.origin, request.HasField("base")
     if ledger.begun and request.turn <= ledger.last_turn:
-        raise invalid("turn", f"is {request.turn}, turn {ledger.last_turn} was answered already")
+        raise invalid("turn", f"is {request.turn}, but turn {ledger.last_turn} was already answered")
     if not request.HasField("origin"):
         if not ledger.begun and (with_base or not model_tokens):
-            raise invalid("origin", "is missing: the first turn of a segment says where it comes from")
+            raise invalid("origin", "is missing: the first turn of a segment must have it")
         return
     if ledger.begun and with_base:
-        raise invalid("origin", "comes on the first turn of a segment only")
+        raise invalid("origin", "is allowed only in the first turn of a segment")
     is_main = origin.kind == token_pb2.SEGMENT_KIND_MAIN
     if origin.kind == token_pb2.SEGMENT_KIND_UNSPECIFIED or is_main is bool(origin.parent_id):
         raise invalid("origin.kind", f"{token_pb2.SegmentKind.Name(origin.kind)} with parent {origin.parent_id!r}")
@@ -233,17 +245,17 @@ def _check_after(after: token_pb2.Checkpoint, prompt: Mark, ledger: HeldSegment)
 
 
 def _completion_indices(count: int, messages: Sequence[Message]) -> list[int]:
-    """Which messages are the last `count` answers."""
+    """Return the indices of the last `count` assistant messages."""
     indices = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
     if count > len(indices):
-        raise invalid("new_messages", f"hold {len(indices)} answers, the spans hold {count}")
+        raise invalid("new_messages", f"have {len(indices)} completions, the spans have {count}")
     return indices[len(indices) - count :]
 
 
 def _prompt_spans(
     now: int, ledger: HeldSegment, turns: Sequence[_SentTurn], messages: Sequence[int]
 ) -> Iterator[PromptSpan]:
-    """What stands before each answer; `messages` of the conversation stand before it."""
+    """Yield the span before each completion. `messages` is the number of messages before each completion."""
     start = len(ledger.tagged_ids)
     completion_index = ledger.marks[-1].messages - 1 if ledger.marks else None
     cut = ledger.last_was_cut
@@ -255,5 +267,5 @@ def _prompt_spans(
 
 
 def ids_of(tagged_ids: Sequence[int]) -> list[int]:
-    """The tokens without their authors."""
+    """Return the token ids without the author bit."""
     return [tagged & _LARGEST_ID for tagged in tagged_ids]

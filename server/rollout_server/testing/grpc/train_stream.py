@@ -1,7 +1,7 @@
-"""A strict trainer that is only a client: `TrainerService.Train` (trainer_service.proto), on the same judge as its other faces.
+"""A strict trainer that is only a client of `TrainerService.Train` (trainer_service.proto). It uses the same judge as its servers.
 
-It answers as `Completions` does, resumes what is cut, and notes in `faults` whatever the server does against the contract of the
-stream. A scripted answer that gets lost is one whose connection is cut before it leaves.
+It answers requests with `Completions`, resumes a stream after a lost connection, and records in `faults` every violation of the
+stream's contract by the server. For a scripted loss of a completion it cuts the connection before the completion is sent.
 """
 
 import asyncio
@@ -28,17 +28,19 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.use_local_subchannel_pool", 1),  # channels to one server otherwise share a TCP connection
     ("grpc.initial_reconnect_backoff_ms", 100),
 )
 _PAUSE: Final = 0.02
+"""Seconds between two connections."""
+# Statuses of a lost connection, after which the stream is resumed.
 _BROKEN: Final = frozenset(
     {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED}
 )
 
 
 class RefusedStartError(Exception):
-    """The server refused a start; `refusal` is its item."""
+    """The server refused a start. `refusal` is the server's item."""
 
     def __init__(self, refusal: pb.TrainRefusal) -> None:
         super().__init__(refusal.message)
@@ -46,9 +48,13 @@ class RefusedStartError(Exception):
 
 
 class TrainStream:
-    """One stream, from entering to leaving. Entering raises grpc.aio.AioRpcError where the server cannot be reached.
+    """One stream, an async context manager. Entering raises grpc.aio.AioRpcError if the server cannot be reached.
 
-    A stream that ends before it is left, such as after its grace time, makes whoever waits for something raise that error.
+    If the stream ends early, such as after its grace time, all waiting methods raise its error.
+
+    Attributes:
+        connections: number of connections so far; more than 1 after a resume.
+        asks: the completion requests received, in order; `events`: the events received, in order.
     """
 
     def __init__(self, completions: Completions, server: str, credit: int, api_key: str) -> None:
@@ -59,7 +65,7 @@ class TrainStream:
         self._rules = TrainRules(credit)
         self._changed = Notifier()
         self._unacknowledged: deque[pb.TrainRequest] = deque()
-        self._passing: deque[pb.TrainRequest] = deque()
+        self._passing: deque[pb.TrainRequest] = deque()  # items without a sequence number, sent at most once
         self._sent = 0
         self._last = 0
         self._acknowledged = 0
@@ -91,22 +97,23 @@ class TrainStream:
     ) -> None:
         self._leaving = True
         self._changed.notify()
+        # `_write` half-closes. The server then sends the remaining items and ends the stream.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._carrying), 2)
         await self._hang_up()
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What the server did against the contract of the stream."""
+        """The server's violations of the stream's contract, in order."""
         return tuple(self._rules.faults)
 
     @property
     def outcomes(self) -> Mapping[str, rollouts.Rollout]:
-        """Those that came, by uid."""
+        """The rollouts whose outcome was received, by uid."""
         return self._outcomes
 
     async def start(self, request: rollouts.StartRolloutRequest, count: int = 1) -> tuple[str, ...]:
-        """Starts a group and returns its uids in order. RefusedStartError."""
+        """Start a group of rollouts and return their uids in order. Raises RefusedStartError."""
         name = request.spec.rollout_id
         rollout_ids = [f"{name}/{index}" for index in range(count)] if count > 1 else [name]
         self._rules.expect_started(rollout_ids)
@@ -118,17 +125,17 @@ class TrainStream:
         return tuple(self._uids[each] for each in rollout_ids)
 
     async def outcome(self, uid: str) -> rollouts.Rollout:
-        """Waits for a rollout's outcome."""
+        """Wait for a rollout's outcome and return the finished rollout."""
         await self._until(lambda: uid in self._outcomes)
         return self._outcomes[uid]
 
     def cancel(self, uid: str, reason: str = "") -> None:
-        """Asks for the end of a rollout."""
+        """Request cancellation of a rollout."""
         selection = rollouts.Selection(uids=[uid])
         self._put(pb.TrainRequest(cancel=rollouts.CancelRolloutsRequest(selection=selection, reason=reason)))
 
     def cut(self) -> None:
-        """Breaks the connection; another one follows."""
+        """Break the connection. The stream reconnects and resumes."""
         self._call.cancel()
 
     async def _until(self, holds: Callable[[], object]) -> None:
@@ -144,7 +151,7 @@ class TrainStream:
         return self._last
 
     async def _carry(self) -> None:
-        """One connection after the other."""
+        """Run one connection after the other until the stream is left or ends with an error."""
         try:
             while not self._leaving:
                 self._call = TrainerServiceStub(self._channel).Train(metadata=self._metadata)
@@ -154,6 +161,7 @@ class TrainStream:
                     if error.code() not in _BROKEN or not self.stream_id:
                         raise
                 except (asyncio.CancelledError, asyncio.InvalidStateError):
+                    # `cut` cancels the call, which also raises CancelledError here. Stop only if this task itself is cancelled.
                     task = asyncio.current_task()
                     if task is None or task.cancelling():
                         raise

@@ -1,6 +1,6 @@
-"""Messages, tools, answers and ledgers of the gRPC contract, to and from the values of the strict trainer.
+"""Conversion between the protos and the strict trainer's values: messages, tools, completions and ledgers.
 
-The rules are those of message.proto and completion_service.proto.
+message.proto and completion_service.proto define the rules.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _FUNCTION_KEYS = {"name", "arguments"}
 
 
 def message_from_proto(message: message_pb2.Message) -> Message:
-    """A message as the chat template gets it, the verbatim form parsed. ValueError for one that breaks message.proto."""
+    """Return a message as the chat template gets it. Raises ValueError for one that violates message.proto."""
     match message.WhichOneof("form"):
         case "json":
             return _json_object(message.json)
@@ -40,7 +40,7 @@ def message_from_proto(message: message_pb2.Message) -> Message:
 
 
 def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
-    """A tool in the OpenAI form; ValueError if its schema is no JSON object."""
+    """Return a tool in the OpenAI form. Raises ValueError if its schema is not a JSON object."""
     function: dict[str, Any] = {
         "name": tool.name,
         "description": tool.description,
@@ -51,7 +51,7 @@ def tool_from_proto(tool: message_pb2.Tool) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ResponseDetails:
-    """What there is to tell of a turn. `prompt` is the checkpoint in front of the answer, in token mode only."""
+    """The contents of a completion response. `after` is the checkpoint after it; `prompt` the one before it, in token mode only."""
 
     completion: ScriptedCompletion
     reply: ScriptedReply
@@ -61,9 +61,9 @@ class ResponseDetails:
 
 
 def response(details: ResponseDetails, *, typed: bool, with_logprobs: bool) -> pb.CompleteResponse:
-    """The answer of a turn, without what the reply omits.
+    """Return the response of a turn, without the fields that the reply omits.
 
-    `ScriptedReply.override` has no meaning here: it replaces fields of a JSON body.
+    `ScriptedReply.override` is ignored: it replaces fields of a JSON body.
     """
     completion, omit = details.completion, details.reply.omit
     filled = pb.CompleteResponse(
@@ -87,18 +87,19 @@ def response(details: ResponseDetails, *, typed: bool, with_logprobs: bool) -> p
 
 
 def message_to_proto(message: Message, *, typed: bool) -> message_pb2.Message:
-    """An assistant message in the form the rollout began with, or verbatim where the typed form cannot carry it."""
+    """Return an assistant message in the rollout's form, or as JSON if the typed form cannot represent it."""
     if typed and _fits_chat(message):
         return message_pb2.Message(chat=_chat_to_proto(message))
     return message_pb2.Message(json=json.dumps(message, ensure_ascii=False))
 
 
 def checkpoint(mark: Mark) -> token_pb2.Checkpoint:
+    """Return the proto of a mark."""
     return token_pb2.Checkpoint(messages=mark.messages, tokens=mark.tokens, digest=mark.digest)
 
 
 def tools_digest(tools: Iterable[message_pb2.Tool]) -> bytes:
-    """The digest of a list of tools, as message.proto (ToolSet) describes it."""
+    """Return the digest of a list of tools as message.proto (ToolSet) defines it."""
     digest = hashlib.sha256()
     for tool in tools:
         for text in (tool.name, tool.description, tool.parameters_json_schema):
@@ -108,10 +109,10 @@ def tools_digest(tools: Iterable[message_pb2.Tool]) -> bytes:
     return digest.digest()
 
 
-def ledger(held: HeldSegment, offset: int) -> pb.ReadLedgerResponse:
-    """A segment from the token at `offset` on."""
+def ledger(segment: HeldSegment, offset: int) -> pb.ReadLedgerResponse:
+    """Return a segment's spans from the token at `offset` on, and all its checkpoints."""
     return pb.ReadLedgerResponse(
-        spans=[_span(run) for run in held.runs(offset)], checkpoints=[checkpoint(mark) for mark in held.marks]
+        spans=[_span(run) for run in segment.runs(offset)], checkpoints=[checkpoint(mark) for mark in segment.marks]
     )
 
 

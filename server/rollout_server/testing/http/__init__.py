@@ -1,1 +1,1 @@
-"""The HTTP side of a strict trainer: both OpenAI-style protocols, the outcome receiver and broken responses."""
+"""The HTTP API of a strict trainer: both OpenAI-style trainer protocols, the outcome receiver and broken responses."""

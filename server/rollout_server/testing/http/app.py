@@ -1,4 +1,4 @@
-"""The HTTP face of a strict trainer: completions of both dialects, and what the judge found."""
+"""The HTTP endpoints of a strict trainer: completions for both HTTP APIs, verdicts and scripts."""
 
 import time
 from collections import deque
@@ -36,7 +36,7 @@ from rollout_server.testing.script import FaultKind
 
 @dataclass(frozen=True, slots=True)
 class SeenRequest:
-    """A request for a completion as it came: the parsed body (text where it is not JSON), header names in lower case."""
+    """A completion request as received: the parsed body (text if it is not JSON), and headers with names in lower case."""
 
     body: Any
     headers: Mapping[str, str]
@@ -44,14 +44,14 @@ class SeenRequest:
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """How a trainer speaks HTTP: in which dialect, and whether it repeats an answered ``Idempotency-Key`` in its answer."""
+    """The trainer's HTTP protocol, and whether its responses repeat the ``Idempotency-Key`` of the request."""
 
     dialect: TrainerDialect
     echoes_keys: bool
 
 
 class TrainerApp:
-    """The endpoints. Every request for a completion goes into `requests` first, whatever becomes of it."""
+    """The endpoints. `requests` records every completion request before it is judged."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TrainerApp:
         self._requests = requests
 
     def asgi(self) -> Starlette:
-        """The ASGI application, to be served by `HttpServer`."""
+        """Return the ASGI application. Only `HttpServer` can serve it, because faults need its transport."""
         routes = [
             Route("/health", self._health, methods=["GET"]),
             Route("/v1/chat/completions", self._complete, methods=["POST"]),
@@ -103,7 +103,7 @@ class TrainerApp:
         return _response(body, result, {"idempotency-key": echoed} if echoed else {})
 
     async def _call(self, body: Any, turn_key: str) -> CompletionCall:
-        """The call that a body makes, in the dialect that it is in. ValueError, ToolsUnavailableError."""
+        """Return the completion request of a body, in its protocol. Raises ValueError and ToolsUnavailableError."""
         fields, rollout_id = rollout_in(body)
         known = self._engine_thread.judge.is_masked(rollout_id, messages_in(fields))
         tools = await self._engine_thread.tools.get()
@@ -116,7 +116,7 @@ class TrainerApp:
 
     async def _verdict(self, request: Request) -> Response:
         verdict = self._engine_thread.judge.verdict(request.query_params.get("rollout_id", ""))
-        return _json(verdict_body(verdict)) if verdict else _detail(404, "no call came for this rollout_id")
+        return _json(verdict_body(verdict)) if verdict else _detail(404, "no request had this rollout_id")
 
     async def _put_script(self, request: Request) -> Response:
         rollout_id = request.query_params.get("rollout_id", "")
@@ -126,7 +126,7 @@ class TrainerApp:
         try:
             script = script_from_json(body)
         except ValueError as error:
-            return _detail(422, f"no script: {fault or error}")
+            return _detail(422, f"the script is invalid: {fault or error}")
         await self._engine_thread.put_script(rollout_id, script)
         self._receiver.begin_anew(rollout_id)
         return _json({"rollout_id": rollout_id, "lines": len(script.lines)})

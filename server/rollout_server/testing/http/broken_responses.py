@@ -1,6 +1,6 @@
 """Responses that break their connection, for `FaultKind.RESET`, `CLOSED`, `SILENCE` and `TRUNCATED`.
 
-They work on `HttpServer` only, which puts the transport and an event for its own end into the scope's state.
+They work only on `HttpServer`, which puts its transport and its shutdown event into the scope's state.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ _MISSING_BYTES: Final = 4096
 
 
 class DelayedResponse(Response):
-    """Another response, sent after `delay` seconds unless caller or server are gone by then; None: never sent.
+    """Sends another response after `delay` seconds (None: never), unless the client disconnects or the server stops before.
 
-    `sending` is called when it goes out.
+    `sending` is called right before the response is sent.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class DelayedResponse(Response):
 
 
 class Reset(Response):
-    """A TCP reset in place of an answer."""
+    """Resets the TCP connection instead of sending a response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = scope["state"]["transport"].get_extra_info("socket")
-        # A duplicate has the same options; event loops differ in what they let one do to their own socket.
+        # Some event loops do not allow changes through their own socket object. A duplicate shares its socket options.
         with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
             duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
         await _abort(scope, receive)
 
 
 class Closed(Response):
-    """The end of the connection in place of an answer."""
+    """Closes the connection instead of sending a response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["transport"].close()
@@ -63,7 +63,7 @@ class Closed(Response):
 
 
 class Truncated(Response):
-    """The beginning of a body, then the connection is closed, `_MISSING_BYTES` before the announced end."""
+    """Sends the beginning of a body and closes the connection `_MISSING_BYTES` before the announced end."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.body, fault.status, dict(fault.headers))
@@ -77,9 +77,9 @@ class Truncated(Response):
 
 
 def broken_response(fault: Fault) -> Response | None:
-    """The response that commits a fault of the connection or of the status; None for silence.
+    """Return the response for a fault of the connection or the status; None for silence.
 
-    The kinds that look like completions are no business of this module.
+    The kinds that look like completions (`EMPTY_CHOICES`, `NULL_MESSAGE`) must not be passed.
     """
     match fault.kind:
         case FaultKind.SILENCE:
@@ -95,7 +95,7 @@ def broken_response(fault: Fault) -> Response | None:
 
 
 async def _gone(scope: Scope, receive: Receive, seconds: float | None) -> bool:
-    """Whether caller or server went away within `seconds`; waits that long, or for ever."""
+    """Return whether the client disconnects or the server stops within `seconds`. None waits without limit."""
     ends = {asyncio.create_task(_wait_for_disconnect(receive)), asyncio.create_task(scope["state"]["closing"].wait())}
     done, waiting = await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in waiting:

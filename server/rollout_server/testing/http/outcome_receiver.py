@@ -1,4 +1,4 @@
-"""The receiving end of outcomes: ``POST /v1/rollout/completed`` of the asynchronous dialect (docs/design.md, B)."""
+"""Receiver of outcomes: ``POST /v1/rollout/completed`` of the asynchronous HTTP API (docs/design.md, B)."""
 
 import time
 from collections import deque
@@ -23,10 +23,13 @@ _DELIVERIES_KEPT: Final = 1024
 
 @dataclass(frozen=True, slots=True)
 class ReceivedOutcome:
-    """One delivery of an outcome, as it came and as it was met.
+    """One delivery of an outcome, and how the trainer responded.
 
-    `raw` is the body, `body` the same parsed (text where it is not JSON); header names are in lower case. `met` is a status,
-    or the kind of fault that was committed instead. `arrived` is in seconds of a clock that only goes forward.
+    Args:
+        raw: the body; `body`: the parsed body, text if it is not JSON.
+        headers: with names in lower case.
+        met: the status that was sent, or the kind of fault that replaced it.
+        arrived: time of arrival in seconds of a monotonic clock.
     """
 
     raw: bytes
@@ -37,15 +40,15 @@ class ReceivedOutcome:
 
     @property
     def key(self) -> str:
-        """Its ``Idempotency-Key``; empty without one."""
+        """Its ``Idempotency-Key``; empty if missing."""
         return self.headers.get("idempotency-key", "")
 
 
 class OutcomeReceiver:
-    """Records every delivery, has it judged, and meets it as the rollout's script says. The event loop's thread only.
+    """Records and verifies every delivery, and responds as the rollout's script says. For the event loop's thread only.
 
     `settled` is called once with the verdict of each rollout, when its outcome is acknowledged or refused. `changed` notifies
-    with every delivery, and when one is settled.
+    of every delivery, and when an outcome is settled.
     """
 
     def __init__(self, engine_thread: EngineThread, bearer: Bearer, settled: Callable[[Verdict], None]) -> None:
@@ -57,15 +60,15 @@ class OutcomeReceiver:
         self.changed = Notifier()
 
     def deliveries(self, rollout_id: str) -> tuple[ReceivedOutcome, ...]:
-        """What came for one rollout, oldest first, the last `_DELIVERIES_KEPT` of them."""
+        """Return the last `_DELIVERIES_KEPT` deliveries of a rollout, oldest first."""
         return tuple(self._deliveries.get(rollout_id, ()))
 
     def begin_anew(self, rollout_id: str) -> None:
-        """The next delivery for this rollout is met as a first one."""
+        """Restart the scripted responses: the next delivery for this rollout counts as the first one."""
         self._responses_sent.pop(rollout_id, None)
 
     async def receive(self, request: Request) -> Response:
-        """The endpoint."""
+        """Handle one delivery."""
         raw, arrived = await request.body(), time.monotonic()
         body, _ = parse_body(raw)
         try:
@@ -81,7 +84,7 @@ class OutcomeReceiver:
         return response
 
     def _respond(self, request: Request, notice: OutcomeNotice) -> tuple[Response, str]:
-        """The response to a delivery, and what `ReceivedOutcome.met` says of it."""
+        """Return the response to a delivery, and the value for `ReceivedOutcome.met`."""
         if not self._bearer.admits(request):
             return JSONResponse({"detail": Bearer.REFUSAL}, 401), "401"
         try:
@@ -98,7 +101,7 @@ class OutcomeReceiver:
         return DelayedResponse(broken_response(fault), _delay(fault)), fault.kind.value
 
     def _settling_response(self, notice: OutcomeNotice, response: Response | None, delay: float = 0.0) -> Response:
-        """A whole answer; what it settles is settled when it goes out."""
+        """Return a response that settles the outcome when it is sent. Before that, the client may still disconnect."""
         status = response.status_code if response else 0
         return DelayedResponse(response, delay, lambda: self._settle(notice.rollout_id, status))
 

@@ -1,4 +1,4 @@
-"""A uvicorn server for the running event loop, whose connections an endpoint can break on purpose."""
+"""A uvicorn server in the running event loop whose endpoints can break their connections on purpose."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 BACKLOG: Final = 4096
 KEEP_ALIVE: Final = 3600
-"""Seconds. A server that closes idle connections resets, now and then, one that was just taken for a call."""
+"""Seconds. A short time would cause random resets: the server could close an idle connection just as a client reuses it."""
 _LOOK: Final = 0.001
 
 
 class _OpenProtocol(H11Protocol):
-    """Shows its transport to the application, as ``scope["state"]["transport"]``; see `broken_responses`."""
+    """Passes its transport to the application as ``scope["state"]["transport"]``; see `broken_responses`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -25,7 +25,7 @@ class _OpenProtocol(H11Protocol):
 
 
 class _SignallessServer(uvicorn.Server):
-    """Waits for events instead of looking ten times a second, and leaves the signals to the program it runs in."""
+    """Waits for events instead of polling ten times per second, and installs no signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class _SignallessServer(uvicorn.Server):
         await self.closing.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's own, which looks ten times a second."""
+        """Shut down like uvicorn's method, which polls only ten times per second."""
         for server in self.servers:
             server.close()
         for bound in sockets or ():
@@ -58,7 +58,7 @@ class _SignallessServer(uvicorn.Server):
 
 
 class HttpServer:
-    """An HTTP server on a socket of its own, from `open` to `close`."""
+    """An HTTP server on its own socket, from `open` to `close`."""
 
     def __init__(self, server: _SignallessServer, serving: "asyncio.Task[None]", port: int) -> None:
         self._server = server
@@ -67,10 +67,11 @@ class HttpServer:
 
     @classmethod
     async def open(cls, app: ASGIApp, host: str, port: int) -> "HttpServer":
-        """Binds (port 0: any free one) and serves from now on. OSError if the address cannot be had."""
+        """Bind and start serving; `port` 0 selects any free one. Raises OSError if the address cannot be bound."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         bound = socket.create_server((host, port), family=family, backlog=BACKLOG)
-        # Inherited by connections. asyncio sets it only where a socket names its protocol, and Nagle costs 40 ms an answer.
+        # Accepted connections inherit this. Nagle's algorithm would delay each response by 40 ms. asyncio sets the option only for
+        # sockets that were created with IPPROTO_TCP, which create_server does not do.
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         config = uvicorn.Config(app, http=_OpenProtocol, ws="none", lifespan="off", log_config=None)
         config.access_log = config.date_header = config.server_header = False
@@ -86,6 +87,6 @@ class HttpServer:
         return cls(server, serving, bound.getsockname()[1])
 
     async def close(self) -> None:
-        """Stops serving; answers that are held back are given up, and their connections aborted."""
+        """Stop serving. Delayed responses are dropped and their connections aborted."""
         self._server.closing.set()
         await self._serving

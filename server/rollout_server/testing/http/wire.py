@@ -1,4 +1,4 @@
-"""The HTTP requests of both dialects (docs/design.md): the API key, the bodies, and the values that stand for them."""
+"""HTTP requests and responses of both trainer protocols (docs/design.md, A and B): API key, bodies and their values."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ ID_LENGTH: Final = 256
 
 
 def parse_body(raw: bytes) -> tuple[Any, str]:
-    """A body parsed, integers of any size kept; where it is not JSON its text, and what is wrong with it."""
+    """Return the parsed body and "", or the body as text and the error if it is not JSON. Integers of any size are preserved."""
     try:
         return json.loads(raw), ""
     except ValueError as error:
@@ -29,9 +29,9 @@ def parse_body(raw: bytes) -> tuple[Any, str]:
 
 
 def masked_call(body: object, tools: Tools | None) -> CompletionCall:
-    """The call that a parsed body of the synchronous dialect makes; ValueError says what is wrong with it.
+    """Return the completion request of a parsed body of the synchronous HTTP API. Raises ValueError for an invalid one.
 
-    Messages stay as they are, unknown keys are ignored.
+    Messages are not changed; unknown keys are ignored.
     """
     fields, rollout_id = rollout_in(body)
     messages = messages_in(fields)
@@ -44,7 +44,10 @@ def masked_call(body: object, tools: Tools | None) -> CompletionCall:
 
 
 def keyed_call(body: object, turn_key: str, tools: Tools | None) -> CompletionCall:
-    """The same for the asynchronous dialect, where messages are objects of any kind. Other faults are left to the judge."""
+    """Return the completion request of a parsed body of the asynchronous HTTP API, whose messages may be any objects.
+
+    Raises ValueError for invalid ids and messages. The judge reports other faults.
+    """
     fields, rollout_id = rollout_in(body)
     messages = messages_in(fields)
     keyed = Keyed(turn_key, _parameter_fault(fields))
@@ -52,7 +55,7 @@ def keyed_call(body: object, turn_key: str, tools: Tools | None) -> CompletionCa
 
 
 def rollout_in(body: object) -> tuple[dict[str, Any], str]:
-    """A parsed body as an object, and the rollout that it is about; ValueError says what is wrong with it."""
+    """Return a parsed body as an object, and its rollout id. Raises ValueError if either is invalid."""
     if not isinstance(body, dict):
         raise ValueError("the body is not a JSON object")
     rollout_id = body.get("rollout_id")
@@ -62,7 +65,7 @@ def rollout_in(body: object) -> tuple[dict[str, Any], str]:
 
 
 def messages_in(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a body, objects all of them; ValueError says which is none."""
+    """Return the messages of a body. Raises ValueError if they are not a list of objects."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         raise ValueError("messages has to be a list")
@@ -75,7 +78,7 @@ def messages_in(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _parameter_fault(body: Mapping[str, Any]) -> str:
     nulls = sorted(key for key, value in body.items() if value is None)
     if nulls:
-        return f"null fields are left out, but {', '.join(nulls)} is null"
+        return f"null fields must be left out, but {', '.join(nulls)} is null"
     for name, (expected, fits) in _PARAMETERS.items():
         if name in body and not fits(body[name]):
             return f"{name} has to be {expected}"
@@ -103,7 +106,7 @@ _PARAMETERS: Final[Mapping[str, tuple[str, Callable[[Any], bool]]]] = MappingPro
 
 
 def completion_body(rollout_id: str, created: int, result: Result, *, with_logprobs: bool) -> bytes:
-    """The JSON of a completion, or of one of the failures that look like completions; `created` in Unix seconds."""
+    """Return the JSON of a completion, or of a failure that looks like one. `created` is in seconds since the Unix epoch."""
     completion = result.completion
     choice = {"index": 0, "message": completion.message, "finish_reason": completion.finish_reason}
     body: dict[str, Any] = {
@@ -138,14 +141,14 @@ def _usage(completion: ScriptedCompletion) -> Mapping[str, int]:
 
 
 def verdict_body(verdict: Verdict) -> dict[str, Any]:
-    """A verdict with everything in it: its fields, `accepted` and `concluded`."""
+    """Return a verdict with all its fields, `accepted` and `concluded`, for JSON."""
     fields = {field.name: getattr(verdict, field.name) for field in dataclasses.fields(verdict)}
     judged = {"accepted": verdict.accepted, "concluded": verdict.concluded}
     return {**fields, **judged, "earlier": [verdict_body(earlier) for earlier in verdict.earlier]}
 
 
 def summary_body(verdict: Verdict) -> dict[str, Any]:
-    """A verdict without its tokens: how many turns were answered, and what was wrong."""
+    """Return a verdict without its tokens, for JSON: number of answered turns, refusals and faults."""
     return {
         "rollout_id": verdict.rollout_id,
         "accepted": verdict.accepted,
@@ -165,7 +168,7 @@ def _outcome_summary(outcome: DeliveredOutcome) -> dict[str, Any]:
 
 
 class Bearer:
-    """``Authorization: Bearer KEY``, on every callback; with None everybody is admitted."""
+    """Checks ``Authorization: Bearer KEY``. With `api_key` None every request is admitted."""
 
     REFUSAL: Final = "Invalid or missing API key"
 
@@ -173,10 +176,10 @@ class Bearer:
         self._accepted = None if api_key is None else _forms(f"Bearer {api_key}")
 
     def admits(self, request: Request) -> bool:
-        """Whether the request brings the key, in UTF-8 or in Latin-1: clients differ. Compared in constant time."""
+        """Return whether the request has the key, compared in constant time. Clients encode it in UTF-8 or in Latin-1."""
         if self._accepted is None:
             return True
-        sent = request.headers.get("authorization", "").encode("latin-1")  # as it came
+        sent = request.headers.get("authorization", "").encode("latin-1")  # the bytes as received
         return any(hmac.compare_digest(sent, expected) for expected in self._accepted)
 
 

@@ -1,9 +1,8 @@
-"""Reads arithmetic out of English sentences: ``5 plus 3, and then multiply the result by 2`` is two operations.
+"""Parser for arithmetic in English sentences: ``5 plus 3, and then multiply the result by 2`` is two operations.
 
-A sentence is cut into clauses at "then" and at sentence ends, a clause into phrases in front of its verbs. A phrase is a
+The text is split into clauses at "then" and at sentence ends, and a clause into phrases before its verbs. A phrase is a
 verb with its operands ("add 5 and 3", "subtract 2 from 10", "multiply it by 4") or a chain of infix operators ("5 plus 3
-minus 1"); everything is read from left to right. "The result" stands for what the operation before gave, and so does an
-operand that is missing.
+minus 1"). Operations are read from left to right. "The result" and a missing operand mean the result of the previous operation.
 """
 
 import math
@@ -16,7 +15,7 @@ Number: TypeAlias = int | float
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call of `add`, `subtract`, `multiply` or `divide`; None stands for the result of the operation before."""
+    """One call of `add`, `subtract`, `multiply` or `divide`. An operand None means the result of the previous operation."""
 
     name: str
     a: Number | None
@@ -63,7 +62,7 @@ _JOINED: Final = re.compile(r"(?<=\d),(?=\d{3}\b)")
 
 
 def operations(text: str) -> tuple[Operation, ...]:
-    """The operations of `text` in order; empty if there is nothing to calculate."""
+    """Return the operations of `text` in order; empty if there is nothing to calculate."""
     found: list[Operation] = []
     for clause in _CLAUSE.split(_JOINED.sub("", text)):
         for phrase in _phrases(_lexemes(clause)):
@@ -75,7 +74,7 @@ def operations(text: str) -> tuple[Operation, ...]:
 
 
 def number(text: str) -> Number | None:
-    """`text` as an int where it is written as one, else as a float; None where it is no finite number."""
+    """Return `text` as an int if it is written as one, else as a float; None if it is not a finite number."""
     for kind in (int, float):
         try:
             read = kind(text)
@@ -111,7 +110,7 @@ def _lexeme(text: str, sign: str, rest: str) -> _Lexeme | None:
 
 
 def _phrases(lexemes: list[_Lexeme]) -> list[list[_Lexeme]]:
-    """The words, cut in front of each verb; never an empty phrase."""
+    """Split the lexemes before each verb. No phrase is empty."""
     phrases: list[list[_Lexeme]] = []
     for lexeme in lexemes:
         if lexeme.kind == "verb" or not phrases:

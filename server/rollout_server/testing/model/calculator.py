@@ -1,4 +1,4 @@
-"""The scripted model that the strict trainer speaks with where no script is set."""
+"""The default model of the strict trainer, used where no script is set."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,21 +18,23 @@ _GERUND: Final = {
 
 
 class Model(Protocol):
-    """What a strict trainer needs of a model: the next answer to a conversation. It runs in the trainer's own thread."""
+    """A model for the strict trainer. It runs in the trainer's own thread."""
 
-    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply: ...
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
+        """Return the completion of a conversation."""
+        ...
 
 
 class CalculatorModel:
-    """Solves the arithmetic in the last user message with the calculator's tools, one call a turn.
+    """Solves the arithmetic in the last user message with the calculator's tools, one call per turn.
 
-    It keeps no state and is deterministic: each answer follows from the messages alone, and each operand that refers to
-    a result is taken from the tool message. The last answer tells the whole calculation, and ends with ``#### RESULT``
-    where the system or a user message mentions that form. With nothing to calculate it says so.
+    It is stateless and deterministic: each completion depends only on the messages. An operand that refers to a result is taken
+    from the tool message. The last completion contains the whole calculation, and ends with ``#### RESULT`` if the system or a user
+    message mentions that form. If there is nothing to calculate, the completion says so.
     """
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The next answer: a tool call, or a final text."""
+        """Return the next completion: a tool call or a final text."""
         start = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=None)
         plan = operations(text_of(messages[start])) if start is not None else ()
         if start is None or not plan:
@@ -49,7 +51,7 @@ class CalculatorModel:
 
 
 def text_of(message: Mapping[str, object]) -> str:
-    """The text of a message's content: a string, or the text parts of a list; empty for null or none."""
+    """Return the text of a message's content: the string, or the joined text parts of a list; empty if there is none."""
     content = message.get("content")
     if isinstance(content, str):
         return content

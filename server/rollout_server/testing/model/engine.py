@@ -1,4 +1,4 @@
-"""A judged, scripted model: one call in, one answer or one failure out. No HTTP and no gRPC."""
+"""The engine of the strict trainer: verifies one request and returns one completion or one failure. No HTTP and no gRPC."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from rollout_server.testing.script import Fault, FaultKind, Line, Script, Script
 
 @dataclass(frozen=True, slots=True)
 class CompletedCall:
-    """An answer that counts, and the reply that it came from; `lost` is how its connection ends without it."""
+    """A completion that counts, and its scripted reply. `lost`: the fault that loses the response; None: it is sent."""
 
     completion: ScriptedCompletion
     reply: ScriptedReply
@@ -22,7 +22,7 @@ class CompletedCall:
 
 @dataclass(frozen=True, slots=True)
 class FailedCall:
-    """A failure to commit. `completion` is what stands in those that look like completions; it does not count."""
+    """A scripted failure. `completion` fills the failures that look like a completion; it does not count."""
 
     completion: ScriptedCompletion
     fault: Fault
@@ -32,25 +32,25 @@ Result: TypeAlias = CompletedCall | FailedCall
 
 
 class Scripts:
-    """The script of each rollout: its own, or the one for all that have none. May be read from any thread."""
+    """The script of each rollout: its own, or the one for all others. May be read from any thread."""
 
     def __init__(self, scripts: Mapping[str, Script], other: Script) -> None:
         self._scripts = dict(scripts)
         self._other = other
 
     def of(self, rollout_id: str) -> Script:
-        """The script in force."""
+        """Return the script of a rollout."""
         return self._scripts.get(rollout_id, self._other)
 
     def put(self, rollout_id: str, script: Script) -> None:
-        """Gives a rollout a script of its own."""
+        """Set the script of a rollout."""
         self._scripts[rollout_id] = script
 
 
 class Engine:
-    """The judge, the scripts and the model behind all wires. For one thread.
+    """Combines judge, scripts and model for all protocols. Use it in one thread only.
 
-    With `replays_keys` a turn that is asked for again under its key gets the answer that it had; else it is generated anew.
+    With `replays_keys` a turn that is requested again under its key gets the same completion; otherwise it is generated again.
     """
 
     def __init__(self, judge: Judge, model: Model, scripts: Scripts, *, replays_keys: bool = False) -> None:
@@ -62,7 +62,7 @@ class Engine:
         self._last: dict[str, CompletedCall] = {}
 
     def complete(self, call: CompletionCall) -> Result:
-        """Judges the call and says the next line; RefusedError for a call that is wrong, which uses up no line."""
+        """Verify a request and execute the next line of its script. Raises RefusedError for a wrong request, which uses no line."""
         prompt = self._judge.check(call)
         known = self._last.get(call.key)
         if prompt.repeats and self._replays_keys and known:
@@ -78,13 +78,13 @@ class Engine:
         try:
             completion = self._judge.accept(prompt, reply, fault=lost.kind.value if lost else "")
         except UnrenderableError as error:
-            return self._fail(prompt, Fault.error(500, f"the scripted reply is not one for this template: {error}"))
+            return self._fail(prompt, Fault.error(500, f"this template cannot render the scripted reply: {error}"))
         completed = CompletedCall(completion, reply, lost)
         self._remember(call.key, completed)
         return completed
 
     def put_script(self, rollout_id: str, script: Script) -> None:
-        """From now on this rollout follows `script`, from its first line, and its next call is a first one."""
+        """Set the script of a rollout and discard the rollout's state: the next request gets the first line."""
         self._judge.start_anew(rollout_id)
         self._lines_used.pop(rollout_id, None)
         self._scripts.put(rollout_id, script)

@@ -1,4 +1,4 @@
-"""What the wires of a strict trainer share: one engine in one thread, and the tools that prompts are rendered with."""
+"""Parts that all protocols of a strict trainer share: one engine in one thread, and the tools for rendering prompts."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,13 +17,13 @@ _T = TypeVar("_T")
 
 
 class ToolsUnavailableError(Exception):
-    """The tools could not be fetched from where they were to come from."""
+    """The tools could not be fetched from the gateway."""
 
 
 class ToolList:
-    """The tools that the trainer was told of: given, or fetched from a gateway once, on first use.
+    """The tools for rendering prompts: given, or fetched from a gateway once, on first use.
 
-    An empty list is no list: templates differ in what they make of one.
+    An empty list is treated as no list, because templates render the two differently.
     """
 
     def __init__(self, tools: Tools | None, tools_from: str | None, key: str | None = None, *, rendered: bool) -> None:
@@ -34,7 +34,7 @@ class ToolList:
         self._fetching = asyncio.Lock()
 
     async def get(self) -> Tools | None:
-        """The tools to render, None if there are none. ToolsUnavailableError if the gateway does not hand them out."""
+        """Return the tools to render; None if there are none. Raises ToolsUnavailableError if they cannot be fetched."""
         if not self.rendered:
             return None
         async with self._fetching:
@@ -44,7 +44,7 @@ class ToolList:
 
 
 class EngineThread:
-    """Takes calls from the event loop to the engine's own thread, where everything that counts tokens happens."""
+    """Runs the engine's work in its own thread, because rendering and counting tokens would block the event loop."""
 
     def __init__(
         self, judge: Judge, engine: Engine, scripts: Scripts, tools: ToolList, thread: ThreadPoolExecutor
@@ -56,11 +56,11 @@ class EngineThread:
         self._thread = thread
 
     async def complete(self, call: CompletionCall) -> Result:
-        """Judges one call and answers it; RefusedError for a wrong one. Calls are taken in the order of arrival."""
+        """Call `Engine.complete`. Raises RefusedError for a wrong request. Requests are processed in the order of arrival."""
         return await self._in_thread(lambda: self._engine.complete(call))
 
     async def put_script(self, rollout_id: str, script: Script) -> None:
-        """Gives a rollout its script; its next call is then a first one."""
+        """Call `Engine.put_script`."""
         await self._in_thread(lambda: self._engine.put_script(rollout_id, script))
 
     async def _in_thread(self, job: Callable[[], _T]) -> _T:
@@ -70,14 +70,14 @@ class EngineThread:
 async def _fetch(url: str, key: str | None) -> Tools:
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:  # a gateway nearby is behind no proxy
+        async with httpx.AsyncClient(timeout=30.0, trust_env=False) as client:  # no proxy: the gateway is usually local
             response = await client.get(url, headers=headers)
             response.raise_for_status()
             tools = response.json()["tools"]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ToolsUnavailableError(
-            f"no tools from {url}: {type(error).__name__}: {error}; `rollout trainer --tools-from URL` names where they are, "
-            "and --tools-key the API key for them"
+            f"no tools from {url}: {type(error).__name__}: {error}; set their URL with `rollout trainer --tools-from URL`, and "
+            "its API key with --tools-key"
         ) from error
     if not isinstance(tools, list):
         raise ToolsUnavailableError(f"no tools from {url}: 'tools' is not a list")

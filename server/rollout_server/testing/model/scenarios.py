@@ -1,7 +1,7 @@
-"""One script for each situation of the synchronous dialect in which a trainer is called, healthy and faulty ones.
+"""One script for each situation in which the synchronous HTTP API calls a trainer, correct and faulty ones.
 
-A scenario says what the trainer does. What the rollout's caller asks for beside it (``max_turns``, a time limit, a key)
-is up to the test; `Scenario` holds what the trainer itself has to be set up with.
+A scenario defines the trainer: its script and its settings. The test chooses the parameters of the rollout (``max_turns``, a time
+limit, a key).
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _ANSWERED_ADD: Final = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response>
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A script and the trainer's settings that it is meant for.
+    """A script and the trainer's settings that it needs.
 
-    `other_tokenizer`: the trainer is to use another vocabulary than the server was told of, such as
-    ``tokenizer.build.build(directory, trained_tokens=256)`` makes.
+    `other_tokenizer`: the trainer must use another vocabulary than the request names, for example one made by
+    ``tokenizer.build.build(directory, trained_tokens=256)``.
     """
 
     script: Script
@@ -191,4 +191,4 @@ _FAULTS: Final[Mapping[str, Scenario]] = {
 }
 
 SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType({**_TOOLS, **_LOOP, **_FAULTS})
-"""By name; the names are those of the recorded transcripts of the dialect."""
+"""Scenarios by name. The names are those of the recorded transcripts of the synchronous HTTP API."""

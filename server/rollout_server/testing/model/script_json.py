@@ -1,8 +1,8 @@
-"""Scripts as JSON, so that another process can set one with ``PUT /script``.
+"""Scripts as JSON, for other processes that set one with ``PUT /script``.
 
 ``{"lines": [{"reply": {"content": "Hello!"}}, {"fault": {"kind": "reset"}}], "repeat_last": false}``: the keys of the script,
 of a reply and of a fault are the fields of `Script`, `ScriptedReply` and `Fault`. ``{"then_model": true,
-"extensions": {"usage": true}, "reception": {"faults": [{"kind": "closed"}]}}`` is one that leaves the lines to the model.
+"extensions": {"usage": true}, "reception": {"faults": [{"kind": "closed"}]}}`` is a script that uses the model for all turns.
 """
 
 import dataclasses
@@ -17,14 +17,14 @@ _KEYS: Final = frozenset(field.name for field in dataclasses.fields(Script))
 
 
 def script_from_json(value: object) -> Script:
-    """The script that a parsed JSON value describes; ValueError names the line and the field that is wrong."""
+    """Return the script that a parsed JSON value describes. Raises ValueError, which names the invalid line and field."""
     if not isinstance(value, dict):
-        raise ValueError('a script is an object with a list "lines"')
+        raise ValueError('a script has to be an object with a list "lines"')
     _check_keys(value, _KEYS, "the script")
     then_model = _switch(value, "then_model")
     lines = value.get("lines", [] if then_model else None)
     if not isinstance(lines, list):
-        raise ValueError('a script is an object with a list "lines"')
+        raise ValueError('a script has to be an object with a list "lines"')
     return Script(
         tuple(_line(index, line) for index, line in enumerate(lines)),
         _switch(value, "repeat_last"),
@@ -40,12 +40,12 @@ def _line(index: int, value: object) -> Line:
             return _convert(f"lines[{index}]", ScriptedReply, fields)
         case {"fault": dict(fields), **others} if not others:
             return _convert(f"lines[{index}]", Fault, fields)
-    raise ValueError(f'lines[{index}] is an object with the one key "reply" or "fault"')
+    raise ValueError(f'lines[{index}] has to be an object with the single key "reply" or "fault"')
 
 
 def _reception(value: object) -> Reception:
     if not isinstance(value, dict) or not isinstance(value.get("faults", []), list):
-        raise ValueError('reception is an object with a list "faults"')
+        raise ValueError('reception has to be an object with a list "faults"')
     _check_keys(value, {"faults", "repeat_last"}, "reception")
     faults = enumerate(value.get("faults", []))
     return Reception(
@@ -57,7 +57,7 @@ def _reception(value: object) -> Reception:
 def _switch(value: dict[str, Any], name: str) -> bool:
     switch = value.get(name, False)
     if not isinstance(switch, bool):
-        raise ValueError(f"{name} is true or false")
+        raise ValueError(f"{name} has to be true or false")
     return switch
 
 

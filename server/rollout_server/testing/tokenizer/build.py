@@ -1,11 +1,11 @@
 """Builds the toy tokenizer: ``python -m rollout_server.testing.tokenizer.build [DIRECTORY]``.
 
-The same corpus gives the same bytes on every machine. Three properties make the tokenizer a good one to test masks with:
+The same corpus produces the same bytes on every machine. Three properties make the tokenizer suitable for testing masks:
 
-* Every text can be encoded: the alphabet is the 256 bytes, so nothing is ever unknown, and nothing is normalised.
-* A line break and a digit are always tokens of their own, and added tokens never merge. Encoding is therefore
-  compositional at each boundary of the chat template: ``encode(prompt + answer) == encode(prompt) + encode(answer)``.
-* The tags of thinking and of tool calls are added tokens but not special ones, as in the models that have them.
+* It can encode every text: the alphabet is the 256 bytes, no token is unknown, and texts are not normalized.
+* A line break and a digit are always separate tokens, and added tokens never merge. Therefore encoding is compositional at
+  each boundary of the chat template: ``encode(prompt + completion) == encode(prompt) + encode(completion)``.
+* The tags of thinking and of tool calls are added tokens but not special tokens, as in real models that have them.
 """
 
 import json
@@ -36,13 +36,13 @@ _CONFIG: Final = {
 
 
 def build(directory: Path, trained_tokens: int = TRAINED_TOKENS) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `directory`, which is made if needed.
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja into `directory`, which is created if needed.
 
-    `trained_tokens` counts the 256 bytes and the merges, not the nine added tokens; with 256 every byte is a token,
-    which gives a second tokenizer that counts differently. Fewer than 256 raises ValueError.
+    `trained_tokens` counts the 256 bytes and the merges, not the nine added tokens. With 256 every byte is a token, which
+    yields a second tokenizer with different token counts. Raises ValueError for fewer than 256.
     """
     if trained_tokens < BYTES:
-        raise ValueError(f"trained_tokens is {trained_tokens}, but the {BYTES} bytes are needed")
+        raise ValueError(f"trained_tokens is {trained_tokens}, but at least the {BYTES} bytes are needed")
     directory.mkdir(parents=True, exist_ok=True)
     trained = _train((TOY_TOKENIZER / "corpus.txt").read_text(encoding="utf-8"), trained_tokens)
     _write(directory / "tokenizer.json", json.loads(trained.to_str()))

@@ -1,4 +1,4 @@
-"""Calls of a gRPC trainer at their edges: what may be asked again, what is too large, and what proves an answer."""
+"""Edge cases of calls to a gRPC trainer: what may be retried, what is too large, and what proves a completion."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ async def listen(run: Any) -> None:
 
 
 async def test_one_that_forgot_who_wrote_what_is_agreed_with_from_there_on(client: AsyncClient) -> None:
-    """A trainer that renders is told messages, not authors: after it forgot, all of its prompt is somebody else's."""
+    """A trainer that renders receives no authors. After it lost its record, its whole prompt counts as not generated."""
     seen: list[int] = []
     async with serving(GrpcTrainer(ANSWER)) as trainer:
 

@@ -48,7 +48,7 @@ async def look(place: str) -> str:
 
 
 class Forking(Agent):
-    """Forks as its request says."""
+    """Fork as the request's metadata says."""
 
     name = "forking"
 
@@ -57,20 +57,20 @@ class Forking(Agent):
         await getattr(self, str(run.metadata["does"]))(run)
 
     async def branches(self, run: Run) -> None:
-        """Two further continuations at the same time, and this one's own."""
+        """Two branches in parallel, and the continuation of this conversation."""
         forks = [await run.fork() for _ in range(2)]
         await asyncio.gather(*(self._talks(fork, f"Try {n}.") for n, fork in enumerate(forks)))
         await self._talks(run, "Now you.")
 
     async def late(self, run: Run) -> None:
-        """A branch of a conversation that is in its second turn already, and goes on beside it."""
+        """A branch of a conversation that is already in its second turn and continues in parallel."""
         await run.append(said("Go on."))
         await run.sample()
         branch = await run.fork()
         await asyncio.gather(self._talks(branch, "Try this."), self._talks(run, "Or that."))
 
     async def subagents(self, run: Run) -> None:
-        """Two others with tools of their own, one while this one is asked; the second is forked once more."""
+        """Two subagents with their own tools, one of them parallel to this conversation; the second is forked once more."""
         first = await run.fork([said("Help with a.")], tools=[look])
         await run.append(said("Go on."))
         async with asyncio.TaskGroup() as group:
@@ -83,13 +83,13 @@ class Forking(Agent):
         await self._talks(again, "Once more.")
 
     async def compaction(self, run: Run) -> None:
-        """A shorter context, twice."""
+        """A compaction, twice."""
         shorter = await run.fork([said("In short: yes.")], kind="compaction")
         await self._talks(shorter, "What else?")
         await self._talks(await shorter.fork([said("Shorter still.")], kind="compaction"), "And now?")
 
     async def race(self, run: Run) -> None:
-        """Two branches, of which the slower one is given up; then one more, of which nobody waits for the second turn."""
+        """Two branches, of which the slower one is cancelled; then one more, whose second turn is not awaited."""
         forks = [await run.fork() for _ in range(2)]
         for fork, text in zip(forks, ("Fast.", "Slow."), strict=True):
             await fork.append(said(text))
@@ -106,7 +106,7 @@ class Forking(Agent):
             await self._talks(run, "Slow.")
 
     async def limit(self, run: Run) -> None:
-        """Three at the same time, of which the last one meets the limit of turns."""
+        """Three in parallel, of which the last one meets the limit of turns."""
         forks = [await run.fork() for _ in range(2)]
         for fork in forks:
             await fork.append(said("Go."))
@@ -138,7 +138,7 @@ TURNS = {"branches": 7, "late": 6, "subagents": 8, "compaction": 5}
 
 @asynccontextmanager
 async def serving_forks() -> AsyncIterator[str]:
-    """Where a server of the agent listens."""
+    """Serve the agent and yield the address."""
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False, "retry_base_seconds": 0.01}
     settings = Settings(_env_file=None, tokenizers={"toy": TOY_TOKENIZER}, tokenizers_offline=True, **ports)
     async with Server([Forking()], settings) as server:
@@ -170,7 +170,7 @@ async def roll(client: AsyncClient, url: str | spec_pb2.Target, does: str, **spe
 
 
 def told(sample: outcome_pb2.Outcome) -> list[tuple[str, int, str, int]]:
-    """Of each sample: its segment, kind and parent, and how many answers in it train."""
+    """The segment, kind and parent of each sample, and its number of trained completions."""
     found = []
     for each in sample.samples:
         answers = [s for s in each.spans if s.author == token_pb2.AUTHOR_MODEL and not s.mask_reason]
@@ -220,7 +220,7 @@ STREAMED += [("tokens", "branches", True), ("messages", "subagents", True)]
 
 @pytest.mark.parametrize(("mode", "does", "cut"), STREAMED)
 async def test_over_a_stream_each_conversation_is_a_sample_too(mode: str, does: str, cut: bool) -> None:
-    """`cut`: the connection breaks at every third answer."""
+    """`cut`: the connection breaks at every third completion."""
     lines: list[ScriptedReply | Fault] = []
     for number in range(TURNS[does]):
         lines += [Fault(kind=FaultKind.LOST)] if cut and not number % 3 else []
@@ -274,7 +274,7 @@ def rendered(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
 
 
 class Paced(ToyModel):
-    """Takes its time over prompts that end with a slow question, and takes no note of a cancellation."""
+    """A model that is slow for prompts that end with a slow question, and ignores cancellation."""
 
     async def __call__(self, prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
         generated = await super().__call__(prompt_ids, sampling)
@@ -306,7 +306,7 @@ async def test_turns_that_nobody_waited_for_are_not_missed(
 
 
 async def test_the_library_finds_nothing_else_where_prompts_drift() -> None:
-    """A template that shows the last answer only, so that a branch goes on from a prompt that began anew."""
+    """A template that shows only the last completion, so that a branch continues from a prompt that began a new segment."""
 
     def newest(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
@@ -329,7 +329,7 @@ async def test_the_library_finds_nothing_else_where_prompts_drift() -> None:
 
 @pytest.mark.parametrize("does", list(WANTED))
 async def test_branches_of_a_prompt_that_drifted(client: AsyncClient, tmp_path: Path, does: str) -> None:
-    """The template drops the thinking of all answers but the newest, so that each conversation drifts in its second turn."""
+    """The template drops the thinking of all completions but the last, so each conversation drifts in its second turn."""
     lines = tuple(ScriptedReply(content=f"Answer {n}.", reasoning=f"Thought {n}.") for n in range(TURNS[does]))
     async with rewriting(tmp_path, Script(lines)) as trainer:
         outcome = await roll(client, f"grpc://{trainer.grpc_target}", does)
@@ -348,7 +348,7 @@ async def test_branches_of_a_prompt_that_drifted(client: AsyncClient, tmp_path: 
 
 
 def plainly(trainers: list[HttpTrainer]) -> Act:
-    """Answers a conversation as the trainers of the asynchronous dialect do that say which ids the model saw."""
+    """Complete a conversation like trainers of the asynchronous HTTP API that report prompt ids."""
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked = json.loads(trainers[0].requests[-1].body)

@@ -1,4 +1,4 @@
-"""Message mode over gRPC: the trainer renders, what it returns is the truth, and both sides name the same segments."""
+"""Message mode over gRPC: the trainer renders, its ids are authoritative, and both sides name the same segments."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def test_samples_are_the_trainers_own(client: AsyncClient) -> None:
 
 @asynccontextmanager
 async def rewriting(directory: Path, script: Script) -> AsyncIterator[StrictTrainer]:
-    """A trainer whose template drops the thinking of all answers but the newest."""
+    """A trainer whose template drops the thinking of all completions but the last."""
     shutil.copytree(TOY_TOKENIZER, directory / "model")
     template = directory / "model" / "chat_template.jinja"
     text = template.read_text()

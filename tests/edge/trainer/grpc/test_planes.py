@@ -1,4 +1,4 @@
-"""What a trainer sends beside its tokens is carried into the ledger and the events, or named where it breaks the contract."""
+"""Token planes of a trainer are carried into the ledger and the events, or refused by name if they break the contract."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ async def test_planes_and_further_fields_are_kept(client: AsyncClient, answer: l
 
 
 WRONG: list[tuple[str, Callable[[int], Any]]] = [
-    ("planes[0].values: 3 bytes are no whole number", lambda n: {"planes": [plane("a", "uint8", bytes(3))]}),
+    ("planes[0].values: 3 bytes are not a whole number", lambda n: {"planes": [plane("a", "uint8", bytes(3))]}),
     ("planes[0].values: 0 bytes", lambda n: {"planes": [plane("a", "uint8", b"")]}),
-    ("are no whole number of 4-byte elements", lambda n: {"planes": [plane("a", "float32", bytes(2 * n))]}),
+    ("are not a whole number of 4-byte elements", lambda n: {"planes": [plane("a", "float32", bytes(2 * n))]}),
     ("planes[0].dtype", lambda n: {"planes": [plane("a", "object", bytes(n))]}),
     ("planes[0].dtype", lambda n: {"planes": [plane("a", "int4", bytes(n))]}),
     ("planes[0].name", lambda n: {"planes": [plane("", "uint8", bytes(n))]}),
     ("planes[1].name", lambda n: {"planes": [plane("a", "uint8", bytes(n))] * 2}),
-    ("planes: there are 17", lambda n: {"planes": [plane(str(i), "uint8", bytes(n)) for i in range(17)]}),
+    ("planes: has 17 entries", lambda n: {"planes": [plane(str(i), "uint8", bytes(n)) for i in range(17)]}),
     ("extra_json: a JSON object is needed", lambda n: {"extra_json": "[]"}),
     ("extra_json: has 65537 characters", lambda n: {"extra_json": json.dumps({"a": "x" * 65_528})}),
 ]
@@ -71,7 +71,7 @@ async def test_what_breaks_the_contract_is_named(
 
 
 def test_small_floats_have_a_size(answer: list[int]) -> None:
-    """Types that NumPy's extensions name."""
+    """Types of NumPy's extensions."""
     from rollout_server.edge.wire.token_planes import planes_from_proto
 
     for dtype, size in (("bool", 1), ("bfloat16", 2), ("float8_e4m3fn", 1), ("complex64", 8), ("int64", 8)):

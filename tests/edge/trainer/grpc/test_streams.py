@@ -1,4 +1,4 @@
-"""The strict trainer as a client: over a stream the same scripts give the same verdicts, and no lie harms a rollout beside it."""
+"""The strict trainer as a client: over a stream the same scripts give the same verdicts, and a lie harms no other rollout."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def played(stream: TrainStream, request: rs.StartRolloutRequest) -> outcom
 
 
 def same(outcome: outcome_pb2.Outcome, verdict: Verdict | None) -> bool:
-    """Whether the only sample is what the trainer accumulated, element by element."""
+    """Whether the only sample equals the trainer's, element by element."""
     assert verdict is not None
     (sample,) = samples(outcome)
     return equal(sample, verdict.sample) and (outcome.failure.message, verdict.refusals) == ("", ())
@@ -113,13 +113,13 @@ async def test_a_group_and_several_trainers_at_once(server: Server, mode: str) -
 
 
 async def cut_at(server: Server, mode: str, cut: Cut) -> bool:
-    """Plays a rollout over a line that is cut there; whether it was."""
+    """Run a rollout over a connection that is cut there; return whether it was cut."""
     async with StrictTrainer() as trainer, SeveredLine(server.grpc_port, cut) as line:
         try:
             async with trainer.connected(line.address) as stream:
                 outcome = await played(stream, start(f"r{cut.number}", mode))
         except Exception:
-            assert cut.number == 1  # nothing is resumed that has not begun
+            assert cut.number == 1  # a stream is resumed only after it has begun
             return line.was_cut
         verdict = trainer.verdict(f"r{cut.number}")
         assert same(outcome, verdict)
@@ -148,7 +148,7 @@ ENDS: dict[Lie, tuple[int, str]] = {
     Lie.REPLAYED_TURN: (DRIFT, "turn 2: "),
     Lie.PROMPT_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
     Lie.AFTER_DIGEST: (DRIFT, "turn 2: the trainer holds other tokens than this side"),
-    Lie.OVERSIZED_ID: (VALIDATION, "is no token id"),
+    Lie.OVERSIZED_ID: (VALIDATION, "is not a token id"),
     Lie.NO_CHECKPOINTS: (VALIDATION, "so nothing proves"),
 }
 WARNS: dict[Lie, str] = {
@@ -158,10 +158,10 @@ WARNS: dict[Lie, str] = {
 }
 TRUE: dict[str, set[Lie]] = {
     "tokens": {Lie.ANSWERED_TWICE},
-    # There the ids that come are the truth, and nobody counts for the model.
+    # In message mode the reported ids are authoritative, and the model is not counted for.
     "messages": {Lie.ANSWERED_TWICE, Lie.PROMPT_DIGEST, Lie.TOO_LONG, Lie.NO_CHECKPOINTS},
 }
-"""Lies that change nothing about what is to be believed."""
+"""Lies that do not change the accepted data."""
 
 
 def test_every_lie_is_told() -> None:
@@ -169,7 +169,7 @@ def test_every_lie_is_told() -> None:
 
 
 def lying(lie: Lie) -> tuple[int, Script]:
-    """A script in which a lie is told, and its turn."""
+    """A script with a lie, and the turn of the lie."""
     turn = 3 if lie is Lie.STALE_POLICY else 2
     lines = [adding(1), adding(2), adding(3), ScriptedReply(content="Done.")]
     lines[turn - 1] = adding(turn, lie=lie)
@@ -195,7 +195,7 @@ async def test_each_lie_shows_on_its_turn_and_harms_nobody_beside_it(server: Ser
 
 
 def shows(lie: Lie, mode: str, outcome: outcome_pb2.Outcome, verdict: Verdict | None) -> bool:
-    """Whether a rollout ended as the lie in it deserves."""
+    """Whether a rollout ended as the lie requires."""
     turn, _ = lying(lie)
     assert verdict is not None
     assert all(each == f"turn {turn}: {lie.value}" for each in verdict.faults)
@@ -206,7 +206,7 @@ def shows(lie: Lie, mode: str, outcome: outcome_pb2.Outcome, verdict: Verdict | 
         return (warned, outcome.failure.message) == ([(WARNS[lie], turn)], "")
     category, text = ENDS[lie]
     (sample,) = samples(outcome)
-    assert {span.turn for span in sample.spans or ()} == {1}  # what was true stays
+    assert {span.turn for span in sample.spans or ()} == {1}  # the earlier, true turn stays
     return (outcome.failure.category, outcome.failure.turn) == (category, turn) and text in outcome.failure.message
 
 

@@ -1,4 +1,4 @@
-"""Token mode with a trainer of the tests' own: what travels, what is asked again, and every lie on the turn it is told."""
+"""Token mode with the tests' own trainer: the data sent, retries, and every lie at its turn."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ async def test_a_lie_about_tokens_ends_the_rollout_on_its_turn(
     if shows and lie in (change_one, drop_one):
         assert "since turn 3, from token" in outcome.failure.message
     assert ("ReadLedger" in outcome.failure.message) == (not shows)
-    assert [span.turn for span in only(outcome).spans or () if span.trains] == [1, 2]  # what was true stays
+    assert [span.turn for span in only(outcome).spans or () if span.trains] == [1, 2]  # the earlier, true turns stay
     assert other.stop.reason == "stop"
 
 
@@ -261,10 +261,10 @@ async def test_what_is_odd_but_true_is_a_warning(client: AsyncClient, answer: li
         (lambda _, response: response.ClearField("message"), "message: needs"),
         (
             lambda _, response: setattr(response.message, "json", '{"role": "user", "content": "x"}'),
-            "its role is another",
+            "its role is not",
         ),
         (lambda _, response: setattr(response.message, "json", "[]"), "a JSON object is needed"),
-        (lambda _, response: response.token_ids.append(2**31), "token_ids: 2147483648 is no token id"),
+        (lambda _, response: response.token_ids.append(2**31), "token_ids: 2147483648 is not a token id"),
         (
             lambda _, response: (response.ClearField("token_ids"), response.ClearField("after")),
             "`token_ids` is missing",

@@ -1,4 +1,4 @@
-"""A good answer, what can be put into it, and what must be true of how it is read."""
+"""A valid response, changes to it, and invariants of parsing it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MARK = "@@"
 
 
 def with_text(path: tuple[Any, ...], text: str) -> bytes:
-    """The good answer with a text, whatever it is, where a value was."""
+    """The valid response with a raw text in place of a value."""
     body = copy.deepcopy(dict(GOOD))
     holder: Any = body
     for key in path[:-1]:
@@ -41,7 +41,7 @@ def with_text(path: tuple[Any, ...], text: str) -> bytes:
 
 
 def check(body: bytes) -> ChatCompletion | str:
-    """Reads an answer; checks what must be true of it, or of its failure."""
+    """Parse a response; check the invariants of the result or of the failure."""
     try:
         read = parse_chat_completion(body, 7, ids_needed=True, most_calls=Limits().calls_read)
     except RolloutFailed as failed:
@@ -55,7 +55,7 @@ def check(body: bytes) -> ChatCompletion | str:
 
 
 def obeys(read: ChatCompletion, body: bytes) -> None:
-    """What an answer promises."""
+    """Assert the invariants of a parsed response."""
     assert read.message.text.encode() in body
     assert read.message.role.strip()
     assert len(tool_calls(read.message.fields())) == read.tool_calls

@@ -1,4 +1,4 @@
-"""One turn, asked through the sampler of either dialect as the runtime asks it."""
+"""One turn, requested through the sampler of either HTTP API as the runtime does."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=64)
 
 
 class Asking:
-    """A rollout that asks a trainer turn by turn; the user says the same after each answer.
+    """A rollout that requests completions turn by turn; the user message after each completion is the same.
 
-    `remarks` are what the sampler left in the rollout's log before the turn's end.
+    `remarks` holds the sampler's notes in the rollout's log before the end of the turn.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Asking:
         self._machine = Machine("u1", [QUESTION], Limits())
 
     async def turn(self, sampling: Sampling | None = None) -> Answered:
-        """The next answer; None: sampled as in all turns. Raises `RolloutFailed`."""
+        """Request the next completion; `sampling` None means the rollout's parameters. Raises `RolloutFailed`."""
         main, asked = self._machine.main, self._machine.request_completion()
         assert not isinstance(asked, LimitReached)
         before = main.messages, main.last_completion, main.turn_messages, main.line
@@ -66,12 +66,12 @@ class Asking:
         return answered
 
     async def failure(self) -> Failure:
-        """How the next turn fails."""
+        """Request the next completion, which must fail, and return the failure."""
         try:
             answered = await self.turn()
         except RolloutFailed as failed:
             return failed.failure
-        raise AssertionError(f"the turn was answered: {answered}")
+        raise AssertionError(f"the turn succeeded: {answered}")
 
     def _remark(self, code: str, text: str) -> None:
         self.remarks.append((code, text))

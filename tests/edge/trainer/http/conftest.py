@@ -1,4 +1,4 @@
-"""The trainer client on both event loops: the product runs on uvloop, and the two report broken connections differently."""
+"""The trainer client on both event loops: the server runs on uvloop, and the two report broken connections differently."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Each test once on each loop that there is."""
+    """Each test runs once on each available loop."""
     ours = loop_factory()
     return {"asyncio": asyncio.SelectorEventLoop} | ({"uvloop": ours} if ours is not None else {})
 
 
 @pytest.fixture
 async def connect() -> AsyncIterator[Callable[[HttpSettings], HttpClient]]:
-    """`connect(settings)`: a client that is closed in the end."""
+    """`connect(settings)`: a client that is closed at the end."""
     clients: list[HttpClient] = []
 
     def make(settings: HttpSettings) -> HttpClient:
@@ -38,13 +38,13 @@ async def connect() -> AsyncIterator[Callable[[HttpSettings], HttpClient]]:
 
 @pytest.fixture
 def client(connect: Callable[[HttpSettings], HttpClient]) -> HttpClient:
-    """A client that loses patience after 20 s."""
+    """A client with a timeout of 20 s."""
     return connect(HttpSettings(timeout=20.0))
 
 
 @pytest.fixture
 async def trainers(client: HttpClient) -> AsyncIterator[MaskedTrainers]:
-    """What samplers of the synchronous dialect share; the tokenizer "toy" is the built-in one."""
+    """The shared parts of samplers of the synchronous HTTP API; the tokenizer "toy" is the built-in one."""
     tokenizers = Tokenizers(LoaderSettings(directories={"toy": TOY_TOKENIZER}, local_files_only=True))
     yield MaskedTrainers(client, tokenizers)
     await tokenizers.close()
@@ -52,5 +52,5 @@ async def trainers(client: HttpClient) -> AsyncIterator[MaskedTrainers]:
 
 @pytest.fixture
 def plain(client: HttpClient) -> PlainTrainers:
-    """What samplers of the asynchronous dialect share; they ask again up to three times, and soon."""
+    """The shared parts of samplers of the asynchronous HTTP API, with up to three quick retries."""
     return PlainTrainers(client, RetryPolicy(count=3, first=0.01, most=0.02))

@@ -1,4 +1,4 @@
-"""The trainer's key goes out with each call and shows up nowhere else; of the trainer's own words at most 500 characters."""
+"""The trainer's key is sent with each call and appears nowhere else; at most 500 characters of the trainer's error are shown."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollout_server.runtime.ports import Credentials
 from tests.edge.trainer.http.asking import Asking
 from tests.support.http_trainer import answer, closed, raw_trainer
 
-# Loops differ in how connections break; these need one loop only.
+# Loops differ in how connections break; these tests need only one loop.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 SECRET = "sk-live-0123456789abcdefghijklmnopqrstuvwxyz"
@@ -67,7 +67,7 @@ async def test_an_echo_never_gets_into_the_failure(
 
 
 LEAKS = {
-    # What is shown is cut off a part of the body that ends within a key, once the keys before it got shorter.
+    # The text is cut within a key, after the keys before it were shortened.
     "often": (json.dumps({"detail": f"{SECRET} " * 200}), SECRET),
     "behind_wide_characters": (json.dumps({"detail": "\N{GRINNING FACE}" * 490 + SECRET}), SECRET),
     "escaped_as_json": (json.dumps({"detail": f"no such key: {QUOTED}"}), QUOTED),
@@ -139,7 +139,7 @@ async def test_of_its_words_500_characters(trainers: MaskedTrainers, detail: obj
     ids=["empty", "blank", "text", "other_json", "no_text", "no_error", "list", "no_utf8"],
 )
 async def test_what_is_no_error_of_a_trainers_is_not_shown(trainers: MaskedTrainers, body: bytes, shown: str) -> None:
-    """Whoever names a target may not be allowed to read what answers there."""
+    """A caller that names a target may not be allowed to read its responses."""
     async with raw_trainer(answer(body, 422)) as trainer:
         failure = await Asking(trainers, trainer.url).failure()
     assert failure.message.removeprefix("turn 1: the trainer answered 422") == shown

@@ -1,4 +1,4 @@
-"""Answers of trainers: what is read from them, and what a refusal names."""
+"""Responses of trainers: parsed values, and the texts of refusals."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_messages_are_kept_to_the_byte(message: str) -> None:
 
 
 async def test_a_large_answer_is_read_and_a_large_wrong_one_refused(trainers: MaskedTrainers) -> None:
-    """10 MB: read in a thread, with the same rules."""
+    """10 MB: parsed in a thread, with the same rules."""
     ids = [7] * 2_000_000
     large = json.dumps({**GOOD, "token_ids": ids, "logprobs": None}).encode()
     wrong = large.replace(b"7]", b"-7]")

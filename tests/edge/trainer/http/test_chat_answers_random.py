@@ -1,4 +1,4 @@
-"""Answers of trainers, wrong in every way that chance finds: read, or refused in words, and never another exception."""
+"""Randomly changed responses of trainers: parsed, or refused with a reason, and never another exception."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIELD = re.compile(r"choices|token_ids|prompt_token_ids|logprobs|usage|message|f
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places within a JSON value."""
+    """The paths of all values in a JSON value."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
@@ -27,7 +27,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def without(path: tuple[Any, ...]) -> bytes:
-    """The good answer without a field or an item."""
+    """The valid response without a field or an item."""
     body = copy.deepcopy(dict(GOOD))
     holder: Any = body
     for key in path[:-1]:
@@ -75,7 +75,7 @@ TEXTS = st.one_of(
 @settings(max_examples=300, deadline=None)
 @given(PLACES, TEXTS)
 def test_anything_anywhere(path: tuple[Any, ...], text: str) -> None:
-    """One value of a good answer replaced: read, or refused in words; and refused JSON names a field."""
+    """One value of a valid response is replaced: it is parsed, or refused with a reason that names the field."""
     said = check(with_text(path, text))
     if isinstance(said, str) and not re.search("JSON|recursion", said):
         assert FIELD.search(said)

@@ -1,4 +1,4 @@
-"""Requests for completions: messages to the byte, the protocol's own keys safe, masks of the right length."""
+"""Completion requests: verbatim messages, protected protocol keys, masks of the right length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JSON_VALUES = st.recursive(
 
 
 def parsed(body: bytes) -> dict[str, Any]:
-    """The body, which must be JSON, with each key once and no NaN."""
+    """The parsed body, which must be JSON with unique keys and without NaN."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if "response_mask" in dict(pairs):
@@ -51,7 +51,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 
 class Writing:
-    """Writes the requests of a rollout, all sampled in one way."""
+    """Write the requests of a rollout, all with the same sampling parameters."""
 
     def __init__(self, sampling: Sampling, rollout_id: str) -> None:
         self.writer = RequestWriter(rollout_id)
@@ -87,7 +87,7 @@ def test_messages_go_out_to_the_byte() -> None:
 
 
 def test_a_body_grows_by_what_is_new() -> None:
-    """Of two bodies in a row the later one is the earlier one with the new messages, and another mask."""
+    """The second of two consecutive bodies equals the first plus the new messages and another mask."""
     writer, history, before = writing(SAMPLING), messages(TEXTS[0]), b""
     for count, text in enumerate(TEXTS[1:], start=1):
         body = writer.masked(history, count if count > 1 else None)
@@ -172,7 +172,7 @@ def test_a_number_beyond_all_floats_among_the_extras_leaves_the_body_json() -> N
 
 
 async def test_over_the_wire(trainers: MaskedTrainers) -> None:
-    """What a trainer receives in three turns: its own messages back to the byte, masks from the second turn on."""
+    """The trainer receives in three turns its own messages verbatim, and masks from the second turn on."""
     said = '{ "role":"assistant", "content":"\\u0038", "vendor":18446744073709551617 }'
     body = f'{{"choices": [{{"message": {said}}}], "token_ids": [5], "prompt_token_ids": null}}'
     async with raw_trainer(answer(body.encode())) as trainer:

@@ -1,4 +1,4 @@
-"""What the client never does: follow, remember, ask a proxy, read without end, or send into a connection that is over."""
+"""What the client never does: follow redirects, keep cookies, use a proxy, read without limit, or send on a closed connection."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_neither_proxies_nor_passwords_are_taken_from_the_environment(tmp_
 
 
 async def oversized(connect: Connect, act: Act) -> str:
-    """How an answer over 1 MiB fails. The client has given up the connection afterwards."""
+    """How a response over 1 MiB fails. Afterwards the client has closed the connection."""
     client = connect(HttpSettings(timeout=20, max_answer_bytes=2**20))
     async with raw_trainer(act) as trainer:
         with pytest.raises(RolloutFailed) as caught:
@@ -113,7 +113,7 @@ async def test_a_compressed_answer_is_read(client: HttpClient) -> None:
 
 
 async def test_many_turns_at_once_wait_for_each_other_nowhere(connect: Connect) -> None:
-    """No limit of a pool holds requests back: all of them are there before the first is answered."""
+    """No pool limit delays requests: all of them arrive before the first response."""
     client, count = connect(HttpSettings(timeout=60)), 300
     arrived, all_there = list[int](), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Trainers close connections that were idle for a while. That must not cost a turn, whenever the next one comes."""
+"""Trainers close idle connections. This must not cost a turn, whenever the next one begins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANSWER = head(200, len(COMPLETION)) + COMPLETION
 
 
 class Closing:
-    """A trainer in threads of its own, which closes each connection that was idle for a second."""
+    """A trainer with its own threads, which closes each connection after a second without a request."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=100)
@@ -26,7 +26,7 @@ class Closing:
         self.closed = 0
 
     def serve(self) -> None:
-        """Accepts until the listener is closed."""
+        """Accept connections until the listener is closed."""
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self.listener.accept()
@@ -41,7 +41,7 @@ class Closing:
 
 
 def _read_one(connection: socket.socket) -> bool:
-    """Reads one request of an empty body object; False where none came in time."""
+    """Read one request with an empty body object; False if none arrives in time."""
     got = b""
     while not got.endswith(b"\r\n\r\n{}"):
         more = connection.recv(2**16)
@@ -69,7 +69,7 @@ def request(url: str) -> HttpRequest:
 
 
 async def test_turns_around_the_moment_of_closing_are_all_answered(connect: Connect) -> None:
-    """60 rollouts at once, a turn each second or so: from 30 ms before the trainer closes to 30 ms after."""
+    """60 concurrent rollouts, each with a turn about every second: from 30 ms before the trainer closes to 30 ms after."""
 
     async def rollout(pause: float) -> None:
         client = connect(HttpSettings(timeout=20))
@@ -83,7 +83,7 @@ async def test_turns_around_the_moment_of_closing_are_all_answered(connect: Conn
 
 
 async def test_a_connection_that_was_closed_while_the_loop_was_busy_is_not_used(client: HttpClient) -> None:
-    """The trainer's goodbye has arrived, but the event loop did not come to reading it."""
+    """The trainer's FIN has arrived, but the event loop has not read it yet."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
@@ -98,6 +98,6 @@ async def test_a_connection_that_was_closed_while_the_loop_was_busy_is_not_used(
         serving = asyncio.create_task(serve_one())
         assert (await client.post(request(url))).status == 200
         first, serving = await serving, asyncio.create_task(serve_one())
-        first.close()  # from here to the next request nothing yields to the loop
+        first.close()  # from here to the next request the loop does not run
         assert (await client.post(request(url))).status == 200
         (await serving).close()

@@ -1,4 +1,4 @@
-"""Trainers that mean harm: the turn fails in words, within bounds, and the client goes on serving others."""
+"""Malicious trainers: the turn fails with a reason, within bounds, and the client keeps serving other rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIMIT = 2**20
 
 
 def flood(piece: bytes, first: bytes = b"") -> Act:
-    """One piece after the other, for as long as somebody reads."""
+    """Send one piece after the other, for as long as the client reads."""
 
     async def act(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(first)
@@ -38,14 +38,14 @@ def completion(message: bytes = MESSAGE, more: bytes = b"") -> Act:
 
 
 def check_words(text: str) -> None:
-    """A failure's text is for a person: short, of one line, about the turn."""
+    """Assert that a failure's text is readable: short, one line, and about the turn."""
     assert text.startswith("turn 1: ")
     assert len(text) < 1000
     assert text.isprintable()
 
 
 async def failure_of(trainers: PlainTrainers, act: Act) -> tuple[Category, str, int]:
-    """How a turn fails, and how often it was asked for. The same client is of use to another rollout afterwards."""
+    """How a turn fails, and its number of requests. Afterwards the same client must work for another rollout."""
     async with raw_trainer(act) as trainer, raw_trainer() as friend:
         failure = await Asking(trainers, trainer.url).failure()
         check_words(failure.message)
@@ -148,7 +148,7 @@ async def test_logprobs_that_do_not_fit_cost_a_warning(plain: PlainTrainers, tex
 
 
 async def test_a_large_answer_of_the_right_form_is_read(plain: PlainTrainers) -> None:
-    """Some megabytes, read beside the loop."""
+    """Some megabytes, parsed off the event loop."""
     content = "ü" * 300_000
     message = json.dumps({"role": "assistant", "content": content}).encode()
     async with raw_trainer(completion(message, more=b', "token_ids": [' + b"7," * 500_000 + b"7]")) as trainer:
@@ -158,7 +158,7 @@ async def test_a_large_answer_of_the_right_form_is_read(plain: PlainTrainers) ->
 
 
 async def test_retry_after_zero_without_end_ends_with_the_rollout(plain: PlainTrainers) -> None:
-    """Such a trainer is asked at a bounded pace, and a rollout whose time is over is let go."""
+    """The client requests at a bounded rate, and stops when the rollout's time is over."""
     async with raw_trainer(answer(b"", 429, retry_after="0")) as trainer:
         turn = asyncio.create_task(Asking(plain, trainer.url).turn())
         while len(trainer.requests) < 4:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""Requests of the asynchronous dialect: no mask, nothing that is null, `completion_params` as they came, history only grows."""
+"""Requests of the asynchronous HTTP API: no mask, no nulls, verbatim `completion_params`, append-only history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.edge.trainer.http.asking import MORE, QUESTION, Asking
 from tests.edge.trainer.http.test_chat_requests import JSON_VALUES, TEXTS, messages, parsed
 from tests.support.http_trainer import answer, raw_trainer
 
-# Loops differ in how connections break; these need one loop only.
+# Loops differ in how connections break; these tests need only one loop.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 PROTECTED = ("rollout_id", "messages", "response_mask", "stream")
@@ -29,7 +29,7 @@ DEFAULTS = Sampling(temperature=1.0, top_p=1.0, max_tokens=512, logprobs=True)
 
 
 def written(sampling: Sampling, *texts: str) -> dict[str, Any]:
-    """The body with a sampling and messages."""
+    """The body for sampling parameters and messages."""
     return parsed(RequestWriter("r1").plain(messages(*texts or TEXTS[:1]), plain_parameters(sampling)))
 
 
@@ -116,7 +116,7 @@ def test_extras_go_out_as_they_were_written(text: str) -> None:
 
 @one_loop
 async def test_over_the_wire(plain: PlainTrainers) -> None:
-    """What a trainer receives in three turns: its own messages back to the byte, and nothing else changes."""
+    """The trainer receives in three turns its own messages verbatim; nothing else changes."""
     said = '{ "role":"assistant", "content":"\\u0038", "vendor":18446744073709551617 }'
     sampling = Sampling(temperature=0.5, extra_json='{"top_k": 40, "response_mask": [1], "messages": []}')
     async with raw_trainer(answer(f'{{"choices": [{{"message": {said}}}]}}'.encode())) as trainer:

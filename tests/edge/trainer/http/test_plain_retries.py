@@ -1,4 +1,4 @@
-"""Which completions of the asynchronous dialect are asked for again, under which key, how often, and what is told of it."""
+"""Retries of the asynchronous HTTP API: which completions are retried, under which key, how often, and how this is reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOST: dict[str, Act] = {
 
 
 def check_repeats(trainer: HttpTrainer, count: int) -> None:
-    """All requests are the same one."""
+    """Assert that all requests are equal."""
     assert len(trainer.requests) == count
     first = trainer.requests[0]
     assert first.headers["idempotency-key"] == "u1/0/1"
@@ -145,7 +145,7 @@ async def test_broken_json_is_final(plain: PlainTrainers, body: bytes) -> None:
 @one_loop
 @pytest.mark.parametrize("status", [429, 503])
 async def test_a_refusal_with_a_time_is_waited_for_and_no_resampling(plain: PlainTrainers, status: int) -> None:
-    """More often than anything else would be asked for again: such a request was not taken."""
+    """More often than any other failure is retried, because the trainer did not process such a request."""
     refusals = [answer(b"busy", status, retry_after="0")] * 5
     async with raw_trainer(*refusals, answer()) as trainer:
         asking = Asking(plain, trainer.url, deadline=time.monotonic() + 60)
@@ -185,7 +185,7 @@ async def test_minutes_at_most_where_the_rollout_has_a_day(
 
 @one_loop
 async def test_refusals_are_waited_for_from_the_first_of_them_on(client: HttpClient) -> None:
-    """Other failures before it take nothing of that time."""
+    """Other failures before it use none of that time."""
     trainers = PlainTrainers(client, RetryPolicy(first=0.3, refused=0.2))
     async with raw_trainer(answer(b"", 500), answer(b"", 503, retry_after="0"), answer()) as trainer:
         assert (await Asking(trainers, trainer.url).turn()).attempts == 3
@@ -194,7 +194,7 @@ async def test_refusals_are_waited_for_from_the_first_of_them_on(client: HttpCli
 async def test_a_trainer_that_is_down_for_a_moment_costs_no_sibling(connect: Connect) -> None:
     trainers = PlainTrainers(connect(HttpSettings()), RetryPolicy(count=20, first=0.02, most=0.1))
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # nobody listens yet
+        bound.bind(("127.0.0.1", 0))  # nothing listens yet
         asking = Asking(trainers, f"http://127.0.0.1:{bound.getsockname()[1]}")
         turn = asyncio.create_task(asking.turn())
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A trainer that renders or counts in another way refuses the first mask, once, and is counted for in its own way from then on."""
+"""A trainer that renders or counts differently refuses the first mask once; from then on its way of counting is used."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def serving(complete: Callable[[web.Request], Awaitable[web.Response]]) ->
 
 
 async def test_where_the_tokens_part_is_told_with_both_texts(server: Server) -> None:
-    """A trainer with other tools: its first prompt is another one than ours, and the outcome says what stands there."""
+    """A trainer with other tools: its first prompt differs from the prediction, and the outcome quotes both texts."""
     other = {
         "type": "function",
         "function": {"name": "xylophone", "description": "y", "parameters": {"type": "object"}},

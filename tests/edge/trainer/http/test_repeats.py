@@ -1,4 +1,4 @@
-"""Which requests are repeated: those that provably were not taken, and no others."""
+"""Only requests that provably were not processed are retried."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def port_of(listener: socket.socket) -> int:
 async def test_a_refused_connection_is_tried_again_until_the_trainer_is_up(connect: Connect) -> None:
     client = connect(HttpSettings(connect_attempts=8))
     with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))  # nobody listens yet
+        bound.bind(("127.0.0.1", 0))  # nothing listens yet
         asking = asyncio.create_task(fetch(client, f"http://127.0.0.1:{port_of(bound)}"))
         await asyncio.sleep(0.1)
         assert not asking.done()
@@ -123,7 +123,7 @@ SLOW: dict[str, Act] = {
 async def test_a_timeout_counts_the_whole_answer_and_is_final(connect: Connect, act: Act) -> None:
     async with raw_trainer(act) as trainer:
         found = await failure(connect(HttpSettings(timeout=0.4)), trainer.url)
-        assert found.category is Category.NETWORK  # as in the reference
+        assert found.category is Category.NETWORK  # as in the reference implementation
         assert "timeout" in found.message
         assert "0.4 s (HTTP_CLIENT_TIMEOUT)" in found.message
         assert TAKEN in found.message

@@ -1,4 +1,4 @@
-"""429 and 503 with Retry-After: waited for and asked again under the same key, but never beyond the rollout's time."""
+"""429 and 503 with Retry-After: retried later under the same key, but never beyond the rollout's time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from tests.edge.trainer.http.asking import Asking
 from tests.support.http_trainer import Act, answer, raw_trainer
 
-# Loops differ in how connections break; these need one loop only.
+# Loops differ in how connections break; these tests need only one loop.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 CATEGORIES = {429: Category.RATE_LIMITED, 503: Category.TRAINER_SERVER}
@@ -25,7 +25,7 @@ def later(seconds: float) -> str:
 
 
 def busy_until(rung: asyncio.Event, seconds: float, refusal: Callable[[], Act], early: list[bool]) -> Act:
-    """Refuses for so long; notes of each request whether it came early."""
+    """Refuse requests for this long; record for each whether it came too early."""
 
     async def noted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if not early:
@@ -37,7 +37,7 @@ def busy_until(rung: asyncio.Event, seconds: float, refusal: Callable[[], Act], 
 
 
 async def test_waited_for_and_asked_again_with_the_same_key(trainers: MaskedTrainers) -> None:
-    # A date has whole seconds, so two of them are one at least.
+    # A date has whole seconds, so a date two seconds ahead is at least one second away.
     forms: list[Callable[[], str]] = [lambda: "1", lambda: later(2)]
     await asyncio.gather(*(ask_twice(trainers, status, form) for status in CATEGORIES for form in forms))
 
