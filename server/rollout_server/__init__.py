@@ -1,6 +1,6 @@
-"""Runs agent rollouts for the reinforcement learning of language models, and knows who wrote every token.
+"""Run agent rollouts for reinforcement learning of language models, with the author of every token recorded.
 
-What authors of agents need is here; `rollout_server.calculator` is an example.
+This module exports the names that authors of agents need. `rollout_server.calculator` is a complete example agent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ try:
     from rollout_server.runtime.run.messages import Reply
     from rollout_server.runtime.run.run import Run
     from rollout_server.tool import Image, tool
-except ModuleNotFoundError as error:  # the base install is a client's
+except ModuleNotFoundError as error:  # the base install has only what the client needs, such as no pydantic
     missing = error.name
 
     def __getattr__(name: str) -> object:
@@ -42,7 +42,18 @@ __version__ = "0.1.0"
 
 
 def serve(*agents: Agent, **settings: object) -> None:
-    """Serves agents until the process is told to stop; the first one is the default. The settings are those of `rollout serve`."""
-    from rollout_server import app  # authors and their tests need no server, and it takes a second to load
+    """Serve agents over gRPC and HTTP until SIGTERM or Ctrl-C. Blocks.
+
+    Args:
+        agents: at least one; a request that names no agent gets the first.
+        settings: settings by field name, such as `grpc_port=50051`; they take precedence over the environment. `rollout config`
+            lists all.
+
+    Raises:
+        WrongSettings: for an unknown setting or a value that cannot be used; a subclass of ValueError.
+        AgentFailed: if an agent's `start` raises; a subclass of RuntimeError.
+        RuntimeError, OSError: if a port cannot be opened.
+    """
+    from rollout_server import app  # imported late: it takes a second, and writing or testing an agent does not need it
 
     app.serve(*agents, **settings)

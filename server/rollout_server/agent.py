@@ -1,4 +1,4 @@
-"""Agents: what their authors write."""
+"""The `Agent` base class, and the checks that its subclasses pass."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from rollout_server.tool import FunctionTool, tool
 _T = TypeVar("_T")
 
 _METHODS = {"play": ("run",), "reward": ("run",), "start": (), "stop": (), "choose_tools": ("request",)}
-"""What each is called with, beside the agent."""
+"""The arguments, besides `self`, that each method is called with."""
 _CHECKED = ("name", "version", "description", "tools", "limits", "replayable")
 
 
 class _AgentClass(ABCMeta):
-    """Checks an agent once it is built: then nothing depends on what its own `__init__` sets, or whether it calls ours."""
+    """Metaclass that checks an agent once its construction is complete.
+
+    It checks after the outermost `__init__` returned. So a subclass may set attributes in `__init__` and need not call
+    `super().__init__()`.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         agent = super().__call__(*args, **kwargs)
@@ -36,27 +40,32 @@ class _AgentClass(ABCMeta):
             value = getattr(agent, attribute, None)
             checked = _checked_attribute(owner, attribute, value)
             if checked is not value:
-                object.__setattr__(agent, attribute, checked)  # a frozen dataclass may be an agent, too
+                object.__setattr__(agent, attribute, checked)  # an agent may be a frozen dataclass
         return agent
 
 
 class Agent(metaclass=_AgentClass):
-    """An agent: subclass it, give it a name and tools, and where the default loop is not enough, a `play` of its own.
+    """Base class of agents: a subclass sets a name and tools, and may override the loop (`play`) and the `reward`.
 
-    One object plays many rollouts at the same time: what belongs to one of them lives in `play` or in `run.state`, not in `self`.
-    A class is checked where it is defined, an object when it is made; what is wrong is a TypeError or ValueError.
+    One object runs many rollouts concurrently. Keep the state of one rollout in local variables of `play` or in `run.state`, never
+    in `self`.
 
-    `play`, `reward`, `start` and `stop` may be `async def`, on the event loop, or plain functions, each call in a thread. A
-    thread cannot be cancelled: it is left alone once its rollout has ended, and should look at `run.cancelled` now and then.
+    A class is checked when it is defined, and an object when it is constructed. What is wrong raises TypeError or ValueError with
+    the name of the attribute or method; for methods and tools also with file and line.
+
+    `play`, `reward`, `start` and `stop` may be `async def`, which runs on the event loop, or plain `def`, which runs in a thread.
+    A thread cannot be cancelled, so the server abandons it once its rollout has ended. Long-running code in a thread should check
+    `run.cancelled` regularly.
 
     Attributes:
-        name: unique within a server, at most 256 characters.
-        version: changes whenever the agent plays differently.
-        description: for people; the class's docstring unless it is given.
-        tools: what the model may call, in the order in which it is told; functions become tools.
-        limits: the agent's own; of these and a request's the lower holds.
-        replayable: `play` does the same over again when it is fed with the same answers. True for the default loop; an
-            own `play` has to say so.
+        name: requests choose the agent by it; unique within a server, at most 256 characters. Required.
+        version: change it whenever the agent's behaviour changes; at most 256 characters.
+        description: for people; by default the docstring of the class.
+        tools: the tools that the model may call, in the order in which the chat template lists them. Plain functions are converted
+            with `tool`.
+        limits: the agent's own limits. For each limit the lower of this one and the request's applies.
+        replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
+            A class that overrides `play` is not replayable unless it sets this to True.
     """
 
     name: str
@@ -80,7 +89,7 @@ class Agent(metaclass=_AgentClass):
             _check_method(cls, method)
 
     if TYPE_CHECKING:
-        # Typed so that one's own may be plain, and that `await super().play(run)` is right.
+        # Return types that let a subclass write a plain `def`, and that accept `await super().play(run)`.
 
         def play(self, run: Run) -> Any: ...
         def reward(self, run: Run) -> RewardValue | Awaitable[RewardValue]: ...
@@ -90,44 +99,68 @@ class Agent(metaclass=_AgentClass):
     else:
 
         async def play(self, run: Run) -> None:
-            """Plays one rollout: samples and calls tools until the model calls none.
+            """Run one rollout. The default loop samples and runs tool calls until a completion has none.
 
-            A plain function waits with `run.wait(run.sample())`.
+            An override as a plain `def` waits with `run.wait(run.sample())`. An exception ends the rollout as a failure. When a
+            limit is met or the trainer fails, the methods of `run` raise `RolloutEnded`. It derives from BaseException, so `except
+            Exception` does not catch it; do not catch it elsewhere either.
+
+            Args:
+                run: the conversation, and the methods that sample, call tools and append messages.
             """
             while calls := (await run.sample()).tool_calls:
                 await run.call(calls)
 
         async def reward(self, run: Run) -> RewardValue:
-            """Judges a rollout that came to its end: a finite number, a `RewardResult`, or None for no reward."""
+            """Compute the reward of a rollout that completed; not called after a failure or a cancellation.
+
+            A rollout completes when `play` returns, calls `run.finish()`, or meets a limit other than `seconds`.
+
+            Returns:
+                A finite number, a `RewardResult` (a reward with named scores), or None for no reward.
+            """
             return None
 
         async def start(self) -> None:
-            """Called once, before the server takes requests. A server whose agent cannot start does not."""
+            """Prepare the agent. Called once, before the server accepts requests. An exception keeps the server from starting."""
 
         async def stop(self) -> None:
-            """Called once, after the server's rollouts have ended, if `start` came to its end. What it raises is logged."""
+            """Release what `start` acquired. Called once, after all rollouts have ended, and only if `start` succeeded.
+
+            It has 10 seconds. An exception is logged and does not stop the shutdown.
+            """
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
-        """The tools of one rollout: its model is told these only. Called before the rollout is accepted, so it must be quick.
+        """Return the tools of one rollout; by default all of `tools`. Only these are in the chat template and can be called.
 
-        Trainers of `POST /rollout` know the agent's `tools` and no others; there, a choice of others refuses the request.
+        Called before the rollout is accepted, so it must be a quick plain `def`. Trainers of `POST /rollout` learn the tools from
+        `GET /tools`, which lists `tools`. There, a request for which this method returns other tools is refused.
+
+        Args:
+            request: the start request, with its messages, metadata and labels.
         """
         return self.tools
 
     async def perform(self, run: object) -> None:
-        """How the runtime calls `play`."""
+        """Call `play`; the runtime's entry point."""
         own_run = cast("Run", run)
-        await _call(self.play, own_run, f"the play of agent {self.name}")
+        await _call(self.play, own_run, f"play() of agent {self.name}")
 
     async def judge(self, run: object) -> RewardResult:
-        """How the runtime calls `reward`. Raises TypeError or ValueError for what is no reward."""
+        """Call `reward` and return its checked result; the runtime's entry point.
+
+        Raises TypeError or ValueError if the result is not a reward.
+        """
         own_run = cast("Run", run)
-        value = await _call(self.reward, own_run, f"the reward of agent {self.name}")
+        value = await _call(self.reward, own_run, f"reward() of agent {self.name}")
         with _with_location(self.reward):
             return checked_reward(value, f"agent {self.name!r}: reward")
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
-        """How the runtime calls `choose_tools`. Raises TypeError or ValueError for what are no tools."""
+        """Call `choose_tools` and return its checked result; the runtime's entry point.
+
+        Raises TypeError or ValueError if the result is not a list or tuple of tools.
+        """
         chosen = self.choose_tools(request)
         with _with_location(self.choose_tools):
             return _as_tools(chosen, f"agent {self.name!r}: choose_tools")
@@ -135,7 +168,7 @@ class Agent(metaclass=_AgentClass):
 
 @contextmanager
 def _with_location(function: Callable[..., object]) -> Iterator[None]:
-    """Says of what is wrong with a result where the function is that returned it."""
+    """Append the source location of `function` to a TypeError or ValueError that its result causes."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -143,35 +176,41 @@ def _with_location(function: Callable[..., object]) -> Iterator[None]:
 
 
 async def _call(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name: str) -> _T:
-    """The result of an author's function, wherever it runs."""
+    """Call an author's function, on the event loop if it is a coroutine function, else in a thread. Return its result."""
     if inspect.iscoroutinefunction(function):
         return cast("_T", await function(run))
     result = await run.run_in_thread(f"{name}{written_at(function)}", lambda: function(run))
+    # A plain function may return an awaitable, for example a lambda or a wrapper around a coroutine function.
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 
 def _check_method(cls: type[Agent], name: str) -> None:
-    """Raises TypeError for what cannot be called as the method of that name is."""
+    """Raise TypeError if the attribute cannot be called as the method of that name is called."""
     owner, method = f"agent class {cls.__name__}: {name}", getattr(cls, name)
     if not callable(method):
         raise TypeError(f"{owner} must be a method, it is {method!r}")
     where = written_at(method)
     if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
-        raise TypeError(f"{owner} must return, it has a `yield`{where}")
+        raise TypeError(f"{owner} must not be a generator: it contains `yield`; return the result{where}")
     if name == "choose_tools" and inspect.iscoroutinefunction(method):
-        raise TypeError(f"{owner} must be a plain `def`: a request is answered without waiting{where}")
-    if not inspect.isroutine(method):  # an object that is called, by what it takes itself
+        raise TypeError(f"{owner} must be a plain `def`: the server calls it while it accepts the request{where}")
+    if not inspect.isroutine(method):  # a callable object, whose signature says nothing about `self`
         return
     bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
     wanted = _METHODS[name] if bound else ("self", *_METHODS[name])
     try:
-        inspect.signature(method, follow_wrapped=False).bind(*wanted)  # decorators may add what it takes
+        # The outermost wrapper is what the runtime calls; a decorator may supply further arguments to the function inside.
+        inspect.signature(method, follow_wrapped=False).bind(*wanted)
     except TypeError as error:
         raise TypeError(f"{owner} is called with ({', '.join(wanted)}): {error}{where}") from None
 
 
 def _is_replayable(cls: type[Agent]) -> bool:
-    """What the nearest class says that has a word on it; a `play` without one counts as no."""
+    """Return whether the agent's `play` is replayable.
+
+    The nearest class in the MRO that sets `replayable` decides. A class that overrides `play` without setting it is not
+    replayable.
+    """
     for base in cls.__mro__:
         if "replayable" in vars(base):
             return bool(vars(base)["replayable"])
@@ -181,17 +220,17 @@ def _is_replayable(cls: type[Agent]) -> bool:
 
 
 def _checked_attribute(owner: str, attribute: str, value: object) -> object:
-    """The checked value of an attribute; tools become a tuple of tools."""
+    """Return the checked value of an attribute; tools become a tuple of tools. Raises TypeError or ValueError."""
     if attribute == "tools":
         return _as_tools(value, owner)
     wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):
         state = "is missing" if value is None else f"is {value!r}"
-        raise TypeError(f"{owner}: {attribute} {state}, a {wanted.__name__} is needed")
+        raise TypeError(f"{owner}: {attribute} {state}; it must be a {wanted.__name__}")
     if isinstance(value, Limits):
         wrong = [f"{f.name}={bound!r}" for f in fields(value) if not _is_bound(f.name, bound := getattr(value, f.name))]
         if wrong:
-            kinds = f"all are whole numbers below 2**32, but seconds any number up to {MAX_SECONDS:,}"
+            kinds = f"seconds may be any number up to {MAX_SECONDS:,}, the others are integers below 2**32"
             raise ValueError(f"{owner}: limits must be positive or None, not {', '.join(wrong)}; {kinds}")
     if isinstance(value, str):
         _check_text(value, f"{owner}: {attribute}")
@@ -199,7 +238,7 @@ def _checked_attribute(owner: str, attribute: str, value: object) -> object:
         if not value.strip():
             raise ValueError(f"{owner}: {attribute} must not be blank")
         if len(value) > ID_LENGTH:
-            raise ValueError(f"{owner}: {attribute} has {len(value)} characters, at most {ID_LENGTH} are allowed")
+            raise ValueError(f"{owner}: {attribute} has {len(value)} characters; at most {ID_LENGTH} are allowed")
     return value
 
 
@@ -207,7 +246,7 @@ def _check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{what} holds half of a surrogate pair, which UTF-8 cannot carry") from None
+        raise ValueError(f"{what} contains a lone surrogate, which UTF-8 cannot encode; remove it") from None
 
 
 def _is_bound(name: str, bound: object) -> bool:
@@ -229,6 +268,7 @@ def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
         raise ValueError(
             f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}: {'; '.join(locations)}"
         )
+    # Unchanged if nothing was converted: the agent keeps its own list or tuple.
     return candidates if candidates == tools else tools
 
 

@@ -1,6 +1,6 @@
 """The composition root: one process with the gRPC server, the runtime and the HTTP gateway.
 
-Only `app` and `cli` know all rooms. Whatever is slow to import is imported where it is used.
+Only `app`, `assembly` and `cli` may import every package. Modules that are slow to import are imported inside functions.
 """
 
 from __future__ import annotations
@@ -57,26 +57,31 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 LAST_SECONDS = 5.0
-"""How long trainers may take to acknowledge what their streams still owe them at the end."""
+"""Seconds, at shutdown, in which trainers may acknowledge the outcomes that are still unacknowledged on their streams."""
 SWITCH_SECONDS = 0.0005
-"""How long a thread may keep the interpreter when another one waits for it.
+"""Seconds for which a thread may hold the interpreter lock (GIL) while another thread waits for it.
 
-With Python's 5 ms, an event loop that gives the interpreter up in each system call waits again and again for threads that render
-whole conversations: hundreds of sends and receives in one round of the loop add up to seconds.
+The event loop releases the GIL in each system call. With Python's default of 5 ms it would then wait, again and again, for threads
+that render whole conversations. Hundreds of sends and receives in one iteration of the loop would add up to seconds.
 """
 KEYS_SECONDS = 1.0
-"""How often the file of API keys is looked at."""
+"""Interval in seconds at which the file of API keys is checked for changes."""
 
 
 class Server:
-    """The whole service: `async with Server([agent], settings) as server: ...`."""
+    """The whole service as an async context manager: `async with Server([agent], settings) as server: ...`.
+
+    Attributes:
+        grpc_port: the port of gRPC, once started; differs from the setting if that is 0.
+        http_port: the port of HTTP, once started; 0 without HTTP.
+    """
 
     def __init__(self, agents: Sequence[Agent], settings: Settings) -> None:
         self.settings = settings
         self.grpc_port = 0
         self.http_port = 0
         self.address = ""
-        """Where this process reaches its gRPC side, once it has started."""
+        """The gRPC address for clients inside this process: the server's Unix socket. Empty until the server has started."""
         self._agents = agents
         self._stack = AsyncExitStack()
         self._registry: RolloutRegistry
@@ -86,9 +91,12 @@ class Server:
         self._metrics = MetricsObserver()
 
     async def __aenter__(self) -> Self:
-        """Starts.
+        """Start the server.
 
-        Raises RuntimeError or OSError where a port cannot be had, and `AgentFailed` where an agent cannot start.
+        Raises:
+            RuntimeError, OSError: if a port cannot be opened.
+            AgentFailed: if an agent's `start` raises.
+            WrongSettings: if a setting cannot be used, for example a certificate file that is missing.
         """
         try:
             await self._start()
@@ -100,27 +108,29 @@ class Server:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends whatever still runs, and stops."""
+        """End the rollouts that still run, as interrupted, and stop."""
         await self._registry.drain(0)
         await self._streams.drain(LAST_SECONDS)
         await self._stack.aclose()
 
     def exposition(self) -> bytes:
-        """Its metrics in Prometheus' text form."""
+        """Return the metrics in the Prometheus text format."""
         return self._metrics.exposition()
 
     async def drain(self) -> None:
-        """Says that it is not serving, takes nothing new, and lets rollouts finish."""
+        """Drain: report NOT_SERVING, refuse new rollouts, and wait `drain_seconds` for the running ones."""
         await self._rpc.say_not_serving()
         await self._registry.drain(self.settings.drain_seconds)
         await self._streams.drain(LAST_SECONDS)
 
     async def _start(self) -> None:
         settings = self.settings
+        # `_stack` closes in reverse order: HTTP stops first, then gRPC, then the clients and tools, and the agents last.
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
-        # Over TCP the gateway could reach another process, and under mTLS it would need a certificate (D9).
+        # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
+        # and under mTLS the gateway would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
         self.address = f"unix:{socket}"
         addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
@@ -144,7 +154,7 @@ class Server:
 
         self._repeat(refresh_keys, KEYS_SECONDS)
         log_exposure(settings, keys)
-        self._watch_loop()  # last: nobody waits for what a start takes
+        self._watch_loop()  # last: while the server starts, a blocked event loop delays no request
 
     async def _make_registry(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
         settings, stack = self.settings, self._stack
@@ -153,7 +163,7 @@ class Server:
         await tokenizers.load_named()
         lookup = CheckedLookup(rules)
         stack.push_async_callback(lookup.close)
-        client = await asyncio.to_thread(http_client, lookup, settings)  # which reads certificates
+        client = await asyncio.to_thread(http_client, lookup, settings)  # in a thread: it reads certificate files
         stack.push_async_callback(client.close)
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
@@ -173,8 +183,8 @@ class Server:
             shared=keys.demands,
         )
         metrics.watch_registry(registry)
-        metrics.watch("trainer_streams", "Streams of trainers, the cut ones among them.", self._streams.__len__)
-        metrics.watch("deliveries_pending", "Outcomes that nobody has acknowledged yet.", lambda: registry.owed)
+        metrics.watch("trainer_streams", "Trainer streams, disconnected ones included.", self._streams.__len__)
+        metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
         lag.start()
         stack.push_async_callback(lag.stop)
@@ -199,7 +209,7 @@ class Server:
         from rollout_gateway.http.serve import Listening
         from rollout_gateway.settings import GatewaySettings
 
-        from rollout_server.embedded_gateway import EmbeddedGateway  # a server without HTTP needs no FastAPI
+        from rollout_server.embedded_gateway import EmbeddedGateway  # imports FastAPI, which only HTTP needs
 
         settings = self.settings
         is_open = keys.demands and not settings.synchronous_needs_key
@@ -208,6 +218,7 @@ class Server:
             detach_grace_seconds=settings.detach_grace_seconds,
             max_body_bytes=settings.max_request_bytes,
             max_metadata_bytes=settings.max_metadata_bytes,
+            # With keys, gRPC refuses calls without one. The gateway sends this internal key for POST /rollout without a key.
             synchronous_key=keys.anonymous_key() if is_open else "",
         )
         limits = ConnectionLimits(connections=settings.max_connections)
@@ -222,14 +233,14 @@ def _bracket_ipv6(host: str) -> str:
 
 
 def serve(*agents: Agent, **settings: object) -> None:
-    """Serves agents until SIGTERM or Ctrl-C: one process, gRPC and HTTP. Settings may be given by their field names."""
+    """Serve agents over gRPC and HTTP in this process until SIGTERM or Ctrl-C. Settings are given by field name."""
     serve_with(agents, settings)
 
 
 def serve_with(
     agents: Sequence[Agent], settings: Mapping[str, object], serving: Callable[[Server], None] | None = None
 ) -> None:
-    """The same. `serving` is called once there is somebody to talk to."""
+    """Serve as `serve` does, and call `serving` with the server once it accepts requests."""
     from rollout_server import logs
 
     chosen = load(**settings)
@@ -244,42 +255,43 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
     async with AsyncExitStack() as stack:
         server = Server(agents, settings)
         if not await _start_unless_stopped(stack, server, signals):
-            _log.info("stopped before it served")
+            _log.info("stopped by a signal before the server had started")
             return
-        where = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
-        _log.info("serving %s of %s (%.2f s)", where, settings.host, time.monotonic() - began)
+        ports = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
+        _log.info("serving %s of %s (started in %.2f s)", ports, settings.host, time.monotonic() - began)
         if serving is not None:
             serving(server)
         await signals.first.wait()
-        _log.info("stopping: rollouts may go on for %g s; a second signal ends them", settings.drain_seconds)
+        _log.info("draining: running rollouts have %g s; a second signal ends them at once", settings.drain_seconds)
+        # After the drain, or at once on a second signal, leaving the block ends the rollouts that still run.
         await _first_of(server.drain(), signals.second.wait())
 
 
 async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
-    """Whether the server serves; not where a signal came first. Raises as entering it does."""
+    """Start the server. Return False if a signal came first; raise what entering the server raises."""
     entering = asyncio.create_task(stack.enter_async_context(server), name="start of the server")
     stopped = asyncio.create_task(signals.first.wait())
     await asyncio.wait({entering, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not entering.done():
         entering.cancel()
-        await asyncio.wait({entering}, timeout=LAST_SECONDS)  # an agent's start may not give way
+        await asyncio.wait({entering}, timeout=LAST_SECONDS)  # bounded: an agent's start may ignore the cancellation
         return False
     await entering
     return True
 
 
 class _Signals:
-    """The first SIGTERM or SIGINT, and the second."""
+    """Events for the first SIGTERM or SIGINT, and for the second."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(NotImplementedError):
-                loop.add_signal_handler(number, self._came)
+            with suppress(NotImplementedError):  # Windows has no signal handlers on the loop
+                loop.add_signal_handler(number, self._on_signal)
 
-    def _came(self) -> None:
+    def _on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
 
@@ -295,7 +307,6 @@ async def _forever(work: Callable[[], None], seconds: float) -> None:
         await asyncio.sleep(seconds)
         try:
             work()
-        except (
-            Exception
-        ):  # next time it may work again; ended, revoked keys would stay valid and rollouts be kept for ever
-            _log.exception("%s failed; it is tried again in %g s", work.__name__, seconds)
+        except Exception:
+            # The task must survive: if it ended, revoked keys would stay valid and finished rollouts would never be dropped.
+            _log.exception("%s failed; the server retries it in %g s", work.__name__, seconds)

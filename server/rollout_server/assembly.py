@@ -1,4 +1,4 @@
-"""The parts of a server, made from its settings. Whatever is slow to import is imported where it is used."""
+"""Factories that build the parts of a server from its settings. Modules that are slow to import are imported inside functions."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.settings import TOY, Settings, WrongSettings
 
 _log = logging.getLogger(__name__)
+# Protocols in which a prompt can be sent as token ids, which token mode requires (D15).
 _TAKE_IDS = frozenset({Dialect.GRPC, Dialect.STREAM, Dialect.VLLM, Dialect.SGLANG})
 FEATURES = (
     "http_masked",
@@ -64,7 +65,7 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Trainers:
-    """The samplers of all dialects that are served."""
+    """Factories of samplers, one for each way in which the server calls a trainer or an engine."""
 
     masked: MaskedTrainers
     plain: PlainTrainers
@@ -73,7 +74,7 @@ class Trainers:
     streams: StreamTrainers
 
     def open(self, uid: str, spec: Spec, tools: Sequence[Tool]) -> Sampler:
-        """The sampler of one rollout."""
+        """Return the sampler of one rollout, chosen by the protocol of its completion target."""
         match spec.completions.dialect:
             case Dialect.HTTP_MASKED:
                 return self.masked.open(spec, tools)
@@ -88,9 +89,13 @@ class Trainers:
 
 
 def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
-    """The client for trainers and receivers. Raises `WrongSettings`."""
+    """Return the HTTP client for trainers, engines and receivers of outcomes.
+
+    Raises `WrongSettings` if ROLLOUT_TARGET_CA cannot be read.
+    """
     with _naming("ROLLOUT_TARGET_CA"):
-        channel_credentials(ClientTls(settings.target_ca))  # which names the file that is of no use
+        # gRPC's check runs first, because its error names the file; that of `ssl` does not.
+        channel_credentials(ClientTls(settings.target_ca))
         tls = None if settings.target_ca is None else ssl.create_default_context(cafile=settings.target_ca)
     return HttpClient(
         HttpSettings(
@@ -104,7 +109,7 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
 
 
 def make_streams(settings: Settings) -> Streams:
-    """The streams of trainers that are only clients."""
+    """Return the registry of streams that trainers open to this server."""
     return Streams(
         StreamLimits(
             grace=settings.stream_grace_seconds,
@@ -120,7 +125,7 @@ def make_streams(settings: Settings) -> Streams:
 def trainers(
     client: HttpClient, channels: Channels, tokenizers: Tokenizers, streams: Streams, settings: Settings
 ) -> Trainers:
-    """Samplers that share one client for each protocol."""
+    """Return the samplers of all protocols. Samplers of one protocol share one client."""
     retries = RetryPolicy(
         settings.retries, settings.retry_base_seconds, settings.retry_max_seconds, settings.retry_after_seconds
     )
@@ -135,9 +140,10 @@ def trainers(
 
 
 def reporter(client: HttpClient, channels: Channels, settings: Settings) -> OutcomeReporter:
-    """Tells receivers of outcomes, over HTTP in the words of the gateway."""
+    """Return the reporter that sends outcomes to their targets, over HTTP or gRPC."""
 
     def write_body(rollout: rollout_service_pb2.Rollout) -> bytes:
+        # The body of POST /v1/rollout/completed is part of the asynchronous HTTP API, which the gateway defines.
         from rollout_gateway.osmosis_http.outcome import completed_body
 
         return completed_body(rollout)
@@ -147,20 +153,20 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
 
 
 def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:
-    """How long outcomes are offered."""
+    """Return how often, and for how long, the delivery of an outcome is retried."""
     return DeliveryRetryPolicy(
         settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries
     )
 
 
 def tool_resources(tokenizers: Tokenizers, settings: Settings) -> ToolResources:
-    """Where tools are run."""
+    """Return the threads, processes and token counter that tool calls share."""
     limits = ToolLimits(threads=settings.tool_threads, output_bytes=settings.tool_output_bytes)
     return ToolResources(limits, ProcessPool(PoolLimits(settings.tool_processes)), TokenizerTokenCounter(tokenizers))
 
 
 def keyring(settings: Settings) -> Keyring:
-    """The API keys in force. Raises `WrongSettings`."""
+    """Return the API keys in force. Raises `WrongSettings` for a key that cannot be used."""
     keys: list[ApiKey] = []
     for name, variable, secret in (
         ("default", "ROLLOUT_API_KEY", settings.api_key),
@@ -171,14 +177,14 @@ def keyring(settings: Settings) -> Keyring:
                 keys.append(key_of(name, secret.get_secret_value(), admin=name == "admin"))
     with _naming("ROLLOUT_API_KEYS"):
         entries = read_entries(settings.api_keys, "ROLLOUT_API_KEYS")
-        if settings.api_keys and not entries:  # whoever sets it wants a server that demands keys
-            raise ValueError("holds no key")
+        if settings.api_keys and not entries:  # the setting asks for keys, so a server without one must not start
+            raise ValueError("contains no key; `rollout keys new` makes one")
     with _naming("ROLLOUT_API_KEYS_FILE"):
         return Keyring([*keys, *entries], settings.api_keys_file)
 
 
 def target_rules(settings: Settings) -> TargetRules:
-    """Which endpoints requests may name. Raises `WrongSettings`."""
+    """Return the rules for URLs in requests. Raises `WrongSettings`."""
     with _naming("ROLLOUT_TARGETS"):
         TargetRules.parse(settings.targets)
     with _naming("ROLLOUT_TARGET_SCHEMES"):
@@ -186,7 +192,10 @@ def target_rules(settings: Settings) -> TargetRules:
 
 
 def server_tls(settings: Settings) -> ServerTls | None:
-    """Certificates of the gRPC port. Raises `WrongSettings` for half a pair, and files that are of no use."""
+    """Return the certificates of the gRPC port, None without TLS.
+
+    Raises `WrongSettings` if only one of certificate and key is set, or a file cannot be used.
+    """
     if settings.tls_cert is None or settings.tls_key is None:
         if settings.tls_cert or settings.tls_key or settings.tls_client_ca:
             raise WrongSettings("ROLLOUT_TLS_CERT and ROLLOUT_TLS_KEY are needed together")
@@ -198,7 +207,7 @@ def server_tls(settings: Settings) -> ServerTls | None:
 
 
 def tokenizer_settings(settings: Settings) -> LoaderSettings:
-    """Where tokenizers come from, with the word for the built-in one replaced by its directory."""
+    """Return where tokenizers are loaded from. The word `toy` is replaced by the directory of the built-in tokenizer."""
     from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
     directories = {name: TOY_TOKENIZER if str(path) == TOY else path for name, path in settings.tokenizers.items()}
@@ -220,8 +229,11 @@ def make_registry(
     *,
     shared: bool = False,
 ) -> RolloutRegistry:
-    """The registry of these agents' rollouts. `shared`: among callers that keys tell apart."""
-    # A gateway before several servers finds a rollout's server by it.
+    """Return the registry of rollouts of these agents.
+
+    `shared`: several callers with their own API keys share the server, so one caller cannot take all of its queue and memory.
+    """
+    # Every uid begins with the server's id, so a gateway for several servers can route by it (D26).
     server_id = secrets.token_hex(5)
     return RolloutRegistry(
         agents,
@@ -253,7 +265,7 @@ def make_registry(
 
 
 def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts:
-    """What the server says of itself, and refuses."""
+    """Return what the server reports about itself, and its check of requests against the server's settings."""
     from rollout_server import __version__
 
     limit = settings.max_request_bytes
@@ -263,7 +275,10 @@ def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> Serve
 
 
 def violations(request: StartRequest, rules: TargetRules) -> Sequence[Violation]:
-    """What a request names that this server may not use. Raises `NotPossible` for what it cannot run at all."""
+    """Return the fields of a start request that this server's settings do not allow.
+
+    Raises `NotPossible` for a feature that this version does not support.
+    """
     spec = request.spec
     if spec.tools is not None:
         raise NotPossible("spec.tools is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
@@ -274,7 +289,7 @@ def violations(request: StartRequest, rules: TargetRules) -> Sequence[Violation]
     if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.completions.dialect not in _TAKE_IDS:
         text = "token mode needs a gRPC trainer, or an engine of the dialect VLLM or SGLANG"
         raise NotPossible(text, reason="TOKEN_MODE_UNSUPPORTED")
-    called = spec.completions.dialect is not Dialect.STREAM
+    called = spec.completions.dialect is not Dialect.STREAM  # over a stream the trainer connected; no URL is called
     wrong = [*rules.violations(spec.completions.url, "spec.completions.url")] if called else []
     if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.tokenizer is None:
         wrong.append(Violation("spec.tokenizer", "is needed: in token mode the server renders"))
@@ -294,7 +309,7 @@ def _unsendable(credentials: Credentials) -> Sequence[Violation]:
 
 @contextmanager
 def _naming(variable: str) -> Iterator[None]:
-    """Tells what is wrong with a setting under its name."""
+    """Turn an error into `WrongSettings`, with the environment name of the setting in front."""
     try:
         yield
     except (OSError, ValueError) as error:

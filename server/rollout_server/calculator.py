@@ -1,4 +1,4 @@
-"""The built-in calculator, the agent that HTTP trainers know."""
+"""The built-in calculator, the default agent of `rollout serve`."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ async def divide(a: Annotated[Number, "Numerator"], b: Annotated[Number, "Denomi
 
 
 class Calculator(Agent):
-    """Calculates with four tools. Its reward compares the answer with `metadata.ground_truth`.
+    """Calculates with four tools. The reward compares the final answer with `metadata.ground_truth`.
 
     Args:
-        delay: seconds that each tool call takes longer, as if it were work.
+        delay: seconds that are added to each tool call, to simulate slow tools.
     """
 
     name = "calculator"
@@ -65,15 +65,15 @@ class Calculator(Agent):
 
     def __init__(self, delay: float = 0.0) -> None:
         if not 0 <= delay < math.inf:
-            raise ValueError(f"delay must be a number of seconds from 0, not {delay!r}")
+            raise ValueError(f"delay must be a finite number of seconds, 0 or more, not {delay!r}")
         if delay:
             self.tools = tuple(_Delayed(tool, delay) for tool in self.tools)
 
     async def reward(self, run: Run) -> float | None:
-        """1.0 if the number after the last `####` of the final answer equals the ground truth, else 0.0.
+        """Return 1.0 if the number after the last `####` of the final answer equals the ground truth, else 0.0.
 
-        None where there is no ground truth, or where it is no number: no answer could be right, which says nothing about
-        this one.
+        Return None without a ground truth or if it is not a number: no completion could be correct, so 0.0 would be a wrong
+        signal.
         """
         truth = _truth(run.metadata.get("ground_truth"))
         if truth is None:
@@ -85,7 +85,7 @@ class Calculator(Agent):
 
 @dataclass(frozen=True, slots=True)
 class _Delayed:
-    """A tool that takes longer."""
+    """A tool that sleeps before each call."""
 
     tool: Tool
     seconds: float
@@ -124,8 +124,10 @@ def _truth(value: JSON) -> Decimal | None:
 
 
 def _number(text: str) -> Decimal | None:
-    """The number that a text is, exactly, or None. Currency signs, emphasis, a full stop and thousands separators may stand
-    around and in it."""
+    """Return the exact value of a number as a model or dataset writes it, or None.
+
+    Accepts currency signs, emphasis (`**8**`), trailing punctuation and thousands separators.
+    """
     bare = text.strip("*_`$€£").rstrip(".,;:!?").replace("\N{MINUS SIGN}", "-")
     if _GROUPED.fullmatch(bare):
         bare = bare.replace(",", "")
@@ -133,5 +135,5 @@ def _number(text: str) -> Decimal | None:
         return None
     try:
         return Decimal(bare)
-    except InvalidOperation:  # an exponent of more digits than Decimal knows
+    except InvalidOperation:  # the exponent is out of Decimal's range
         return None

@@ -1,4 +1,4 @@
-"""The HTTP gateway inside the server's process: the same loop, and a channel to the server's Unix socket."""
+"""The HTTP gateway inside the server's process: it shares the event loop and calls the server over its Unix socket."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from rollout_gateway.settings import GatewaySettings
 
 
 class EmbeddedGateway:
-    """Listens on the HTTP port and translates to gRPC.
+    """Listens on the HTTP port and translates requests to gRPC.
 
-    `target` is an address as `open_channel` takes it; `metrics` gives this process's metrics for `GET /metrics`. Raises
-    ValueError where `listening` names certificates that cannot be used.
+    Args:
+        target: the server's address, as `open_channel` takes it.
+        listening: host, port, certificates and connection limits. Raises ValueError for certificates that cannot be used.
+        gateway: the settings of the gateway application.
+        metrics: returns this process's metrics for `GET /metrics`.
     """
 
     def __init__(
@@ -28,10 +31,10 @@ class EmbeddedGateway:
         self._listener = HttpListener(create_app(self._channel, gateway, metrics=metrics), listening)
 
     async def start(self) -> int:
-        """Listens and returns the port. Raises OSError where it cannot be had."""
+        """Listen, and return the port. Raises OSError if the port cannot be opened."""
         return await self._listener.start()
 
     async def stop(self) -> None:
-        """Answers what is under way within the grace time, then stops."""
+        """Complete open requests within the grace period, then stop."""
         await self._listener.stop()
         await self._channel.close()

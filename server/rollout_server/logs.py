@@ -1,4 +1,4 @@
-"""Logging: text for people, JSON for machines. Lines carry ids and turns, never contents, tokens or keys."""
+"""Logging as text for people or as JSON lines. A line has ids and turns, never message contents, tokens or keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ class _TextFormatter(logging.Formatter):
 
 
 def set_up(log_format: Literal["text", "json"], level: str) -> None:
-    """Sends the root logger to standard error."""
+    """Configure the root logger to write to standard error.
+
+    Args:
+        log_format: "text", or "json" for one JSON object on each line.
+        level: the least severe level that is written, in any case: "debug", "info", "warning" or "error".
+    """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         names = {"asctime": "time", "levelname": "level", "name": "logger"}
@@ -36,5 +41,5 @@ def set_up(log_format: Literal["text", "json"], level: str) -> None:
 
 
 def _drops_header_lines(record: logging.LogRecord) -> bool:
-    """gRPC writes the bytes of a header that is no UTF-8 into the log, and the header may hold a key."""
+    """Drop gRPC's line about a header that is not UTF-8: it contains the header's bytes, which may be an API key."""
     return not str(record.msg).startswith("Invalid encoding")

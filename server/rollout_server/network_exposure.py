@@ -1,4 +1,4 @@
-"""What a server opens to other machines, and to callers without an API key."""
+"""What a server exposes to other machines, and to callers without an API key."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _SYNCHRONOUS = "POST /rollout and GET /tools over HTTP"
 
 
 def listens_on_loopback(settings: Settings) -> bool:
-    """Whether only this machine reaches the server."""
+    """Return whether the server is reachable from this machine only."""
     if settings.host.lower() == "localhost":
         return True
     try:
         return ip_address(settings.host).is_loopback
-    except ValueError:  # a name may lead anywhere
+    except ValueError:  # another host name may resolve to any address
         return False
 
 
 def authenticates_callers(settings: Settings) -> bool:
-    """Whether all who can start rollouts are on this machine, have an API key or show a certificate."""
+    """Return whether every caller that can start rollouts is local, has an API key or presents a client certificate."""
     keys = (settings.api_key, settings.admin_key, settings.api_keys, settings.api_keys_file)
     has_keys = any(each is not None and each != () for each in keys)
     needs_key = settings.synchronous_needs_key or not settings.http
@@ -32,7 +32,7 @@ def authenticates_callers(settings: Settings) -> bool:
 
 
 def log_exposure(settings: Settings, keys: Keyring) -> None:
-    """Logs in one line each what is open to callers without an API key, and which targets requests may name."""
+    """Log what is open to callers without an API key, one line each, and which targets requests may name."""
     if listens_on_loopback(settings):
         if keys.demands and settings.http and not settings.synchronous_needs_key:
             _log.warning("open without an API key on %s: %s", settings.host, _SYNCHRONOUS)
@@ -43,13 +43,13 @@ def log_exposure(settings: Settings, keys: Keyring) -> None:
         _log.log(level, "open without an API key on %s%s: %s", settings.host, certificate, what)
     for what in _always_open(settings):
         _log.info("open without an API key on %s: %s", settings.host, what)
-    every = "all but loopback, link-local and cloud metadata; ROLLOUT_TARGETS limits them"
-    _log.info("targets that requests may name: %s", ", ".join(settings.targets) or every)
+    default = "all but loopback, link-local and cloud metadata addresses; ROLLOUT_TARGETS restricts them"
+    _log.info("allowed targets: %s", ", ".join(settings.targets) or default)
 
 
 def _apis_without_key(settings: Settings, keys: Keyring) -> Iterator[str]:
     if not keys.demands:
-        yield "gRPC, which starts, reads and cancels rollouts; ROLLOUT_API_KEYS_FILE demands keys"
+        yield "gRPC, which starts, reads and cancels rollouts; set ROLLOUT_API_KEYS_FILE to require keys"
     if not settings.http:
         return
     if not keys.demands or not settings.synchronous_needs_key:
@@ -64,6 +64,6 @@ def _always_open(settings: Settings) -> Iterator[str]:
     yield "health, reflection and GetServerInfo over gRPC"
     if settings.http:
         yield "GET /health, /healthz and /readyz over HTTP"
-        yield "the description of the API (GET /, /docs, /openapi.json) over HTTP"
+        yield "the API documentation (GET /, /docs, /openapi.json) over HTTP"
     if settings.metrics_port is not None:
         yield "GET /metrics on the port of ROLLOUT_METRICS_PORT"

@@ -1,4 +1,4 @@
-"""The gateway as a process of its own, before one or several rollout servers."""
+"""The HTTP gateway as a separate process, in front of one or several rollout servers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LOG = logging.getLogger(__name__)
 
 
 async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) -> None:
-    """Serves until SIGTERM or Ctrl-C. `serving` is told the URL and the port once it does.
+    """Serve until SIGTERM or Ctrl-C, and call `serving` with the URL and the port once the gateway accepts requests.
 
     Raises ValueError or OSError for addresses, files and ports that cannot be used.
     """
-    asked_to_stop = asyncio.Event()
+    stop_requested = asyncio.Event()
     pair = KeyPair.of(options.server_cert, options.server_key)
     async with AsyncExitStack() as stack:
         channels = []
@@ -35,9 +35,9 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
         http = HttpListener(create_app(channels, _settings(options)), _listening(options))
 
         def stop() -> None:
-            if asked_to_stop.is_set():
+            if stop_requested.is_set():  # the second signal
                 http.hurry()
-            asked_to_stop.set()
+            stop_requested.set()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             with suppress(NotImplementedError):
@@ -46,15 +46,15 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
         scheme = "http" if options.tls_cert is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
         url = f"{scheme}://{host}:{port}"
-        _LOG.info("gateway on %s, before %s", url, ", ".join(options.servers))
+        _LOG.info("gateway serves %s for %s", url, ", ".join(options.servers))
         _LOG.info(
-            "open without an API key, whatever servers demand: GET /, /docs, /openapi.json, /health, /healthz, /readyz, /metrics"
+            "open without an API key, also if servers require one: GET /, /docs, /openapi.json, /health, /healthz, /readyz, /metrics"
         )
         if options.synchronous_key.get_secret_value():
             _LOG.warning("open without an API key: POST /rollout and GET /tools, which use ROLLOUT_SYNCHRONOUS_KEY")
         serving(url, port)
-        await asked_to_stop.wait()
-        _LOG.info("stopping: requests may go on for %g s; a second signal ends them", options.drain_seconds)
+        await stop_requested.wait()
+        _LOG.info("draining: open requests have %g s; a second signal ends them at once", options.drain_seconds)
         await http.stop()
 
 

@@ -117,7 +117,7 @@ def test_a_delayed_calculator_answers_the_same_later() -> None:
 
 @pytest.mark.parametrize("delay", [-1, float("nan"), float("inf")])
 def test_a_delay_that_is_none_is_refused(delay: float) -> None:
-    with pytest.raises(ValueError, match="delay must be a number of seconds"):
+    with pytest.raises(ValueError, match="delay must be a finite number of seconds"):
         Calculator(delay)
 
 

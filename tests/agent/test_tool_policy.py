@@ -95,8 +95,8 @@ def inner() -> Callable[..., object]:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (inner(), "tool 'hidden': a process imports its tool, and this function is defined inside inner"),
-        (Shop().price, "tool 'price': a process imports its tool, and this function is a method of an object"),
+        (inner(), "tool 'hidden': a process imports its tool by name, and this function is defined inside inner"),
+        (Shop().price, "tool 'price': a process imports its tool by name, and this function is a method of an object"),
     ],
 )
 def test_a_function_that_cannot_be_imported_gets_no_process(function: Callable[..., object], says: str) -> None:
@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_function_is_told_with_file_and_line() -> None:
     line = untyped.__code__.co_firstlineno
     with pytest.raises(TypeError) as refused:
         tool(timeout=5)(untyped)
-    assert str(refused.value) == f"tool 'untyped': parameter a needs a type ({__file__}:{line})"
+    assert str(refused.value) == f"tool 'untyped': parameter a needs a type annotation ({__file__}:{line})"
 
 
 async def test_run_outside_a_server_has_no_process() -> None:

@@ -82,13 +82,13 @@ CIRCLE.append(CIRCLE)
         ([math.inf], "not JSON compliant"),
         (object(), "Unable to serialize unknown type"),
         ({"a": threading.Lock()}, "Unable to serialize unknown type"),
-        (CIRCLE, "Circular reference: a list holds itself"),
-        pytest.param((each for each in "abc"), "a generator may have no end", id="generator"),
-        (map(str, count()), "a map may have no end"),
+        (CIRCLE, "Circular reference: a list contains itself"),
+        pytest.param((each for each in "abc"), "a generator may be infinite", id="generator"),
+        (map(str, count()), "a map may be infinite"),
         pytest.param(Slotted(deque(["x" * 1_000_000] * 5)), "more than 4 MiB as JSON", id="slots and a deque"),
         pytest.param(nested(2000), "nested more than 1000 levels deep", id="nested"),
-        ({"a": Image(b"x")}, "an image is a result itself, or one item of a list"),
-        ([[Image(b"x")]], "an image is a result itself, or one item of a list"),
+        ({"a": Image(b"x")}, "an image must be the result itself or an item of a list"),
+        ([[Image(b"x")]], "an image must be the result itself or an item of a list"),
         ([Image(b"x"), object()], "Unable to serialize unknown type"),
     ],
 )
@@ -149,7 +149,7 @@ async def test_images_of_pil_become_parts() -> None:
 
 @pytest.mark.parametrize("data", [b"", "text", None, 3])
 def test_an_image_has_bytes(data: object) -> None:
-    with pytest.raises(TypeError, match="the bytes of a file"):
+    with pytest.raises(TypeError, match="the bytes of an image file"):
         Image(data)  # type: ignore[arg-type]
 
 

@@ -171,20 +171,20 @@ def a_name_of_more_than_sixty_four_characters_which_no_trainer_has_to_accept() -
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (positional, "tool 'positional': parameter a: 'int' cannot be given by name"),
+        (positional, "tool 'positional': parameter a: 'int' cannot be passed by name"),
         (starred, "tool 'starred': parameter *a"),
         (double_starred, "tool 'double_starred': parameter **a"),
-        (untyped, "tool 'untyped': parameter a needs a type"),
+        (untyped, "tool 'untyped': parameter a needs a type annotation"),
         (unknown, "tool 'unknown': name 'NoSuchType' is not defined"),
-        (recursive, "tool 'recursive': the type Node contains itself"),
+        (recursive, "tool 'recursive': the type Node is recursive"),
         (unserialisable, "tool 'unserialisable': "),
         (ünüsual, "tool 'ünüsual': a name has 1 to 64 letters"),
         (a_name_of_more_than_sixty_four_characters_which_no_trainer_has_to_accept, "1 to 64"),
         (lambda: None, "tool '<lambda>'"),
-        (functools.partial(starred), "a tool is made of a function"),
-        (Point, "a tool is made of a function"),
-        (print, "a tool is made of a function"),
-        (7, "a tool is made of a function, not of 7"),
+        (functools.partial(starred), "@tool needs a function or a method"),
+        (Point, "@tool needs a function or a method"),
+        (print, "@tool needs a function or a method"),
+        (7, "@tool needs a function or a method, not 7"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_by_name(function: Callable[..., object], says: str) -> None:

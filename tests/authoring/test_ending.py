@@ -117,5 +117,5 @@ async def test_a_server_that_has_not_started_ends_too(tmp_path: Path) -> None:
         server.send(signal.SIGTERM)
         async with asyncio.timeout(60):
             assert await server.ended() == 0
-    assert "stopped before it served" in server.text
+    assert "stopped by a signal before the server had started" in server.text
     assert "Traceback" not in server.text

@@ -124,7 +124,7 @@ LEFT = {
     "play-swallows-its-end": "",  # the message is the same, after another five seconds
     "reward-swallows": "judge {uid} ignores its cancellation and is abandoned at {at}",
     "tool-swallows": "tool stubborn ({at}) ignores its cancellation and is abandoned with the slots it holds",
-    "plain-play-never-returns": "the play of agent plain-play-never-returns ({at}) is still running in its thread and is abandoned",
+    "plain-play-never-returns": "play() of agent plain-play-never-returns ({at}) is still running in its thread and is abandoned",
 }
 
 

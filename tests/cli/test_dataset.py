@@ -65,7 +65,7 @@ def test_each_form_gives_the_same_rows(tmp_path: Path, name: str, write: Write) 
 def test_a_missing_column_is_named(tmp_path: Path, name: str, write: Write, column: str) -> None:
     rows = [{key: value for key, value in row.items() if key != column} for row in ROWS]
     with pytest.raises(
-        AuthorError, match=rf"the column {column} is missing \(there are: .*kind\); --column {column}=NAME"
+        AuthorError, match=rf"the column {column} is missing \(columns: .*kind\); use --column {column}=NAME"
     ):
         read_rows(write(tmp_path / name, rows))
 
@@ -97,20 +97,20 @@ def test_values_of_tables_become_json(tmp_path: Path) -> None:
 
 GOOD = '{"system_prompt": "", "user_prompt": "?", "ground_truth": 1}\n'
 WRONG = {
-    "broken": ("d.jsonl", GOOD + "{\n", "d.jsonl:2: this line is no JSON"),
-    "no_object": ("d.jsonl", GOOD + "[]\n", "d.jsonl:2: this line is no JSON object"),
-    "not_finite": ("d.jsonl", GOOD.replace("1}", "NaN}"), "d.jsonl:1: this line is no JSON: NaN"),
+    "broken": ("d.jsonl", GOOD + "{\n", "d.jsonl:2: this line is not JSON"),
+    "no_object": ("d.jsonl", GOOD + "[]\n", "d.jsonl:2: this line is not a JSON object"),
+    "not_finite": ("d.jsonl", GOOD.replace("1}", "NaN}"), "d.jsonl:1: this line is not JSON: NaN"),
     "half_a_pair": ("d.jsonl", GOOD.replace("?", "\\ud800"), "d.jsonl:1: a value cannot be sent as JSON"),
-    "deep": ("d.jsonl", GOOD.replace("1}", "[" * 100_000 + "]" * 100_000 + "}"), "d.jsonl:1: this line is no JSON"),
+    "deep": ("d.jsonl", GOOD.replace("1}", "[" * 100_000 + "]" * 100_000 + "}"), "d.jsonl:1: this line is not JSON"),
     "no_question": ("d.jsonl", GOOD.replace("?", " "), "d.jsonl:1: user_prompt is empty"),
-    "no_text": ("d.jsonl", GOOD.replace('"?"', "5"), "d.jsonl:1: user_prompt must be a text, not int"),
-    "empty": ("d.jsonl", "\n", "d.jsonl: holds no row"),
+    "no_text": ("d.jsonl", GOOD.replace('"?"', "5"), "d.jsonl:1: user_prompt must be a string, not int"),
+    "empty": ("d.jsonl", "\n", "d.jsonl: contains no row"),
     "short_row": ("d.csv", "system_prompt,user_prompt,ground_truth\na,b\n", "d.csv:2: this row has 2 values"),
     "doubled": ("d.csv", "user_prompt,user_prompt\n", "d.csv:1: more than one column is called 'user_prompt'"),
-    "open_quote": ("d.csv", 'system_prompt,user_prompt,ground_truth\n"a', "d.csv:2: this is no CSV"),
+    "open_quote": ("d.csv", 'system_prompt,user_prompt,ground_truth\n"a', "d.csv:2: this is not CSV"),
     "another_encoding": ("d.csv", b"\xff\xfe", "d.csv: is not UTF-8"),
-    "no_parquet": ("d.parquet", "PAR", "d.parquet: this is no Parquet file"),
-    "another_form": ("d.xlsx", "", "d.xlsx: a dataset ends in .jsonl, .csv, .parquet"),
+    "no_parquet": ("d.parquet", "PAR", "d.parquet: this is not a Parquet file"),
+    "another_form": ("d.xlsx", "", "d.xlsx: the name of a dataset must end in .jsonl, .csv, .parquet"),
 }
 
 

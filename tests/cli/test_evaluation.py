@@ -95,7 +95,7 @@ def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: I
     assert "endpoint was" in complaint(invoke(*SCRIPTED, "--resume", "--temperature", "0.5"))
     assert "exclude each other" in complaint(invoke(*SCRIPTED, "--resume", "--overwrite"))
     assert invoke(*SCRIPTED, "--overwrite", "--temperature", "0.5").exit_code == 0
-    assert "is no file of results" in complaint(invoke(*SCRIPTED, "--resume", "--results", "dataset.jsonl"))
+    assert "is not a results file" in complaint(invoke(*SCRIPTED, "--resume", "--results", "dataset.jsonl"))
 
 
 def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invoke) -> None:

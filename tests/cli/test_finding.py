@@ -41,7 +41,7 @@ def test_objects_are_named_and_several_are_served(here: Path) -> None:
     Path("two.py").write_text(AGENT.format("A") + AGENT.format("B") + "\n\nmade = B()\n")
     assert names("two.py:A", "two:made") == ["A", "B"]
     assert [agent.name for agent in all_agents("two.py")] == ["B", "A"]
-    with pytest.raises(AuthorError, match=r"two.py: holds 2 agents \(made, A\); name one of them: two.py:made"):
+    with pytest.raises(AuthorError, match=r"two.py: contains 2 agents \(made, A\); name one, such as two.py:made"):
         names("two.py")
     with pytest.raises(AuthorError, match="more than one agent is called 'B'"):
         names("two.py:B", "two.py:made")
@@ -78,8 +78,8 @@ WRONG = {
     ),
     "exits": ("import sys\nsys.exit(3)\n", "", "it.py:2: it.py cannot be imported: SystemExit"),
     "missing_import": ("import nowhere_at_all\n", "", "it.py:1: it.py cannot be imported: ModuleNotFoundError"),
-    "no_agent": ("x = 1\n", "", "it.py: holds no agent"),
-    "no_object": (AGENT.format("A"), ":B", "it.py: there is no B in it"),
+    "no_agent": ("x = 1\n", "", "it.py: contains no agent"),
+    "no_object": (AGENT.format("A"), ":B", "it.py: it defines no B"),
     "another_object": ("x = 1\n", ":x", "'x' in it.py is not an Agent"),
     "nameless": (
         "from rollout_server import Agent\n\n\nclass A(Agent):\n    tools = ()\n",
@@ -93,7 +93,7 @@ WRONG = {
         "it.py:8: KeyError: 'k'",
     ),
     "bad_tool": (AGENT.format("A") + "\n\n@tool\ndef f(x): ...\n", "", "it.py:8: it.py cannot be imported: tool 'f'"),
-    "serves": (AGENT.format("A") + "\n\nserve(A())\n", "", "it.py:8: serve() is called as the file is imported"),
+    "serves": (AGENT.format("A") + "\n\nserve(A())\n", "", "it.py:8: importing the file calls serve()"),
     "no_reference": ("", ":", "'it.py:' is not MODULE, MODULE:OBJECT"),
 }
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_told_by_file_and_line(here: Path, source: str, behind: str
 def test_what_is_not_there_is_told_apart_from_what_it_lacks(here: Path) -> None:
     with pytest.raises(AuthorError, match=r"there is no file gone\.py"):
         names("gone.py")
-    with pytest.raises(AuthorError, match=r"there is no module gone; what is meant is MODULE"):
+    with pytest.raises(AuthorError, match=r"there is no module gone; an agent is named as MODULE"):
         names("gone")
     with pytest.raises(AuthorError, match=r"there is no module gone\.deeper"):
         names("gone.deeper:A")
@@ -160,7 +160,7 @@ def test_loops_and_agents_may_be_beside_each_other(here: Path) -> None:
     [
         ("\n    get_tools = lambda self, request: None\n", "it.py:4: Loop.get_tools"),
         ("\n    def run(self, ctx):\n        return None\n", "it.py:4: Loop.run"),
-        ("\n\nserve_agent_loop(Loop())\n", "it.py:15: serve_agent_loop() is called as the file is imported"),
+        ("\n\nserve_agent_loop(Loop())\n", "it.py:15: importing the file calls serve_agent_loop()"),
     ],
 )
 def test_a_loop_that_cannot_be_served_is_told_by_file_and_line(here: Path, more: str, said: str) -> None:

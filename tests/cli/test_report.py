@@ -156,7 +156,7 @@ def test_of_very_many_rollouts_those_that_went_wrong_are_shown() -> None:
     right = [hostile(row, end="stop", reason="stop", reward=1.0, messages=[]) for row in range(1, MOST_TRANSCRIPTS + 1)]
     wrong = hostile(MOST_TRANSCRIPTS + 1)
     page = made([*right, wrong])
-    assert "The file of results holds 1 more rollout; shown are" in page
+    assert "The results file has 1 more rollout. This page shows" in page
     assert f"row {wrong.row}, rollout 1" in page
     assert page.count("<details>\n<summary>row ") == MOST_TRANSCRIPTS
 

@@ -252,15 +252,18 @@ WRONG = {
     "no_url": (("--prompt", "a", "--model", "m"), "--model needs --model-url"),
     "no_scheme": (("--prompt", "a", "--model-url", "localhost:1"), "must begin with http://"),
     "no_model": (("--prompt", "a", "--model-url", "http://x"), "--dialect openai needs --model NAME"),
-    "no_dialect": (("--prompt", "a", "--model-url", "http://x", "--dialect", "tcp"), "'tcp' is none of openai, vllm"),
-    "wrong_scheme": (("--prompt", "a", "--model-url", "grpc://x", "--dialect", "vllm"), "is not spoken at a URL"),
+    "no_dialect": (
+        ("--prompt", "a", "--model-url", "http://x", "--dialect", "tcp"),
+        "'tcp' must be one of openai, vllm",
+    ),
+    "wrong_scheme": (("--prompt", "a", "--model-url", "grpc://x", "--dialect", "vllm"), "does not go with a URL"),
     "no_tokenizer": (("--prompt", "a", "--model-url", "http://x", "--dialect", "http-masked"), "needs --tokenizer"),
     "no_key": (
         ("--prompt", "a", "--model-url", "http://x", "--model", "m", "--api-key-env", "UNSET"),
         "UNSET is not set",
     ),
     "no_script": (("--prompt", "a", "--script", "agent.py"), "no class with a method reply(messages)"),
-    "broken_script": (("--prompt", "a", "--script", "wrong.json"), "wrong.json: this is no script"),
+    "broken_script": (("--prompt", "a", "--script", "wrong.json"), "wrong.json: this is not a script"),
 }
 
 

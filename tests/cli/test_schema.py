@@ -17,9 +17,9 @@ from rollout_server.authoring.schema import advice, example_arguments, faults
 OBJECT = '{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}'
 WRONG = {
     "name": (Tool(name="a b", parameters_json_schema=OBJECT), "the name 'a b' must have"),
-    "json": (Tool(name="t", parameters_json_schema="{"), "its parameters are no JSON"),
+    "json": (Tool(name="t", parameters_json_schema="{"), "its parameters are not JSON"),
     "list": (Tool(name="t", parameters_json_schema="[]"), "must be a JSON object"),
-    "type": (Tool(name="t", parameters_json_schema='{"type": "strnig"}'), "no JSON Schema: ['type']"),
+    "type": (Tool(name="t", parameters_json_schema='{"type": "strnig"}'), "not valid JSON Schema: ['type']"),
     "no_object": (Tool(name="t", parameters_json_schema='{"type": "string"}'), 'must have "type": "object"'),
     "required": (Tool(name="t", parameters_json_schema='{"type": "object", "required": ["b"]}'), "it requires 'b'"),
 }
@@ -33,7 +33,7 @@ def test_what_is_wrong_is_said(tool_: Tool, said: str) -> None:
 def test_what_would_help_a_model_is_said() -> None:
     told = "; ".join(advice(Tool(name="t", parameters_json_schema=OBJECT)))
     assert "no description" in told
-    assert "nothing describes a" in told
+    assert "no description of a" in told
     assert list(faults(Tool(name="t", parameters_json_schema=OBJECT))) == []
 
 

@@ -26,7 +26,7 @@ def test_pass_at_k_is_the_share_of_draws_with_a_pass(passed: int) -> None:
 def test_percentiles_are_values_that_came() -> None:
     values = [4.0, 1.0, 3.0, 2.0]
     assert [percentile(values, percent) for percent in (0, 25, 26, 50, 99, 100)] == [1, 1, 2, 2, 4, 4]
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="at least one value"):
         percentile([], 50)
 
 

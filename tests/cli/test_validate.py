@@ -77,11 +77,11 @@ def test_what_is_wrong_and_what_would_be_better_is_told(here: Path, invoke: Invo
     assert "ZeroDivisionError: division by zero" in told.stdout
     assert "agent.py:34" in told.stdout
     assert "it has no limits" in told.stdout
-    assert "nothing describes name" in told.stdout
+    assert "no description of name" in told.stdout
     assert told.stdout.rstrip().splitlines()[-1].startswith("next: fix")
     found = document(invoke("validate", "agent.py", "--json"))
     assert [(agent["name"], agent["valid"]) for agent in found["agents"]] == [("a", True), ("b", False), ("c", True)]
-    silent = "it asked the model for nothing: is a run.sample() not awaited?"
+    silent = "it requested no completion: is the `await` of a run.sample() missing?"
     assert [silent in agent["advice"] for agent in found["agents"]] == [False, False, True]
     assert not found["valid"]
 

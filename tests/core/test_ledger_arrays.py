@@ -47,7 +47,7 @@ class TestLogprobs:
     def test_another_number_than_of_tokens_is_refused_and_leaves_no_trace(self, count: int) -> None:
         for ledger in (Ledger(), begun()):
             before = shown_ledger(ledger)
-            with pytest.raises(ValueError, match="as many logprobs as tokens"):
+            with pytest.raises(ValueError, match="numbers of logprobs and of tokens differ"):
                 ledger.main.commit(Turn(2, ids(10, 11), pack_logprobs([-1] * count), predicts(1)))
             assert shown_ledger(ledger) == before
 

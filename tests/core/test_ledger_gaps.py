@@ -105,7 +105,7 @@ def test_a_prediction_alone_cannot_close_a_gap(predicted: object) -> None:
     for ledger in (interrupted(), Ledger()):
         ledger.main.gap = True
         before = shown_ledger(ledger)
-        with pytest.raises(ValueError, match="after a gap a reported prompt is needed"):
+        with pytest.raises(ValueError, match="after a gap the trainer must report its prompt"):
             ledger.main.commit(Turn(3, ids(30), None, predicted))  # type: ignore[arg-type]
         assert shown_ledger(ledger) == before
         assert ledger.main.gap is True, "the next turn has the same prefix"
@@ -113,6 +113,6 @@ def test_a_prediction_alone_cannot_close_a_gap(predicted: object) -> None:
 
 def test_a_turn_that_is_refused_for_its_logprobs_leaves_the_gap_open() -> None:
     ledger = interrupted()
-    with pytest.raises(ValueError, match="as many logprobs"):
+    with pytest.raises(ValueError, match="numbers of logprobs and of tokens differ"):
         ledger.main.commit(Turn(3, ids(30), pack_logprobs(), None, ids(7)))
     assert ledger.main.gap is True

@@ -59,7 +59,7 @@ def test_a_turn_without_ids_is_in_no_sample_and_the_next_opens_a_segment() -> No
     ]
     outcome = ends(machine, STOP)
     assert outcome.warnings == (
-        Warned("tokens_unknown", "turn 2: the trainer sent no token_ids, so the turn is in no training sample", 2),
+        Warned("tokens_unknown", "turn 2: the trainer sent no token_ids, so no training sample contains the turn", 2),
     )
     assert outcome.metrics.generated_tokens == 3
 
@@ -70,7 +70,7 @@ def test_a_turn_whose_prompt_is_unknown_is_in_no_sample_either() -> None:
     assert len(takes_turn(machine, 6, predicted=None)) == 1
     assert len(machine.ledger.segments[0]) == 2
     assert [warned.message for warned in ends(machine, STOP).warnings] == [
-        "turn 2: the trainer sent no prompt_token_ids, so the turn is in no training sample"
+        "turn 2: the trainer sent no prompt_token_ids, so no training sample contains the turn"
     ]
 
 
@@ -106,7 +106,7 @@ def test_a_trainer_that_begins_late_is_warned_of_once_in_its_first_turn_with_ids
     assert ends(machine, STOP).warnings == (
         Warned(
             "tokens_unknown",
-            "turn 3: the answers before this turn came without ids: they are part of its masked prompt",
+            "turn 3: the completions before this turn had no token ids; they are part of its masked prompt",
             3,
         ),
     )

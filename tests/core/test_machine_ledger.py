@@ -71,7 +71,7 @@ class TestLedger:
     def test_a_prompt_cannot_share_more_with_a_line_than_it_holds(self, shared: int) -> None:
         ledger = Ledger()
         ledger.main.commit(Turn(1, ids(2), reported=ids(1)))
-        with pytest.raises(ValueError, match="share more tokens"):
+        with pytest.raises(ValueError, match="shares more tokens"):
             ledger.main.commit(Turn(2, ids(4), reported=ids(3), shared=shared))
 
     def test_what_is_told_of_a_drifted_prompt_is_logged_as_it_came(self) -> None:
@@ -126,8 +126,10 @@ class TestLedger:
         takes_turn(machine, 5, reported=ids(7, 8))
         takes_turn(machine, 6, reported=ids(7, 8, 9, 9))
         assert ends(machine, STOP).warnings == (
-            Warned("token_drift", "turn 1: the trainer's prompt parts from ours at token 0 (prompt)", 1, 0),
-            Warned("token_drift", "turn 2: the trainer's prompt parts from ours at token 2 (retokenised)", 2, 2),
+            Warned("token_drift", "turn 1: the trainer's prompt differs from the prediction at token 0 (prompt)", 1, 0),
+            Warned(
+                "token_drift", "turn 2: the trainer's prompt differs from the prediction at token 2 (retokenised)", 2, 2
+            ),
         )
 
     def test_an_answer_carries_logprobs_and_policy_into_the_ledger(self) -> None:

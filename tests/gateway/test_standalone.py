@@ -151,7 +151,7 @@ async def asked(tmp_path: Path) -> AsyncIterator[Asked]:
 async def test_the_first_signal_lets_requests_finish(tmp_path: Path) -> None:
     async with asked(tmp_path) as world:
         world.gateway.send(signal.SIGTERM)
-        await world.gateway.logged("stopping: requests may go on for 30 s")
+        await world.gateway.logged("draining: open requests have 30 s")
         while True:
             try:
                 await world.client.get("/health")
@@ -167,7 +167,7 @@ async def test_the_first_signal_lets_requests_finish(tmp_path: Path) -> None:
 async def test_the_second_signal_ends_them(tmp_path: Path) -> None:
     async with asked(tmp_path) as world:
         world.gateway.send(signal.SIGINT)
-        await world.gateway.logged("stopping")
+        await world.gateway.logged("draining")
         world.gateway.send(signal.SIGINT)
         answer = await world.asking
         assert (answer.status_code, answer.json()) == (503, {"detail": "The gateway is shutting down; try again"})

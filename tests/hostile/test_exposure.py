@@ -488,9 +488,9 @@ PLAIN = "open without an API key on {}: /v1/rollouts"
 METRICS = "open without an API key on {}: GET /metrics over HTTP"
 METRICS_PORT = "open without an API key on {}: GET /metrics on the port"
 HEALTH = "open without an API key on {}: GET /health"
-DOCS = "open without an API key on {}: the description of the API (GET /, /docs, /openapi.json)"
+DOCS = "open without an API key on {}: the API documentation (GET /, /docs, /openapi.json)"
 INFO = "open without an API key on {}: health, reflection and GetServerInfo"
-TARGETS = "targets that requests may name: "
+TARGETS = "allowed targets: "
 WITHOUT_KEYS = [GRPC, SYNCHRONOUS, ASYNCHRONOUS, PLAIN, METRICS]
 
 

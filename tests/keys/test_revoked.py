@@ -129,7 +129,7 @@ async def test_what_fails_once_is_repeated_all_the_same(caplog: pytest.LogCaptur
     task = asyncio.create_task(app._forever(refresh_keys, 0))
     await asyncio.wait_for(went_on.wait(), 60)
     task.cancel()
-    assert [record.getMessage() for record in caplog.records] == ["refresh_keys failed; it is tried again in 0 s"]
+    assert [record.getMessage() for record in caplog.records] == ["refresh_keys failed; the server retries it in 0 s"]
 
 
 async def test_wrong_keys_are_logged_by_their_hash_alone(server: Caller, caplog: pytest.LogCaptureFixture) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.processes import Logged, environment, started
 
-_LISTENING = re.compile(r"gateway on (https?)://127\.0\.0\.1:(\d+), before (.*)")
+_LISTENING = re.compile(r"gateway serves (https?)://127\.0\.0\.1:(\d+) for (.*)")
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Alone(Logged):
     async def start(self) -> None:
         """Wait until it listens."""
         await super().start()
-        await self.logged("gateway on ")
+        await self.logged("gateway serves ")
         found = _LISTENING.search(self.text)
         assert found is not None, self.text
         self.scheme, self.port, self.before = found[1], int(found[2]), found[3]

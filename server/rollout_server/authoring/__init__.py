@@ -1,5 +1,4 @@
-"""What the commands for authors of agents are made of: finding an agent, a project to begin with, validation, datasets,
-evaluation and its report.
+"""The parts of the commands for authors: loading agents, project templates, validation, datasets, evaluation and reports.
 
-Nothing here starts a server: rollouts are asked for over a client, as anybody asks for them.
+Nothing here starts a server. Rollouts are run through `rollout_client`, as any client does.
 """

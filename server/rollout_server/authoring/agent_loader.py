@@ -1,6 +1,6 @@
-"""Agents by the arguments of a command line: MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT.
+"""Loading of agents named on a command line: MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT.
 
-Importing runs the author's code, so it may raise anything; what is wrong is told by the author's own file and line.
+Importing runs the author's code, so any exception may occur. Errors report the file and line of the author's code.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FORMS = "MODULE, MODULE:OBJECT, FILE.py or FILE.py:OBJECT"
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Where an object is. `source` is a module's name or a file; without `name` it is the only one that fits."""
+    """A parsed reference. `source` is a module name or a file; without `name`, the module must contain exactly one match."""
 
     source: str
     name: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Raises `AuthorError` for what is no reference."""
+        """Parse a reference. Raises `AuthorError`."""
         source, colon, name = text, "", ""
         if not text.endswith(".py"):
             before, colon, after = text.rpartition(":")
@@ -43,20 +43,20 @@ class Reference:
 
     @property
     def is_file(self) -> bool:
-        """It names a file, not a module."""
+        """Whether the reference names a file instead of a module."""
         return self.source.endswith(".py")
 
     @property
     def folder(self) -> Path:
-        """Where its code is, so far as can be told without running it."""
+        """The folder of the code, as far as it is known without importing: that of the file, or the working directory."""
         return Path(self.source).resolve().parent if self.is_file else Path.cwd()
 
     def load(self) -> ModuleType:
-        """Imports the module. Raises `AuthorError`."""
+        """Import the module. Raises `AuthorError`."""
         return _load_file(Path(self.source)) if self.is_file else _load_module(self.source)
 
     def of(self, name: str) -> Reference:
-        """Another object at the same place."""
+        """Return a reference to another object of the same module."""
         return Reference(self.source, name)
 
     def __str__(self) -> str:
@@ -64,19 +64,19 @@ class Reference:
 
 
 def find_agents(texts: Sequence[str]) -> list[Agent]:
-    """One agent for each reference. Raises `AuthorError`, also for two agents of one name."""
+    """Return one agent for each reference. Raises `AuthorError`, also if two agents have the same name."""
     agents = [_single_agent(Reference.parse(text)) for text in texts]
     names = [agent.name for agent in agents]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
         raise AuthorError(
-            f"more than one agent is called {', '.join(map(repr, doubled))}: requests choose agents by name"
+            f"more than one agent is called {', '.join(map(repr, doubled))}: requests choose agents by name, so rename one"
         )
     return agents
 
 
 def all_agents(text: str) -> list[Agent]:
-    """The agent that a reference names, or all that are at its place, at least one. Raises `AuthorError`."""
+    """Return the agent that a reference names, or all agents of its module; at least one. Raises `AuthorError`."""
     reference = Reference.parse(text)
     module = reference.load()
     if reference.name:
@@ -85,16 +85,19 @@ def all_agents(text: str) -> list[Agent]:
 
 
 def get_object(module: ModuleType, reference: Reference) -> object:
-    """The object of a reference. Raises `AuthorError`."""
+    """Return the object of a reference. Raises `AuthorError`."""
     try:
         found: object = getattr(module, reference.name)
     except AttributeError:
-        raise AuthorError(f"there is no {reference.name} in it", reference.source) from None
+        raise AuthorError(f"it defines no {reference.name}", reference.source) from None
     return found
 
 
 def instantiate(found: object, kinds: tuple[type[Any], ...] | None, reference: Reference) -> object:
-    """An object as it is; a class (of one of the kinds, where some are given) is made without arguments. Raises `AuthorError`."""
+    """Return an object unchanged; call a class without arguments and return the instance. Raises `AuthorError`.
+
+    `kinds` restricts which classes are called; None calls any class.
+    """
     if not isinstance(found, type) or not issubclass(found, kinds or object):
         return found
     try:
@@ -113,7 +116,9 @@ def _single_agent(reference: Reference) -> Agent:
     names = _agents_in(module, reference)
     if len(names) > 1:
         one = reference.of(names[0])
-        raise AuthorError(f"holds {len(names)} agents ({', '.join(names)}); name one of them: {one}", reference.source)
+        raise AuthorError(
+            f"contains {len(names)} agents ({', '.join(names)}); name one, such as {one}", reference.source
+        )
     return _load_agent(module, reference.of(names[0]))
 
 
@@ -132,7 +137,7 @@ def _load_agent(module: ModuleType, reference: Reference) -> Agent:
 
 
 def _agent_types() -> tuple[type[Any], ...]:
-    """What an agent can be made of. Only a file that imports the earlier SDK's names has a loop of it."""
+    """Return the base classes of agents. `RolloutAgentLoop` of the earlier SDK is included only if the author imported it."""
     if "rollout_server.sdk.core.base" not in sys.modules:
         return (Agent,)
     from rollout_server.sdk.core.base import RolloutAgentLoop
@@ -141,7 +146,7 @@ def _agent_types() -> tuple[type[Any], ...]:
 
 
 def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
-    """The names of a module's agents: objects first, then the classes that it defines and that none of these is made of."""
+    """Return the names of a module's agents: instances, then classes defined there that have no subclass and no instance."""
     kinds = _agent_types()
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     objects = {name: value for name, value in public.items() if isinstance(value, kinds)}
@@ -155,7 +160,7 @@ def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
     ready = {name: kind for name, kind in classes.items() if not inspect.isabstract(kind)}
     found = [*objects, *(name for name, kind in ready.items() if kind not in represented)]
     if not found:
-        raise AuthorError("holds no agent: write a class in it that is an Agent", reference.source)
+        raise AuthorError("contains no agent: define a subclass of Agent in it", reference.source)
     return found
 
 
@@ -166,10 +171,10 @@ def _load_module(name: str) -> ModuleType:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
             spec = None
-            if not f"{name}.".startswith(f"{error.name}."):
+            if not f"{name}.".startswith(f"{error.name}."):  # a parent package imports a module that is missing
                 raise
         if spec is None:
-            raise AuthorError(f"there is no module {name}; what is meant is {_FORMS}")
+            raise AuthorError(f"there is no module {name}; an agent is named as {_FORMS}")
         if spec.origin and spec.origin.endswith(".py"):
             _check_source(Path(spec.origin))
         return importlib.import_module(name)
@@ -179,7 +184,7 @@ def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise AuthorError(f"there is no file {path}")
     parts, folder = [path.stem], path.resolve().parent
-    while (folder / "__init__.py").exists():  # part of a package, whose modules import each other
+    while (folder / "__init__.py").exists():  # the file belongs to a package; import it under its full name
         parts, folder = [folder.name, *parts], folder.parent
     _add_to_path(folder)
     with _translate_import_errors(str(path)):
@@ -190,7 +195,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _execute_file(path: Path) -> ModuleType:
-    """The file as a module of its name; of another name where a module has that name already."""
+    """Execute a file as a module named like the file, or with a number appended if that name is taken."""
     name, number = path.stem, 1
     while name in sys.modules or name in sys.stdlib_module_names:
         file = getattr(sys.modules.get(name), "__file__", None)
@@ -206,15 +211,15 @@ def _execute_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name]  # a module that failed to import must not be found by the next import
         raise
     return module
 
 
 def _check_source(path: Path) -> None:
-    """A call of `serve` at the top of a file would serve instead of being imported, and never come back.
+    """Refuse a file that calls `serve` at its top level: importing it would start a server and never return.
 
-    `serve_agent_loop` is what the earlier SDK calls it.
+    The earlier SDK's name of the function is `serve_agent_loop`.
     """
     tree = ast.parse(path.read_bytes(), str(path))
     names = {
@@ -228,12 +233,12 @@ def _check_source(path: Path) -> None:
         call = node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and ast.unparse(call.func) in {*names, "rollout_server.serve"}:
             called = ast.unparse(call.func).rpartition(".")[2]
-            text = f'{called}() is called as the file is imported; put it under `if __name__ == "__main__":`'
+            text = f'importing the file calls {called}(); put the call under `if __name__ == "__main__":`'
             raise AuthorError(text, str(path), node.lineno)
 
 
 def _add_to_path(folder: Path) -> None:
-    """Modules of a folder are found, as Python finds those beside a script."""
+    """Make the modules of a folder importable, as Python does for the folder of a script."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 

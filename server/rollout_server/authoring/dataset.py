@@ -1,4 +1,4 @@
-"""Datasets to evaluate on: JSON lines, CSV or Parquet, with a prompt, what is right, and whatever else in each row."""
+"""Evaluation datasets in JSON lines, CSV or Parquet: prompts, ground truth and further columns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ _LONGEST_FIELD: Final = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
-    """A row. `number` counts from 1; `metadata` has the ground truth and all other columns; `fingerprint` is of the content."""
+    """One row of a dataset.
+
+    Args:
+        number: from 1.
+        system_prompt: empty for none.
+        user_prompt: never blank.
+        metadata: the ground truth, and all columns that are not prompts.
+        fingerprint: hash of the content; differs if the row changed.
+    """
 
     number: int
     system_prompt: str
@@ -33,35 +41,41 @@ class DatasetRow:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What a rollout of it begins with. An empty system prompt is none."""
+        """The messages that a rollout of the row starts with. An empty system prompt adds no message."""
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": self.user_prompt}]
 
 
 def read_rows(path: Path, names: Mapping[str, str] | None = None) -> list[DatasetRow]:
-    """The rows of a file. `names` are the file's own for our columns; an empty one says that there is no such column.
+    """Read the rows of a file.
 
-    Raises `AuthorError` by file and line, and OSError.
+    Args:
+        path: a file that ends in .jsonl, .csv or .parquet.
+        names: the file's names of the standard columns, where they differ; an empty name means that the column does not exist.
+
+    Raises:
+        AuthorError: with file and line, if the file or a row is invalid.
+        OSError: if the file cannot be read.
     """
     form = path.suffix.lower()
     if form not in FORMS:
-        raise AuthorError(f"a dataset ends in {', '.join(FORMS)}", str(path))
+        raise AuthorError(f"the name of a dataset must end in {', '.join(FORMS)}", str(path))
     if path.stat().st_size > MOST_BYTES:
-        raise AuthorError(f"has more than {MOST_BYTES} bytes; cut it in parts", str(path))
+        raise AuthorError(f"has more than {MOST_BYTES} bytes; split it", str(path))
     readers = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
     reader = _RowReader(path, {column: column for column in COLUMNS} | dict(names or {}))
     rows = [reader.row(number, line, fields) for number, (line, fields) in enumerate(readers[form](path), start=1)]
     if not rows:
-        raise AuthorError("holds no row", str(path))
+        raise AuthorError("contains no row", str(path))
     return rows
 
 
 def column_names(pairs: Iterable[str]) -> dict[str, str]:
-    """Our columns and the file's names for them, from COLUMN=NAME. Raises `AuthorError`."""
+    """Parse COLUMN=NAME pairs into a dictionary of the file's names by standard column. Raises `AuthorError`."""
     split = [pair.partition("=") for pair in pairs]
     for pair, (column, sign, _) in zip(pairs, split, strict=True):
         if not sign or column not in COLUMNS:
-            raise AuthorError(f"--column {pair!r} is not COLUMN=NAME with a column of {', '.join(COLUMNS)}")
+            raise AuthorError(f"--column {pair!r} must be COLUMN=NAME, with COLUMN one of {', '.join(COLUMNS)}")
     return {column: name for column, _, name in split}
 
 
@@ -72,24 +86,24 @@ class _RowReader:
 
     def row(self, number: int, line: int, fields: Mapping[str, Any]) -> DatasetRow:
         if number > MOST_ROWS:
-            self._fail(line, f"has more than {MOST_ROWS} rows; cut it in parts")
+            self._fail(line, f"has more than {MOST_ROWS} rows; split it")
         missing = [name for name in self.names.values() if name and name not in fields]
         if missing:
-            there = ", ".join(map(str, fields)) or "none"
-            ours = next(column for column, name in self.names.items() if name == missing[0])
+            present = ", ".join(map(str, fields)) or "none"
+            column = next(column for column, name in self.names.items() if name == missing[0])
             named = f"the column {missing[0]} is" if len(missing) == 1 else f"the columns {', '.join(missing)} are"
-            hint = f"--column {ours}=NAME names another one" + (
-                f", --column {ours}= none" if ours != "user_prompt" else ""
+            hint = f"use --column {column}=NAME for another name" + (
+                f", or --column {column}= for none" if column != "user_prompt" else ""
             )
-            self._fail(line, f"{named} missing (there are: {there}); {hint}")
+            self._fail(line, f"{named} missing (columns: {present}); {hint}")
         values = {column: fields[name] if name else None for column, name in self.names.items()}
         system = self._text(line, "system_prompt", values["system_prompt"])
         user = self._text(line, "user_prompt", values["user_prompt"])
         if not user.strip():
-            self._fail(line, f"{self.names['user_prompt'] or 'user_prompt'} is empty: there is nothing to ask")
+            self._fail(line, f"{self.names['user_prompt'] or 'user_prompt'} is empty; every row needs a user prompt")
         more = {key: value for key, value in fields.items() if key not in self.names.values()}
         if "ground_truth" in more and self.names["ground_truth"]:
-            self._fail(line, "the column ground_truth stands beside the one that --column names for it")
+            self._fail(line, "there is a column ground_truth beside the one that --column names for it; rename one")
         metadata = {"ground_truth": values["ground_truth"], **more} if self.names["ground_truth"] else more
         try:
             content = json.dumps([system, user, metadata], sort_keys=True, allow_nan=False, ensure_ascii=False).encode()
@@ -101,7 +115,7 @@ class _RowReader:
         if value is None:
             return ""
         if not isinstance(value, str):
-            self._fail(line, f"{self.names[column]} must be a text, not {type(value).__name__}")
+            self._fail(line, f"{self.names[column]} must be a string, not {type(value).__name__}")
         return value
 
     def _fail(self, line: int, text: str) -> NoReturn:
@@ -117,14 +131,14 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             try:
                 value = json.loads(content.decode(), parse_constant=_no_number)
             except (ValueError, RecursionError) as error:
-                raise AuthorError(f"this line is no JSON: {error}", str(path), number) from None
+                raise AuthorError(f"this line is not JSON: {error}", str(path), number) from None
             if not isinstance(value, dict):
-                raise AuthorError("this line is no JSON object", str(path), number)
+                raise AuthorError("this line is not a JSON object", str(path), number)
             yield number, value
 
 
 def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -132,7 +146,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise AuthorError(f"is not UTF-8: {error.reason} at byte {error.start}", str(path)) from None
-    before = csv.field_size_limit(_LONGEST_FIELD)  # Python's own is 128 KiB, and prompts are longer
+    before = csv.field_size_limit(_LONGEST_FIELD)  # Python's default is 128 KiB; prompts can be longer
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         names = next(reader, [])
@@ -147,7 +161,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 raise AuthorError(text, str(path), reader.line_num)
             yield reader.line_num, dict(zip(names, values, strict=True))
     except csv.Error as error:
-        raise AuthorError(f"this is no CSV: {error}", str(path), reader.line_num) from None
+        raise AuthorError(f"this is not CSV: {error}", str(path), reader.line_num) from None
     finally:
         csv.field_size_limit(before)
 
@@ -165,11 +179,11 @@ def _parquet(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 for fields in batch.to_pylist():
                     yield 0, {name: _plain(value) for name, value in fields.items()}
     except (pa.ArrowException, OSError) as error:
-        raise AuthorError(f"this is no Parquet file: {error}", str(path)) from None
+        raise AuthorError(f"this is not a Parquet file: {error}", str(path)) from None
 
 
 def _plain(value: object) -> object:
-    """A value as JSON knows it. Not a number is how tables write that there is none."""
+    """Convert a value to JSON types. NaN and infinite numbers become None, because tables write missing values as NaN."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

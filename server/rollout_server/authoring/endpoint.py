@@ -1,4 +1,4 @@
-"""Who completes a rollout, and how it is asked."""
+"""The endpoint that generates completions, with the parameters of its rollouts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from rollout_client.spec import Dialect, Limits, Sampling, StartFields
 from rollout_server.authoring.author_traceback import AuthorError
 
 DIALECTS: Final = ("openai", "vllm", "sglang", "grpc", "http-plain", "http-masked")
-"""The words of a command line for the protocols that an endpoint may speak."""
+"""Values of `--dialect`: the protocols that an endpoint may use."""
 _ENGINES: Final = frozenset({"openai", "vllm", "sglang"})
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint, and what every rollout asks of it.
+    """An endpoint, and the parameters of every rollout that uses it.
 
     Args:
-        url: http:, https:, grpc: or grpcs:.
-        dialect: one of `DIALECTS`.
-        model: the model's name there, for engines.
-        bearer: sent as a bearer token; shown by nobody.
-        tokenizer: for endpoints that are told of one.
-        sampling: as the client takes it.
-        limits: likewise.
-        label: what to call it; empty: its URL.
+        url: begins with http://, https://, grpc:// or grpcs://.
+        dialect: one of `DIALECTS`; empty: derived from the URL by `check_endpoint`.
+        model: the model's name at an engine; else empty.
+        bearer: API key, sent as a bearer token and never displayed.
+        tokenizer: name of the tokenizer, for endpoints that need one.
+        sampling: sampling parameters, as `rollout_client` takes them.
+        limits: limits, as `rollout_client` takes them.
+        label: name for display; empty: the URL.
     """
 
     url: str
@@ -43,11 +43,11 @@ class Endpoint:
 
     @property
     def title(self) -> str:
-        """A name for people."""
+        """A name for display."""
         return self.label or (f"{self.model} at {self.url}" if self.model else self.url)
 
     def start_fields(self) -> StartFields:
-        """What a client starts a rollout with."""
+        """Return the fields with which the client starts a rollout at this endpoint."""
         target = Target(self.url, cast("Dialect", self.dialect.replace("-", "_")), model=self.model or None)
         return StartFields(
             completions=target,
@@ -58,30 +58,34 @@ class Endpoint:
         )
 
     def description(self) -> dict[str, Any]:
-        """What a file of results holds of it: enough to see whether another run had the same endpoint and sampling."""
+        """Return what the results file stores, enough to detect a change of endpoint, sampling or limits."""
         where = {"url": self.url} if not self.label else {}
         named = {"name": self.label or self.model, "dialect": self.dialect, "tokenizer": self.tokenizer}
         return {**named, **where, "sampling": dict(self.sampling), "limits": dict(self.limits)}
 
 
 def check_endpoint(endpoint: Endpoint) -> Endpoint:
-    """The endpoint, its dialect taken from the URL where none is given. Raises `AuthorError` for what does not fit together."""
+    """Return the endpoint with its protocol, which is derived from the URL if none is set.
+
+    Raises `AuthorError` for options that contradict each other.
+    """
     try:
         scheme = urlsplit(endpoint.url).scheme
     except ValueError as error:
-        raise AuthorError(f"--model-url is no URL: {error}") from None
+        raise AuthorError(f"--model-url is not a URL: {error}") from None
     if scheme not in ("http", "https", "grpc", "grpcs"):
         raise AuthorError("--model-url must begin with http://, https://, grpc:// or grpcs://")
     by_grpc = scheme.startswith("grpc")
     dialect = endpoint.dialect or ("grpc" if by_grpc else "openai")
     if dialect not in DIALECTS:
-        raise AuthorError(f"--dialect {dialect!r} is none of {', '.join(DIALECTS)}")
+        raise AuthorError(f"--dialect {dialect!r} must be one of {', '.join(DIALECTS)}")
     if by_grpc is not (dialect == "grpc"):
-        raise AuthorError(f"--dialect {dialect} is not spoken at a URL that begins with {scheme}://")
+        raise AuthorError(f"--dialect {dialect} does not go with a URL that begins with {scheme}://")
     if dialect in _ENGINES and not endpoint.model:
         raise AuthorError(f"--dialect {dialect} needs --model NAME: the model's name at the endpoint")
     if dialect not in _ENGINES and endpoint.model:
-        raise AuthorError(f"--model is for the dialects {', '.join(sorted(_ENGINES))}; {dialect} names no model")
+        raise AuthorError(f"--model is for the dialects {', '.join(sorted(_ENGINES))}; {dialect} takes no model name")
     if dialect == "http-masked" and not endpoint.tokenizer:
-        raise AuthorError("--dialect http-masked needs --tokenizer NAME or NAME=DIRECTORY: its masks are counted here")
+        text = "--dialect http-masked needs --tokenizer NAME or NAME=DIRECTORY, with which this server counts the masks"
+        raise AuthorError(text)
     return replace(endpoint, dialect=dialect)

@@ -1,4 +1,4 @@
-"""Runs rollouts over a client: one, or all of an evaluation, so many at a time."""
+"""Running rollouts through a client: a single one, or a whole evaluation with limited concurrency."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from rollout_server.authoring.rollout_result import REFUSED, Result, result_of
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run. With `most_failures`, after so many rollouts that went wrong no further one begins."""
+    """The rollouts of an evaluation, for the agent of that name, with `concurrency` rollouts at the same time.
+
+    After `most_failures` failed rollouts no further one starts; None: no limit.
+    """
 
     jobs: Sequence[Job]
     agent: str
@@ -26,7 +29,10 @@ class Plan:
 
 
 async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_result: Callable[[Result], None]) -> bool:
-    """Runs all rollouts of a plan; `on_result` is called with each as it ends. False: it stopped because of failures."""
+    """Run all rollouts of a plan, and call `on_result` with each result as its rollout ends.
+
+    Return False if the evaluation stopped early because of `most_failures`.
+    """
     failures = 0
 
     def left() -> Iterator[Job]:
@@ -35,7 +41,7 @@ async def evaluate(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_resul
                 return
             yield job
 
-    jobs = left()
+    jobs = left()  # one iterator for all workers: each takes the next job when it is free
 
     async def work() -> None:
         nonlocal failures
@@ -55,14 +61,14 @@ async def _run_job(client: AsyncClient, endpoint: Endpoint, agent: str, job: Job
     start = RolloutStart(job.rollout_id, row.messages, agent, row.metadata, f"row-{row.number}")
     try:
         result = await run_rollout(client, endpoint, start)
-    except (TypeError, ValueError) as error:  # what the client cannot send is the row's fault, and no other's
+    except (TypeError, ValueError) as error:  # the client cannot send this row; the other rows continue
         result = Result(job.rollout_id, "refused", "invalid", str(error))
     return replace(result, row=row.number, repeat=job.repeat, fingerprint=row.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutStart:
-    """What a rollout begins with; `agent` is a name, and `group_id` what rollouts of one prompt share."""
+    """The start of a rollout. `agent` is a name; rollouts of one prompt have the same `group_id`."""
 
     rollout_id: str
     messages: Sequence[Mapping[str, Any]]
@@ -72,7 +78,7 @@ class RolloutStart:
 
 
 def ignore_event(_event: RolloutEvent) -> None:
-    """For callers that do not watch."""
+    """Ignore the event; for callers that do not watch."""
 
 
 async def run_rollout(
@@ -81,11 +87,15 @@ async def run_rollout(
     start: RolloutStart,
     on_event: Callable[[RolloutEvent], None] = ignore_event,
 ) -> Result:
-    """Runs a rollout to its end and calls `on_event` with each event. A rollout that the server refuses is a result, too."""
+    """Run one rollout until it ends, and call `on_event` with each event.
+
+    A rollout that the server refuses also gives a result, with the end `REFUSED`.
+    """
     failed: Counter[str] = Counter()
     fields = endpoint.start_fields()
     fields["rollout_id"], fields["agent"] = start.rollout_id, start.agent
     fields["messages"], fields["metadata"] = start.messages, start.metadata or None
+    # 0: when this process stops watching, for example on Ctrl-C, the server cancels the rollout at once.
     fields["group_id"], fields["cancel_after_detach"] = start.group_id or None, 0
     stream = client.run(detail="messages", **fields)
     try:
@@ -96,5 +106,5 @@ async def run_rollout(
                 on_event(event)
     except RolloutError as error:
         return Result(start.rollout_id, REFUSED, (error.reason or error.code.name).lower(), str(error))
-    assert stream.outcome is not None  # noqa: S101 - a stream ends with it, or raises
+    assert stream.outcome is not None  # noqa: S101 - the stream ends with the outcome or raises
     return result_of(start.rollout_id, stream.uid, stream.outcome, dict(failed))

@@ -1,4 +1,4 @@
-"""Stubs for a model: a script from a file, an object of the author's, or the mock model."""
+"""Mock models: a script from a file, an object of the author's, or the built-in one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_SCRIPT = 16 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ModelStub:
-    """What stands in for a model: the lines of `script` for each rollout, or where it leaves them to it, `model`."""
+    """A mock model: each rollout gets the lines of `script`, then the replies of `model`."""
 
     name: str
     model: Model = field(default_factory=MockModel)
@@ -28,9 +28,9 @@ class ModelStub:
 
 
 def load_stub(text: str) -> ModelStub:
-    """What a reference to a script means: FILE.json in the form of `PUT /script`, or an object that has `reply(messages)`.
+    """Load a mock model: FILE.json in the format of the strict trainer's `PUT /script`, or an object with `reply(messages)`.
 
-    Empty: the mock model. Raises `AuthorError`, and OSError for a file that cannot be read.
+    An empty text is the built-in mock model. Raises `AuthorError`, and OSError for a file that cannot be read.
     """
     if not text:
         return ModelStub(MOCK)
@@ -49,13 +49,13 @@ def load_stub(text: str) -> ModelStub:
         if len(own) != 1:
             what = f"{len(own)} classes" if own else "no class"
             raise AuthorError(
-                f"holds {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.source
+                f"contains {what} with a method reply(messages); name one: {reference.of('NAME')}", reference.source
             )
         reference = reference.of(own[0])
     model = instantiate(get_object(module, reference), None, reference)
     if not callable(getattr(model, "reply", None)):
         raise AuthorError(
-            f"{reference.name} in {reference.source} has no method reply(messages), so it is no scripted model"
+            f"{reference.name} in {reference.source} is not a scripted model: it has no method reply(messages)"
         )
     return ModelStub(text, model=cast("Model", model))
 
@@ -66,4 +66,4 @@ def _script(path: Path) -> Script:
     try:
         return script_from_json(json.loads(path.read_bytes()))
     except (ValueError, RecursionError) as error:
-        raise AuthorError(f"this is no script: {error}", str(path)) from None
+        raise AuthorError(f"this is not a script: {error}", str(path)) from None

@@ -1,4 +1,4 @@
-"""Plots as plain values: bars with their places, for a template that draws them as SVG."""
+"""Plots as plain values: bars with coordinates, which a template draws as SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_BARS = 12
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar: what it is of, how many, and its place in a plot of 320 by 120."""
+    """One bar: its label, its count, and its rectangle in a plot of 320 by 120 units."""
 
     label: str
     count: int
@@ -24,7 +24,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Bars side by side, under a title; `low` and `high` are what the axis ends with, empty where each bar has its name."""
+    """Bars side by side with a title. `low` and `high` label the ends of the axis; empty if each bar has a name."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -33,7 +33,7 @@ class Plot:
 
 
 def histogram(title: str, values: Sequence[float], unit: str = "") -> Plot:
-    """How often values come, in up to twelve bins of equal width."""
+    """Return a histogram of values with up to twelve bins of equal width."""
     if not values:
         return Plot(title, ())
     low, high = min(values), max(values)
@@ -49,7 +49,7 @@ def histogram(title: str, values: Sequence[float], unit: str = "") -> Plot:
 
 
 def bar_chart(title: str, counts: Mapping[str, int]) -> Plot:
-    """How often each name comes, the most frequent ones first; what is beyond twelve is put together."""
+    """Return a bar for each name, the most frequent first. Beyond twelve, names are combined as "others"."""
     found = sorted(counts.items(), key=lambda item: -item[1])
     others = sum(count for _, count in found[_MOST_BARS - 1 :])
     if len(found) > _MOST_BARS:

@@ -1,4 +1,4 @@
-"""The report of an evaluation: one HTML file that needs no network, runs no script, and shows what models wrote as text."""
+"""The report of an evaluation: one HTML file without scripts and network access, which shows model output as plain text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST = 20_000
 
 @dataclass(frozen=True, slots=True)
 class ReportMessage:
-    """One message: who says it, and what."""
+    """One message of a transcript."""
 
     role: str
     text: str
@@ -35,7 +35,13 @@ class ReportRollout:
 
 
 def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[Result]) -> str:
-    """The report as HTML. `facts` are names and values that say what was evaluated, on top of it."""
+    """Return the report as HTML.
+
+    Args:
+        facts: names and values that describe the evaluation, shown at the top.
+        summary: figures over all results.
+        results: all results. Transcripts are included for at most `MOST_TRANSCRIPTS`, failed and low-reward ones first.
+    """
     from jinja2 import Environment, StrictUndefined
 
     text = (resources.files("rollout_server.authoring") / "report.html.jinja").read_text(encoding="utf-8")
@@ -79,7 +85,7 @@ def _mark(result: Result, threshold: float) -> str:
 
 
 def _urgency(result: Result, threshold: float) -> tuple[int, float]:
-    """What went wrong is looked at first, then what was rewarded least."""
+    """Sort key: failed rollouts first, then by increasing reward."""
     order = {"failed": 0, "not passed": 1, "no reward": 2, "passed": 3}
     return order[_mark(result, threshold)], result.reward or 0.0
 
@@ -107,6 +113,6 @@ def _value(value: object) -> str:
 
 
 def _visible(text: str) -> str:
-    """Each line of a text made visible: no character turns the direction of writing, or hides others."""
+    """Escape each line, so that control characters cannot reverse the text direction or hide other characters."""
     cut = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} … ({len(text) - _LONGEST} characters more)"
     return "\n".join(visible(line) for line in cut.split("\n"))

@@ -1,6 +1,6 @@
-"""The file of results: JSON lines, the first of which says what was evaluated, each other one how a rollout ended.
+"""The results file: JSON lines. The first line describes the evaluation, each other line is the result of one rollout.
 
-A line is written once its rollout has ended, so whatever interrupts an evaluation costs at most what was under way.
+A line is written as soon as its rollout has ended. An interruption therefore loses only the rollouts that were running.
 """
 
 from __future__ import annotations
@@ -22,24 +22,32 @@ from rollout_server.authoring.rollout_result import Result
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rollout to run; `repeat` counts from 1."""
+    """One rollout to run: a row, and the number of its repetition from 1."""
 
     row: DatasetRow
     repeat: int
 
     @property
     def rollout_id(self) -> str:
-        """Its name."""
+        """The rollout id, such as `row-3-1`."""
         return f"row-{self.row.number}-{self.repeat}"
 
 
 def jobs_of(rows: Sequence[DatasetRow], repeats: int) -> list[Job]:
-    """All rollouts, each row's first ones first: what is asked for early says something about all rows."""
+    """Return all rollouts to run, the first repetition of every row before the second, so early results cover all rows."""
     return [Job(row, repeat) for repeat in range(1, repeats + 1) for row in rows]
 
 
 class ResultsFile:
-    """Results of one evaluation. `results` are those that came to their own end, of rows that are still the same."""
+    """The results of one evaluation.
+
+    Args:
+        path: the file.
+        evaluation: what was evaluated: agent, endpoint, sampling and so on, as JSON values.
+
+    Attributes:
+        results: results of completed rollouts whose rows have not changed, by row and repetition.
+    """
 
     def __init__(self, path: Path, evaluation: Mapping[str, Any]) -> None:
         self.path = path
@@ -48,7 +56,7 @@ class ResultsFile:
         self._file: IO[bytes] | None = None
 
     def resume(self, jobs: Sequence[Job]) -> None:
-        """Reads what is there. Raises `AuthorError` where it is another evaluation's, or no file of results."""
+        """Read existing results. Raises `AuthorError` if the file belongs to another evaluation or is not a results file."""
         if not self.path.exists() or not self.path.stat().st_size:
             return
         wanted = {(job.row.number, job.repeat): job.row.fingerprint for job in jobs}
@@ -58,14 +66,15 @@ class ResultsFile:
             try:
                 result = msgspec.json.decode(line, type=Result)
             except msgspec.MsgspecError as error:
-                raise AuthorError(f"this is no result: {error}", str(self.path), number) from None
+                raise AuthorError(f"this is not a result: {error}", str(self.path), number) from None
             if wanted.get((result.row, result.repeat)) == result.fingerprint:
                 self.results[result.row, result.repeat] = result
+        # Filtered after the loop: if a rollout was retried, its last line decides.
         self.results = {key: result for key, result in self.results.items() if result.finished}
 
     @contextmanager
     def open(self, *, anew: bool) -> Iterator[None]:
-        """Until the end of the block results are written."""
+        """Open the file for writing results inside the `with` block. `anew` overwrites it, else results are appended."""
         anew = anew or not self.path.exists() or not self.path.stat().st_size
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("wb" if anew else "ab") as file:
@@ -78,7 +87,7 @@ class ResultsFile:
                 self._file = None
 
     def write(self, result: Result) -> None:
-        """Writes a result."""
+        """Write one result."""
         self.results[result.row, result.repeat] = result
         self._write(msgspec.json.encode(asdict(result)))
 
@@ -88,25 +97,25 @@ class ResultsFile:
         self._file.flush()
 
     def _lines(self) -> list[bytes]:
-        """The whole lines. A last one without its end was interrupted, and is cut off."""
+        """Return the complete lines. An incomplete last line is the trace of an interruption; it is removed from the file."""
         content = self.path.read_bytes()
         whole = content.rfind(b"\n") + 1
         if whole < len(content):
             os.truncate(self.path, whole)
         lines = content[:whole].splitlines()
         if not lines:
-            raise AuthorError("holds no results; --overwrite begins anew", str(self.path))
+            raise AuthorError("contains no results; --overwrite starts again", str(self.path))
         return lines
 
     def _compare(self, line: bytes) -> None:
         try:
             before = json.loads(line)["evaluation"]
         except (ValueError, KeyError, TypeError):
-            raise AuthorError("is no file of results; choose another one with --results", str(self.path), 1) from None
+            raise AuthorError("is not a results file; choose another one with --results", str(self.path), 1) from None
         now = json.loads(json.dumps(self._evaluation))
         different = [key for key in now if now[key] != before.get(key)]
         if different:
             key = different[0]
-            was = f"{key} was {json.dumps(before.get(key))}, and is {json.dumps(now[key])}"
-            text = f"these results are of another evaluation: {was}"
-            raise AuthorError(f"{text}; --overwrite begins anew, --results FILE elsewhere", str(self.path))
+            change = f"{key} was {json.dumps(before.get(key))} and is {json.dumps(now[key])} in this run"
+            text = f"these results are from another evaluation: {change}"
+            raise AuthorError(f"{text}; --overwrite replaces them, --results FILE writes another file", str(self.path))

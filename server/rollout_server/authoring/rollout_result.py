@@ -1,4 +1,4 @@
-"""How one rollout ended: what is written to a file of results, one line each, and what summaries and reports are made of."""
+"""The result of one rollout, as the results file stores it and summaries and reports use it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rollout_client import messages
 from rollout_client.samples import category_of
 
 REFUSED = "refused"
-"""The end of a rollout that the server did not take."""
+"""`Result.end` of a rollout that the server refused to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Counts over all turns; `longest` is the longest prompt and answer."""
+    """Token counts over all turns; `longest` is the maximum of prompt plus completion in one turn."""
 
     prompt: int = 0
     generated: int = 0
@@ -26,7 +26,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Milliseconds: all of it, waiting for completions, and waiting for tools."""
+    """Times in milliseconds: the whole rollout, waiting for completions, and waiting for tools."""
 
     total: float = 0.0
     completions: float = 0.0
@@ -35,17 +35,21 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One rollout.
+    """The result of one rollout.
 
     Args:
-        end: "stop", "failure", "cancellation", or "refused" where the server did not take it.
-        reason: why: a word of the agent's or a limit's, the category of a failure, or what was said of a cancellation.
-        message: what went wrong, for a person.
-        tool_errors: how often each tool answered with an error.
-        warnings: texts.
-        row: of the dataset, from 1; 0: there is none.
-        repeat: which rollout of its row, from 1.
-        fingerprint: of the row's content.
+        rollout_id: the caller's id.
+        end: "stop", "failure", "cancellation", or "refused" if the server did not start it.
+        reason: the stop reason, the failure category, or the reason of the cancellation.
+        message: description of the failure, for people.
+        reward: the reward, or None.
+        tool_errors: number of error results by tool.
+        warnings: texts of warnings.
+        messages: the conversation.
+        uid: the server's id; empty if refused.
+        row: row of the dataset from 1; 0 without a dataset.
+        repeat: repetition of the row, from 1.
+        fingerprint: hash of the row's content.
     """
 
     rollout_id: str
@@ -68,16 +72,16 @@ class Result:
 
     @property
     def finished(self) -> bool:
-        """It came to its own end; nothing went wrong on the way."""
+        """Whether the rollout completed: it was not refused, did not fail and was not cancelled."""
         return self.end == "stop"
 
     def passes(self, threshold: float) -> bool:
-        """Its reward reaches a threshold."""
+        """Return whether the rollout completed with a reward of at least `threshold`."""
         return self.finished and self.reward is not None and self.reward >= threshold
 
 
 def result_of(rollout_id: str, uid: str, outcome: outcome_pb2.Outcome, tool_errors: dict[str, int]) -> Result:
-    """What an outcome says, in the detail in which messages are told."""
+    """Convert an outcome that was requested with the detail "messages"."""
     end = outcome.WhichOneof("end") or "failure"
     used = outcome.metrics
     reasons = {"stop": outcome.stop.reason, "cancellation": outcome.cancellation.reason}
@@ -104,7 +108,7 @@ def _unique(texts: Iterable[str]) -> list[str]:
 
 
 def _utf8_messages(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without halves of surrogate pairs, which JSON may hold and UTF-8 may not."""
+    """Replace lone surrogates, which JSON allows and UTF-8 cannot encode."""
     text = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
     messages_read: list[dict[str, Any]] = json.loads(text)
     return messages_read

@@ -1,4 +1,4 @@
-"""Tools as models are told of them: what is wrong with their schemas, and arguments that a schema allows."""
+"""Checks of tools as the model sees them: errors in their schemas, and example arguments for a dry run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _BOUNDS: Final = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", 
 
 
 def faults(tool: Tool) -> Iterator[str]:
-    """What keeps a tool from being a function of OpenAI's chat completions."""
+    """Yield what makes a tool invalid as a function of OpenAI's chat completions API."""
     if not _NAME.fullmatch(tool.name):
         yield f"the name {tool.name!r} must have 1 to 64 letters, digits, _ or -"
     try:
         schema = json.loads(tool.parameters_json_schema)
     except (ValueError, RecursionError) as error:
-        yield f"its parameters are no JSON: {error}"
+        yield f"its parameters are not JSON: {error}"
         return
     if not isinstance(schema, dict):
         yield "its parameters must be a JSON object"
@@ -32,26 +32,26 @@ def faults(tool: Tool) -> Iterator[str]:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
         path = "".join(f"[{part!r}]" for part in error.absolute_path)
-        yield f"its parameters are no JSON Schema: {path or 'the schema'}: {error.message}"
+        yield f"its parameters are not valid JSON Schema: {path or 'the schema'}: {error.message}"
         return
     if schema.get("type") != "object":
         yield 'its parameters must have "type": "object"'
     properties = schema.get("properties", {})
     unknown = [name for name in schema.get("required", []) if name not in properties]
     if unknown:
-        yield f"it requires {', '.join(map(repr, unknown))}, which properties do not describe"
+        yield f"it requires {', '.join(map(repr, unknown))}, which its properties do not define"
 
 
 def advice(tool: Tool) -> Iterator[str]:
-    """What would help a model to call a tool well."""
+    """Yield what would help a model to call the tool correctly."""
     if not tool.description.strip():
-        yield "it has no description: models decide by it; write a docstring"
+        yield "it has no description, by which models choose tools; write a docstring"
     if len(tool.description) > _LONGEST_DESCRIPTION:
         yield f"its description has {len(tool.description)} characters; some endpoints refuse more than {_LONGEST_DESCRIPTION}"
     schema = json.loads(tool.parameters_json_schema)
     bare = [name for name, shape in schema.get("properties", {}).items() if not _has_description(shape)]
     if bare:
-        yield f'nothing describes {", ".join(bare)}: Annotated[..., "what it is"], or the docstring\'s Args'
+        yield f'no description of {", ".join(bare)}; use Annotated[..., "description"] or the docstring\'s Args'
 
 
 def _has_description(shape: object) -> bool:
@@ -59,7 +59,7 @@ def _has_description(shape: object) -> bool:
 
 
 def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments that a schema allows; None where none could be made up."""
+    """Return arguments that are valid for a schema, or None if none could be constructed."""
     try:
         made = _example(schema, schema, 0)
         jsonschema.Draft202012Validator(schema).validate(made)
@@ -120,7 +120,7 @@ _FORMATS: Final[Mapping[str, str]] = {
 
 
 def _number(shape: Mapping[str, Any], *, whole: bool) -> float:
-    """The first of some likely numbers that the bounds allow."""
+    """Return the first of some likely numbers that satisfies the bounds."""
     step: float = shape.get("multipleOf", 1)
     low = shape.get("minimum", shape.get("exclusiveMinimum"))
     high = shape.get("maximum", shape.get("exclusiveMaximum"))

@@ -1,4 +1,4 @@
-"""What an evaluation comes to."""
+"""Statistics of an evaluation."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ _PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures over all rollouts of an evaluation.
+    """Statistics over all rollouts of an evaluation.
 
     Args:
-        rows: rows that have a result.
-        rollouts: results.
-        finished: those that came to their own end.
-        judged: of these, those with a reward.
-        passed: of these, those whose reward reaches `threshold`.
-        pass_rate: passed among those that were judged or went wrong; None where there are none of either.
-        pass_at: by k, the chance that one of k rollouts of a row passes, without bias, averaged over the rows that have k.
-        mean_reward: of those judged; None: no agent gave a reward.
-        tokens: "prompt", "generated" and the mean of "generated" for each rollout.
-        seconds: "mean" and percentiles "p50", "p90", ... of whole rollouts, by nearest rank.
-        failures: how often each category of failure, or other end, came.
-        examples: for each of these the first message.
-        tool_errors: how often each tool answered with an error.
+        threshold: the reward at which a rollout passes.
+        rows: number of rows with a result.
+        rollouts: number of results.
+        finished: rollouts that completed.
+        judged: completed rollouts with a reward.
+        passed: completed rollouts whose reward is at least `threshold`.
+        pass_rate: passed, divided by judged plus not completed; None if that is 0.
+        pass_at: by k, the unbiased estimate of pass@k, averaged over the rows with at least k rollouts.
+        mean_reward: mean over `judged`; None without any reward.
+        turns: mean per rollout.
+        tokens: sums "prompt" and "generated", and "generated_mean" per rollout.
+        seconds: "mean" and percentiles "p50", "p90", ... of completed rollouts, by nearest rank.
+        tool_calls: sum.
+        tool_errors: number of error results by tool.
+        failures: number of rollouts by failure category, or by another end that is not completion.
+        examples: the first message of each of these.
     """
 
     threshold: float
@@ -51,7 +54,7 @@ class Summary:
 
 
 def summary_of(results: Sequence[Result], threshold: float) -> Summary:
-    """The figures of results."""
+    """Compute the statistics of results."""
     finished = [result for result in results if result.finished]
     judged = [result for result in finished if result.reward is not None]
     passed = sum(result.passes(threshold) for result in judged)
@@ -84,19 +87,26 @@ def summary_of(results: Sequence[Result], threshold: float) -> Summary:
 
 
 def kind_of(result: Result) -> str:
-    """The category of a failure; for other ends that are not the rollout's own, their name."""
+    """Return the category of a failure, or "cancellation"."""
     return result.end if result.end == "cancellation" else result.reason
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest rank: the smallest value that so many percent do not exceed. Raises ValueError where there is none."""
+    """Return the percentile by nearest rank: the smallest value that at least `percent` % of all values do not exceed.
+
+    Raises ValueError without values.
+    """
     if not values:
-        raise ValueError("of no values there is no percentile")
+        raise ValueError("a percentile needs at least one value")
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 def pass_at_k(rollouts: int, passed: int, k: int) -> float:
-    """The chance that k of a row's rollouts, drawn without putting back, hold one that passed (Chen et al. 2021)."""
+    """Return the unbiased estimate of pass@k: the probability that k of n rollouts, drawn without replacement, include a pass.
+
+    Formula of Chen et al. 2021, "Evaluating Large Language Models Trained on Code": 1 - C(n - c, k) / C(n, k), where c of n
+    rollouts passed. Raises ValueError unless 1 <= k <= n.
+    """
     if not 0 < k <= rollouts:
         raise ValueError(f"k must be from 1 to {rollouts}")
     return 1.0 - math.comb(rollouts - passed, k) / math.comb(rollouts, k)

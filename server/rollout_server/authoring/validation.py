@@ -1,4 +1,4 @@
-"""What can be said of an agent before a GPU waits for it."""
+"""Validation of an agent without a GPU: checks of its tools, and a dry run with a mock model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROMPT = "This is a dry run. There is nothing to do."
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """A tool: what is wrong with it, what would be better, and how a call of it went; None: it was not called."""
+    """The report on a tool: errors, advice, and the result of its call; `called` is None if it was not called."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -32,7 +32,7 @@ class ToolReport:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """An agent; `dry_run` says how a rollout of it ended."""
+    """The report on an agent. `dry_run` describes how its rollout ended."""
 
     name: str
     version: str
@@ -44,18 +44,18 @@ class AgentReport:
 
     @property
     def valid(self) -> bool:
-        """Nothing is wrong with it or its tools."""
+        """Whether neither the agent nor a tool has errors."""
         return not self.errors and not any(tool.errors for tool in self.tools)
 
 
 class DryModel:
-    """Says that it has nothing to do; with `calls` it calls each of these tools once before, one a turn."""
+    """A mock model that calls each of the given tools once, one per turn, and then finishes."""
 
     def __init__(self, calls: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
         self._calls = tuple(calls)
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The next message: the conversation says how many calls there were."""
+        """Return the next message. The conversation shows how many calls were made, so the object has no state per rollout."""
         done = sum(len(_calls(message)) for message in messages if message.get("role") == "assistant")
         if done >= len(self._calls):
             return ScriptedReply(content="There is nothing to do.")
@@ -69,7 +69,7 @@ def _calls(message: Mapping[str, object]) -> Sequence[object]:
 
 
 def callable_tools(tools: Sequence[Tool]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Those tools for which arguments could be made up, with the arguments."""
+    """Return the valid tools for which example arguments could be constructed, with the arguments."""
     sound = [tool for tool in tools if not any(faults(tool))]
     made = [(tool.name, example_arguments(json.loads(tool.parameters_json_schema))) for tool in sound]
     return [(name, arguments) for name, arguments in made if arguments is not None]
@@ -78,7 +78,10 @@ def callable_tools(tools: Sequence[Tool]) -> list[tuple[str, Mapping[str, Any]]]
 async def validate(
     client: AsyncClient, endpoint: Endpoint, agent: Agent, calls: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]]
 ) -> AgentReport:
-    """Looks at an agent as clients see it, and runs one rollout. `calls` are those that the model at `endpoint` makes."""
+    """Check an agent through the API that clients use, and run one rollout.
+
+    `calls` returns the tool calls that the mock model at `endpoint` makes.
+    """
     tools = await client.tools(agent.name)
     start = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
     result = await run_rollout(client, endpoint, start)
@@ -108,7 +111,7 @@ def _tool(tool: Tool, results: Mapping[str, str] | None) -> ToolReport:
 
 
 def _tool_results(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The result of each tool, by its name."""
+    """Return the result of each tool by its name."""
     names = {
         call.get("id"): call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()
     }
@@ -124,12 +127,12 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
     from rollout_server.sdk.adapter import LoopAgent
 
     if isinstance(agent, LoopAgent):
-        return ()  # a loop of the earlier SDK keeps its request's limits, and has a reward in its result
-    found = [] if sampled else ["it asked the model for nothing: is a run.sample() not awaited?"]
+        return ()  # a loop of the earlier SDK uses the request's limits, and returns its reward with its result
+    found = [] if sampled else ["it requested no completion: is the `await` of a run.sample() missing?"]
     if agent.limits.turns is None and agent.limits.generated_tokens is None and agent.limits.seconds is None:
         found.append(
-            "it has no limits: a model that goes on calling tools is ended by nobody; limits = Limits(turns=...)"
+            "it has no limits, so only the server's defaults stop a model that calls tools forever; set limits = Limits(turns=...)"
         )
     if type(agent).reward is Agent.reward:
-        found.append("it has no reward: rollout test can tell no pass rate; write async def reward(self, run)")
+        found.append("it has no reward, so `rollout test` has no pass rate; define async def reward(self, run)")
     return found

@@ -1,4 +1,4 @@
-"""The pure core: what a rollout is and which rules it obeys.
+"""The pure core: the values that describe a rollout, and the rules that it follows.
 
-Standard library only; no async, clock, randomness, logging or I/O.
+Standard library only: no async code, clock, randomness, logging or I/O.
 """

@@ -1,4 +1,4 @@
-"""Checkpoints: what both sides of token mode hold, told in 32 bytes (D15)."""
+"""Checkpoints of token mode: a digest of the tokens that both server and trainer hold (D15)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BIG_ENDIAN = pack_tokens([1]).tobytes()[0] == 0
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A stretch of a segment from its first token on: its messages, its tokens and their digest."""
+    """The first part of a segment: its number of messages, its number of tokens, and the 32-byte digest of the tokens."""
 
     messages: int
     tokens: int
@@ -21,26 +21,30 @@ class Checkpoint:
 
 
 class LedgerDigest:
-    """SHA-256 over one little-endian uint32 for each token, `id | (the model wrote it) << 31`, however they are chunked."""
+    """Incremental SHA-256 over a segment's tokens and their authors.
+
+    Each token contributes one little-endian uint32, `id | model_bit << 31`, so the digest does not depend on how the tokens are
+    chunked.
+    """
 
     def __init__(self) -> None:
         self.tokens = 0
         self._hash = hashlib.sha256()
 
     def add(self, ids: Tokens, author: Author) -> None:
-        """Extends it, at a cost that does not grow with what came before."""
-        words = pack_tokens(token | _MODEL_BIT for token in ids) if author is Author.MODEL else ids[:]
+        """Append tokens of one author. The cost depends on `ids` only, not on the tokens before."""
+        values = pack_tokens(token | _MODEL_BIT for token in ids) if author is Author.MODEL else ids[:]
         if _BIG_ENDIAN:
-            words.byteswap()
-        self._hash.update(words.tobytes())
+            values.byteswap()
+        self._hash.update(values.tobytes())
         self.tokens += len(ids)
 
     def copy(self) -> LedgerDigest:
-        """One that goes on by itself."""
+        """Return an independent copy."""
         other = LedgerDigest()
         other.tokens, other._hash = self.tokens, self._hash.copy()
         return other
 
     def checkpoint(self, messages: int) -> Checkpoint:
-        """Where it stands, after so many messages."""
+        """Return the checkpoint of all tokens so far, after `messages` messages."""
         return Checkpoint(messages, self.tokens, self._hash.digest())

@@ -1,7 +1,7 @@
-"""A conversation: one list of messages with its line of the ledger, and what it waits for.
+"""A conversation: a list of messages with its ledger, and the state of its turns and tool calls.
 
-Nearly every rollout has one. An agent that forks has several, each with at most one open turn; limits, metrics and the outcome are
-the rollout's, and kept by the machine.
+Nearly every rollout has one. An agent that forks has several, each with at most one open turn. Limits, metrics and the outcome
+belong to the rollout; the machine keeps them.
 
     OPEN --Asked--> ASKING --Answered--> OPEN --ToolStarted--> CALLING --last ToolReturned--> OPEN
     ASKING --GivenUp--> CLOSED        OPEN --Forked as its compaction--> CLOSED
@@ -18,7 +18,7 @@ from rollout_server.core.record import Answered, Note, ToolReturned, ToolStarted
 
 
 class State(Enum):
-    """Where a conversation is, or a rollout by its main conversation."""
+    """The state of a conversation. A rollout has that of its main conversation, or ENDED."""
 
     OPEN = "open"
     ASKING = "asking"
@@ -28,12 +28,17 @@ class State(Enum):
 
 
 class Conversation:
-    """Changed by its machine only.
+    """One conversation. Only the machine changes it.
 
-    Args:
-        turn: the number of its last turn, unique in the rollout; 0: it had none.
-        turn_messages: how many messages it had when its last turn was asked for.
-        calls: how many tool calls ran of its last turn.
+    Attributes:
+        line: the ledger of the conversation.
+        messages: all messages so far.
+        turn: the number of its last turn, unique in the rollout; 0 before its first turn.
+        turn_messages: the number of messages when its last turn was requested.
+        calls: the number of tool calls of its last turn that were started.
+        last_completion: the completion of its last turn.
+        resampled: the note that its open turn may have been generated more than once.
+        returned: tool results that are not messages yet, by index of the call.
     """
 
     def __init__(self, line: ConversationLedger, messages: Sequence[Message]) -> None:
@@ -50,40 +55,43 @@ class Conversation:
 
     @property
     def id(self) -> str:
-        """The segment that its next turn continues: what records call it by."""
+        """The id of the segment that its next turn continues; records refer to the conversation by it."""
         return self.line.id
 
     def branch(self) -> Conversation:
-        """One that goes on from where this one is."""
+        """Return a new conversation with the same messages and tokens so far."""
         branch = Conversation(self.line.branch(), self.messages)
         branch.turn, branch.turn_messages, branch.last_completion = self.turn, self.turn_messages, self.last_completion
         return branch
 
     def begin_turn(self, turn: int) -> None:
-        """A turn was asked for."""
+        """Record that a turn was requested."""
         self.turn, self.turn_messages, self.calls = turn, len(self.messages), 0
         self.resampled = None
         self.state = State.ASKING
 
     def complete_turn(self, record: Answered) -> None:
-        """The turn was answered."""
+        """Record the completion of the open turn."""
         self.last_completion = record
         self.messages.append(record.message)
         self.state = State.OPEN
 
     def begin_call(self, record: ToolStarted) -> None:
-        """A tool call began."""
+        """Record that a tool call started."""
         self.calls += 1
         self._pending[record.index] = record
         self.state = State.CALLING
 
     def waits_for(self, record: ToolReturned) -> bool:
-        """Whether this is the result of a call that runs."""
+        """Return whether this is the result of a call that is running."""
         started = self._pending.get(record.index)
         return started is not None and started.call == record.call and started.turn == record.turn
 
     def end_call(self, record: ToolReturned) -> bool:
-        """A tool call ended. Returns whether it was the last one that ran: then all results are messages."""
+        """Record a tool result. Return whether it was the last one outstanding.
+
+        Results become messages together, in the order of the calls, once no call is running.
+        """
         del self._pending[record.index]
         self.returned[record.index] = record
         if self._pending:

@@ -1,6 +1,6 @@
-"""Errors of the plane on which a call fails and no rollout starts.
+"""Errors of a call for which no rollout is started.
 
-A rollout that was accepted and then went wrong is an outcome instead (`core.outcome`).
+A rollout that was accepted and then failed has an outcome instead (`core.outcome`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field of a request that is wrong: its path in the request (`spec.messages[0].role`) and what to do about it."""
+    """One invalid field of a request: its path, such as `spec.messages[0].role`, and what to do about it."""
 
     field: str
     description: str
 
 
 class RolloutError(Exception):
-    """A call that was refused. `reason` is a stable word in capitals, the text is for a person.
+    """A call that the server refuses. `reason` is a stable word in capitals for programs, `message` a text for people.
 
-    Neither may hold a secret or anything that is not the caller's.
+    Neither may contain a secret, or data that belongs to another caller.
     """
 
     reason = "INTERNAL"
@@ -32,7 +32,7 @@ class RolloutError(Exception):
 
 
 class InvalidRequest(RolloutError):
-    """Fields of the request are wrong, each is named."""
+    """Fields of the request are invalid; `violations` names each."""
 
     reason = "INVALID_REQUEST"
 
@@ -42,43 +42,43 @@ class InvalidRequest(RolloutError):
 
 
 class NotFound(RolloutError):
-    """What the request names does not exist, or is not the caller's."""
+    """The named object does not exist, or belongs to another caller."""
 
     reason = "NOT_FOUND"
 
 
 class Unauthenticated(RolloutError):
-    """The call came without a key, or with one that is not known."""
+    """The call has no API key, or an unknown one."""
 
     reason = "KEY_NEEDED"
 
 
 class Forbidden(RolloutError):
-    """The caller's key does not allow it."""
+    """The caller's API key does not permit the call."""
 
     reason = "ADMIN_KEY_NEEDED"
 
 
 class Conflict(RolloutError):
-    """The request id is known with another payload."""
+    """The request id was used before, with another payload."""
 
     reason = "REQUEST_ID_TAKEN"
 
 
 class NotPossible(RolloutError):
-    """The state of the server or of the rollout does not allow the call."""
+    """The call is not possible in the current state of the server or of the rollout."""
 
     reason = "NOT_POSSIBLE"
 
 
 class Superseded(RolloutError):
-    """Another call took the place of this one."""
+    """A newer call replaced this one."""
 
     reason = "STREAM_TAKEN"
 
 
 class Gone(RolloutError):
-    """The events after the given number are not there. `oldest` and `newest` are the sequence numbers that are."""
+    """The events after the given number are not available. `oldest` and `newest` are the sequence numbers that are."""
 
     reason = "EVENTS_GONE"
 
@@ -89,7 +89,7 @@ class Gone(RolloutError):
 
 
 class Busy(RolloutError):
-    """There is no room at the moment. `retry_after` is in seconds."""
+    """The server has no capacity at the moment. `retry_after` is in seconds."""
 
     reason = "TOO_MANY_ROLLOUTS"
 
@@ -99,7 +99,7 @@ class Busy(RolloutError):
 
 
 class Draining(RolloutError):
-    """The server stops and takes no new rollouts. `retry_after` is in seconds."""
+    """The server is draining and accepts no new rollouts. `retry_after` is in seconds."""
 
     reason = "DRAINING"
 

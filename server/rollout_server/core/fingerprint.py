@@ -1,4 +1,4 @@
-"""The fingerprint of a request: the same payload, the same fingerprint (D5)."""
+"""The fingerprint of a start request, which is equal for equal payloads (D5)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ VERSION = "2"
 
 
 def fingerprint(spec: Spec) -> str:
-    """A versioned SHA-256, in hexadecimal, over what the rollout is.
+    """Return a versioned SHA-256, in hexadecimal, of the normalised spec.
 
-    JSON is compared by what it says, not by how it is written. Left out: credentials and tracing, which are no part of a spec, what
-    only concerns the waiting (`cancel_after_detach`), and what repeats the rest (`source_json`). In the asynchronous dialect also
-    the rollout id: there a known key finds its rollout under whatever id it is asked for again (docs/design.md, B).
+    JSON is compared by value: order of keys and white space do not matter. The fingerprint leaves out credentials and tracing,
+    which are not in a spec, `cancel_after_detach`, which does not change the rollout, and `source_json`, which repeats other
+    fields. For the asynchronous HTTP API it also leaves out the rollout id: there, a repeated idempotency key finds its rollout
+    under any rollout id (docs/design.md, B).
     """
     text = json.dumps(_canonical_spec(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"
@@ -55,7 +56,7 @@ def _canonical_spec(spec: Spec) -> JSON:
 
 
 def _number(value: float | None) -> JSON:
-    """5 and 5.0 are the same to every use of a spec."""
+    """Convert to float: 5 and 5.0 mean the same in a spec."""
     return None if value is None else float(value)
 
 
@@ -84,10 +85,13 @@ def _json(text: str) -> JSON:
 
 
 def _number_as_written(number: str) -> JSON:
-    """Some numbers are larger, or more exact, than Python holds. Objects are tagged too, so no other value looks like this."""
+    """Keep a number as its text, because Python's float and int may round or refuse it.
+
+    Objects are tagged as well (`_pairs`), so no other JSON value can equal this dictionary.
+    """
     return {"number": number}
 
 
 def _pairs(pairs: list[tuple[str, JSON]]) -> JSON:
-    """Keys in any order are the same object; a key that stands twice is not the same as one that stands once."""
+    """Sort an object's pairs by key. A duplicate key stays: such an object differs from one with a single key."""
     return {"object": [list(pair) for pair in sorted(pairs, key=lambda pair: pair[0])]}

@@ -1,31 +1,34 @@
 """The ledger: every token of a rollout, and who wrote it.
 
-Theory. A model is shown a prompt and writes an answer; the next prompt is the last one, the answer, and what the world said
-since. So the tokens of a rollout form one growing sequence, cut into spans: the first prompt, then answer, environment,
-answer, environment and so on. A token trains exactly if the model wrote it, which makes the mask a consequence of
-authorship; it is never stored, so it cannot disagree.
+Theory. The model sees a prompt and generates a completion. The next prompt consists of the last prompt, the completion, and what
+the environment added since. So the tokens of a rollout form one growing sequence of spans: the first prompt, then completion,
+environment, completion, environment and so on. A token is trained if and only if the model generated it. The mask therefore
+follows from authorship. It is computed and never stored, so the two cannot disagree.
 
-All of this holds while each prompt extends the sequence. Trainers that render the conversation anew each turn sometimes
-show the model something else: the template dropped earlier thinking, or the text of an answer was tokenised in another
-way. This is drift. What the model saw then is a prompt like any other, so a new segment opens whose prompt is exactly what
-the trainer reports, all of it masked: tokens that were sampled once are not trained a second time, and nothing is patched
-or aligned. A segment is one training sample (D4).
+This holds while each prompt extends the sequence. A trainer that renders the conversation anew in each turn may show the model
+other tokens: the template dropped earlier thinking, or the text of a completion was tokenized in another way. This is drift. A new
+segment then opens, and its prompt is exactly the prompt that the trainer reported, all of it masked. So no sampled token is
+trained a second time, and nothing is patched or aligned. A segment is one training sample (D4).
 
-Where a trainer reports its prompts, they are the truth for prompt and environment tokens, and the rendering on our side
-only predicts them. If the prompt extends the segment but differs from the prediction, the segment goes on with the
-trainer's tokens, and the difference is reported as drift too.
+Where a trainer reports its prompts, they take precedence for prompt and environment tokens, and the server's rendering is only a
+prediction. If the prompt extends the segment but differs from the prediction, the segment continues with the trainer's tokens, and
+the difference is also recorded as drift.
 
-A trainer may also send no ids for a turn. What it saw and wrote then is unknown, and the next prompt holds an answer that
-nobody can tell from its surroundings; so a gap opens a segment as well, whose prompt is masked as a whole.
+A trainer may send no ids for a turn. The tokens of that turn are then unknown, and the next prompt contains a completion whose
+boundaries cannot be found. Such a gap also opens a segment, whose whole prompt is masked.
 
-An agent may hold several conversations. Each has its line: the segment that its next turn continues. A branch goes on from the
-tokens that another line held when it was made; in the segment that it opens they are prompt, since they train where they were
-sampled.
+An agent may have several conversations. Each has its own `ConversationLedger`, which holds the segment that the next turn
+continues. A branch starts with the tokens that its parent held at that time. In the branch's segment they are prompt, because they
+are trained in the parent's.
 
-Laws (tests/core/test_ledger.py): authorship decides the mask; spans concatenated are what the model saw and wrote; ids, mask and
-logprobs have equal length, with 0.0 for tokens the model did not write and nothing at all where the trainer sent no
-logprobs; spans are only added, and an author can do no more than take one of the model's out; a segment, as it is handed out,
-ends with a token of the model as soon as there is one.
+Laws (docs/design.md; tested in tests/core/test_ledger.py):
+
+* The author of a token decides its mask.
+* The spans, concatenated, are exactly what the model saw and generated.
+* Ids, mask and logprobs have equal length. A logprob is 0.0 for tokens that the model did not generate; a sample has none at all
+  where the trainer sent none.
+* Spans are only appended. An author of agents can only mask generated tokens out.
+* A segment, as it is handed out, ends with a generated token if it has any.
 """
 
 from __future__ import annotations
@@ -74,7 +77,12 @@ __all__ = [
 
 
 class DriftKind(Enum):
-    """What parted between the prompt a trainer reports and ledger + what was appended."""
+    """How the prompt that a trainer reported differs from the ledger's prediction.
+
+    HISTORY_REWRITTEN: a token of the prompt or environment in the history changed. RETOKENISED: a token in an earlier completion
+    changed. ENVIRONMENT: the prompt extends the history, but the tokens after it differ. TRUNCATED: the prompt ends within the
+    history. PROMPT: the first prompt differs.
+    """
 
     HISTORY_REWRITTEN = "history_rewritten"
     RETOKENISED = "retokenised"
@@ -85,9 +93,13 @@ class DriftKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The prompt that a trainer reported is not ledger + what was appended.
+    """The prompt that a trainer reported is not what the ledger predicted.
 
-    `index` is the first token that differs, counted from the start of the prompt; the lengths are in tokens.
+    Args:
+        kind: where the difference is.
+        index: the first token that differs, counted from the start of the prompt.
+        expected: length of the predicted prompt in tokens.
+        reported: length of the reported prompt in tokens.
     """
 
     kind: DriftKind
@@ -97,13 +109,18 @@ class Drift:
 
     @property
     def opens_segment(self) -> bool:
-        """The prompt does not extend the segment."""
+        """Whether the prompt does not extend the segment, so that a new one opens."""
         return self.kind not in (DriftKind.ENVIRONMENT, DriftKind.PROMPT)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What our rendering expects to stand between ledger and answer: an end token that the last answer lacks, then the rest."""
+    """The tokens that the server's rendering expects between the ledger and the next completion.
+
+    Args:
+        closing: the stop token that the last completion lacks, for example because it was cut by length; usually empty.
+        environment: the tokens after it: tool results, further messages and the generation prompt.
+    """
 
     closing: Tokens
     environment: Tokens
@@ -111,17 +128,17 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The tokens of one turn. At least one of `predicted` and `reported` is needed.
+    """The tokens of one turn. At least one of `predicted` and `reported` is required.
 
     Args:
         number: the turn, from 1.
-        answer: what the model wrote.
-        logprobs: as long as `answer`, or None where the trainer sent none.
-        predicted: what our rendering expects before the answer; None without a tokenizer.
-        reported: the prompt as the trainer reports it, without its first `shared` tokens; None where it does not.
-        policy_version: the policy that wrote the answer.
-        planes: what came beside its tokens.
-        shared: tokens at the start of the reported prompt that are known to be the first ones that the line holds.
+        answer: ids of the completion.
+        logprobs: one per id of `answer`, or None if the trainer sent none.
+        predicted: what the server's rendering expects before the completion; None without a tokenizer.
+        reported: the prompt as the trainer reports it, without its first `shared` tokens; None if it reports none.
+        policy_version: the policy that generated the completion, in the trainer's notation.
+        planes: values that the trainer sent beside the generated tokens, such as expert routing.
+        shared: number of tokens at the start of the reported prompt that are known to equal the ledger's first tokens.
     """
 
     number: int
@@ -135,39 +152,42 @@ class Turn:
 
 
 class LedgerView(Protocol):
-    """The ledger of one conversation, for reading: what samplers are given of it."""
+    """Read-only view of the ledger of one conversation; samplers get it."""
 
     @property
     def gap(self) -> bool:
-        """The tokens of a turn are missing, so that nothing can extend the segment."""
+        """Whether the tokens of a turn are missing, so that no prompt can extend the segment."""
 
     @property
     def origin(self) -> Origin:
-        """Of the segment that the next turn continues; of the first one, as far as it is known, before its first prompt."""
+        """The origin of the segment that the next turn continues, as far as it is known before the first prompt."""
 
     @property
     def tokens(self) -> int:
-        """How many the next prompt is to begin with."""
+        """The number of tokens that the next prompt must begin with."""
 
     def prefix(self) -> Tokens:
-        """A copy of the tokens that the next prompt is to begin with."""
+        """Return a copy of the tokens that the next prompt must begin with."""
 
     def authorship(self) -> Sequence[Span]:
-        """The spans of the held tokens, in a branch with those of the segments that it goes on from."""
+        """Return the spans of these tokens. In a branch they include those inherited from its parent."""
 
     def extends(self, prompt: Tokens) -> bool:
-        """Whether a whole prompt extends what is held. Otherwise its turn opens a segment."""
+        """Return whether a whole prompt extends these tokens. If not, its turn opens a segment."""
 
 
 class ConversationLedger:
-    """The ledger of one conversation. `id` names the segment that its next turn continues, also before that is opened.
+    """The ledger of one conversation.
 
     Args:
-        ledger: where segments go.
-        segment_id: of its first segment.
-        origin: of its first segment, which the first prompt settles.
-        stem: the segment whose first `origin.parent_tokens` tokens it goes on from; None: it begins with nothing.
-        gap: the tokens of at least one turn are missing since the last commit, so that nothing can extend the segment.
+        ledger: the rollout's list of segments.
+        segment_id: the id of its first segment.
+        origin: the origin of its first segment; the first prompt completes it.
+        stem: the segment whose first `origin.parent_tokens` tokens a branch starts with; None starts empty.
+        gap: tokens of at least one turn since the last commit are missing, so that no prompt can extend the segment.
+
+    Attributes:
+        id: the id of the segment that the next turn continues, also before that segment is opened.
     """
 
     def __init__(
@@ -182,49 +202,50 @@ class ConversationLedger:
 
     @property
     def origin(self) -> Origin:
-        """Of the segment that the next turn continues."""
+        """The origin of the segment that the next turn continues."""
         return self._origin if self.segment is None else self.segment.origin
 
     @property
     def tokens(self) -> int:
-        """How many the next prompt is to begin with."""
+        """The number of tokens that the next prompt must begin with."""
         return len(self.segment) if self.segment is not None else self._origin.parent_tokens
 
     def prefix(self) -> Tokens:
-        """What the next prompt is to begin with."""
+        """Return the tokens that the next prompt must begin with."""
         holder = self.segment or self._stem
         return holder.ids(0, self.tokens) if holder is not None else pack_tokens()
 
     def authorship(self) -> Sequence[Span]:
-        """The spans of what is held, by who wrote them."""
+        """Return the spans of these tokens, with their authors."""
         holder = self.segment or self._stem
         return holder.authorship(self.tokens) if holder is not None else ()
 
     def extends(self, prompt: Tokens) -> bool:
-        """Whether a whole prompt extends what is held. Otherwise its turn opens a segment."""
+        """Return whether a whole prompt extends these tokens. If not, its turn opens a segment."""
         return not self.gap and prompt[: self.tokens] == self.prefix()
 
     def branch_origin(self) -> Origin:
-        """Where a line comes from that goes on from what this one holds."""
+        """Return the origin of a branch of this conversation at this point."""
         holder = self.segment or self._stem
         return Origin(SegmentKind.BRANCH, self.id if holder is None else holder.id, self.tokens)
 
     def branch(self) -> ConversationLedger:
-        """A line that goes on from what this one holds."""
+        """Return a ledger that starts with the tokens held here."""
         origin = self.branch_origin()
         return ConversationLedger(
             self._ledger, self._ledger.reserve(), origin, self.segment or self._stem, gap=self.gap
         )
 
     def commit(self, turn: Turn) -> Drift | None:
-        """Adds one turn: what stood before the answer, then the answer. Returns the drift that was found.
+        """Append one turn: the tokens before the completion, then the completion. Return the drift, or None.
 
-        Raises ValueError for a turn without any prompt, for one without a reported prompt after a gap, and for wrong lengths.
+        Raises ValueError for a turn without any prompt, for one without a reported prompt after a gap, and for lengths that do not
+        match.
         """
         if turn.logprobs is not None and len(turn.logprobs) != len(turn.answer):
-            raise ValueError("as many logprobs as tokens are needed")
+            raise ValueError("the numbers of logprobs and of tokens differ")
         if not 0 <= turn.shared <= self.tokens:
-            raise ValueError("a prompt cannot share more tokens than are held")
+            raise ValueError("the prompt shares more tokens than the ledger holds")
         segment, drift = self._add_prompt(turn)
         self.gap = False
         segment.verified = segment.verified and turn.reported is not None
@@ -234,6 +255,7 @@ class ConversationLedger:
 
     def _add_prompt(self, turn: Turn) -> tuple[Segment, Drift | None]:
         segment = self.segment
+        # Fast path: the sampler compared the history already, so the whole prompt need not be rebuilt in each turn.
         if segment is not None and turn.reported is not None and turn.shared == len(segment) and not self.gap:
             return segment, _extend(segment, turn, turn.reported)
         turn = self._in_full(turn)
@@ -251,13 +273,13 @@ class ConversationLedger:
         return self._open(Origin(SegmentKind.DRIFT, segment.id, drift.index), turn.reported, turn.number), drift
 
     def _in_full(self, turn: Turn) -> Turn:
-        """The same turn with all tokens of its reported prompt."""
+        """Return the turn with all tokens of its reported prompt."""
         if turn.reported is None or not turn.shared:
             return turn
         return replace(turn, reported=self.prefix()[: turn.shared] + turn.reported, shared=0)
 
     def _begin(self, turn: Turn) -> tuple[Segment, Drift | None]:
-        """Opens the first segment, with what was held before it as part of its prompt."""
+        """Open the first segment. In a branch, its prompt starts with the parent's tokens."""
         prefix, prompt, drift = self.prefix(), turn.reported, None
         if prompt is None:
             predicted = _need(turn.predicted)
@@ -276,20 +298,23 @@ class ConversationLedger:
         return self._open(origin, prompt, turn.number, self._inherited(turn, prompt)), drift
 
     def _inherited(self, turn: Turn, prompt: Tokens) -> Sequence[Span]:
-        """The spans of a branch's first prompt: those that the stem had, and what was added. None where it does not extend them."""
+        """Return the spans of a branch's first prompt: the parent's and the added ones; none if it does not extend the parent."""
         if self._stem is None or not self.extends(prompt):
             return ()
-        held = self.tokens
+        length = self.tokens
         closing = turn.predicted.closing if turn.predicted is not None else pack_tokens()
-        cut = held + len(closing) if prompt[held : held + len(closing)] == closing else held
-        added = (MaskReason.CLOSING, held, cut), (MaskReason.ENVIRONMENT, cut, len(prompt))
+        cut = length + len(closing) if prompt[length : length + len(closing)] == closing else length
+        added = (MaskReason.CLOSING, length, cut), (MaskReason.ENVIRONMENT, cut, len(prompt))
         spans = [Span(Author.OTHER, reason, turn.number, start, stop) for reason, start, stop in added if start < stop]
         return (*self.authorship(), *spans)
 
     def _open_after_gap(self, segment: Segment | None, turn: Turn) -> Segment:
-        """Opens a segment with the whole prompt. A prediction starts where the unknown turn ended, so it predicts nothing here."""
+        """Open a segment with the whole prompt.
+
+        A prediction starts at the end of the turn whose tokens are unknown, so it cannot be compared with this prompt.
+        """
         if turn.reported is None:
-            raise ValueError("after a gap a reported prompt is needed")
+            raise ValueError("after a gap the trainer must report its prompt")
         shared = first_difference(self.prefix(), turn.reported)
         origin = replace(self._origin, parent_tokens=shared)
         if segment is not None:
@@ -297,6 +322,7 @@ class ConversationLedger:
         return self._open(origin, turn.reported, turn.number)
 
     def _open(self, origin: Origin, prompt: Tokens, turn: int, inherited: Sequence[Span] = ()) -> Segment:
+        # The first segment takes the id under which records already refer to this conversation.
         self.id = self.id if self.segment is None else self._ledger.reserve()
         self.segment = Segment(self.id, origin, inherited)
         self.segment.append_masked(prompt, MaskReason.PROMPT, turn)
@@ -305,7 +331,11 @@ class ConversationLedger:
 
 
 class Ledger:
-    """The segments of a rollout, nearly always one."""
+    """The segments of a rollout, nearly always one.
+
+    Attributes:
+        main: the ledger of the first conversation.
+    """
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -314,30 +344,30 @@ class Ledger:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """In the order in which they were opened."""
+        """The segments in the order in which they were opened."""
         return tuple(self._segments)
 
     def open(self, origin: Origin) -> ConversationLedger:
-        """A line that begins with nothing."""
+        """Return the ledger of a new, empty conversation."""
         return ConversationLedger(self, self.reserve(), origin)
 
     @property
     def next_id(self) -> str:
-        """The id that is given out next."""
+        """The id that `reserve` returns next."""
         return str(self._reserved)
 
     def reserve(self) -> str:
-        """An id that no other segment has. It stays unused where no turn comes."""
+        """Return a new segment id. It stays unused if the conversation has no turn."""
         segment_id, self._reserved = self.next_id, self._reserved + 1
         return segment_id
 
     def add(self, segment: Segment) -> None:
-        """A segment was opened."""
+        """Append a segment that was opened."""
         self._segments.append(segment)
 
 
 def _extend(segment: Segment, turn: Turn, environment: Tokens) -> Drift | None:
-    """Adds what a prompt that extends the segment holds beyond it."""
+    """Append what a prompt that extends the segment adds to it. Return the drift, or None."""
     predicted = turn.predicted
     expected = predicted.closing + predicted.environment if predicted is not None else environment
     if predicted is not None and environment == expected:
@@ -357,7 +387,7 @@ def _add_environment(segment: Segment, predicted: Prediction, turn: int) -> None
 
 
 def _divergence(segment: Segment, length: int, turn: Turn) -> Drift:
-    """The drift between the first `length` tokens of a segment and the prompt."""
+    """Return the drift between the first `length` tokens of a segment and a prompt that does not extend them."""
     reported = turn.reported if turn.reported is not None else pack_tokens()
     index = first_difference(segment.ids(0, length), reported)
     if index == len(reported):

@@ -1,18 +1,19 @@
-"""The machine: the referee between an agent, a trainer and the tools.
+"""The state machine of one rollout.
 
-Theory. An agent says what it wants (`request_completion`, `start_calls`), the world says what happened (an answer, a tool's
-result, a timer, a cancel), and all of it is written down as one list of records. The machine reads records and nothing else:
-the state of a rollout is a fold over its log, so the same records give the same outcome, and a log can be replayed. It holds
-no clock and does no I/O; whoever drives it performs what `Asked` and `ToolStarted` want and comes back with the result.
+Theory. The agent states intents (`request_completion`, `start_calls`). The outside world returns results: a completion, a tool
+result, a timeout, a cancellation. All of it is written down as one list of records. The machine reads records and nothing else:
+the state of a rollout is a fold over its log. So the same records give the same outcome, and a log can be replayed. The machine
+has no clock and does no I/O. Its driver performs what `Asked` and `ToolStarted` request, and comes back with the result.
 
-A rollout has conversations, nearly always one (`core.conversation` has their states). Records name a conversation by a segment of
-it, or by a turn, and several may wait for their answers at the same time. What they use up is the rollout's, and so is its
-outcome, whose messages are those of the main conversation: the first one, or what took its place as its compaction.
+A rollout has one or more conversations (`core.conversation` lists their states). A record refers to a conversation by one of its
+segments, or by a turn. Several conversations may wait for completions at the same time. Usage and outcome belong to the rollout.
+The outcome's messages are those of the main conversation: the first one, or its compaction.
 
-Laws (tests/core/test_machine.py): each intent takes its own result and nothing else; no new intent once a limit is met; exactly one
-outcome, which always holds messages, ledger and metrics so far; the same records give the same outcome.
+Laws (docs/design.md; tested in tests/core/test_machine.py): an intent accepts its own result and nothing else; no new intent once
+a limit is met; exactly one outcome, which always has the messages, ledger and metrics so far; the same records give the same
+outcome.
 
-A record that does not fit the state is a fault in our code, never of a trainer or an author: `IllegalRecord`.
+A record that does not fit the state raises `IllegalRecord`. It is always a bug of this server, never of a trainer or an author.
 """
 
 from __future__ import annotations
@@ -52,18 +53,24 @@ _FORKS = (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)
 
 
 class IllegalRecord(Exception):
-    """A record that does not fit the state it meets: our fault."""
+    """A record does not fit the machine's state: a bug of this server."""
 
 
 @dataclass(frozen=True, slots=True)
 class LimitReached:
-    """Why an intent is not possible: a limit is met."""
+    """The reply to an intent that a limit forbids; `stop` is how the rollout ends."""
 
     stop: Stop
 
 
 class Machine:
-    """One rollout. `accept` is the only way in."""
+    """The state of one rollout. `accept` is the only method that changes it.
+
+    Args:
+        uid: the server's id of the rollout; part of every turn key.
+        messages: the conversation that the rollout starts with.
+        limits: the limits in force, after `settle`.
+    """
 
     def __init__(self, uid: str, messages: Sequence[Message], limits: Limits) -> None:
         self.uid = uid
@@ -81,42 +88,47 @@ class Machine:
 
     @property
     def state(self) -> State:
-        """Where the main conversation is, or that the rollout has ended."""
+        """The state of the main conversation, or ENDED."""
         return self.main.state if self._outcome is None else State.ENDED
 
     @property
     def messages(self) -> Sequence[Message]:
-        """The main conversation so far. Only the machine adds to it."""
+        """The messages of the main conversation so far. Only the machine may add to them."""
         return self.main.messages
 
     @property
     def metrics(self) -> Metrics:
-        """What was used so far."""
+        """Resource use so far."""
         return self._usage.metrics
 
     @property
     def outcome(self) -> Outcome | None:
-        """The terminal value, once there is one."""
+        """The outcome, or None while the rollout runs."""
         return self._outcome
 
     @property
     def size(self) -> int:
-        """About how many bytes the rollout holds: messages and tokens, each in the log and in what was made of it."""
+        """Approximate memory of the rollout in bytes. Text counts twice, for log and conversation; a token counts 16 bytes."""
         return 2 * self._usage.bytes + self._usage.observed + 16 * sum(len(segment) for segment in self.ledger.segments)
 
     def find(self, record: Record) -> Conversation:
-        """The conversation that an accepted record belongs to; the main one where it says nothing of it."""
+        """Return the conversation that an accepted record belongs to; the main one if the record names none."""
         named = self._conversations.get(getattr(record, "segment_id", ""))
         return named or self.of_turn(getattr(record, "turn", 0))
 
     def of_turn(self, turn: int) -> Conversation:
-        """The conversation that asked for a turn; the main one where none did."""
+        """Return the conversation of a turn; the main one for an unknown turn."""
         return self._turns.get(turn, self.main)
 
     def request_completion(
         self, conversation: Conversation | None = None, sampling: Sampling | None = None
     ) -> Asked | LimitReached:
-        """What a completion at this point would be, or why there is none to be. `sampling` as in `Asked`."""
+        """Return the record that would request a completion now, or the limit that forbids it. Changes nothing.
+
+        Args:
+            conversation: the conversation to continue; None is the main one.
+            sampling: the sampling parameters of this turn; None uses those of the spec.
+        """
         met = self._usage.met(self.turn)
         if met is not None:
             return LimitReached(self._stop(met))
@@ -129,7 +141,7 @@ class Machine:
     def start_calls(
         self, calls: Iterable[ToolCall], conversation: Conversation | None = None
     ) -> tuple[ToolStarted, ...] | LimitReached:
-        """What running these calls would be, or why they do not run."""
+        """Return the records that would start these tool calls, or the limit that forbids them. Changes nothing."""
         caller = conversation or self.main
         met = self._usage.met_by_calls(caller.calls)
         if met is not None:
@@ -138,17 +150,20 @@ class Machine:
         return tuple(ToolStarted(caller.turn, index, call, caller.id) for index, call in enumerate(calls, start=first))
 
     def fork(self, kind: SegmentKind, messages: tuple[Message, ...] = (), of: Conversation | None = None) -> Forked:
-        """What opening a conversation at this point would be. A branch has the messages of the one that it is forked of."""
+        """Return the record that would open a conversation now. Changes nothing. A branch has the messages of its parent."""
         forked = of or self.main
         origin = forked.line.branch_origin() if kind is SegmentKind.BRANCH else Origin(kind, forked.id)
         return Forked(self.ledger.next_id, forked.id, origin, len(messages or forked.messages), messages)
 
     def natural_stop(self) -> Stop:
-        """How a rollout ends whose agent has nothing more to do: a token limit that was met goes first."""
+        """Return the stop of a rollout whose agent has finished. A token limit that is met is the reason, otherwise "stop"."""
         return self._stop(self._usage.met() or "stop")
 
     def accept(self, record: Input) -> tuple[Record, ...]:
-        """Applies a record. Returns what belongs into the log: what follows from it, then the record. Raises `IllegalRecord`."""
+        """Apply a record. Return what belongs in the log: the records that follow from it, then the record itself.
+
+        Raises `IllegalRecord` if the record does not fit the state.
+        """
         if self._outcome is not None:
             raise IllegalRecord(f"{type(record).__name__} after the end")
         follows: tuple[Consequence, ...] = ()
@@ -206,34 +221,35 @@ class Machine:
 
     def _apply_answered(self, record: Answered) -> tuple[tuple[Consequence, ...], Answered]:
         conversation = self._turns.get(record.turn, self.main)
-        held = conversation.line.tokens
-        fits = conversation.state is State.ASKING and record.turn == conversation.turn and 0 <= record.shared <= held
+        length = conversation.line.tokens  # before the commit below, which changes it
+        fits = conversation.state is State.ASKING and record.turn == conversation.turn and 0 <= record.shared <= length
         self._require(fits, record, conversation)
         follows = self._commit(conversation, record)
         self._usage.add_completion(record, conversation.line)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
         opened = [consequence.origin for consequence in follows if isinstance(consequence, SegmentOpened)]
-        extends = all(o.kind is SegmentKind.BRANCH and o.parent_tokens == held for o in opened)
-        logged = _compact(record, held) if extends else record
+        # A branch opens its first segment with its first turn. If it kept all tokens of the parent, its prompt extends them too.
+        extends = all(o.kind is SegmentKind.BRANCH and o.parent_tokens == length for o in opened)
+        logged = _compact(record, length) if extends else record
         conversation.complete_turn(logged)
         return follows, logged
 
     def _commit(self, conversation: Conversation, record: Answered) -> tuple[Consequence, ...]:
-        answer, line = record.token_ids, conversation.line
-        if answer is None or (record.reported is None and (record.predicted is None or line.gap)):
+        ids, line = record.token_ids, conversation.line
+        if ids is None or (record.reported is None and (record.predicted is None or line.gap)):
             self._skip(conversation, record)
             return ()
-        late = line.gap and line.segment is None
+        late = line.gap and line.segment is None  # earlier turns had no ids, and this one opens the first segment
         ledger_id, segments = line.id, len(self.ledger.segments)
         prompt = record.predicted, record.reported
-        turn = Turn(record.turn, answer, record.logprobs, *prompt, record.policy_version, record.planes, record.shared)
+        turn = Turn(record.turn, ids, record.logprobs, *prompt, record.policy_version, record.planes, record.shared)
         try:
             drift = line.commit(turn)
         except ValueError as error:
             raise IllegalRecord(f"turn {record.turn}: {error}") from error
         if late:
             self._warn_of_gap(
-                record.turn, "the answers before this turn came without ids: they are part of its masked prompt"
+                record.turn, "the completions before this turn had no token ids; they are part of its masked prompt"
             )
         follows: list[Consequence] = []
         if drift is not None:
@@ -249,7 +265,7 @@ class Machine:
     def _skip(self, conversation: Conversation, record: Answered) -> None:
         if conversation.line.segment is not None and not conversation.line.gap:
             missing = "token_ids" if record.token_ids is None else "prompt_token_ids"
-            self._warn_of_gap(record.turn, f"the trainer sent no {missing}, so the turn is in no training sample")
+            self._warn_of_gap(record.turn, f"the trainer sent no {missing}, so no training sample contains the turn")
         conversation.line.gap = True
 
     def _warn_of_gap(self, turn: int, text: str) -> None:
@@ -284,6 +300,7 @@ class Machine:
         forked, kind = self._named_conversation(record.of, record), record.origin.kind
         branches, open_ = kind is SegmentKind.BRANCH, forked.state is State.OPEN
         self._require(kind in _FORKS and bool(record.messages) is not branches, record, forked)
+        # `tools` is informative: the machine does not know the tools, so `fork` leaves them out.
         self._require(replace(record, tools=()) == self.fork(kind, record.messages, forked), record, forked)
         self._require(open_ or (kind is SegmentKind.SUBAGENT and forked.state is not State.CLOSED), record, forked)
         opened = forked.branch() if branches else Conversation(self.ledger.open(record.origin), record.messages)
@@ -301,7 +318,7 @@ class Machine:
         conversation.state = State.CLOSED
 
     def has_completed(self, turn: int) -> bool:
-        """Whether a turn was asked for and does not wait for its answer."""
+        """Return whether a turn was requested and is not open any more."""
         conversation = self._turns.get(turn)
         return conversation is not None and (conversation.state is not State.ASKING or conversation.turn != turn)
 
@@ -316,6 +333,7 @@ class Machine:
             conversation.resampled = record
 
     def _apply_ended(self, record: Ended) -> None:
+        # One conversation has several keys, one per segment; `dict.fromkeys` removes duplicates and keeps the order.
         for conversation in dict.fromkeys(self._conversations.values()):
             if conversation.state is State.ASKING:
                 self._warn_of_resampling(conversation)
@@ -331,7 +349,7 @@ class Machine:
         )
 
     def _warn_of_resampling(self, conversation: Conversation) -> None:
-        """No answer comes to tell of it."""
+        """Turn the note into a warning here, because the open turn will have no completion that carries it."""
         if conversation.resampled is not None:
             self._warnings.append(Warned(RESAMPLED, conversation.resampled.text, conversation.turn))
 
@@ -345,15 +363,15 @@ class Machine:
             raise IllegalRecord(f"{record!r} in state {conversation.state.value}, turn {conversation.turn}")
 
 
-def _compact(record: Answered, held: int) -> Answered:
-    """The answer as it is logged: without the tokens of its prompt that the segment holds anyway."""
+def _compact(record: Answered, length: int) -> Answered:
+    """Return the completion as it is logged: without the first `length` prompt tokens, which the segment contains."""
     if record.token_ids is None or record.reported is None or record.shared:
         return record
-    return replace(record, reported=record.reported[held:], shared=held)
+    return replace(record, reported=record.reported[length:], shared=length)
 
 
 def replay(machine: Machine, records: Iterable[Record]) -> Machine:
-    """Feeds a log to a fresh machine. Raises `IllegalRecord` where what follows is not what the log says."""
+    """Feed a log to a fresh machine. Raises `IllegalRecord` if the machine derives other records than the log contains."""
     logged: list[Record] = []
     for record in records:
         if isinstance(record, SegmentOpened | DriftFound):

@@ -1,7 +1,7 @@
 """Messages as JSON text, carried verbatim (D13).
 
-A message is never parsed and written again: key order, white space, unknown keys, large integers and the difference between
-absent, null and empty all survive. Parsing happens beside the text, where somebody needs to know what it says.
+A message is never parsed and serialised again. So key order, white space, unknown keys, large integers, and the difference between
+absent, null and empty all survive. The text is parsed only where the server needs a field.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON
 
 MAX_DEPTH = 256
 MAX_VALUES = 100_000
-"""JSON values of one request: a value takes two bytes as text, and hundreds where it is parsed."""
+"""Maximum number of JSON values in one request. A value can be 2 bytes of text, but takes hundreds of bytes once parsed."""
 _MAX_DIGITS = 4300
-# Possessive, and content with a string that is not closed: it never goes back.
+# Possessive quantifiers, and an unclosed string matches too: no backtracking, so the time is linear for any input.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[][{}]', re.DOTALL)
-# What is a text of JSON, and what stands between two.
+# A JSON string, or the text between two strings.
 _PARTS = re.compile(rb'[^"]++|"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _QUOTE = ord('"')
 _NO_SEPARATORS = bytes(code for code in range(256) if code not in b",[{")
@@ -30,12 +30,15 @@ _PIECE = 1024 * 1024
 
 
 class MalformedMessage(ValueError):
-    """The text is not a message. The text of the error says why."""
+    """The text is not a valid message; the error's text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it. `arguments` is text, usually JSON, or the object that a trainer had already parsed."""
+    """A tool call as the model wrote it.
+
+    `arguments` is text, usually JSON, or an object if the trainer had parsed it already.
+    """
 
     id: str
     name: str
@@ -44,19 +47,19 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message: its JSON text, and its role."""
+    """One message: its JSON text and its role."""
 
     text: str
     role: str
 
     @classmethod
     def parse(cls, text: str) -> Message:
-        """Takes a JSON object with a non-blank string under "role". Raises `MalformedMessage`."""
+        """Parse a JSON object with a non-blank string under "role". Raises `MalformedMessage`."""
         return cls.parsed(text, parse_object(text))
 
     @classmethod
     def parsed(cls, text: str, fields: Mapping[str, JSON]) -> Message:
-        """The message whose text says `fields`. Raises `MalformedMessage`."""
+        """Return the message of a text whose parsed form is `fields`. Raises `MalformedMessage`."""
         role = fields.get("role")
         if not isinstance(role, str) or not role.strip():
             raise MalformedMessage('"role" is missing or not a string')
@@ -64,17 +67,17 @@ class Message:
 
     @classmethod
     def write(cls, fields: Mapping[str, JSON]) -> Message:
-        """Writes a message of our own. Halves of surrogate pairs, which UTF-8 does not have, become question marks."""
+        """Serialise a message of the server or an agent. Lone surrogates, which UTF-8 cannot encode, become question marks."""
         text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
         return cls.parse(text.encode("utf-8", "replace").decode("utf-8"))
 
     def fields(self) -> Mapping[str, JSON]:
-        """What the text says. Parsed anew at each call."""
+        """Parse the text. Each call parses it again."""
         return parse_object(self.text)
 
 
 def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
-    """The calls of an assistant message, in order. Raises `MalformedMessage` naming the field."""
+    """Return the tool calls of an assistant message, in order. Raises `MalformedMessage`, which names the field."""
     calls = fields.get("tool_calls")
     if calls is None:
         return ()
@@ -90,7 +93,10 @@ def parse_json(
     parse_float: Callable[[str], JSON] = float,
     parse_pairs: Callable[[list[tuple[str, JSON]]], JSON] | None = None,
 ) -> JSON:
-    """Parses JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON. Raises `MalformedMessage`."""
+    """Parse JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON, and more than `MAX_DEPTH` levels.
+
+    Raises `MalformedMessage`.
+    """
     if _is_deep(text):
         raise MalformedMessage(f"nested more than {MAX_DEPTH} levels deep")
     try:
@@ -107,19 +113,19 @@ def parse_json(
 
 
 def utf8_length(text: str) -> int:
-    """Bytes of a text in UTF-8; halves of surrogate pairs have three."""
+    """Return the length of a text in UTF-8 bytes. A lone surrogate counts as three bytes."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 def has_more_values(data: bytes, most: int) -> bool:
-    """Whether some JSON holds more than `most` values. Its separators are counted, and nothing is built."""
-    # Those within strings among them, which nearly always are few.
+    """Return whether JSON text contains more than `most` values. Counts separators and builds no objects."""
+    # The cheap count includes separators inside strings, so it is an upper bound. Only if it is too high are strings skipped.
     return _separators(data) > most and _values(data, most) > most
 
 
 def first_too_many(texts: Sequence[str], most: int = MAX_VALUES) -> int | None:
-    """The index of the JSON text with which all of them hold more than `most` values; None where they do not."""
-    # Those within strings among them, which nearly always are few.
+    """Return the index of the JSON text at which the total number of values exceeds `most`, or None if it never does."""
+    # An upper bound, see `has_more_values`.
     if sum(text.count(",") + text.count("[") + text.count("{") for text in texts) <= most:
         return None
     values = 0
@@ -131,26 +137,30 @@ def first_too_many(texts: Sequence[str], most: int = MAX_VALUES) -> int | None:
 
 
 def _values(data: bytes, most: int) -> int:
-    """The values of some JSON: each follows a comma, or begins a list or an object. Some number above `most`: there are more."""
+    """Count the values of JSON text outside strings: each follows a comma or opens a list or an object.
+
+    Stops early and returns `most + 1` if there are more.
+    """
     found = 0
     for number, part in enumerate(_PARTS.finditer(data)):
         text = part[0]
         if text[0] != _QUOTE:
             found += _separators(text)
-        if found > most or number > 4 * most:  # a value has at most a name and a text, and something beside each
+        # A value has at most two strings, its key and itself, and some text between them: four parts.
+        if found > most or number > 4 * most:
             return most + 1
     return found
 
 
 def _separators(data: bytes) -> int:
-    """How many there are, found in one pass. Piece by piece, since another thread gets the GIL only in between."""
+    """Count commas and opening brackets in one pass, in pieces, because `translate` holds the GIL for a whole piece."""
     if len(data) <= _PIECE:
         return len(data.translate(None, _NO_SEPARATORS))
     return sum(_separators(data[at : at + _PIECE]) for at in range(0, len(data), _PIECE))
 
 
 def _is_deep(text: str) -> bool:
-    """Whether JSON is nested deeper than is read, which must not depend on how deep the caller's stack is."""
+    """Return whether JSON is nested deeper than `MAX_DEPTH`. The parser's own limit would depend on the caller's stack depth."""
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return False
     depth = 0
@@ -162,7 +172,7 @@ def _is_deep(text: str) -> bool:
 
 
 def parse_object(text: str) -> dict[str, JSON]:
-    """Parses one JSON object. Integers that Python does not convert, over 4,300 digits, read as infinite.
+    """Parse one JSON object. Integers of more than 4,300 digits, which Python does not convert, become infinite.
 
     Raises `MalformedMessage`.
     """

@@ -1,4 +1,4 @@
-"""How rollouts end: the one terminal value."""
+"""The outcome: how a rollout ended and its results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_server.core.message import Message
 
 
 class Category(Enum):
-    """What kind of thing went wrong."""
+    """The kind of a failure. `FailureCategory` in the proto file describes the values."""
 
     TOKENIZER = "tokenizer"
     NETWORK = "network"
@@ -32,7 +32,12 @@ class Category(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The rollout came to its end. `reason` is "stop", "max_turns", "max_tokens", "max_bytes" or an agent's own word."""
+    """The rollout completed.
+
+    Args:
+        reason: "stop", "max_turns", "max_tokens", "max_bytes", or the agent's reason given to `run.finish`.
+        truncated: whether the last completion was cut by a length limit.
+    """
 
     reason: str
     truncated: bool = False
@@ -40,7 +45,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The rollout went wrong. The message says what was wrong, where, and what to do; it shows none of our insides."""
+    """The rollout failed.
+
+    Args:
+        category: the kind of failure.
+        message: what was wrong, where, and what to do; without internals of the server.
+        turn: the turn in which it happened; 0 before the first.
+        http_status: the status that a trainer or engine answered with, if that was the cause.
+    """
 
     category: Category
     message: str
@@ -50,7 +62,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """Somebody ended the rollout."""
+    """The rollout was cancelled by a caller."""
 
     reason: str
 
@@ -60,7 +72,7 @@ End: TypeAlias = "Stop | Failure | Cancellation"
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that did not end the rollout but that its user should know. `code` is a stable word."""
+    """A problem that did not end the rollout. `code` is a stable word; `index` is a token index, if there is one."""
 
     code: str
     message: str
@@ -70,7 +82,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What a rollout used; times in milliseconds, see `Metrics` in the contract."""
+    """Resource use of a rollout. Times are in milliseconds; the fields are described at `Metrics` in the proto file."""
 
     total_ms: float = 0.0
     completion_ms: float = 0.0
@@ -87,7 +99,13 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """What the agent says of a rollout that came to its end."""
+    """The reward of a rollout that completed, as `Agent.reward` returns it.
+
+    Args:
+        reward: a finite number, or None for no reward.
+        scores: up to 1,000 named numbers, for example the components of the reward. Names have at most 256 characters.
+        extra_json: further results as one JSON object of at most 1 MiB characters; empty for none.
+    """
 
     reward: float | None = None
     scores: Mapping[str, float] | None = None
@@ -96,7 +114,7 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The one terminal value of a rollout: always with messages, ledger and metrics so far."""
+    """The single terminal value of a rollout, always with the messages, ledger and metrics so far."""
 
     end: End
     messages: tuple[Message, ...]

@@ -1,7 +1,7 @@
-"""Records: the inputs of a rollout's machine, in order (D1).
+"""Records: the inputs of a rollout's state machine, in order (D1).
 
-An event is the view of a record, and its sequence number is the record's place in the log, from 1. `Asked` and `ToolStarted`
-are also intents: records that wait for their result.
+An event is a view of a record. Its sequence number is the record's position in the log, from 1. `Asked` and `ToolStarted` are also
+intents: they wait for their result.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling
 
 RESAMPLED: Final = "resampled"
-"""The code of notes and warnings on a turn that may have been generated more than once (D8)."""
+"""Code of notes and warnings about a turn that may have been generated more than once (D8)."""
 
 FIRST: Final = "0"
-"""The segment that a rollout begins with. Any segment that a conversation had stands for the conversation."""
+"""Id of a rollout's first segment. Any segment of a conversation identifies the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The rollout was accepted."""
+    """The server accepted the rollout; `messages` is the number of messages it starts with."""
 
     messages: int
     agent: str
@@ -33,9 +33,14 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A completion is wanted. `turn_key` stays the same on each attempt; `messages` counts the conversation.
+    """The agent requests a completion.
 
-    `sampling` is how the model samples in this turn, whole; None: as the rollout's spec says.
+    Args:
+        turn: the number of the turn, from 1.
+        segment_id: the segment that the turn continues.
+        turn_key: the idempotency key of the turn, `uid/segment/turn`; equal for all attempts.
+        messages: the number of messages in the conversation.
+        sampling: all sampling parameters of this turn; None uses those of the spec.
     """
 
     turn: int
@@ -47,28 +52,28 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The trainer answered the open `Asked`.
+    """The completion of an open turn arrived.
 
     Args:
-        message: the answer, verbatim.
-        finish_reason: the trainer's word; empty: none.
-        token_ids: the sampled tokens; None where the trainer sends none.
-        logprobs: as long as `token_ids`; None: unknown.
-        predicted: what our rendering expected to stand before the answer.
-        reported: the prompt as the trainer reports it, without its first `shared` tokens; None: it reports none.
-        shared: tokens at the start of the prompt that equal the segment so far; the machine leaves them out of the log, which
-            would otherwise grow with the square of the turns.
-        mask_length: length of the mask that was sent; None: none was.
-        attempts: requests that were sent.
-        elapsed_ms: from the first request to the answer.
-        usage: prompt and completion tokens as the trainer counts them, where it sends no ids.
-        policy_version: the policy that answered, in the trainer's words.
-        notes: what the edge noticed about the answer, as (code, text).
-        tool_calls: how many calls the answer holds.
-        planes: what came beside the sampled tokens.
-        extra_json: further fields of the trainer's, one JSON object, or empty.
-        around: text around the place where the reported prompt parts from what was expected: ours, then the trainer's. Both
-            are empty where it does not, or where nobody can tell.
+        message: the assistant message, verbatim.
+        finish_reason: as the trainer sent it; empty if it sent none.
+        token_ids: ids of the completion; None if the trainer sends none.
+        logprobs: one per id of `token_ids`; None if unknown.
+        predicted: what the server's rendering expected before the completion.
+        reported: ids of the prompt as the trainer reports it, without the first `shared` ones; None if it reports none.
+        shared: number of prompt tokens at the start that equal the segment so far. The machine removes them from the log, whose
+            size would otherwise grow quadratically with the number of turns.
+        mask_length: length of the response mask that was sent; None if none was sent.
+        attempts: number of requests that were sent.
+        elapsed_ms: milliseconds from the first request to the completion.
+        usage: numbers of prompt and completion tokens by the trainer's count, used where it sends no ids.
+        policy_version: the policy that generated the completion, in the trainer's notation.
+        notes: warnings about the completion, as (code, text).
+        tool_calls: number of tool calls in the completion.
+        around: text around the first token that differs from the prediction: expected, then reported. Both are empty without a
+            difference, or if it cannot be located.
+        planes: per-token values beside `token_ids`.
+        extra_json: further fields of the trainer, as one JSON object; empty for none.
     """
 
     turn: int
@@ -101,7 +106,7 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """A tool call is to run. `index` is its place among the calls of the turn, from 0."""
+    """A tool call starts. `index` is its position among the calls of the turn, from 0."""
 
     turn: int
     index: int
@@ -111,7 +116,7 @@ class ToolStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolReturned:
-    """A tool call ended with a message for the model; `failed` says that it is an error text."""
+    """A tool call returned a message for the model. If `failed`, its content is an error text."""
 
     turn: int
     index: int
@@ -127,12 +132,12 @@ class Forked:
     """The agent opened a conversation.
 
     Args:
-        segment_id: its own.
-        of: the segment of the conversation that was forked.
-        origin: where its first segment comes from, as far as that is known before its first prompt.
-        count: how many messages it begins with.
-        messages: those that the agent gave; none for a branch, which has those of the conversation that was forked.
-        tools: the names of those that its model is told.
+        segment_id: the first segment of the new conversation.
+        of: a segment of the conversation that was forked.
+        origin: origin of the first segment, as far as it is known before the first prompt.
+        count: number of messages that the new conversation starts with.
+        messages: messages given by the agent; empty for a branch, which has those of its parent.
+        tools: names of the tools in the new conversation's chat template.
     """
 
     segment_id: str
@@ -145,7 +150,7 @@ class Forked:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The agent stopped waiting for the open `Asked` of a conversation that it had forked, which is closed with it."""
+    """The agent stopped waiting for the open turn of a conversation that it had forked. The conversation is closed."""
 
     turn: int
     segment_id: str
@@ -153,12 +158,12 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The agent took something from the world beside its trainer and tools. A replay is told the same.
+    """The agent used the clock, randomness or a side effect. The result is recorded, so that a replay returns the same.
 
     Args:
         what: "now", "random" or "once".
-        value_json: what it was: a time in ISO 8601, a seed, or the result of the agent's function.
-        segment_id: of the conversation whose `Run` was asked.
+        value_json: the result as JSON: a time in ISO 8601, a seed, or what the agent's function returned.
+        segment_id: the conversation of the `Run` that was called.
     """
 
     what: str
@@ -168,7 +173,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The author takes what the model wrote in a turn out of the training. `reason` is for a person."""
+    """The agent's author masked the completion of a turn out. `reason` is for people."""
 
     turn: int
     reason: str
@@ -176,7 +181,7 @@ class Masked:
 
 @dataclass(frozen=True, slots=True)
 class SegmentOpened:
-    """A segment began. Follows from an `Answered`."""
+    """A segment was opened. Follows from an `Answered`."""
 
     turn: int
     segment_id: str
@@ -186,7 +191,7 @@ class SegmentOpened:
 
 @dataclass(frozen=True, slots=True)
 class DriftFound:
-    """The trainer's prompt is not what was expected. Follows from an `Answered`, whose `around` it has."""
+    """The trainer's prompt differs from the prediction. Follows from an `Answered`, and has its `around`."""
 
     turn: int
     segment_id: str
@@ -195,15 +200,15 @@ class DriftFound:
 
     @property
     def text(self) -> str:
-        """What was found, for a person."""
-        drift, (ours, theirs) = self.drift, self.around
-        text = f"turn {self.turn}: the trainer's prompt parts from ours at token {drift.index} ({drift.kind.value})"
-        return f"{text}: expected {ours!r}, reported {theirs!r}" if ours or theirs else text
+        """A description of the drift, for people."""
+        drift, (expected, reported) = self.drift, self.around
+        text = f"turn {self.turn}: the trainer's prompt differs from the prediction at token {drift.index} ({drift.kind.value})"
+        return f"{text}: expected {expected!r}, reported {reported!r}" if expected or reported else text
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """The agent or the server remarks something. `code` is a stable word."""
+    """A remark of the agent or the server. `code` is a stable word."""
 
     turn: int
     code: str
@@ -212,7 +217,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The rollout ends. Always the last record. Times in milliseconds."""
+    """The rollout ended. Always the last record. Times are in milliseconds."""
 
     end: End
     reward_result: RewardResult = RewardResult()
@@ -221,7 +226,7 @@ class Ended:
 
 
 Deed: TypeAlias = "Forked | GivenUp | Observed | Masked"
-"""What an agent does beside turns and tool calls."""
+"""What an agent does besides turns, messages and tool calls."""
 
 Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Ended"
 Consequence: TypeAlias = "SegmentOpened | DriftFound"

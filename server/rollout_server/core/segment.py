@@ -1,4 +1,4 @@
-"""A segment of the ledger: a stretch in which every prompt extends the last, and one training sample."""
+"""A segment of the ledger: a stretch of a conversation that only grows, and one training sample."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _Sequence = TypeVar("_Sequence", "array[int]", str)
 
 
 def pack_tokens(ids: Iterable[int] = ()) -> Tokens:
-    """Packs token ids. Raises OverflowError for ids outside 32 bits."""
+    """Pack token ids. Raises OverflowError for an id outside 0 to 2^32 - 1."""
     return array("I", ids)
 
 
 def pack_logprobs(values: Iterable[float] = ()) -> Logprobs:
-    """Packs logprobs."""
+    """Pack logprobs as 32-bit floats."""
     return array("f", values)
 
 
@@ -34,14 +34,18 @@ def _zeros(count: int) -> Logprobs:
 
 
 class Author(Enum):
-    """Who wrote a token."""
+    """Who wrote a token: the model, or anyone else (prompt, tools, chat template)."""
 
     MODEL = "model"
     OTHER = "other"
 
 
 class MaskReason(Enum):
-    """Why a span does not train."""
+    """Why a span is masked.
+
+    PROMPT: before the first completion. ENVIRONMENT: between two completions. CLOSING: a stop token that the model did not
+    generate and the server added. AUTHOR: generated, but masked out by the agent's author.
+    """
 
     PROMPT = "prompt"
     ENVIRONMENT = "environment"
@@ -50,7 +54,11 @@ class MaskReason(Enum):
 
 
 class SegmentKind(Enum):
-    """How a segment came to be."""
+    """Why a segment was opened.
+
+    MAIN: the rollout's first. DRIFT: a prompt did not extend the segment before. GAP: the trainer sent no ids for a turn.
+    COMPACTION, SUBAGENT and BRANCH: the agent forked the conversation.
+    """
 
     MAIN = "main"
     DRIFT = "drift"
@@ -62,7 +70,7 @@ class SegmentKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a segment comes from: the segment it follows and how many tokens at its start it shares with it."""
+    """Where a segment comes from: the segment it follows, and the number of tokens at its start that both share."""
 
     kind: SegmentKind
     parent_id: str = ""
@@ -71,9 +79,9 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Values that travel beside tokens, such as expert routing: the same number of bytes for each, which nobody here reads.
+    """Per-token values beside the ids, such as expert routing: equally many bytes for each token, never decoded here.
 
-    `dtype` is the element type in NumPy's words.
+    `dtype` is the element type in NumPy's notation.
     """
 
     name: str
@@ -83,7 +91,17 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of tokens with one author: `start` and `stop` count from the start of the segment, `turn` from 1."""
+    """A run of tokens with one author.
+
+    Args:
+        author: who wrote the tokens.
+        reason: why they are masked; None if they are trained.
+        turn: the turn that added them, from 1.
+        start, stop: position in the segment, as in a slice.
+        policy_version: the policy that generated them, in the trainer's notation.
+        logprobs_known: whether the trainer sent their logprobs.
+        planes: per-token values beside the ids.
+    """
 
     author: Author
     reason: MaskReason | None
@@ -96,15 +114,20 @@ class Span:
 
     @property
     def trains(self) -> bool:
-        """The model wrote it and nobody masked it out."""
+        """Whether the mask is 1: the model generated the tokens and no author masked them out."""
         return self.author is Author.MODEL and self.reason is None
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A segment as trainers use it. Mask (one byte a token, 0 or 1) and logprobs are as long as `response_ids`.
+    """A segment as a training example.
 
-    `logprobs` is None where at least one answer came without them.
+    Args:
+        segment_id: the segment.
+        prompt_ids: ids of the prompt, all masked.
+        response_ids: ids of everything after the prompt: completions and environment tokens.
+        response_mask: one byte per id of `response_ids`; 1 for trained tokens, else 0.
+        logprobs: one per id of `response_ids`, 0.0 where the mask is 0. None if at least one completion came without logprobs.
     """
 
     segment_id: str
@@ -115,9 +138,16 @@ class Sample:
 
 
 class Segment:
-    """A stretch of ledger in which every prompt extends the last. Append-only.
+    """The tokens and spans of one segment. Append-only.
 
-    `inherited` are the spans of which the prompt of a branch consists: who wrote its tokens where they were sampled.
+    Args:
+        segment_id: unique in the rollout.
+        origin: where the segment comes from.
+        inherited: for a branch, the spans of its prompt by who wrote the tokens in the parent. In this segment they are masked as
+            prompt.
+
+    Attributes:
+        verified: whether the trainer reported the prompt of every turn.
     """
 
     def __init__(self, segment_id: str, origin: Origin, inherited: Sequence[Span] = ()) -> None:
@@ -131,29 +161,29 @@ class Segment:
         self._settled = 0
 
     def __len__(self) -> int:
-        """Tokens so far, those that no answer followed yet included."""
+        """Return the number of tokens, including those that no completion follows yet."""
         return len(self._ids)
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The spans up to the last one of the model: tool results that no turn saw are not part of a trajectory."""
+        """The spans up to the last completion. Tool results that no turn saw are not part of a trajectory."""
         return tuple(self._spans[: self._settled])
 
     def authorship(self, stop: int) -> tuple[Span, ...]:
-        """The spans of the first `stop` tokens, with the prompt of a branch as it was written, not as it is masked."""
+        """Return the spans of the first `stop` tokens. A branch's prompt has the authors that its tokens had in the parent."""
         spans = (*self.inherited, *self._spans[1:]) if self.inherited else self._spans
         return tuple(span for span in spans if span.stop <= stop)
 
     def ids(self, start: int = 0, stop: int | None = None) -> Tokens:
-        """A copy of the tokens from `start` to before `stop`, those that no answer followed yet included."""
+        """Return a copy of the ids from `start` to before `stop`, including those that no completion follows yet."""
         return self._ids[start:stop]
 
     def logprobs(self, start: int = 0, stop: int | None = None) -> Logprobs:
-        """A copy of the logprobs; 0.0 where the model did not write the token or where they are unknown."""
+        """Return a copy of the logprobs, 0.0 where the model did not generate the token or the logprob is unknown."""
         return self._logprobs[start:stop]
 
     def sample(self) -> Sample:
-        """The training sample: prompt, response, mask and logprobs."""
+        """Return the training example: prompt, response, mask and logprobs."""
         spans = self.spans
         cut = spans[0].stop if spans else 0
         end = spans[-1].stop if spans else 0
@@ -170,11 +200,11 @@ class Segment:
         return values
 
     def author_at(self, index: int) -> Author:
-        """Who wrote the token at `index`."""
+        """Return the author of the token at `index`."""
         return next(s.author for s in self._spans if s.start <= index < s.stop)
 
     def append_masked(self, ids: Tokens, reason: MaskReason, turn: int) -> None:
-        """Adds tokens that the model did not write."""
+        """Append tokens that the model did not generate."""
         if reason is MaskReason.PROMPT and not self._spans:
             self._settled = 1
             self._add(ids, Span(Author.OTHER, reason, turn, 0, len(ids)), None)
@@ -183,7 +213,7 @@ class Segment:
             self._add(ids, Span(Author.OTHER, reason, turn, start, start + len(ids)), None)
 
     def append_generated(self, ids: Tokens, logprobs: Logprobs | None, span: Span) -> None:
-        """Adds what the model wrote. `span` says of it what is known beside its tokens and its place, which is set here."""
+        """Append a completion. `span` carries its turn and policy version; its position is set here."""
         if not ids:
             return
         start = len(self._ids)
@@ -192,7 +222,7 @@ class Segment:
         self._settled = len(self._spans)
 
     def mask_turn(self, turn: int) -> None:
-        """Takes what the model wrote in a turn out of the training: an author requests it, and nothing undoes it."""
+        """Mask the completion of a turn out, at the request of the agent's author. This cannot be undone."""
         self._spans = [
             replace(span, reason=MaskReason.AUTHOR) if span.author is Author.MODEL and span.turn == turn else span
             for span in self._spans
@@ -205,7 +235,10 @@ class Segment:
 
 
 def first_difference(a: _Sequence, b: _Sequence) -> int:
-    """The first index at which `a` and `b` differ; the shorter length where one is a prefix of the other."""
+    """Return the first index at which `a` and `b` differ, or the shorter length if one is a prefix of the other.
+
+    Binary search over slice comparisons, which run in C: faster than a loop in Python for long histories.
+    """
     low, high = 0, min(len(a), len(b))
     while low < high:  # a[:low] == b[:low] always holds
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""What a rollout was asked to be. Holds no secret: it is fingerprinted, stored and shown."""
+"""The spec of a rollout: what the caller requested. It contains no secret, because it is fingerprinted, stored and displayed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from rollout_server.core.message import Message
 
 
 class Dialect(Enum):
-    """The protocol an endpoint speaks."""
+    """The protocol of a target.
+
+    HTTP_MASKED: the synchronous HTTP API. HTTP_PLAIN: the asynchronous HTTP API. STREAM: a trainer that connected as a client.
+    OPENAI, VLLM and SGLANG: inference engines.
+    """
 
     GRPC = "grpc"
     HTTP_MASKED = "http_masked"
@@ -23,11 +27,11 @@ class Dialect(Enum):
 
 
 ENGINES = frozenset({Dialect.OPENAI, Dialect.VLLM, Dialect.SGLANG})
-"""The dialects of inference engines, which know models by name and nothing of rollouts."""
+"""Dialects of inference engines. An engine serves models by name and has no notion of rollouts."""
 
 
 class DriftPolicy(Enum):
-    """What drift means for a rollout."""
+    """What happens on drift: WARN records it and continues, FAIL ends the rollout as a failure."""
 
     WARN = "warn"
     FAIL = "fail"
@@ -35,7 +39,14 @@ class DriftPolicy(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An endpoint that the server calls. The URL has no trailing slash. `model` is the model's name at an engine, else empty."""
+    """An endpoint that the server calls.
+
+    Args:
+        url: without a trailing slash.
+        dialect: the protocol of the endpoint.
+        replays_turn_keys: whether the endpoint declares that it returns the same completion again for the same turn key.
+        model: the model's name at an engine, else empty.
+    """
 
     url: str
     dialect: Dialect
@@ -45,7 +56,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the model samples; None leaves it to the trainer. `extra_json` is one JSON object, or empty."""
+    """Sampling parameters of the model; None leaves a parameter to the trainer.
+
+    Args:
+        temperature: from 0 to 2.
+        top_p: from 0 to 1.
+        max_tokens: generated tokens of one turn, at least 1.
+        stop: at most 64 stop strings.
+        logprobs: whether the trainer should return the logprobs of generated tokens.
+        extra_json: further parameters that only the trainer knows, as one JSON object, or empty.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -57,7 +77,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerName:
-    """The tokenizer and template of the trainer's model. `template_kwargs_json` is one JSON object, or empty."""
+    """The tokenizer and chat template of the trainer's model. `template_kwargs_json` is one JSON object, or empty."""
 
     name: str
     revision: str = ""
@@ -66,24 +86,26 @@ class TokenizerName:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A rollout as its caller wants it.
+    """A rollout as its caller requested it.
 
     Args:
-        rollout_id: the caller's name for it, sent to trainers.
-        messages: the conversation so far, at least one.
-        completions: who completes.
-        group_id: rollouts of one prompt, as the caller groups them.
-        agent: an agent's name; empty until the default is filled in.
-        typed: the messages came in the typed form, and answers go out in it.
-        outcome, tools: further endpoints, or None.
-        tokenizer: the trainer's tokenizer; None where only the trainer's own ids count.
-        on_drift: what drift means; None: the server's setting.
-        on_interrupt, token_mode: words of the contract, kept as they came; 0: unset.
-        cancel_after_detach: seconds without anybody attached after which the rollout is cancelled; None: never.
-        priority: higher runs earlier when rollouts of its caller wait.
-        metadata_json: one JSON object, or empty.
-        labels: for selecting rollouts.
-        source_json: what the caller's own protocol said and no other field keeps as it was written; one JSON object, or empty.
+        rollout_id: the caller's id, sent to trainers.
+        messages: the conversation so far; at least one message, except over the asynchronous HTTP API.
+        completions: the target that generates completions.
+        group_id: rollouts of one prompt have the same group, as in GRPO.
+        agent: name of the agent; empty until the default is filled in.
+        typed: whether messages came in the typed form; replies then use it too (D13).
+        outcome, tools: further targets, or None.
+        sampling: sampling parameters of all turns.
+        limits: limits of the request; after `settle`, those in force.
+        tokenizer: the trainer's tokenizer; None if the ledger is built from the trainer's ids alone.
+        on_drift: policy on drift; None uses the server's setting.
+        on_interrupt, token_mode: numbers of the proto enums as they came; 0 is unset.
+        cancel_after_detach: seconds without an attached client after which the rollout is cancelled; None is never.
+        priority: of the waiting rollouts of one caller, higher ones start first.
+        metadata_json: data for the agent, as one JSON object, or empty.
+        labels: keys and values for selecting rollouts.
+        source_json: fields of an HTTP request that no other field keeps verbatim, as one JSON object, or empty.
     """
 
     rollout_id: str

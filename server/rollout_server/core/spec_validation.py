@@ -1,6 +1,6 @@
-"""Which rollouts are taken: the rules for the fields of a spec, and what the server fills in.
+"""Validation of a spec, and the defaults that the server fills in.
 
-Pure; whether an agent, a tokenizer or an endpoint exists is for others to say.
+Pure functions. Whether an agent, a tokenizer or an endpoint exists is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SCHEMES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What the server allows and assumes.
+    """The server's limits and defaults for specs.
 
     Args:
         seconds: the longest time of any rollout.
-        default_seconds: the time of a rollout that asks for none, by the dialect of its trainer.
-        on_drift: the policy of a rollout that names none.
-        metadata_bytes: the largest metadata.
-        default_turns: the turns of a rollout for which neither its request nor its agent sets a limit.
+        default_seconds: the time of a rollout whose request sets none, by the trainer's protocol; `seconds` for all others.
+        on_drift: the policy of a rollout whose request names none.
+        metadata_bytes: the maximum size of the metadata.
+        default_turns: the turn limit if neither the request nor the agent sets one.
     """
 
     seconds: float = 86_400.0
@@ -47,10 +47,10 @@ class Bounds:
 
 
 def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
-    """Fills in what the request left open: agent, limits (of the request's and the agent's the lower holds), drift policy.
+    """Fill in what the request left open: agent, limits and drift policy. Of the request's and the agent's limit the lower applies.
 
-    No rollout is without a limit of turns: its loop would hold a slot for as long as the model calls tools. Nor is one without a
-    limit of calls per turn, or with a higher one than `MOST_CALLS_PER_TURN`.
+    Every rollout gets a turn limit. Without one, its loop could hold a slot for as long as the model calls tools. Every rollout
+    also gets a limit of calls per turn, at most `MOST_CALLS_PER_TURN`.
     """
     seconds = spec.limits.seconds
     if seconds is None:
@@ -63,7 +63,7 @@ def settle(spec: Spec, agent: str, limits: Limits, bounds: Bounds) -> Spec:
 
 
 def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
-    """What is wrong with a spec, field by field, in the contract's names."""
+    """Yield what is wrong with a spec, field by field, with the field names of the proto file."""
     yield from _identity(spec)
     yield from _conversation(spec)
     yield from target_violations(spec.completions, "spec.completions")
@@ -72,7 +72,7 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
             yield from target_violations(target, f"spec.{name}")
     if spec.outcome is not None and spec.outcome.dialect is Dialect.HTTP_MASKED:
         yield Violation(
-            "spec.outcome.dialect", "the synchronous dialect has no callback for outcomes; use HTTP_PLAIN or GRPC"
+            "spec.outcome.dialect", "the synchronous HTTP API has no callback for outcomes; use HTTP_PLAIN or GRPC"
         )
     yield from _engines(spec)
     yield from sampling_violations(spec.sampling, spec.completions.dialect)
@@ -82,8 +82,8 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 
 
 def target_violations(target: Target, where: str) -> Iterator[Violation]:
-    """Whether an endpoint's URL has a scheme of its dialect. The rest of a URL is checked by `edge.targets`, which calls it."""
-    if target.dialect is Dialect.STREAM:  # the trainer came here by itself
+    """Check that an endpoint's URL has a scheme of its protocol. `edge.targets` checks the rest of the URL before it is called."""
+    if target.dialect is Dialect.STREAM:  # the trainer connected to the server, so there is no URL
         return
     schemes = _SCHEMES[target.dialect]
     if target.url.partition("://")[0].lower() not in schemes:
@@ -91,7 +91,7 @@ def target_violations(target: Target, where: str) -> Iterator[Violation]:
 
 
 def _engines(spec: Spec) -> Iterator[Violation]:
-    """Inference engines complete, and know models by name; other endpoints do neither."""
+    """Check that only a completion target is an inference engine, and that an engine, and only an engine, has a model name."""
     for name, target in (("completions", spec.completions), ("outcome", spec.outcome), ("tools", spec.tools)):
         if target is None:
             continue
@@ -100,7 +100,7 @@ def _engines(spec: Spec) -> Iterator[Violation]:
                 known = ", ".join(sorted(engine.name for engine in ENGINES))
                 yield Violation(f"spec.{name}.model", f"is for the dialects {known} only; leave it unset")
         elif name != "completions":
-            yield Violation(f"spec.{name}.dialect", "is that of an inference engine, which only completes")
+            yield Violation(f"spec.{name}.dialect", "is that of an inference engine, which only generates completions")
         elif not target.model.strip():
             yield Violation(f"spec.{name}.model", "is needed: the name under which the engine serves the model")
         elif len(target.model) > ID_LENGTH:
@@ -132,7 +132,7 @@ def _conversation(spec: Spec) -> Iterator[Violation]:
 
 
 def sampling_violations(sampling: Sampling, dialect: Dialect) -> Iterator[Violation]:
-    """What is wrong with sampling parameters for a trainer of a dialect."""
+    """Yield what is wrong with sampling parameters; some bounds depend on the trainer's protocol."""
     if sampling.temperature is not None and not 0 <= sampling.temperature <= 2:
         yield Violation("spec.sampling.temperature", "must be from 0 to 2")
     if sampling.top_p is not None and not 0 <= sampling.top_p <= 1:

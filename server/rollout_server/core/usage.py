@@ -1,4 +1,4 @@
-"""What a rollout has used up, in all of its conversations together, and which of its limits is met."""
+"""Resource use of a rollout, summed over its conversations, and the limits that it has met."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from rollout_server.core.record import Answered, ToolReturned
 
 
 class Usage:
-    """Counts. `bytes` are the UTF-8 bytes of all messages, each counted once; `observed` is about what is kept beside them."""
+    """Counters of one rollout.
+
+    Attributes:
+        metrics: turns, tokens, tool calls and times.
+        bytes: UTF-8 bytes of all messages, each counted once.
+        observed: approximate bytes of recorded data besides messages and tokens.
+        tool_turns: turns in which at least one tool call started.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.metrics = Metrics()
@@ -23,7 +30,10 @@ class Usage:
         self._limits = limits
 
     def met(self, turns: int | None = None) -> str | None:
-        """The limit that forbids what comes next, by the word for its stop; with `turns` so far, a further turn."""
+        """Return the limit that forbids the next step, as the stop reason, or None.
+
+        With `turns`, the number of turns so far, the step is a further turn. Otherwise only the token limit counts.
+        """
         limits = self._limits
         if limits.generated_tokens is not None and self.metrics.generated_tokens >= limits.generated_tokens:
             return "max_tokens"
@@ -34,16 +44,16 @@ class Usage:
         return None
 
     def met_by_calls(self, calls: int) -> str | None:
-        """The limit that forbids a tool call in a turn of which so many ran."""
+        """Return the limit that forbids a tool call in a turn in which `calls` calls started, or None."""
         met, limit = self.met(), self._limits.tool_turns
         return "max_turns" if met is None and limit is not None and not calls and self.tool_turns >= limit else met
 
     def add_messages(self, messages: Iterable[Message]) -> None:
-        """Messages were added to a conversation."""
+        """Count messages that were added to a conversation."""
         self.bytes += sum(utf8_length(message.text) for message in messages)
 
     def add_completion(self, record: Answered, line: ConversationLedger) -> None:
-        """A turn was answered, and is in its line already."""
+        """Count the completion of a turn that the ledger already contains."""
         generated, prompt = lengths(record, line)
         m = self.metrics
         self.metrics = replace(
@@ -59,7 +69,10 @@ class Usage:
         self.add_messages([record.message])
 
     def add_calls(self, returned: Iterable[ToolReturned]) -> None:
-        """Calls of one turn came to their ends."""
+        """Count the finished tool calls of one turn.
+
+        They ran concurrently, so the time of the turn's tools is that of the slowest call.
+        """
         results = list(returned)
         m = self.metrics
         self.metrics = replace(
@@ -71,7 +84,7 @@ class Usage:
 
 
 def lengths(record: Answered, line: ConversationLedger) -> tuple[int, int]:
-    """How many tokens were generated, and of the prompt."""
+    """Return the number of generated tokens and of prompt tokens of a turn."""
     usage = record.usage or (0, 0)
     generated = len(record.token_ids) if record.token_ids is not None else usage[1]
     if record.reported is not None:

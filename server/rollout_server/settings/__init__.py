@@ -1,4 +1,7 @@
-"""Settings: from flags, the environment and `.env`, in this order. The names of the reference implementations keep working."""
+"""Settings from flags, the environment and `.env`, in this order of precedence.
+
+A setting may have several environment names: the first is this project's, the others are those of the reference servers.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Settings(
     ToolSettings,
     SecuritySettings,
 ):
-    """Everything that can be set. The first name of each is ours."""
+    """All settings of the server."""
 
     model_config = SettingsConfigDict(
         env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True, allow_inf_nan=False
@@ -39,23 +42,25 @@ class Settings(
 
 
 class WrongSettings(ValueError):
-    """Settings that cannot be used; the text names each by its environment names."""
+    """Settings that cannot be used. The text names each by its environment names."""
 
 
 def load(**flags: object) -> Settings:
-    """The settings in force; flags by field name go first. Raises `WrongSettings`, also for a flag that is none.
+    """Return the settings in force. Flags, by field name, take precedence.
 
-    `_env_file` names another file than `.env`; None: none is read.
+    `_env_file` names another file than `.env`; None reads no file. Raises `WrongSettings`, also for an unknown flag.
     """
     unknown = sorted(flags.keys() - Settings.model_fields.keys() - {"_env_file"})
     if unknown:
         like = get_close_matches(unknown[0], Settings.model_fields)
-        raise WrongSettings(f"there is no setting {unknown[0]!r}" + (f"; is it {' or '.join(like)}?" if like else ""))
+        raise WrongSettings(
+            f"unknown setting {unknown[0]!r}" + (f"; did you mean {' or '.join(like)}?" if like else "")
+        )
     return read_settings(Settings, flags)
 
 
 def read_settings(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
-    """The settings of a kind, from flags by field name and the environment. Raises `WrongSettings`."""
+    """Return the settings of a class, from flags by field name and the environment. Raises `WrongSettings`."""
     try:
         return kind(**flags)
     except ValidationError as error:
@@ -63,7 +68,7 @@ def read_settings(kind: type[_Kind], flags: Mapping[str, Any]) -> _Kind:
 
 
 def names_of(field: str, kind: type[BaseSettings] = Settings) -> list[str]:
-    """The environment names of a setting, ours first."""
+    """Return the environment names of a setting, this project's first."""
     alias = kind.model_fields[field].validation_alias
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [field.upper()]
 

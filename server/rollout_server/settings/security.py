@@ -1,4 +1,4 @@
-"""Who may call, whom the server calls, and certificates."""
+"""Settings of security: API keys, allowed targets, and certificates."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from rollout_server.settings.types import Entries, env_names
 
 
 class SecuritySettings(BaseSettings):
-    """Who may call, whom the server calls, and certificates."""
+    """API keys of callers, allowed targets, and certificates."""
 
     api_key: SecretStr | None = Field(
-        None, validation_alias=env_names("ROLLOUT_API_KEY"), description='One key, for the caller "default".'
+        None, validation_alias=env_names("ROLLOUT_API_KEY"), description='A single API key, of the caller "default".'
     )
     admin_key: SecretStr | None = Field(
         None,
         validation_alias=env_names("ROLLOUT_ADMIN_KEY"),
-        description="A key that sees the rollouts of all callers.",
+        description="An API key with access to the rollouts of all callers.",
     )
     api_keys: Entries = Field(
         (),
         validation_alias=env_names("ROLLOUT_API_KEYS"),
-        description="NAME sha256:HEX[ admin],...: keys by their hashes; `rollout keys new` makes one.",
+        description="NAME sha256:HEX[ admin],...: API keys by their hashes; `rollout keys new` creates one.",
     )
     api_keys_file: Path | None = Field(
         None,
         validation_alias=env_names("ROLLOUT_API_KEYS_FILE"),
-        description="A file with such entries, one a line. It is read again when it changes.",
+        description="A file of such entries, one per line. The server reloads it when it changes.",
     )
     synchronous_needs_key: bool = Field(
         True,
         validation_alias=env_names("ROLLOUT_SYNCHRONOUS_NEEDS_KEY"),
-        description="Where there are keys; false: POST /rollout and GET /tools, whose trainers send none, go without.",
+        description="On a server with API keys, false opens POST /rollout and GET /tools to callers without one, for trainers that "
+        "cannot send it.",
     )
     targets: Entries = Field(
         (),
         validation_alias=env_names("ROLLOUT_TARGETS"),
-        description="Hosts, *.domains and networks, each with an optional :PORT or :PORT-PORT, that requests may name; empty: all.",
+        description="Allowed targets: hosts, *.domains and networks, each with an optional :PORT or :PORT-PORT; empty: all.",
     )
     target_schemes: Entries = Field(
         ("http", "https", "grpc", "grpcs"),
         validation_alias=env_names("ROLLOUT_TARGET_SCHEMES"),
-        description="Schemes of URLs that requests may name.",
+        description="Allowed URL schemes of targets.",
     )
     tls_cert: Path | None = Field(
         None, validation_alias=env_names("ROLLOUT_TLS_CERT"), description="Certificate chain (PEM) for gRPC and HTTP."
     )
     tls_key: Path | None = Field(
-        None, validation_alias=env_names("ROLLOUT_TLS_KEY"), description="Its private key (PEM)."
+        None, validation_alias=env_names("ROLLOUT_TLS_KEY"), description="Private key (PEM) of ROLLOUT_TLS_CERT."
     )
     tls_client_ca: Path | None = Field(
         None,
         validation_alias=env_names("ROLLOUT_TLS_CLIENT_CA"),
-        description="CA certificates (PEM): clients must show a certificate of theirs.",
+        description="CA certificates (PEM) for mutual TLS: clients must present a certificate signed by one of them.",
     )
     target_ca: Path | None = Field(
         None,
         validation_alias=env_names("ROLLOUT_TARGET_CA"),
-        description="CA certificates (PEM) for https and grpcs targets, instead of the system's.",
+        description="CA certificates (PEM) for https and grpcs targets, in place of the system's.",
     )

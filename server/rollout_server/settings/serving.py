@@ -1,4 +1,4 @@
-"""Where the server listens, how it stops and what it writes."""
+"""Settings of the server process: addresses, shutdown and logs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rollout_server.settings.types import env_names
 
 
 class ServingSettings(BaseSettings):
-    """Where the server listens, how it stops and what it writes."""
+    """Addresses, shutdown and logs of the server process."""
 
     host: str = Field(
         "127.0.0.1",
         validation_alias=env_names("ROLLOUT_SERVER_HOST"),
-        description="Address to listen on, gRPC, HTTP and metrics; 0.0.0.0: all of IPv4, for callers on other machines.",
+        description="Address on which gRPC, HTTP and metrics listen; 0.0.0.0: all IPv4 addresses, for callers on other machines.",
     )
     http_port: int = Field(
         9000, ge=0, le=65535, validation_alias=env_names("ROLLOUT_SERVER_PORT"), description="HTTP port; 0: any."
@@ -29,38 +29,40 @@ class ServingSettings(BaseSettings):
         30.0,
         ge=0,
         validation_alias=env_names("ROLLOUT_DRAIN_SECONDS"),
-        description="On SIGTERM, how long rollouts may go on.",
+        description="On SIGTERM, how long running rollouts may continue.",
     )
     calculator_delay_seconds: float = Field(
         0.0,
         ge=0,
         validation_alias=env_names("ROLLOUT_CALCULATOR_DELAY_SECONDS"),
-        description="Slows the calculator down.",
+        description="Delay of each tool call of the built-in calculator.",
     )
     log_format: Literal["text", "json"] = Field(
-        "text", validation_alias=env_names("ROLLOUT_LOG_FORMAT"), description="One line of text or one JSON object."
+        "text",
+        validation_alias=env_names("ROLLOUT_LOG_FORMAT"),
+        description="Log format: lines of text, or one JSON object per line.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         validation_alias=env_names("ROLLOUT_LOG_LEVEL"),
-        description="The least important lines that are written.",
+        description="Minimum level of log lines.",
     )
     loop_block_seconds: float = Field(
         0.1,
         ge=0,
         validation_alias=env_names("ROLLOUT_LOOP_BLOCK_SECONDS"),
-        description="Code that holds the event loop longer is logged with its stack; 0: nobody looks.",
+        description="Code that blocks the event loop for longer is logged with its stack; 0: off.",
     )
     metrics_port: int | None = Field(
         None,
         ge=0,
         le=65535,
         validation_alias=env_names("ROLLOUT_METRICS_PORT"),
-        description="A port of its own for GET /metrics, open to everybody who reaches it; unset: only the HTTP port has it.",
+        description="A separate port for GET /metrics, without API key; unset: only the HTTP port serves it.",
     )
     max_connections: int = Field(
         10_000,
         ge=1,
         validation_alias=env_names("ROLLOUT_MAX_CONNECTIONS"),
-        description="HTTP connections at the same time.",
+        description="Maximum open HTTP connections.",
     )

@@ -1,6 +1,6 @@
-"""Settings of a gateway that runs alone: from flags, the environment and `.env`, in this order.
+"""Settings of `rollout gateway`, from flags, the environment and `.env`, in this order of precedence.
 
-What a rollout server has too is named as it is there.
+A setting that the rollout server also has keeps its name.
 """
 
 from __future__ import annotations
@@ -16,78 +16,82 @@ from rollout_server.settings.types import env_names
 
 
 def _entries(value: object) -> object:
-    """Splits a text such as "ENTRY,ENTRY" into its entries; any other value is returned as it is."""
+    """Split a text such as "ENTRY,ENTRY"; return any other value unchanged."""
     return tuple(entry.strip() for entry in value.split(",") if entry.strip()) if isinstance(value, str) else value
 
 
 def _setting(name: str, default: Any, description: str, **bounds: Any) -> Any:
-    """A setting with its name in the environment."""
+    """Return a field with one environment name."""
     return Field(default, validation_alias=env_names(name), description=description, **bounds)
 
 
 class GatewayOptions(BaseSettings):
-    """Everything that can be set."""
+    """All settings of the standalone gateway."""
 
     model_config = SettingsConfigDict(env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True)
 
     servers: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_entries)] = _setting(
         "ROLLOUT_SERVERS",
         (),
-        "A rollout server: HOST:PORT, grpc://HOST:PORT, grpcs://HOST:PORT or unix:PATH, each of them one process.",
+        "A rollout server: HOST:PORT, grpc://HOST:PORT, grpcs://HOST:PORT or unix:PATH. Each must be a single process.",
     )
     host: str = _setting(
         "ROLLOUT_GATEWAY_HOST",
         "127.0.0.1",
-        "Address to listen on; 0.0.0.0: all of IPv4, for callers on other machines.",
+        "Address to listen on; 0.0.0.0: all IPv4 addresses, for callers on other machines.",
     )
     port: int = _setting("ROLLOUT_GATEWAY_PORT", 9000, "HTTP port; 0: any.", ge=0, le=65535)
     tls_cert: Path | None = _setting("ROLLOUT_TLS_CERT", None, "Certificate chain (PEM) of the HTTP port.")
-    tls_key: Path | None = _setting("ROLLOUT_TLS_KEY", None, "Its private key (PEM).")
+    tls_key: Path | None = _setting("ROLLOUT_TLS_KEY", None, "Private key (PEM) of ROLLOUT_TLS_CERT.")
     client_ca: Path | None = _setting(
-        "ROLLOUT_TLS_CLIENT_CA", None, "CA certificates (PEM): HTTP clients must show a certificate of theirs."
+        "ROLLOUT_TLS_CLIENT_CA",
+        None,
+        "CA certificates (PEM) for mutual TLS: HTTP clients must present a certificate signed by one of them.",
     )
     server_ca: Path | None = _setting(
         "ROLLOUT_SERVERS_CA",
         None,
-        "CA certificates (PEM) for the servers instead of the system's; also turns TLS on for HOST:PORT.",
+        "CA certificates (PEM) for the servers, in place of the system's; also turns TLS on for HOST:PORT.",
     )
     server_cert: Path | None = _setting(
-        "ROLLOUT_SERVERS_CERT", None, "Certificate (PEM) to show to the servers; also turns TLS on for HOST:PORT."
+        "ROLLOUT_SERVERS_CERT", None, "Client certificate (PEM) for the servers; also turns TLS on for HOST:PORT."
     )
-    server_key: Path | None = _setting("ROLLOUT_SERVERS_KEY", None, "Its private key (PEM).")
+    server_key: Path | None = _setting("ROLLOUT_SERVERS_KEY", None, "Private key (PEM) of ROLLOUT_SERVERS_CERT.")
     server_name: str = _setting(
-        "ROLLOUT_SERVERS_NAME", "", "The name in the servers' certificates, where it is not the host of the address."
+        "ROLLOUT_SERVERS_NAME", "", "Name in the servers' certificates, if it differs from the host of the address."
     )
     synchronous_key: SecretStr = _setting(
-        "ROLLOUT_SYNCHRONOUS_KEY", SecretStr(""), "API key of the servers for POST /rollout and GET /tools without one."
+        "ROLLOUT_SYNCHRONOUS_KEY",
+        SecretStr(""),
+        "API key that the gateway sends to the servers for a POST /rollout or GET /tools without one.",
     )
     detach_grace_seconds: float = _setting(
         "ROLLOUT_DETACH_GRACE_SECONDS",
         10.0,
-        "A POST /rollout whose client hung up is cancelled after this; 0: at once.",
+        "Time after which a POST /rollout whose client disconnected is cancelled; 0: at once.",
         ge=0,
     )
     max_metadata_bytes: int = _setting(
-        "ROLLOUT_MAX_METADATA_BYTES", 1024 * 1024, "Largest metadata of a rollout.", ge=0
+        "ROLLOUT_MAX_METADATA_BYTES", 1024 * 1024, "Maximum size of a rollout's metadata.", ge=0
     )
     max_request_bytes: int = _setting(
-        "ROLLOUT_MAX_REQUEST_BYTES", 16 * 1024 * 1024, "Largest body of a request.", ge=1024
+        "ROLLOUT_MAX_REQUEST_BYTES", 16 * 1024 * 1024, "Maximum size of a request body.", ge=1024
     )
-    request_seconds: float = _setting(
-        "ROLLOUT_REQUEST_SECONDS", 60.0, "How long the body of a request may take to arrive.", gt=0
-    )
+    request_seconds: float = _setting("ROLLOUT_REQUEST_SECONDS", 60.0, "Timeout for receiving a request body.", gt=0)
     max_connections: int = _setting(
         "ROLLOUT_MAX_CONNECTIONS",
         10_000,
-        "Open HTTP connections, streams of events included; requests on more are answered with 503.",
+        "Maximum open HTTP connections, event streams included; requests on further ones get 503.",
         ge=1,
     )
     drain_seconds: float = _setting(
-        "ROLLOUT_DRAIN_SECONDS", 30.0, "On SIGTERM, how long requests under way may go on.", ge=0
+        "ROLLOUT_DRAIN_SECONDS", 30.0, "On SIGTERM, how long open requests may continue.", ge=0
     )
-    log_format: Literal["text", "json"] = _setting("ROLLOUT_LOG_FORMAT", "text", "One line of text or one JSON object.")
+    log_format: Literal["text", "json"] = _setting(
+        "ROLLOUT_LOG_FORMAT", "text", "Log format: lines of text, or one JSON object per line."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _setting(
-        "ROLLOUT_LOG_LEVEL", "info", "The least important lines that are written."
+        "ROLLOUT_LOG_LEVEL", "info", "Minimum level of log lines."
     )
 
     @model_validator(mode="after")
@@ -105,10 +109,10 @@ class GatewayOptions(BaseSettings):
 
 
 def load_options(**flags: object) -> GatewayOptions:
-    """The settings in force; flags by field name go first. Raises `WrongSettings`."""
+    """Return the settings in force. Flags, by field name, take precedence. Raises `WrongSettings`."""
     return read_settings(GatewayOptions, flags)
 
 
 def name_of(field: str) -> str:
-    """The environment name of a setting."""
+    """Return the environment name of a setting."""
     return names_of(field, GatewayOptions)[0]

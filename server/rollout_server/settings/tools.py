@@ -1,4 +1,4 @@
-"""What tools may take of the server."""
+"""Settings of tools: threads, processes and output size."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from rollout_server.settings.types import env_names
 
 
 class ToolSettings(BaseSettings):
-    """What tools may take of the server."""
+    """Threads, processes and output size of tools."""
 
     tool_threads: int = Field(
         64,
         ge=1,
         validation_alias=env_names("ROLLOUT_TOOL_THREADS"),
-        description="Tools that are plain functions and run at the same time; those that were given up and never returned count.",
+        description="Maximum threads for synchronous tools, including timed-out calls that have not returned.",
     )
     tool_processes: int = Field(
         0,
         ge=0,
         validation_alias=env_names("ROLLOUT_TOOL_PROCESSES"),
-        description="Processes of tools that want one; 0: as many as there are processors, at least 2.",
+        description="Maximum processes for tools that run in one; 0: the number of CPUs, at least 2.",
     )
     tool_output_bytes: int = Field(
         1024 * 1024,
         ge=1024,
         validation_alias=env_names("ROLLOUT_TOOL_OUTPUT_BYTES"),
-        description="Longest text of a tool's result; the rest is cut.",
+        description="Maximum size in bytes of a tool result; the rest is cut.",
     )

@@ -1,4 +1,4 @@
-"""Kinds of values that settings have."""
+"""Types of setting values, with their parsers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pydantic import AliasChoices, BeforeValidator
 from pydantic_settings import NoDecode
 
 TOY = "toy"
-"""The word for the tokenizer that comes with this package, where a setting wants a directory."""
+"""In place of a tokenizer's directory: the toy tokenizer that this package contains."""
 
 
 def env_names(*names: str) -> AliasChoices:
-    """The environment names of a setting, ours first."""
+    """Return the environment names of a setting, this project's first."""
     return AliasChoices(*names)
 
 
 def _pairs(value: object) -> object:
-    """Reads `NAME=PATH,NAME=PATH`."""
+    """Parse `NAME=PATH,NAME=PATH`."""
     if not isinstance(value, str):
         return value
     pairs = [pair.split("=", 1) for pair in value.split(",") if pair.strip()]
@@ -29,12 +29,12 @@ def _pairs(value: object) -> object:
 
 
 def _entries(value: object) -> object:
-    """Reads `ENTRY, ENTRY`. A text of commas alone is refused: an empty list may mean everything."""
+    """Parse `ENTRY, ENTRY`. A text of only commas is refused, because an empty list may mean "allow all"."""
     if not isinstance(value, str):
         return value
     found = tuple(entry.strip() for entry in value.split(",") if entry.strip())
     if value.strip() and not found:
-        raise ValueError(f"{value.strip()!r} holds no entry; leave it empty if none is meant")
+        raise ValueError(f"{value.strip()!r} contains no entry; leave it empty for none")
     return found
 
 

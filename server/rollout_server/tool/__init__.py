@@ -1,7 +1,7 @@
 """Tools: functions that a model may call.
 
-A tool's parameters are its function's annotations. They are told to the model as JSON Schema in the plain shape that function
-tools have, and arguments are checked strictly against them: "5" is no number, and neither is true.
+A tool's parameters are its function's annotations. The model sees them as JSON Schema in the form that OpenAI's function tools
+use. Arguments are validated strictly: neither "5" nor true is a number.
 """
 
 from rollout_server.runtime.tools.policy import ToolPolicy

@@ -1,4 +1,4 @@
-"""What a model is told of arguments that do not fit."""
+"""Error messages for the model about invalid arguments of a tool call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SHOULD_BE = "Input should be "
 
 
 def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
-    """What is wrong with arguments, or with that one of them, in one line that names each field."""
+    """Describe a validation error in one line that names each parameter; at most five errors are listed.
+
+    With `of`, only errors of that parameter are reported.
+    """
     details_by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         if of is not None and detail["loc"][:1] != (of,):
@@ -29,7 +32,7 @@ def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: s
 
 
 def _error_text(details: Sequence[ErrorDetails]) -> str:
-    """What is wrong at one place; the members of a union complain one by one."""
+    """Describe the errors at one path. For a union, pydantic reports one error per member."""
     if details[0]["type"].startswith("missing"):
         return "missing"
     if details[0]["type"] == "unexpected_keyword_argument":
@@ -43,7 +46,10 @@ def _error_text(details: Sequence[ErrorDetails]) -> str:
 
 
 def _path(detail: ErrorDetails, arguments: JSON) -> str:
-    """Where in the arguments an error is. Pydantic's location also names the members of unions, which no model wrote."""
+    """Return the path of an error in the arguments.
+
+    Pydantic's location also contains the names of union members. The model did not write those, so they are left out.
+    """
     path, value = "", arguments
     missing = len(detail["loc"]) if detail["type"].startswith("missing") else 0
     for index, key in enumerate(detail["loc"], start=1):
@@ -61,5 +67,5 @@ def _excerpt(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """Without line breaks."""
+    """Replace line breaks and runs of white space by single spaces."""
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""What a docstring says: of the tool, and of its parameters."""
+"""Extraction of a tool's description, and of its parameters' descriptions, from a docstring."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What may begin a section on parameters. Only a first look: griffe decides.
+# A line that may begin a section on parameters. A cheap test before griffe is imported, which then parses the sections.
 _SECTIONS = re.compile(r"^\s*((keyword |other )?(arg|param)\w*:?\s*$|:\w)", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolDescription:
-    """A tool's description: what it does, and its parameters by name."""
+    """A tool's description, and the descriptions of its parameters by name."""
 
     text: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_docstring(function: Callable[..., object]) -> ToolDescription:
-    """Reads docstrings in the styles of Google, NumPy and Sphinx. What is said of parameters is not repeated in the text."""
+    """Parse a docstring in Google, NumPy or Sphinx style. The sections on parameters are removed from the text.
+
+    The style that finds most of the function's parameters is used.
+    """
     text = inspect.getdoc(function) or ""
     if not _SECTIONS.search(text):
         return ToolDescription(text)
-    from griffe import Docstring, Parser  # a tenth of a second, for those only who write sections
+    from griffe import Docstring, Parser  # the import takes 0.1 s, so only docstrings with sections pay for it
 
     names = inspect.signature(function).parameters.keys()
     best = ToolDescription(text)
@@ -45,7 +48,7 @@ def _parameters(sections: list[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _text(section: Any) -> str:
-    """What the model reads of a section; nothing of those that are about parameters and exceptions."""
+    """Return the text of a section for the model; empty for sections on parameters and exceptions."""
     match section.kind.value:
         case "text":
             return str(section.value)

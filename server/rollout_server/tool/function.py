@@ -1,4 +1,4 @@
-"""Tools made of functions."""
+"""Tools made from functions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Policy(TypedDict, total=False):
-    """The keywords of `tool`: the fields of a `ToolPolicy`, which says what they mean."""
+    """The keyword arguments of `tool`: the fields of `ToolPolicy`, which documents them."""
 
     timeout: float | None
     retries: int
@@ -47,16 +47,16 @@ class Policy(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FunctionTool(Generic[P, R]):
-    """A tool made of a function, which it still is: calling it calls the function, unchecked.
+    """A tool made from a function. Calling the object calls the function, without validation.
 
     Args:
         name: the function's name.
-        description: the text of its docstring, without what it says of parameters.
+        description: the text of its docstring, without the sections on parameters.
         parameters_json_schema: JSON Schema of the arguments object, as JSON text.
-        function: what runs: a coroutine function on the event loop, any other in a thread, both in a process if the policy
-            says so.
-        policy: how its calls are run.
-        definition: where the function is defined.
+        function: coroutine functions run on the event loop, plain ones in a thread; with `process` in the policy, both in a
+            process.
+        policy: timeout, retries, concurrency and the other rules for its calls.
+        definition: module, file and line of the function.
     """
 
     name: str
@@ -68,23 +68,23 @@ class FunctionTool(Generic[P, R]):
     _parameters: Parameters = field(repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function itself."""
+        """Call the function directly."""
         return self.function(*args, **kwargs)
 
     @property
     def threaded(self) -> bool:
-        """The function is a plain one."""
+        """Whether the function is a plain `def`, which runs in a thread."""
         return not inspect.iscoroutinefunction(self.function)
 
     async def run(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call outside a server, where nothing of its policy holds; a tool that wants a process has none there.
+        """Run one call outside a server, without its policy. Not possible for a tool with `process=True`.
 
-        Raises `ArgumentError` for wrong arguments, `ToolError` for a result that cannot be written.
+        Raises `ArgumentError` for invalid arguments, and `ToolError` for a result that cannot be serialised.
         """
         return await self.run_by(ToolTask(f"tool {self.name}"), arguments)
 
     async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call as `run` does, where the runner runs it."""
+        """Run one call with the threads and processes of `runner`. Raises as `run` does."""
         bound = self._parameters.bind(arguments)
         if self.policy.process:
             return await runner.in_process(arguments)
@@ -92,7 +92,7 @@ class FunctionTool(Generic[P, R]):
         return await self._await_content(result) if inspect.isawaitable(result) else cast("Content", result)
 
     def run_here(self, arguments: Mapping[str, JSON]) -> Content:
-        """Runs one call in this thread, whatever its policy: what its process does. Raises as `run` does."""
+        """Run one call in this thread, regardless of the policy; a tool process calls this. Raises as `run` does."""
         result = self._call(self._parameters.bind(arguments))
         return asyncio.run(self._await_content(result)) if inspect.isawaitable(result) else cast("Content", result)
 
@@ -101,7 +101,7 @@ class FunctionTool(Generic[P, R]):
         return self._content(await result if inspect.isawaitable(result) else result)
 
     def _call(self, bound: dict[str, object]) -> object:
-        """The content, written in this thread, too; or what is to be awaited for it."""
+        """Call the function. Return its content, serialised in this thread, or the awaitable that the function returned."""
         result = cast("Callable[..., object]", self.function)(**bound)
         return result if inspect.isawaitable(result) else self._content(result)
 
@@ -124,14 +124,22 @@ def tool(**policy: Unpack[Policy]) -> Callable[[Callable[P, R]], FunctionTool[P,
 def tool(
     function: Callable[P, R] | None = None, /, **policy: Unpack[Policy]
 ) -> FunctionTool[P, R] | Callable[[Callable[P, R]], FunctionTool[P, R]]:
-    """Makes a tool of a coroutine function or of a plain one: `@tool`, or `@tool(timeout=5)` with fields of a `ToolPolicy`.
+    """Turn a function into a tool: `@tool`, or `@tool(timeout=5, ...)` with the fields of `ToolPolicy`.
 
-    A parameter is described to the model by a text in its annotation, `Annotated[int | float, "First number"]`, by pydantic's
-    `Field(description=...)`, or in the docstring, in the style of Google, NumPy or Sphinx.
+    The function's name and docstring become the tool's name and description, its annotations the JSON Schema of the parameters. To
+    describe a parameter, use `Annotated[int | float, "First number"]`, pydantic's `Field(description=...)`, or a docstring section
+    in Google, NumPy or Sphinx style.
+
+    The result may be a text, a number, an `Image`, or any value that pydantic serialises as JSON. A `ToolError` or another
+    exception becomes an error text for the model, and the rollout continues.
+
+    Args:
+        function: a coroutine function, which runs on the event loop and must not block it, or a plain one, which runs in a thread.
+        policy: timeout, retries, concurrency, cache, process and further rules; see `ToolPolicy`.
 
     Raises:
-        TypeError: for a function that cannot be a tool, and for a word that is not in a policy.
-        ValueError: for a policy that makes no sense.
+        TypeError: if the function cannot be a tool, for example because a parameter has no annotation; or for an unknown keyword.
+        ValueError: if fields of the policy contradict each other.
     """
     unknown = sorted(set(policy) - set(Policy.__annotations__))
     if unknown:
@@ -149,13 +157,13 @@ def tool(
 def _make_tool(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, R]:
     if isinstance(function, FunctionTool):
         raise TypeError(
-            f"tool {function.name!r} is one already: its policy is given where it is made ({function.definition})"
+            f"tool {function.name!r} is already a tool; set its policy where it is defined ({function.definition})"
         )
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
-        raise TypeError(f"a tool is made of a function, not of {function!r}")
+        raise TypeError(f"@tool needs a function or a method, not {function!r}")
     name, definition = function.__name__, _definition(function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise TypeError(f"tool {name!r} must return, it has a `yield` ({definition})")
+        raise TypeError(f"tool {name!r} must not be a generator: it contains `yield`; return the result ({definition})")
     if not _NAME.fullmatch(name):
         raise TypeError(f"tool {name!r}: a name has 1 to 64 letters, digits, _ or - ({definition})")
     if policy.process and (inspect.ismethod(function) or "<" in function.__qualname__):
@@ -164,19 +172,21 @@ def _make_tool(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, 
             if inspect.ismethod(function)
             else f"defined inside {definition.name.split('.<')[0]}"
         )
-        text = f"a process imports its tool, and this function is {kind}; put it at the top of a module"
+        text = (
+            f"a process imports its tool by name, and this function is {kind}; define it at the top level of a module"
+        )
         raise ValueError(f"tool {name!r}: {text} ({definition})")
     try:
         description = read_docstring(function)
         parameters = Parameters(function, description.parameters)
-        (description.text + parameters.json_schema).encode()  # halves of surrogate pairs cannot be sent
+        (description.text + parameters.json_schema).encode()  # raises for lone surrogates, which cannot be sent
     except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
         raise TypeError(f"tool {name!r}: {error} ({definition})") from error
     return FunctionTool(name, description.text, parameters.json_schema, function, policy, definition, parameters)
 
 
 def _definition(function: Callable[..., object]) -> ToolDefinition:
-    """Of the function that the author wrote, behind decorators that say what they wrap."""
+    """Return where the author wrote the function, looking through decorators that set `__wrapped__`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     file, line = (code.co_filename, code.co_firstlineno) if code is not None else ("an unknown place", 0)
     return ToolDefinition(function.__module__, function.__qualname__, file, line)

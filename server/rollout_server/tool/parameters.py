@@ -1,4 +1,4 @@
-"""A function's parameters: their schema, and the check of arguments against it."""
+"""A function's parameters: their JSON Schema, and the validation of arguments."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Parameters:
-    """Checks arguments. `json_schema` is what the model is told of them, as JSON text."""
+    """Validates arguments. `json_schema` is the schema that the model sees, as JSON text."""
 
     def __init__(self, function: Callable[..., object], descriptions: Mapping[str, str]) -> None:
-        """`descriptions` of parameters, by name, where their annotations say nothing.
+        """Build the schema and the validator. `descriptions`, by parameter, are used where an annotation has none.
 
-        Raises TypeError, ValueError or pydantic's errors for a function that cannot be a tool.
+        Raises TypeError, ValueError or one of pydantic's errors if the function cannot be a tool.
         """
         _check_signature(function)
 
+        # Pydantic validates calls by signature. `collect` has the tool's signature, but returns the validated arguments
+        # instead of running the tool.
         def collect(**arguments: object) -> dict[str, object]:
             return arguments
 
@@ -49,7 +51,7 @@ class Parameters:
         self.json_schema = _schema_json(raw, hints, descriptions)
 
     def bind(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
-        """The arguments as the function wants them. Raises `ArgumentError`."""
+        """Return the validated arguments, converted to the annotated types. Raises `ArgumentError`."""
         try:
             return self._bound(arguments)
         except ValidationError as error:
@@ -60,18 +62,21 @@ class Parameters:
             raise ArgumentError("a number is not finite, or has too many digits") from None
 
     def _bound(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
-        # Checked as JSON, not as Python values: there strict still lets an object be a model, and a text a date.
+        # JSON text instead of Python values: only for JSON does strict mode accept an object as a model and a string as a date.
         return self._adapter.validate_json(json.dumps(dict(arguments), allow_nan=False), strict=True)
 
     def _check_defaults(self, function: Callable[..., object], properties: Mapping[str, Any]) -> None:
-        """A default that the model is told of is one that it may send. None is left out, and may stand for any type."""
+        """Check that each default in the schema is a valid argument, because the model may send it.
+
+        None is not in the schema and may be the default of any type.
+        """
         defaults = {parameter.name: parameter.default for parameter in inspect.signature(function).parameters.values()}
         for name, shape in properties.items():
             default = shape.get("default")
             found = self._default_error(name, default) if default is not None else ""
             if found and isinstance(defaults.get(name), _PLAIN):
                 raise TypeError(f"the default of parameter {found}")
-            if found:  # an object that is written in another way than it is read
+            if found:  # an object whose serialised form is not a valid input: no error, but the model must not see it
                 del shape["default"]
 
     def _default_error(self, name: str, value: JSON) -> str:
@@ -85,16 +90,18 @@ class Parameters:
 
 
 class _Schema(GenerateJsonSchema):
-    """Knows what pydantic hands on unchecked."""
+    """Refuses types that pydantic would not validate before the function reads them."""
 
     def generator_schema(self, schema: Any) -> NoReturn:
-        raise TypeError("what an Iterable holds is not checked before it is read; write list[...] or Sequence[...]")
+        raise TypeError("the items of an Iterable are not validated up front; use list[...] or Sequence[...]")
 
 
 def _check_signature(function: Callable[..., object]) -> None:
     for index, parameter in enumerate(inspect.signature(function).parameters.values()):
         if parameter.kind not in _NAMED:
-            raise TypeError(f"parameter {parameter} cannot be given by name")
+            raise TypeError(
+                f"parameter {parameter} cannot be passed by name; remove it or make it an ordinary parameter"
+            )
         if parameter.annotation is not inspect.Parameter.empty:
             continue
         if index == 0 and parameter.name in ("self", "cls"):
@@ -102,27 +109,29 @@ def _check_signature(function: Callable[..., object]) -> None:
             raise TypeError(
                 f"it is a method, and there is no object yet; make it in __init__: self.tools = [tool(self.{name})]"
             )
-        raise TypeError(f"parameter {parameter} needs a type")
+        raise TypeError(f"parameter {parameter} needs a type annotation")
 
 
 def _hints(function: Callable[..., object]) -> Mapping[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise TypeError(f"{error}: its annotations are read at the top of its module, where that must be") from None
+        raise TypeError(
+            f"{error}: annotations are evaluated at module level; define or import the name there"
+        ) from None
     except (SyntaxError, AttributeError) as error:
-        raise TypeError(f"its annotations cannot be read: {error}") from None
+        raise TypeError(f"its annotations cannot be evaluated: {error}") from None
 
 
 def _name_culprit(hints: Mapping[str, Any]) -> None:
-    """Raises TypeError for the first parameter whose type no schema can tell."""
+    """Raise TypeError for the first parameter whose type has no JSON Schema."""
     for name, hint in hints.items():
         try:
             TypeAdapter(hint).json_schema(schema_generator=_Schema)
         except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
             kind = inspect.formatannotation(hint)
-            what = "take texts, numbers, lists, dictionaries, dataclasses or pydantic models"
-            raise TypeError(f"parameter {name}: there is no JSON for {kind}; {what}") from None
+            what = "use strings, numbers, lists, dictionaries, dataclasses or pydantic models"
+            raise TypeError(f"parameter {name}: {kind} has no JSON Schema; {what}") from None
         except PydanticUserError as error:
             raise TypeError(f"parameter {name}: {one_line(error.message)}") from None
         except TypeError as error:
@@ -130,7 +139,7 @@ def _name_culprit(hints: Mapping[str, Any]) -> None:
 
 
 def _schema_json(raw: dict[str, Any], hints: Mapping[str, Any], descriptions: Mapping[str, str]) -> str:
-    raw.pop("additionalProperties", None)  # function tools do not say it; an unknown parameter is told of as such
+    raw.pop("additionalProperties", None)  # not usual in function tools; `bind` reports unknown parameters anyway
     for name, shape in raw.get("properties", {}).items():
         texts = [extra for extra in getattr(hints.get(name), "__metadata__", ()) if isinstance(extra, str)]
         if texts or name in descriptions:

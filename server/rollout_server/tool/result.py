@@ -1,4 +1,4 @@
-"""What a model reads of a tool's result."""
+"""Conversion of a tool's result to the content of a tool message."""
 
 from __future__ import annotations
 
@@ -19,30 +19,35 @@ from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
 
 LARGEST = 4 * 1024 * 1024
-"""Of a result that is written as JSON, about so many bytes. It is written at one go, and nothing else runs meanwhile."""
-_PART = 16
+"""Approximate maximum size in bytes of a result that is serialised as JSON. Serialisation holds the GIL until it is done."""
+_PART = 16  # bytes that each value counts for, besides the length of texts
 _DEEPEST = 1000
 _FLAT = (int, float, bool, type(None))
 _MEDIA_TYPE = re.compile(r"image/[A-Za-z0-9][A-Za-z0-9.+-]*")
 
 
 class Image:
-    """An image as a tool's result, or as one item of a list of texts and images. Raises TypeError or ValueError.
+    """An image as a tool's result, or as one item of a list of texts and images.
 
-    No dataclass: those are written as JSON wherever they stand, and an image only has its place in content parts.
+    Deliberately not a dataclass: a dataclass is serialised as JSON anywhere in a result, but an image is valid only as a content
+    part.
 
     Args:
-        data: the file's bytes.
-        media_type: what they are, such as "image/png" or "image/jpeg".
+        data: the bytes of the image file.
+        media_type: MIME type of the file, such as "image/png" or "image/jpeg".
+
+    Raises:
+        TypeError: if `data` is not bytes, or is empty.
+        ValueError: if `media_type` is not an image type.
     """
 
     __slots__ = ("_data", "_media_type")
 
     def __init__(self, data: bytes, media_type: str = "image/png") -> None:
         if not isinstance(data, bytes | bytearray | memoryview) or not data:
-            raise TypeError("an Image's data is the bytes of a file, at least one")
+            raise TypeError("Image: data must be the bytes of an image file, not empty")
         if not isinstance(media_type, str) or not _MEDIA_TYPE.fullmatch(media_type):
-            raise ValueError(f'an Image\'s media_type is of the kind "image/png", not {media_type!r}')
+            raise ValueError(f'Image: media_type must be like "image/png", not {media_type!r}')
         self._data = bytes(data)
         self._media_type = media_type
 
@@ -51,24 +56,24 @@ class Image:
 
     @property
     def data(self) -> bytes:
-        """The file's bytes."""
+        """The bytes of the image file."""
         return self._data
 
     @property
     def media_type(self) -> str:
-        """What they are."""
+        """The MIME type of the file."""
         return self._media_type
 
     def part(self) -> dict[str, JSON]:
-        """As OpenAI writes images in messages."""
+        """Return the content part of an OpenAI message, with the image as a data URL."""
         url = f"data:{self._media_type};base64,{base64.b64encode(self._data).decode('ascii')}"
         return {"type": "image_url", "image_url": {"url": url}}
 
 
 def content_of(result: object) -> Content:
-    """The content of the tool message: parts where the result is an image or a list with one, elsewhere a text.
+    """Return the content of the tool message: a list of parts if the result is or contains an image, else a text.
 
-    Images of PIL are written as PNG. Raises ValueError, TypeError or RecursionError for what cannot be written.
+    Images of PIL are converted to PNG. Raises ValueError, TypeError or RecursionError if the result cannot be serialised.
     """
     image = _image(result)
     if image is not None:
@@ -85,13 +90,13 @@ def content_of(result: object) -> Content:
 
 
 def result_text(result: object) -> str:
-    """A text as it is, a number plainly, everything else as JSON.
+    """Serialise a result: a text verbatim, a number in decimal, everything else as JSON.
 
-    Raises ValueError, TypeError or RecursionError for what cannot be written, an infinite number among them.
+    Raises ValueError, TypeError or RecursionError if that is not possible, for example for an infinite number.
     """
     match result:
         case str():
-            return str.__str__(result)
+            return str.__str__(result)  # also for a subclass, such as a string enum with its own __str__
         case bool() | None:
             return json.dumps(result)
         case int():
@@ -106,7 +111,10 @@ def result_text(result: object) -> str:
 
 
 def _check_size(value: object) -> None:
-    """Raises ValueError for what holds itself, or takes more than `LARGEST` bytes, `_PART` for each part. Counts no further."""
+    """Raise ValueError for a cyclic value, one that is nested too deeply, or one of more than about `LARGEST` bytes.
+
+    Walks the value with an explicit stack, so depth cannot exhaust Python's, and stops as soon as a bound is exceeded.
+    """
     total = 0
     within: list[tuple[int, Iterator[object]]] = [(0, iter((value,)))]
     open_ids: set[int] = set()
@@ -117,7 +125,7 @@ def _check_size(value: object) -> None:
                 total += len(part)
                 continue
             if id(part) in open_ids:
-                raise ValueError(f"Circular reference: a {type(part).__name__} holds itself")
+                raise ValueError(f"Circular reference: a {type(part).__name__} contains itself")
             parts = _parts(part)
             total += _PART * len(parts)
             open_ids.add(id(part))
@@ -129,17 +137,17 @@ def _check_size(value: object) -> None:
             within.pop()
             open_ids.discard(own)
         if total > LARGEST:
-            raise ValueError(f"it has more than {LARGEST // 2**20} MiB as JSON; a text may be longer, and is cut")
+            raise ValueError(f"it has more than {LARGEST // 2**20} MiB as JSON; return less, or a text, which is cut")
 
 
 def _parts(value: object) -> Collection[object]:
-    """Whatever is written of a value. Raises ValueError for one that is read as it is written: it may have no end."""
+    """Return the values inside a value. Raises ValueError for an iterator, which may be infinite."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset | deque):
         return value
     if isinstance(value, Iterator):
-        raise ValueError(f"a {type(value).__name__} may have no end; return a list of what it gives")
+        raise ValueError(f"a {type(value).__name__} may be infinite; return a list of its items")
     if isinstance(value, type):
         return ()
     if is_dataclass(value):  # one with slots has no __dict__
@@ -150,14 +158,14 @@ def _parts(value: object) -> Collection[object]:
 
 def _refuse(value: Any) -> Any:
     if _image(value) is not None:
-        raise TypeError("an image is a result itself, or one item of a list; it is not written into other values")
+        raise TypeError("an image must be the result itself or an item of a list, not inside another value")
     raise TypeError(f"Unable to serialize unknown type: {type(value)}")
 
 
 def _image(value: object) -> Image | None:
     if isinstance(value, Image):
         return value
-    library = sys.modules.get("PIL.Image")  # where nobody has imported it, nothing is of it
+    library = sys.modules.get("PIL.Image")  # if PIL was never imported, the value cannot be one of its images
     if library is None or not isinstance(value, library.Image):
         return None
     buffer = io.BytesIO()

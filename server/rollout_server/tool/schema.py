@@ -1,7 +1,7 @@
-"""Schemas in the plain shape of function tools.
+"""JSON Schemas in the form of OpenAI's function tools.
 
-They are pydantic's, of types that authors wrote: what the shape cannot say is refused here. `edge/wire/json_schema`, which reads
-schemas of any origin for clients that know less, refuses nothing.
+The input comes from pydantic, for types that authors wrote, so a schema that this form cannot express is refused.
+`edge/wire/json_schema` reads schemas of any origin for clients, and refuses nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _DROPPED = ("title", "$defs", "$ref", "anyOf", "oneOf", "const", "discriminator"
 _IMPLIED = (("additionalProperties", False), ("additionalProperties", True), ("default", None))
 _VERBATIM = ("default", "enum", "examples", "required")
 _ORDER = ("type", "description", "enum", "items", "properties", "required")
-# Pydantic's own words for bounds that it puts on a union as a whole.
+# Pydantic writes bounds of a whole union with its own names instead of JSON Schema's.
 _BOUNDS = {
     "ge": "minimum",
     "gt": "exclusiveMinimum",
@@ -22,7 +22,7 @@ _BOUNDS = {
     "lt": "exclusiveMaximum",
     "multiple_of": "multipleOf",
 }
-# Lengths that stand beside a union are those of texts, whatever its members are.
+# Pydantic writes length bounds beside a union as those of strings, whatever the members' types are.
 _LENGTHS = {
     "array": {"minLength": "minItems", "maxLength": "maxItems"},
     "object": {"minLength": "minProperties", "maxLength": "maxProperties"},
@@ -33,13 +33,16 @@ _LENGTHS = {
 def plain_schema(
     node: Mapping[str, JSON], defs: Mapping[str, Mapping[str, JSON]], inside: Sequence[str]
 ) -> dict[str, JSON]:
-    """A schema in the shape of function tools: references inlined, nullable and number unions flattened, no titles."""
+    """Rewrite a schema: inline references, flatten optional and number unions, drop titles. Raises TypeError for a recursive type.
+
+    `defs` has the definitions that references point to, `inside` the names of those that are being inlined, to detect recursion.
+    """
     shaped: dict[str, JSON] = {}
     reference = node.get("$ref")
     if isinstance(reference, str):
         name = reference.removeprefix("#/$defs/")
         if name in inside:
-            raise TypeError(f"the type {name} contains itself, which cannot be written without references")
+            raise TypeError(f"the type {name} is recursive, which a schema without references cannot express")
         shaped = plain_schema(defs[name], defs, (*inside, name))
     options = node.get("anyOf") or node.get("oneOf")
     if isinstance(options, list):
