@@ -1,9 +1,9 @@
-# One image for the server, the gateway alone and the strict trainer:
+# One image for the server, the separate gateway and the strict trainer:
 #   docker build -t rollout-server .
-#   docker run -p 127.0.0.1:9000:9000 -p 127.0.0.1:50051:50051 rollout-server                # the calculator, for this host alone
+#   docker run -p 127.0.0.1:9000:9000 -p 127.0.0.1:50051:50051 rollout-server                # the calculator, for this host only
 #   docker run -p 9000:9000 -p 50051:50051 -v "$PWD:/srv:ro" rollout-server serve weather.py:Weather
 #   docker run -p 9000:9000 -e ROLLOUT_SERVERS=server:50051 rollout-server gateway
-# By the digest of the tag's multi-architecture index; change tag and digest together (`docker buildx imagetools inspect TAG`).
+# The digest is that of the tag's multi-architecture index. Change both together (`docker buildx imagetools inspect TAG`).
 FROM python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d AS base
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -13,7 +13,7 @@ ENV PYTHONUNBUFFERED=1 \
 FROM base AS build
 WORKDIR /build
 COPY deploy/build.lock deploy/server.lock ./
-# The environment gets no pip: nothing is installed where it runs.
+# The virtual environment has no pip: the final image must not install anything.
 RUN pip install --require-hashes --only-binary :all: -r build.lock \
     && python -m venv --without-pip /opt/rollout \
     && pip --python /opt/rollout/bin/python install --require-hashes --only-binary :all: -r server.lock
@@ -37,9 +37,9 @@ ENV PATH=/opt/rollout/bin:$PATH \
     ROLLOUT_SERVER_HOST=0.0.0.0 \
     ROLLOUT_GATEWAY_HOST=0.0.0.0
 USER 10001:10001
-# Agents are found from here, and `.env` is read here.
+# Agent modules and `.env` are read from this directory.
 WORKDIR /srv
-# Tokenizers from the Hugging Face Hub.
+# Cache of tokenizers from the Hugging Face Hub.
 VOLUME /var/cache/rollout
 EXPOSE 9000 50051
 STOPSIGNAL SIGTERM

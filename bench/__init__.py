@@ -1,1 +1,1 @@
-"""What a turn costs: the real server beside a bare loop that does the same without tokens, in one run (`python -m bench`)."""
+"""Benchmark: CPU cost of one turn on the real server, compared with a bare loop without token accounting (`python -m bench`)."""

@@ -1,4 +1,4 @@
-"""`python -m bench`: what a turn costs, measured in a few minutes."""
+"""`python -m bench`: measure the CPU cost of one turn, in a few minutes."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ _WIDTH = 120
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One small workload, to see that everything works.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Run one small workload, as a check of the benchmark.")
+    ] = False,
     tokenizer: Annotated[
         Path,
         typer.Option(
             help="Directory of a tokenizer with a chat template.",
             exists=True,
             file_okay=False,
-            show_default="the toy tokenizer of the tests",
+            show_default="the built-in toy tokenizer",
         ),
     ] = TOY_TOKENIZER,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this JSON file.")] = None,
 ) -> None:
-    """Measure the server's CPU for one turn beside a floor that does the same without tokens.
+    """Measure the server's CPU for one turn, beside a floor that runs the same conversation without token accounting.
 
-    Fails where a mask was refused or a rollout did not end as it should, never because of a figure.
+    Exits with 1 if a mask is refused or a rollout does not end as scripted, never because of a measured value.
     """
     console = Console(stderr=True)
     if not sys.platform.startswith("linux"):
-        raise typer.Exit(_complain(console, "CPU and memory are read from /proc, which only Linux has"))
+        raise typer.Exit(_complain(console, "needs Linux: CPU and memory are read from /proc"))
     try:
         with asyncio.Runner(loop_factory=new_loop) as runner:
             result = runner.run(measure.run(QUICK if quick else FULL, tokenizer, console.print))
@@ -50,7 +52,7 @@ def main(
     if json_file is not None:
         json_file.write_bytes(report.as_json(result, name))
     if result.counts.masks_refused or result.counts.histories_refused:
-        raise typer.Exit(_complain(console, "the trainer refused what it was sent"))
+        raise typer.Exit(_complain(console, "the trainer refused a mask or a history; see the faults above"))
 
 
 def _complain(console: Console, text: str) -> int:

@@ -1,4 +1,4 @@
-"""Programs that the benchmark starts: on which core they run, and what Linux says they use."""
+"""Child processes of the benchmark: CPU affinity, and CPU and memory usage from /proc."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _SHOWN = 4000
 
 
 class ChildFailed(Exception):
-    """A program ended, or did not get ready; the text holds the end of what it wrote."""
+    """A program exited or did not become healthy. The text contains the end of its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to start.
+    """A program to start.
 
     Args:
-        name: for people.
-        command: its arguments.
-        url: base URL; `/health` answers 200 once it is ready.
-        cores: those it may run on.
-        environment: all of it.
-        directory: where it runs.
+        name: name for messages.
+        command: command line.
+        url: base URL; `/health` returns 200 once the program is ready.
+        cores: CPU affinity.
+        environment: the complete environment; nothing is inherited.
+        directory: working directory.
     """
 
     name: str
@@ -49,32 +49,32 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A program that runs. `started_in` is the time from its start to its first healthy answer, in seconds."""
+    """A running program. `started_in` is the time from its start to its first healthy response, in seconds."""
 
     pid: int
     started_in: float
 
     def cpu_seconds(self) -> float:
-        """User and system time of all its threads so far, those that have ended included."""
+        """Return user and system time of all its threads so far, including threads that have ended."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
-        """Memory that it holds now."""
+        """Return its current resident memory."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Where programs run: what is measured by itself, everything else beside it. The same sets where there is one core."""
+    """CPU cores: one set for the measured program, one for everything else. On a single core both sets are the same."""
 
     measured: frozenset[int]
     beside: frozenset[int]
 
     @classmethod
     def here(cls) -> Cores:
-        """The first two of the cores that this program may use."""
+        """Return the first two cores that this process may use."""
         if not hasattr(os, "sched_getaffinity"):
             every = frozenset(range(os.cpu_count() or 1))
             return cls(every, every)
@@ -83,13 +83,13 @@ class Cores:
 
     @property
     def apart(self) -> bool:
-        """What is measured has a core of its own."""
+        """Whether the measured program has a core for itself."""
         return not self.measured & self.beside
 
 
 @contextmanager
 def on_cores(cores: frozenset[int]) -> Iterator[None]:
-    """Runs this thread, and the programs it starts meanwhile, on these cores only."""
+    """Pin this thread, and the programs that it starts meanwhile, to these cores."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -103,7 +103,7 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 
 @asynccontextmanager
 async def running(program: Program) -> AsyncIterator[Child]:
-    """A program from its start to its end. Raises `ChildFailed` where it does not get ready."""
+    """Run a program inside the `async with` block. Raises `ChildFailed` if it does not become healthy."""
     with tempfile.TemporaryFile() as output:
         began = time.monotonic()
         with on_cores(program.cores):
@@ -127,7 +127,7 @@ async def _until_healthy(program: Program, spawned: Process, output: IO[bytes]) 
     async with aiohttp.ClientSession() as http:
         while not await _is_healthy(http, f"{program.url}/health"):
             if spawned.returncode is not None or time.monotonic() > deadline:
-                state = "is not ready" if spawned.returncode is None else f"ended with status {spawned.returncode}"
+                state = "is not healthy" if spawned.returncode is None else f"exited with status {spawned.returncode}"
                 output.seek(0)
                 raise ChildFailed(f"{program.name} {state}\n{output.read().decode(errors='replace')[-_SHOWN:]}")
             await asyncio.sleep(_POLL_SECONDS)
@@ -135,8 +135,8 @@ async def _until_healthy(program: Program, spawned: Process, output: IO[bytes]) 
 
 async def _is_healthy(http: aiohttp.ClientSession, url: str) -> bool:
     try:
-        async with http.get(url) as answer:
-            return answer.status == 200
+        async with http.get(url) as response:
+            return response.status == 200
     except aiohttp.ClientError:
         return False
 
@@ -152,7 +152,7 @@ async def _stop(spawned: Process) -> None:
 
 
 def busy_seconds(cores: frozenset[int]) -> float:
-    """For how long these cores were not idle since the machine started, whoever used them, the host of a guest included."""
+    """Return how long these cores were busy since boot, with any process, and with time stolen by the hypervisor."""
     wanted = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
     ticks = [list(map(int, fields[1:9])) for fields in lines if fields and fields[0] in wanted]
@@ -161,7 +161,7 @@ def busy_seconds(cores: frozenset[int]) -> float:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago. Another process may take it before it is used."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
         return port

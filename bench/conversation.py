@@ -1,6 +1,6 @@
-"""The scripted conversation: a model that adds numbers, one tool call a turn, with the ids that a real tokenizer gives.
+"""Scripted conversation: a model adds numbers with one tool call per turn. A real tokenizer produces the token ids.
 
-Everything that the trainer will answer is made here, once, so that answering costs it next to nothing.
+All completions are prepared here once, so that serving them costs the trainer almost no CPU.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer of the trainer, and what has to come before it.
+    """One completion, and the request that must precede it.
 
     Args:
-        body: the completion, as it goes over the wire.
-        prompt_tokens: tokens of the whole prompt.
-        new_tokens: those that entered it since the last answer: the length of the mask. 0 in the first turn.
-        tail: the newest messages of the history: the last answer and its tool result, or what the conversation begins with.
+        body: the completion as an HTTP body.
+        prompt_tokens: length of the whole prompt.
+        new_tokens: prompt tokens added since the previous completion, which is the length of the mask. 0 in the first turn.
+        tail: the newest messages of the history: the previous completion and its tool result, or the opening messages.
     """
 
     body: bytes
@@ -44,7 +44,7 @@ class Turn:
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What the driver has to know: how a conversation begins and how it must end. `prompt_tokens` has one length a turn."""
+    """The beginning and the expected end of a conversation, for the driver. `prompt_tokens` has one length per turn."""
 
     opening: list[dict[str, Any]]
     messages: int
@@ -54,7 +54,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation that is ready to be played. `turns` is keyed by the number of messages in the history."""
+    """A prepared conversation. `turns` is keyed by the number of messages in the history."""
 
     facts: Facts
     turns: Mapping[int, Turn]
@@ -68,10 +68,10 @@ class _Script:
 
 
 def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: int, context: int) -> Conversation:
-    """Writes a conversation of `turns` answers whose prompts have `context` tokens on average, and renders it.
+    """Prepare a conversation of `turns` completions whose prompts have `context` tokens on average.
 
-    A `context` that the bare conversation already exceeds adds nothing to it. Raises ValueError where the template does not
-    render earlier turns as they were, because such a trainer could not give truthful ids.
+    If the conversation is that long without padding, it gets none. Raises ValueError if the chat template rewrites earlier
+    turns, because a prompt would then not begin with the previous one.
     """
     bare = _render(renderer, tools, _script(turns, ""))
     missing = context - fmean(turn.prompt_tokens for turn in bare.turns.values())
@@ -80,8 +80,8 @@ def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: 
 
 def _script(turns: int, padding: str) -> _Script:
     numbers = [7 * step + 5 for step in range(1, turns + 1)]
-    asked = f"{padding}What is the sum of {', '.join(map(str, numbers))}?"
-    opening = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": asked}]
+    question = f"{padding}What is the sum of {', '.join(map(str, numbers))}?"
+    opening = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
     replies, results, total = [], [], numbers[0]
     for index, number in enumerate(numbers[1:], start=1):
         arguments = json.dumps({"a": total, "b": number})
@@ -106,7 +106,7 @@ def _padding(renderer: PlainRenderer, tokens: float) -> str:
 
 
 def _sentences() -> Iterator[str]:
-    """Prose without sense, the same in every run: repeated text would be cheaper to tokenise than what models read."""
+    """Yield random sentences, the same in every run. Repeated text would be unrealistically cheap to tokenize."""
     choose, vocabulary = random.Random(0), _WORDS.split()
     while True:
         words = choose.choices(vocabulary, k=choose.randint(7, 14))
@@ -121,18 +121,18 @@ def _render(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], script:
     for index, reply in enumerate(script.replies):
         prompt = renderer.prompt(history, tools)
         if prompt[: len(seen)] != seen:
-            raise ValueError("the chat template rewrites earlier turns; another tokenizer is needed for the benchmark")
-        answer = renderer.completion_ids(history, tools, prompt, reply)
+            raise ValueError("the chat template rewrites earlier turns; use another tokenizer for the benchmark")
+        completion = renderer.completion_ids(history, tools, prompt, reply)
         new = len(prompt) - len(seen) if seen else 0
-        turns[len(history)] = Turn(_completion(reply, prompt, answer), len(prompt), new, tail)
-        seen = prompt + answer
+        turns[len(history)] = Turn(_completion(reply, prompt, completion), len(prompt), new, tail)
+        seen = prompt + completion
         tail = [reply.message, *script.results[index : index + 1]]
         history += tail
     lengths = [turn.prompt_tokens for turn in turns.values()]
     return Conversation(Facts(script.opening, len(history), str(script.replies[-1].content), lengths), turns)
 
 
-def _completion(reply: ScriptedReply, prompt: list[int], answer: list[int]) -> bytes:
+def _completion(reply: ScriptedReply, prompt: list[int], ids: list[int]) -> bytes:
     sampled = random.Random(len(prompt))
     choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish}
     return msgspec.json.encode(
@@ -142,8 +142,8 @@ def _completion(reply: ScriptedReply, prompt: list[int], answer: list[int]) -> b
             "created": 0,
             "model": "default",
             "choices": [choice],
-            "token_ids": answer,
-            "logprobs": [round(-sampled.expovariate(4), 7) for _ in answer],
+            "token_ids": ids,
+            "logprobs": [round(-sampled.expovariate(4), 7) for _ in ids],
             "prompt_token_ids": prompt,
         }
     )

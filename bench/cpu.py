@@ -1,7 +1,8 @@
-"""CPU of this process with all its threads: what work takes beyond what the process takes anyway while it waits.
+"""CPU of this process and all its threads, without the background CPU that it also uses while it waits.
 
-A process that waits is not idle: timers beat and threads poll, by the clock and not by the turn. A trainer takes longer over a long
-prompt, so what is taken meanwhile would show the trainer's time as growth of this side's cost.
+A waiting process is not idle: timers fire and threads poll, by the clock and not per turn. A trainer takes longer for a long
+prompt, and this process uses more background CPU meanwhile. Without the correction, the trainer's time would look like a cost
+of this process.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ _SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """`rest` is what the process takes while it only waits, in milliseconds of CPU a second."""
+    """CPU meter. `rest` is the background CPU of the waiting process, in milliseconds per second."""
 
     rest: float = 0.0
 
     @classmethod
     async def at_rest(cls) -> Meter:
-        """Waits some times and takes the least, so that rather too little is taken off than too much."""
+        """Measure the background CPU several times and take the minimum, so that it is not overestimated."""
         rests = []
         for _ in range(_LOOKS):
             began, clock = time.process_time(), time.monotonic()
@@ -32,6 +33,6 @@ class Meter:
         return cls(min(rests))
 
     def start(self) -> Callable[[], float]:
-        """Begins. What it returns tells how many milliseconds of CPU were taken since then, without those of waiting."""
+        """Start measuring. The returned function returns the milliseconds of CPU since then, minus the background CPU."""
         began, clock = time.process_time(), time.monotonic()
         return lambda: 1000 * (time.process_time() - began) - self.rest * (time.monotonic() - clock)

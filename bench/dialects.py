@@ -1,20 +1,20 @@
-"""`python -m bench.dialects [DIRECTORY]`: what a turn costs this side in each form that trainers speak, as the history grows.
+"""`python -m bench.dialects [DIRECTORY]`: the server's cost of a turn with each trainer protocol, as the history grows.
 
-A conversation begins with a prompt of about 1k, 8k or 32k tokens, or `--size`, and goes on for some turns against the strict
-trainer, which runs in a process of its own. The first turn is the warm-up: it opens the connection and carries the whole prompt.
-Of the turns after it are told:
+A conversation starts with a prompt of about 1k, 8k or 32k tokens (or `--size`) and continues for several turns. The strict
+trainer runs in a separate process. The first turn is the warm-up: it opens the connection and sends the whole prompt. The
+tables show, for the turns after it:
 
-* CPU of this process with all its threads, from asking for an answer to having it: rendering, encoding, writing and reading. It is
-  the median of a rollout's turns, of several rollouts the least: what else runs on the machine can only add to it.
-* Bytes of the requests' bodies, of those that were repeated too; no headers, nothing of TCP, nothing of the answers.
+* CPU of this process and all its threads, from the completion request to its result: rendering, encoding, writing and reading.
+  The value is the median over the turns of a rollout, and then the minimum over the rollouts: other load can only add to it.
+* Bytes of the request bodies, including retries; without headers, TCP and responses.
 
-What this process takes while it only waits is taken off, for the time of each turn (`bench.cpu`): the strict trainer renders and
-judges the whole history anew each turn, so that a longer one is also a longer wait.
+The background CPU of this process (`bench.cpu`) is subtracted for the time of each turn: the strict trainer renders and
+verifies the whole history in every turn, so a longer history also means a longer wait.
 
-The rows of whole servers (`bench.whole`) also hold the rollout around the sampler.
+The rows "whole server" (`bench.whole`) also include the rollout around the sampler.
 
-In token mode both should stay flat, as the second table says. Elsewhere an answer brings the ids of its whole prompt, and reading
-them is CPU too.
+In token mode, CPU and bytes should not grow with the history; the second table shows the growth. In the other modes a response
+contains the ids of its whole prompt, and reading them also takes CPU.
 """
 
 from __future__ import annotations
@@ -45,60 +45,60 @@ from bench.tokens import SIZES
 _WARM_UP = 1
 _TURNS = 9
 _ROUNDS = 3
-_ASKED = "Please read what follows, which goes on for quite a while. "
-_HEARD = "That is noted. Please go on with what comes next. "
+_FILLER = "Please read what follows, which goes on for quite a while. "
+_REPLY = "That is noted. Please go on with what comes next. "
 
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """The message with which a conversation begins, and how many tokens its prompt has."""
+    """First message of a conversation, and the number of tokens of its prompt."""
 
     message: Message
     tokens: int
 
     @property
     def text(self) -> str:
-        """Of the message."""
+        """Text of the message."""
         return str(self.message.fields()["content"])
 
 
 @dataclass(slots=True)
 class _Cell:
-    """One form with one first prompt: CPU in milliseconds and bytes, a median of each rollout."""
+    """Results for one trainer protocol and one first prompt: CPU in milliseconds and bytes, one median per rollout."""
 
     cpu: list[float] = field(default_factory=list)
     sent: list[float] = field(default_factory=list)
 
     def add(self, cpu: Sequence[float], sent: Sequence[int]) -> None:
-        """Takes the turns of a rollout."""
+        """Add the turns of a rollout."""
         self.cpu.append(statistics.median(cpu[_WARM_UP:]))
         self.sent.append(statistics.median(sent[_WARM_UP:]))
 
 
 @dataclass
 class _Figures:
-    """What was measured: cells by form and place of the first message, and what waiting took."""
+    """All results: cells by protocol and index of the first message, and the background CPU."""
 
     firsts: Sequence[_First]
     cells: dict[str, list[_Cell]] = field(default_factory=dict)
     rests: dict[str, float] = field(default_factory=dict)
 
     def cell(self, form: str, place: int) -> _Cell:
-        """Where a rollout's turns go."""
+        """Return the cell for a rollout's turns."""
         return self.cells.setdefault(form, [_Cell() for _ in self.firsts])[place]
 
     def tables(self) -> Iterator[Table]:
-        """All figures, and how they grow."""
+        """Yield the table of results and the table of their growth."""
         rest = ", ".join(f"{what} {took:.1f}" for what, took in self.rests.items())
-        caption = f"turns {_WARM_UP + 1} to {_TURNS}\nCPU ms a second of waiting, taken off: {rest}"
-        table = _table("This side's share of a turn", caption, "prompt of turn 1, tokens", "CPU ms", "bytes sent")
+        caption = f"turns {_WARM_UP + 1} to {_TURNS}\nsubtracted background CPU, ms per second: {rest}"
+        table = _table("Server's cost of one turn", caption, "prompt of turn 1, tokens", "CPU ms", "bytes sent")
         for form, cells in self.cells.items():
             for first, cell in zip(self.firsts, cells, strict=True):
                 table.add_row(form, f"{first.tokens:,}", f"{min(cell.cpu):.2f}", f"{min(cell.sent):,.0f}")
         yield table
         if len(self.firsts) > 1:
-            title = f"{self.firsts[-1].tokens:,} tokens beside {self.firsts[0].tokens:,}"
-            growth = _table(title, "how many times as much a turn takes", "CPU", "bytes sent")
+            title = f"Growth from {self.firsts[0].tokens:,} to {self.firsts[-1].tokens:,} tokens"
+            growth = _table(title, "factor per turn; 1.00 means no growth", "CPU", "bytes sent")
             for form, (least, *_, most) in self.cells.items():
                 cpu, sent = min(most.cpu) / min(least.cpu), min(most.sent) / min(least.sent)
                 growth.add_row(form, f"{cpu:.2f}", f"{sent:.2f}")
@@ -107,12 +107,12 @@ class _Figures:
 
 def main(
     directory: Annotated[
-        Path, typer.Argument(help="A tokenizer with a chat template.", exists=True, file_okay=False)
+        Path, typer.Argument(help="Directory of a tokenizer with a chat template.", exists=True, file_okay=False)
     ] = TOY_TOKENIZER,
-    size: Annotated[list[int] | None, typer.Option(min=100, help="Tokens of the first prompt, repeatable.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Rollouts of each form and size.")] = _ROUNDS,
+    size: Annotated[list[int] | None, typer.Option(min=100, help="Tokens of the first prompt; repeatable.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rollouts per protocol and size.")] = _ROUNDS,
 ) -> None:
-    """Print two tables. Fails where the trainer refused a turn."""
+    """Print the cost of a turn with each trainer protocol. Fails if the trainer refuses a turn."""
     command = [sys.executable, "-m", "rollout_server.cli", "trainer", "--port", "0", "--tools-from", ""]
     with subprocess.Popen([*command, "--tokenizer", str(directory)], stderr=subprocess.PIPE, text=True) as child:
         try:
@@ -127,22 +127,22 @@ def main(
 
 def _table(title: str, caption: str, *headings: str) -> Table:
     table = Table(title=title, caption=caption)
-    table.add_column("form")
+    table.add_column("protocol")
     for heading in headings:
         table.add_column(heading, justify="right")
     return table
 
 
 def _addresses(child: subprocess.Popen[str]) -> Mapping[str, str]:
-    """Where the trainer listens, by scheme."""
+    """Return the trainer's URLs by scheme, from its log."""
     assert child.stderr is not None
-    said = []
+    lines = []
     for line in child.stderr:
-        said.append(line)
+        lines.append(line)
         if line.startswith("strict trainer on"):
             urls = [word for word in line.replace(";", "").split() if "://" in word]
             return {url.partition("://")[0]: url for url in urls}
-    raise SystemExit(f"bench.dialects: the trainer did not start\n{''.join(said)}".rstrip())
+    raise SystemExit(f"bench.dialects: the trainer did not start\n{''.join(lines)}".rstrip())
 
 
 async def _measure(directory: Path, urls: Mapping[str, str], sizes: Sequence[int], rounds: int) -> _Figures:
@@ -152,25 +152,25 @@ async def _measure(directory: Path, urls: Mapping[str, str], sizes: Sequence[int
         loaded = await side.load()
         figures = _Figures([_first(loaded, size) for size in sizes])
         await _play(side, figures, urls, rounds)
-    agent = whole.Timed(_TURNS, _HEARD)
-    async for played in whole.play(directory, agent, [first.text for first in figures.firsts], rounds):
-        figures.cell(played.name, played.place).add(played.cpu, played.sent)
+    agent = whole.Timed(_TURNS, _REPLY)
+    async for rollout in whole.play(directory, agent, [first.text for first in figures.firsts], rounds):
+        figures.cell(rollout.name, rollout.place).add(rollout.cpu, rollout.sent)
     figures.rests["whole server"] = (agent.meter or Meter()).rest
     return figures
 
 
 async def _play(side: samplers.Side, figures: _Figures, urls: Mapping[str, str], rounds: int) -> None:
-    """The samplers' rows. A round takes each form and size in turn, so that what else the machine does meets all of them."""
+    """Measure the samplers. A round runs every protocol and size once, so that other load affects all of them alike."""
     for form in samplers.FORMS:
         warm_up = samplers.spec_of(f"{form.name} warm-up", form, _url(form, urls), figures.firsts[0].message)
-        await samplers.play(side, warm_up, 1 + _WARM_UP, _HEARD)
+        await samplers.play(side, warm_up, 1 + _WARM_UP, _REPLY)
     side.meter = await Meter.at_rest()
     figures.rests["samplers"] = side.meter.rest
     for number in range(rounds):
         for form in samplers.FORMS:
             for place, first in enumerate(figures.firsts):
                 spec = samplers.spec_of(f"{form.name} {place} {number}", form, _url(form, urls), first.message)
-                costs = await samplers.play(side, spec, _TURNS, _HEARD)
+                costs = await samplers.play(side, spec, _TURNS, _REPLY)
                 figures.cell(form.name, place).add([cost.cpu for cost in costs], [cost.sent for cost in costs])
 
 
@@ -179,10 +179,10 @@ def _url(form: samplers.Form, urls: Mapping[str, str]) -> str:
 
 
 def _first(loaded: LoadedTokenizer, size: int) -> _First:
-    """A user's message whose prompt has about `size` tokens."""
-    text = _ASKED * (size * 100 // len(loaded.encode(_ASKED * 100)) or 1)
-    asked = Message.write({"role": "user", "content": text})
-    return _First(asked, len(loaded.encode(loaded.text([asked.fields()], Frame()))))
+    """Return a user message whose prompt has about `size` tokens."""
+    text = _FILLER * (size * 100 // len(loaded.encode(_FILLER * 100)) or 1)
+    message = Message.write({"role": "user", "content": text})
+    return _First(message, len(loaded.encode(loaded.text([message.fields()], Frame()))))
 
 
 if __name__ == "__main__":

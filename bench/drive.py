@@ -1,4 +1,4 @@
-"""Asks for rollouts, and looks at how each of them ended."""
+"""Load driver: starts rollouts and checks the outcome of each."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
 TOKENIZER = "bench/tokenizer"
-"""The name under which the server knows the tokenizer."""
+"""Name of the tokenizer in the server's settings."""
 
 _MAX_TOKENS_TOTAL = 1_000_000
 
 
 class WrongRollout(Exception):
-    """A rollout that did not end as its script says."""
+    """A rollout did not end as scripted."""
 
 
 class Player(Protocol):
-    """Plays one rollout. Raises `WrongRollout`."""
+    """Runs one rollout per call. Raises `WrongRollout`."""
 
     def __call__(self) -> Awaitable[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is asked for: the conversation, and the trainer's URL for it."""
+    """A conversation to run, and the trainer's URL for it."""
 
     trainer: str
     facts: Facts
 
     @property
     def turns(self) -> int:
-        """Completions that it takes."""
+        """Number of completions."""
         return len(self.facts.prompt_tokens)
 
 
@@ -60,23 +60,24 @@ class _Answer(msgspec.Struct):
 
 
 async def play_many(play: Player, rollouts: int, concurrency: int) -> None:
-    """Plays rollouts, so many at a time. Raises the first `WrongRollout` and gives up the others."""
+    """Run rollouts, `concurrency` at a time. Raises the first `WrongRollout` and cancels the others."""
+    # All workers share one iterator, so each takes the next rollout as soon as it is free.
     numbers = iter(range(rollouts))
 
-    async def play_on() -> None:
+    async def work() -> None:
         for _ in numbers:
             await play()
 
-    players = [asyncio.create_task(play_on()) for _ in range(min(concurrency, rollouts))]
+    workers = [asyncio.create_task(work()) for _ in range(min(concurrency, rollouts))]
     try:
-        await asyncio.gather(*players)
+        await asyncio.gather(*workers)
     finally:
-        for player in players:
-            player.cancel()
+        for worker in workers:
+            worker.cancel()
 
 
 def http_player(http: aiohttp.ClientSession, server: str, order: Order) -> Player:
-    """Plays over `POST /rollout`."""
+    """Return a player that runs rollouts over `POST /rollout`."""
     body = {
         "server_url": order.trainer,
         "messages": order.facts.opening,
@@ -95,19 +96,19 @@ def http_player(http: aiohttp.ClientSession, server: str, order: Order) -> Playe
             async with http.post(f"{server}/rollout", data=content, headers=headers) as response:
                 text = await response.read()
         except aiohttp.ClientError as error:
-            raise WrongRollout(f"no answer: {error!r}") from error
+            raise WrongRollout(f"no response: {error!r}") from error
         if response.status != 200:
             raise WrongRollout(f"HTTP {response.status}: {text[:500].decode(errors='replace')}")
-        answer = decoder.decode(text)
-        if answer.status != "COMPLETED":
-            raise WrongRollout(f"{answer.status}: {answer.error_message}")
-        _check(order, answer.finish_reason, answer.metrics.num_llm_calls, answer.final_messages)
+        outcome = decoder.decode(text)
+        if outcome.status != "COMPLETED":
+            raise WrongRollout(f"{outcome.status}: {outcome.error_message}")
+        _check(order, outcome.finish_reason, outcome.metrics.num_llm_calls, outcome.final_messages)
 
     return play
 
 
 def grpc_player(channel: grpc.aio.Channel, order: Order) -> Player:
-    """Plays over `RunRollout`, with the outcome as the only event, which is what `POST /rollout` asks for, too."""
+    """Return a player that runs rollouts over `RunRollout`. The outcome is the only event, as for `POST /rollout`."""
     stub: RolloutServiceAsyncStub = rollout_service_pb2_grpc.RolloutServiceStub(channel)
     spec = _spec(order)
     ids = count(1)
@@ -115,13 +116,13 @@ def grpc_player(channel: grpc.aio.Channel, order: Order) -> Player:
     async def play() -> None:
         spec.rollout_id = f"bench-{next(ids)}"
         start = rollout_service_pb2.StartRolloutRequest(spec=spec)
-        asked = rollout_service_pb2.RunRolloutRequest(start=start, detail=event_pb2.EVENT_DETAIL_OUTCOME)
+        request = rollout_service_pb2.RunRolloutRequest(start=start, detail=event_pb2.EVENT_DETAIL_OUTCOME)
         try:
-            ends = [item.event.finished.outcome async for item in stub.RunRollout(asked) if item.HasField("event")]
+            ends = [item.event.finished.outcome async for item in stub.RunRollout(request) if item.HasField("event")]
         except grpc.aio.AioRpcError as error:
             raise WrongRollout(f"{error.code().name}: {error.details()}") from error
         if len(ends) != 1:
-            raise WrongRollout(f"the stream held {len(ends)} events")
+            raise WrongRollout(f"the stream had {len(ends)} events, expected 1")
         outcome = ends[0]
         if outcome.WhichOneof("end") != "stop":
             raise WrongRollout(f"{outcome.WhichOneof('end')}: {outcome.failure.message or outcome.cancellation.reason}")
@@ -145,9 +146,9 @@ def _spec(order: Order) -> spec_pb2.RolloutSpec:
 def _check(order: Order, reason: str, turns: int, messages: Sequence[bytes | msgspec.Raw]) -> None:
     if (reason, turns, len(messages)) != ("stop", order.turns, order.facts.messages):
         raise WrongRollout(
-            f"ended with {reason!r} after {turns} turns and {len(messages)} messages, "
-            f"not with 'stop' after {order.turns} and {order.facts.messages}"
+            f"ended with {reason!r} after {turns} turns and {len(messages)} messages; "
+            f"expected 'stop' after {order.turns} and {order.facts.messages}"
         )
     last: Mapping[str, Any] = msgspec.json.decode(messages[-1])
     if last.get("content") != order.facts.closing:
-        raise WrongRollout(f"the last message says {last.get('content')!r}, not {order.facts.closing!r}")
+        raise WrongRollout(f"the last message is {last.get('content')!r}; expected {order.facts.closing!r}")

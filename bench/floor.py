@@ -1,8 +1,8 @@
-"""The floor: what is left of a rollout without tokens, limits, records and errors.
+"""The floor: a rollout loop without tokens, limits, records and error handling.
 
-`POST /rollout` as the synchronous dialect has it: parse the request, post the growing list of messages with a mask that means
-nothing, parse the answer, append it and the tool's result, again. It writes the whole history anew each turn, which a server
-need not do: the floor is a yardstick, not a limit.
+`POST /rollout` as in the synchronous HTTP API: parse the request, post the growing list of messages with a meaningless mask,
+parse the completion, append it and the tool result, repeat. It encodes the whole history in every turn, which a server can
+avoid. So the floor is a reference value, not a lower bound.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _LARGEST_BODY = 64 * 1024 * 1024
 
 
 async def rollout(request: web.Request) -> web.Response:
-    """Plays one rollout. A trainer that does not answer is an error of this server: there is nothing to handle it."""
-    asked = msgspec.json.decode(await request.read())
-    http, url = request.app[_HTTP], URL(f"{asked['server_url']}/v1/chat/completions")
-    messages: list[dict[str, Any]] = asked["messages"]
-    body = {"model": "default", "rollout_id": asked["rollout_id"], "messages": messages, **asked["sampling_params"]}
+    """Run one rollout. There is no error handling: if the trainer fails, this server returns 500."""
+    start = msgspec.json.decode(await request.read())
+    http, url = request.app[_HTTP], URL(f"{start['server_url']}/v1/chat/completions")
+    messages: list[dict[str, Any]] = start["messages"]
+    body = {"model": "default", "rollout_id": start["rollout_id"], "messages": messages, **start["sampling_params"]}
     body["response_mask"] = None
     turns, calls = 0, True
     while calls:
         async with http.post(url, data=msgspec.json.encode(body), headers=_JSON) as response:
             response.raise_for_status()
-            answer = msgspec.json.decode(await response.read())
-        message = answer["choices"][0]["message"]
+            completion = msgspec.json.decode(await response.read())
+        message = completion["choices"][0]["message"]
         calls = message.get("tool_calls")
         messages.append(message)
         messages.extend(map(_result, calls or ()))
         body["response_mask"] = _MASK
         turns += 1
-    return web.Response(body=_outcome(asked["rollout_id"], messages, turns), content_type="application/json")
+    return web.Response(body=_outcome(start["rollout_id"], messages, turns), content_type="application/json")
 
 
 def _result(call: dict[str, Any]) -> dict[str, Any]:

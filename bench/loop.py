@@ -1,4 +1,4 @@
-"""The event loop of all programs of the benchmark: the one that the server takes, so that none has an advantage."""
+"""Event loop of all benchmark programs. It is the server's, so that no program has an advantage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aiohttp import web
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """A loop of uvloop's, where there is one."""
+    """Return a uvloop event loop if uvloop is installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -17,7 +17,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 def serve(app: web.Application, port: int) -> None:
-    """Serves on 127.0.0.1 until SIGTERM."""
+    """Serve an application on 127.0.0.1 until SIGTERM."""
     web.run_app(
         app,
         host="127.0.0.1",

@@ -1,4 +1,4 @@
-"""Runs a plan: starts the programs, plays the rounds, reads what they cost."""
+"""Runs a plan: starts the programs, runs the rounds, and measures their cost."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from bench.workload import FLOOR_FACTOR, WARM_UP, Entry, Plan, Workload
 _T = TypeVar("_T")
 _ROOT = Path(__file__).parents[1]
 _KEEPALIVE_SECONDS = 2.0
-"""Less than uvicorn's 5: a request into a connection that is being closed would be lost."""
+"""Shorter than the server's idle timeout, because a request on a connection that is being closed is lost."""
 _PREFIXES = ("ROLLOUT_", "OSMOSIS_", "TOKENIZER_")
 
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Everything that runs."""
+    """All running programs, and the connections to them."""
 
     start: Start
     server: Child
@@ -46,7 +46,7 @@ class _Site:
 
 
 async def run(plan: Plan, tokenizer: Path, say: Callable[[str], None]) -> Result:
-    """Runs a plan. Raises `ChildFailed` and `WrongRollout`."""
+    """Run a plan. Raises `ChildFailed` and `WrongRollout`."""
     cores = Cores.here()
     with on_cores(cores.beside):
         starts = [await _start_once(plan, tokenizer, cores, say) for _ in range(plan.starts - 1)]
@@ -61,7 +61,7 @@ async def run(plan: Plan, tokenizer: Path, say: Callable[[str], None]) -> Result
 
 
 async def _start_once(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], None]) -> Start:
-    say("starting the server, to see how long it takes")
+    say("measuring the start of the server")
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         async with running(_server(plan, tokenizer, cores, Path(directory))[0]) as server:
             return _started(server)
@@ -101,7 +101,7 @@ async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], 
 
 
 def _server(plan: Plan, tokenizer: Path, cores: Cores, directory: Path) -> tuple[Program, int]:
-    """The server under test and its gRPC port. It runs in an empty directory, where no `.env` can change its settings."""
+    """Return the server under test and its gRPC port. It runs in an empty directory, so that no `.env` changes its settings."""
     http_port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "rollout_server.cli", "serve", "--host", "127.0.0.1"]
     command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
@@ -131,7 +131,7 @@ def _floor(cores: Cores) -> Program:
 
 
 async def _measure(site: _Site, workload: Workload, cores: Cores, say: Callable[[str], None]) -> Sequence[Measured]:
-    """The floor's rounds, then the server's for each way in."""
+    """Measure the floor's rounds, then the server's over each API."""
     facts = await _get(site.http, f"{site.trainer_url}/conversations/{workload.conversation}", Facts)
     unjudged = Order(f"{site.trainer_url}/unjudged/{workload.conversation}", facts)
     judged = Order(f"{site.trainer_url}/judged/{workload.conversation}", facts)
@@ -155,14 +155,14 @@ def _server_player(site: _Site, entry: Entry, order: Order) -> Player:
 
 @dataclass(frozen=True, slots=True)
 class _Timer:
-    """Times what one program does, what trainer and driver need for it, and what others do on its core."""
+    """Measures the CPU of one program, of trainer and driver, and of other processes on the program's core."""
 
     measured: Child
     trainer: Child
     cores: Cores
 
     async def time(self, work: Awaitable[None], turns: int) -> Round:
-        """Awaits work that is worth so many turns."""
+        """Await `work`, which consists of `turns` turns, and return its cost."""
         before = self._read()
         await work
         cpu, beside, busy, wall = (after - first for after, first in zip(self._read(), before, strict=True))
@@ -174,7 +174,7 @@ class _Timer:
 
 
 async def _rounds(play: Player, workload: Workload, factor: int, timer: _Timer) -> list[Round]:
-    """A warm-up, in which connections are made and tokenizers loaded, then the rounds."""
+    """Run a warm-up, which opens connections and loads tokenizers, and then the measured rounds."""
     await play_many(play, min(workload.concurrency, WARM_UP), workload.concurrency)
     rollouts = workload.rollouts * factor
     rounds = []
@@ -185,5 +185,5 @@ async def _rounds(play: Player, workload: Workload, factor: int, timer: _Timer) 
 
 
 async def _get(http: aiohttp.ClientSession, url: str, kind: type[_T]) -> _T:
-    async with http.get(url) as answer:
-        return msgspec.json.decode(await answer.read(), type=kind)
+    async with http.get(url) as response:
+        return msgspec.json.decode(await response.read(), type=kind)

@@ -1,7 +1,8 @@
-"""`python -m bench.memory DIRECTORY...`: what a server holds in memory, idle and with each tokenizer.
+"""`python -m bench.memory DIRECTORY...`: resident memory of a server, idle and with each tokenizer.
 
-Each tokenizer is loaded by a server of its own, after the built-in one: that one brings the libraries, which are paid once, so
-the difference is the tokenizer's own. A rollout loads it, whose trainer is not there: it is asked only after the rendering.
+Each tokenizer is measured in a separate server, after the built-in one. Loading the built-in tokenizer imports the libraries,
+so the difference is the tokenizer's own memory. To load a tokenizer, the benchmark starts a rollout with an unreachable
+trainer: the server renders the prompt before it calls the trainer.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.05
 _TOY = "toy"
 _MEASURED = "measured"
-_NOBODY = "http://127.0.0.1:1"
+_UNREACHABLE = "http://127.0.0.1:1"
 """No trainer listens on port 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of resident memory: now, and at most until now."""
+    """Resident memory in bytes: current and peak."""
 
     now: int
     peak: int
@@ -42,7 +43,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a server held: idle, with the built-in tokenizer, and then with another one."""
+    """Memory of a server: idle, with the built-in tokenizer, and with another tokenizer in addition."""
 
     idle: Memory
     toy: Memory
@@ -54,9 +55,9 @@ def main(
         list[Path], typer.Argument(help="Directories of tokenizers with chat templates.", exists=True, file_okay=False)
     ],
 ) -> None:
-    """Print a table in Markdown. Fails where a tokenizer cannot be loaded."""
+    """Print a Markdown table of a server's memory. Fails if a tokenizer cannot be loaded."""
     if not sys.platform.startswith("linux"):
-        raise typer.Exit(_complain("memory is read from /proc, which only Linux has"))
+        raise typer.Exit(_complain("needs Linux: memory is read from /proc"))
     try:
         found = {directory.resolve().name: weigh(directory.resolve()) for directory in directories}
     except (ChildFailed, OSError) as error:
@@ -65,8 +66,8 @@ def main(
 
 
 def table(found: dict[str, Weights]) -> Iterator[str]:
-    """Lines of Markdown, in MiB; what the server holds without a tokenizer of yours is the largest of all runs."""
-    yield "| server | holds | at most, while loading |"
+    """Yield the lines of the Markdown table, in MiB. The rows without a given tokenizer show the maximum of all runs."""
+    yield "| server | memory | peak while loading |"
     yield "|---|---|---|"
     idle = max(weights.idle.now for weights in found.values())
     toy = max(weights.toy.now for weights in found.values())
@@ -78,7 +79,7 @@ def table(found: dict[str, Weights]) -> Iterator[str]:
 
 
 def weigh(directory: Path) -> Weights:
-    """Starts a server and has it load the built-in tokenizer, then that of a directory. Raises ChildFailed."""
+    """Start a server that loads the built-in tokenizer and then that of a directory. Raises ChildFailed."""
     with _server(f"{_TOY}={_TOY},{_MEASURED}={directory}") as (pid, url):
         idle = _memory(pid)
         _load(url, _TOY)
@@ -88,24 +89,24 @@ def weigh(directory: Path) -> Weights:
 
 
 def _load(url: str, tokenizer: str) -> None:
-    """Runs a rollout up to its first call of a trainer. Raises ChildFailed where it did not come that far."""
+    """Run a rollout until it calls the trainer, which fails. Raises ChildFailed for any other error."""
     body = {
         "rollout_id": tokenizer,
-        "server_url": _NOBODY,
+        "server_url": _UNREACHABLE,
         "messages": [{"role": "user", "content": "Please calculate 5 plus 3."}],
         "sampling_params": {},
         "tokenizer_name": tokenizer,
     }
     request = urllib.request.Request(f"{url}/rollout", json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        answer: dict[str, Any] = json.load(reply)
-    if answer["extra_fields"].get("error_category") != "network_error":
-        raise ChildFailed(f"{tokenizer}: {answer['error_message']}")
+    with urllib.request.urlopen(request, timeout=120) as response:
+        outcome: dict[str, Any] = json.load(response)
+    if outcome["extra_fields"].get("error_category") != "network_error":
+        raise ChildFailed(f"{tokenizer}: {outcome['error_message']}")
 
 
 @contextmanager
 def _server(tokenizers: str) -> Iterator[tuple[int, str]]:
-    """A server with these tokenizers: its process id and its URL."""
+    """Run a server with these tokenizers. Yields its process id and its URL."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLOUT_")}
         environment |= {"ROLLOUT_TOKENIZERS": tokenizers, "ROLLOUT_TOKENIZERS_OFFLINE": "true"}
@@ -127,18 +128,18 @@ def _command() -> Sequence[str]:
 
 
 def _ready(spawned: subprocess.Popen[bytes], log: int) -> str:
-    """The server's URL, read off its log. Raises ChildFailed."""
+    """Wait until the server's log shows its HTTP port, and return its URL. Raises ChildFailed."""
     until = time.monotonic() + _START_SECONDS
     while time.monotonic() < until and spawned.poll() is None:
-        said = os.pread(log, 65536, 0).decode(errors="replace")
-        if "HTTP on port " in said:
-            return f"http://127.0.0.1:{int(said.rpartition('HTTP on port ')[2].split()[0])}"
+        text = os.pread(log, 65536, 0).decode(errors="replace")
+        if "HTTP on port " in text:
+            return f"http://127.0.0.1:{int(text.rpartition('HTTP on port ')[2].split()[0])}"
         time.sleep(_POLL_SECONDS)
     raise ChildFailed(f"the server did not start: {os.pread(log, 4000, 0).decode(errors='replace')}")
 
 
 def _memory(pid: int) -> Memory:
-    """What Linux says: VmRSS and VmHWM, in units of 1024 bytes."""
+    """Return resident and peak memory: VmRSS and VmHWM, which /proc shows in units of 1024 bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     return Memory(*(1024 * int(fields[name].split()[0]) for name in ("VmRSS", "VmHWM")))

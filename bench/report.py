@@ -1,4 +1,4 @@
-"""A result for people, and as JSON."""
+"""Output of a result as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from bench.result import GATEWAY_TARGET, START_TARGET, Cost, Measured, Result
 _PACKAGES = "rollout-server aiohttp httpx grpcio fastapi uvicorn uvloop msgspec transformers tokenizers"
 _MEGABYTE = 1024 * 1024
 _QUIET = 0.15
-"""The share of its core up to which a program counts as alone on it; the kernel's own network work is in it."""
+"""Up to this share of other load, a program counts as alone on its core. The kernel's network processing is part of it."""
 
 
 def machine() -> Mapping[str, Any]:
-    """What it ran on."""
+    """Return a description of this machine and its software."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -33,10 +33,10 @@ def machine() -> Mapping[str, Any]:
 
 
 def show(result: Result, tokenizer: str, console: Console) -> None:
-    """Prints the table and what belongs to it."""
-    table = Table(title="CPU of the server for one turn, beside a floor without tokens", title_justify="left")
+    """Print the table and its notes."""
+    table = Table(title="CPU of the server per turn, compared with a floor without tokens", title_justify="left")
     table.add_column("workload", no_wrap=True)
-    table.add_column("over")
+    table.add_column("API")
     for heading in ("server\nms/turn", "range", "floor\nms/turn", "ratio", "server\nturns/s", "floor\nturns/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("target", no_wrap=True)
@@ -48,7 +48,7 @@ def show(result: Result, tokenizer: str, console: Console) -> None:
 
 
 def as_json(result: Result, tokenizer: str) -> bytes:
-    """Everything that was found, and on what."""
+    """Return all results and the description of the machine as JSON."""
     found = {
         "machine": machine(),
         "tokenizer": tokenizer,
@@ -98,13 +98,13 @@ def _circumstances(result: Result, tokenizer: str) -> Iterator[str]:
     if result.apart:
         yield "server and floor ran on one core, trainer and driver on another"
     else:
-        yield "everything shared ONE core, so turns/s are low and CPU is high"
+        yield "all programs shared ONE core, so turns/s are too low and CPU is too high"
     costs = [cost for measured in result.measured for cost in (measured.server, measured.floor)]
     if any(cost.held_up for cost in costs):
-        yield "* trainer and driver were busy nearly all the time; without them it would be more"
+        yield "* limited by trainer and driver, which were busy nearly all the time"
     others = max(cost.others_share for cost in costs)
     if others > _QUIET:
-        yield f"NOT A QUIET MACHINE: others took up to {others:.0%} of that core, so turns/s are low and CPU is high"
+        yield f"BUSY MACHINE: other processes used up to {others:.0%} of that core; turns/s are too low and CPU is too high"
 
 
 def _range(lengths: Sequence[int]) -> str:
@@ -112,16 +112,16 @@ def _range(lengths: Sequence[int]) -> str:
 
 
 def _whole(result: Result) -> Iterator[str]:
-    """What belongs to the server as a whole."""
+    """Yield the results that concern the whole server: start, memory, gateway and masks."""
     yield (
-        f"start to healthy {result.start_seconds:.2f} s ({_target(result.start_seconds, START_TARGET, ' s')}), "
+        f"start until healthy {result.start_seconds:.2f} s ({_target(result.start_seconds, START_TARGET, ' s')}), "
         f"{result.start_cpu:.2f} s of CPU; "
         f"memory {result.idle_resident / _MEGABYTE:.0f} MB idle, {result.resident / _MEGABYTE:.0f} MB at the end"
     )
     gateway = result.gateway
     if gateway is not None:
-        said = _target(gateway.ms, GATEWAY_TARGET, " ms")
-        yield f"HTTP adds {gateway.ms:.2f} ms of CPU to a rollout, give or take {gateway.noise:.2f} ({said})"
+        verdict = _target(gateway.ms, GATEWAY_TARGET, " ms")
+        yield f"HTTP adds {gateway.ms:.2f} ± {gateway.noise:.2f} ms of CPU to a rollout ({verdict})"
     yield f"masks: {result.counts.masks_accepted} accepted, {result.counts.masks_refused} refused"
 
 
@@ -147,7 +147,7 @@ def _fields(measured: Measured) -> Mapping[str, Any]:
 
 
 def _cpu() -> str:
-    """The processor's name, where the system tells it."""
+    """Return the name of the processor, or its architecture if the system does not report a name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run has found."""
+"""Results of a benchmark run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from bench.trainer import Counts
 from bench.workload import Entry, Workload
 
 START_TARGET = 1.5
-"""Seconds from start to healthy."""
+"""Target for the seconds from start until healthy."""
 
 GATEWAY_TARGET = 1.0
-"""Milliseconds of CPU that the gateway may add to a rollout."""
+"""Target for the milliseconds of CPU that the gateway adds to a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, in seconds: CPU of the program, of trainer and driver beside it, of others on the program's core; and wall."""
+    """One round. In seconds: CPU of the program, of trainer and driver, of other processes on its core, and wall time."""
 
     turns: int
     cpu: float
@@ -29,9 +29,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The rounds of one program put together: medians, and the range of CPU. Times are in milliseconds a turn.
+    """Summary of one program's rounds: medians, and the range of CPU. Times are in milliseconds per turn.
 
-    `others_share` is the most that others took of the program's core in a round, from 0 to 1.
+    `others_share` is the largest share of the program's core that other processes used in a round, from 0 to 1.
     """
 
     cpu_ms: float
@@ -43,7 +43,7 @@ class Cost:
 
     @classmethod
     def of(cls, rounds: Sequence[Round]) -> Cost:
-        """The median of each figure."""
+        """Summarize rounds."""
         cpu = sorted(1000 * one.cpu / one.turns for one in rounds)
         return cls(
             cpu_ms=median(cpu),
@@ -56,13 +56,13 @@ class Cost:
 
     @property
     def held_up(self) -> bool:
-        """Trainer and driver were busy nearly all the time, so turns a second say more about them."""
+        """Whether trainer and driver limited the turns per second, because they were busy more than 90 % of the time."""
         return self.beside_ms * self.turns_per_second > 900
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One workload over one way in, beside the floor. `prompt_tokens` has one length a turn."""
+    """Results of one workload over one API, and of the floor. `prompt_tokens` has one length per turn."""
 
     workload: Workload
     entry: Entry
@@ -72,23 +72,23 @@ class Measured:
 
     @property
     def server(self) -> Cost:
-        """What the server used."""
+        """Cost of the server."""
         return Cost.of(self.server_rounds)
 
     @property
     def floor(self) -> Cost:
-        """What the floor used."""
+        """Cost of the floor."""
         return Cost.of(self.floor_rounds)
 
     @property
     def ratio(self) -> float:
-        """The server's CPU a turn over the floor's."""
+        """CPU per turn of the server, divided by that of the floor."""
         return self.server.cpu_ms / self.floor.cpu_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start of the server: seconds until it was healthy, and until then CPU in seconds and memory in bytes."""
+    """One start of the server: seconds until it was healthy, CPU seconds until then, and memory in bytes at that time."""
 
     seconds: float
     cpu: float
@@ -97,7 +97,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """CPU that a rollout costs more over HTTP than over gRPC, in milliseconds, give or take `noise`."""
+    """Additional CPU of a rollout over HTTP compared with gRPC, in milliseconds, with `noise` as its uncertainty."""
 
     ms: float
     noise: float
@@ -105,7 +105,7 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run. `apart` says whether the server had a core of its own; `resident` is its memory at the end, in bytes."""
+    """Results of a whole run. `apart`: the server had a core for itself. `resident`: its memory at the end, in bytes."""
 
     apart: bool
     starts: Sequence[Start]
@@ -115,22 +115,22 @@ class Result:
 
     @property
     def start_seconds(self) -> float:
-        """From start to healthy, the median."""
+        """Median of the seconds from start until healthy."""
         return median(start.seconds for start in self.starts)
 
     @property
     def start_cpu(self) -> float:
-        """CPU from start to healthy, the median, in seconds."""
+        """Median of the CPU seconds from start until healthy."""
         return median(start.cpu for start in self.starts)
 
     @property
     def idle_resident(self) -> float:
-        """Memory before the first rollout, the median, in bytes."""
+        """Median of the memory before the first rollout, in bytes."""
         return median(start.resident for start in self.starts)
 
     @property
     def gateway(self) -> Gateway | None:
-        """What HTTP adds to a rollout, from the shortest ones measured both ways in several rounds; None if there are none."""
+        """CPU that HTTP adds to a rollout, from the shortest workload with both APIs and several rounds; None without one."""
         found = {(one.workload, one.entry): one for one in self.measured}
         repeated = [workload for workload, entry in found if entry is Entry.GRPC and workload.rounds > 1]
         both = [workload for workload in repeated if (workload, Entry.HTTP) in found]

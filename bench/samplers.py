@@ -1,4 +1,4 @@
-"""Samplers alone, each against the strict trainer, which listens in another process: what a turn costs them."""
+"""Cost of a turn in the samplers alone, each against the strict trainer in another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAME = TokenizerName("measured")
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form that trainers speak. `token_mode` is a `TokenMode` of the contract; HTTP has none."""
+    """A trainer protocol. `token_mode` is a proto `TokenMode`; HTTP has none."""
 
     name: str
     dialect: Dialect
@@ -53,14 +53,14 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One turn: CPU in milliseconds, and bytes sent."""
+    """Cost of one turn: CPU in milliseconds, and bytes sent."""
 
     cpu: float
     sent: int
 
 
 class _CountingClient(HttpClient):
-    """Tells `sent` how long each body is."""
+    """HTTP client that reports the length of each body to `sent`."""
 
     def __init__(self, settings: HttpSettings, sent: Callable[[int], None]) -> None:
         super().__init__(settings)
@@ -72,7 +72,7 @@ class _CountingClient(HttpClient):
 
 
 class _CountingChannels(Channels):
-    """Tells `sent` how long each request is."""
+    """gRPC channels that report the length of each request to `sent`."""
 
     def __init__(self, lookup: CheckedLookup, sent: Callable[[int], None]) -> None:
         super().__init__(lookup, ClientTls())
@@ -85,7 +85,7 @@ class _CountingChannels(Channels):
 
 
 class _CountingChannel:
-    """A channel whose stubs count; all else is the channel's own."""
+    """Channel whose unary calls report the length of requests. Forwards everything else."""
 
     def __init__(self, channel: Any, sent: Callable[[int], None]) -> None:
         self._channel = channel
@@ -104,7 +104,7 @@ class _CountingChannel:
 
 
 class Side:
-    """This side: what its samplers share, how many bytes they have sent, and what tells the CPU."""
+    """The server's side of a turn: what its samplers share, the bytes that they have sent, and the CPU meter."""
 
     def __init__(self, directory: Path) -> None:
         self.sent = 0
@@ -118,7 +118,7 @@ class Side:
         self.sent += size
 
     def open(self, spec: Spec) -> Sampler:
-        """The sampler of one rollout."""
+        """Return the sampler of one rollout."""
         match spec.completions.dialect:
             case Dialect.HTTP_MASKED:
                 return MaskedTrainers(self._client, self.tokenizers).open(spec, ())
@@ -129,18 +129,18 @@ class Side:
                 return trainers.open(spec.rollout_id, spec, ())
 
     async def load(self) -> LoadedTokenizer:
-        """The tokenizer."""
+        """Return the loaded tokenizer."""
         return await self.tokenizers.load(_NAME)
 
     async def close(self) -> None:
-        """Ends connections and threads."""
+        """Close connections and stop threads."""
         await self._channels.close()
         await self._client.close()
         await self.tokenizers.close()
 
 
 def spec_of(name: str, form: Form, url: str, message: Message) -> Spec:
-    """Of a rollout that begins with this message."""
+    """Return the spec of a rollout that starts with this message."""
     return Spec(
         name.replace(", ", "-").replace(" ", "-"),
         (message,),
@@ -151,17 +151,20 @@ def spec_of(name: str, form: Form, url: str, message: Message) -> Spec:
     )
 
 
-async def play(side: Side, spec: Spec, turns: int, heard: str) -> Sequence[Cost]:
-    """What each turn cost, with the same said after each answer. Raises `RolloutFailed` where the trainer refuses one."""
+async def play(side: Side, spec: Spec, turns: int, reply: str) -> Sequence[Cost]:
+    """Run turns with the same user `reply` after each completion, and return the cost of each turn.
+
+    Raises `RolloutFailed` if the trainer refuses a turn.
+    """
     sampler, machine, costs = side.open(spec), Machine(spec.rollout_id, spec.messages, Limits()), list[Cost]()
     for _ in range(turns):
-        main, asked = machine.main, machine.request_completion()
-        if isinstance(asked, LimitReached):
-            raise RuntimeError("a rollout without limits has met one")
+        main, requested = machine.main, machine.request_completion()
+        if isinstance(requested, LimitReached):
+            raise RuntimeError("a rollout without limits reached a limit")
         before = main.messages, main.last_completion, main.turn_messages, main.line
         sent, taken = side.sent, side.meter.start()
-        answered = await sampler.sample(CompletionRequest(asked, *before, sampling=spec.sampling))
+        completed = await sampler.sample(CompletionRequest(requested, *before, sampling=spec.sampling))
         costs.append(Cost(taken(), side.sent - sent))
-        for record in (asked, answered, Appended((Message.write({"role": "user", "content": heard}),))):
+        for record in (requested, completed, Appended((Message.write({"role": "user", "content": reply}),))):
             machine.accept(record)
     return costs

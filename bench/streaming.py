@@ -1,7 +1,8 @@
-"""The trainer's part of the rows of whole servers in `bench.dialects`: `python -m bench.streaming SERVER DIRECTORY ROUNDS`.
+"""Trainer for the rows "whole server" of `bench.dialects`: `python -m bench.streaming SERVER DIRECTORY ROUNDS`.
 
-Reads a JSON list of texts. In each round it plays one rollout for each of them: over HTTP with masks, with CompletionService, and
-over a stream. Prints a JSON object for each rollout: the way, the place of its text, and the bytes of each turn's request.
+Reads a JSON list of texts from standard input. In each round it runs one rollout per text and transport: HTTP with masks,
+CompletionService, and the trainer stream. Prints a JSON object per rollout: the transport (`way`), the index of its text, and
+the bytes of each turn's request.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ WAYS = (HTTP, UNARY, STREAM)
 
 
 def main(server: str, directory: Path, rounds: int) -> None:
-    """Play and print."""
+    """Run the rollouts and print the sizes of their requests."""
     asyncio.run(_play(server, directory, json.load(sys.stdin), rounds))
 
 
@@ -43,8 +44,8 @@ async def _play(server: str, directory: Path, texts: Sequence[str], rounds: int)
                     outcome = await (_streamed(stream, spec) if way == STREAM else _asked(client, spec))
                     if outcome.WhichOneof("end") != "stop":
                         raise SystemExit(f"bench.streaming: {outcome.failure.message}")
-                    told = {"way": way, "place": place, "sent": _sent(trainer, way, spec.rollout_id)}
-                    print(json.dumps(told), flush=True)
+                    row = {"way": way, "place": place, "sent": _sent(trainer, way, spec.rollout_id)}
+                    print(json.dumps(row), flush=True)
 
 
 async def _streamed(stream: TrainStream, spec: spec_pb2.RolloutSpec) -> Outcome:
@@ -59,10 +60,10 @@ async def _asked(client: AsyncClient, spec: spec_pb2.RolloutSpec) -> Outcome:
 
 
 def _sent(trainer: StrictTrainer, way: str, rollout_id: str) -> list[int]:
-    """Bytes of the requests' bodies."""
+    """Return the size of each request body in bytes."""
     if way == HTTP:
-        asked = [seen for seen in trainer.requests if seen.body["rollout_id"] == rollout_id]
-        return [int(seen.headers["content-length"]) for seen in asked]
+        requests = [seen for seen in trainer.requests if seen.body["rollout_id"] == rollout_id]
+        return [int(seen.headers["content-length"]) for seen in requests]
     return [seen.request.ByteSize() for seen in trainer.completions if seen.request.rollout_id == rollout_id]
 
 

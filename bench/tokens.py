@@ -1,11 +1,11 @@
-"""`python -m bench.tokens DIRECTORY...`: what the tokens of a turn cost, beside rendering and encoding everything anew.
+"""`python -m bench.tokens DIRECTORY...`: CPU for the tokens of a turn, compared with rendering and encoding everything again.
 
-A conversation grows to 1k, 8k and 32k tokens in turns of one answer with a call and one result. Counted is the CPU of this
-process with all its threads: for a turn whose mask is counted (HTTP), for a turn in token mode, where a short form of the
-history stands for the whole one, and for everything rendered and encoded anew. The figures are medians of the last turns; the
-others are the warm-up. In token mode every 16th turn compares the short form with the full rendering: "with checks" is the mean
-of 16 turns, one of which does so. Then 64 rollouts of the longest size take a turn at once, and a sleeper on their event loop
-tells how late it was woken.
+A conversation grows to 1k, 8k and 32k tokens. Each turn is one completion with a tool call, and one tool result. The benchmark
+measures the CPU of this process and all its threads in three cases: a turn with a mask (HTTP); a turn in token mode, which
+renders a short form of the history (R2); and rendering and encoding the whole history. The values are medians of the last
+turns; the earlier turns are the warm-up. In token mode, every 16th turn compares the short form with the full rendering (D23):
+the column "with checks" is the mean of 16 turns with one comparison. Then 64 rollouts of the longest size run a turn at the
+same time, and a task that sleeps on their event loop measures how late it wakes up.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rollout_server.testing.tokenizer import TOY_TOKENIZER
 SIZES = (1_000, 8_000, 32_000)
 _TURNS = 48
 _TIMED = 7
-"""Of these turns the last, which are those of the full length."""
+"""The last turns, which have the full length, are measured."""
 _CHECKED = 16
 _ROLLOUTS = 64
 _CALL_ID = "a1b2c3d4e"
@@ -49,14 +49,14 @@ _WORDS = "The result of this step is written here, with some words, numbers like
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """CPU of one turn in milliseconds, medians.
+    """CPU of one turn in milliseconds: medians, except for `checked`.
 
     Args:
-        tokens: of the conversation in the last turn.
-        turn: with the count of the mask.
+        tokens: length of the conversation in the last turn, in tokens.
+        turn: with a mask.
         short: in token mode.
-        checked: the mean in token mode, with the turns that compare the short form.
-        anew: with everything rendered and encoded again.
+        checked: mean in token mode, including turns that compare the short form with the full rendering.
+        anew: with the whole history rendered and encoded again.
     """
 
     tokens: int
@@ -67,7 +67,7 @@ class Cost:
 
 
 class Talk:
-    """A conversation that grows to about so many tokens, in rounds of the same length: an answer, and what followed it."""
+    """A conversation that grows to about `tokens` tokens, in rounds of equal length: a completion and the message after it."""
 
     def __init__(self, loaded: LoadedTokenizer, tokens: int) -> None:
         self.messages = _packed({"role": "user", "content": "Please work on this step by step."})
@@ -80,10 +80,10 @@ class Talk:
         self._stop = [stop.id for stop in loaded.probed.stops][:1]
 
     def grow(self) -> None:
-        """Adds an answer and what followed it."""
+        """Add a completion and the message after it."""
         self.answered = len(self.messages)
-        said, heard = self._round()
-        self.messages += _packed(said, heard)
+        completion, environment = self._round()
+        self.messages += _packed(completion, environment)
         self.last = Answered(1, self.messages[self.answered], "stop", pack_tokens(self._stop))
 
     def _round(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -96,11 +96,13 @@ def main(
     directories: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="Directories of tokenizers with chat templates; none: the toy tokenizer.", exists=True, file_okay=False
+            help="Directories of tokenizers with chat templates. Default: the toy tokenizer.",
+            exists=True,
+            file_okay=False,
         ),
     ] = None,
 ) -> None:
-    """Print two tables: CPU beside the length of the history, and how late the event loop is."""
+    """Print two tables: CPU by length of the history, and latency of the event loop."""
     console = Console(width=100)
     sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(_measure(directories or [TOY_TOKENIZER], console))
@@ -125,7 +127,7 @@ async def _measure(directories: Sequence[Path], console: Console) -> None:
 
 
 async def _cost(loaded: LoadedTokenizer, size: int) -> Cost:
-    """Grows a conversation to a size and times its last turns."""
+    """Grow a conversation to a size and measure its last turns."""
     talk, renderer = Talk(loaded, size), Renderer(loaded, [], {})
     await _turn(renderer, talk)
     token_mode = Renderer(loaded, [], {})
@@ -148,7 +150,10 @@ async def _cost(loaded: LoadedTokenizer, size: int) -> Cost:
 
 
 async def _lags(loaded: LoadedTokenizer) -> tuple[float, float, float]:
-    """How late a sleeper is woken while many rollouts take a turn: median, 99th percentile and maximum, in seconds."""
+    """Return how late a sleeping task wakes up while many rollouts run a turn.
+
+    The values are the median, 99th percentile and maximum in seconds.
+    """
     talk, renderers = Talk(loaded, SIZES[-1]), [Renderer(loaded, [], {}) for _ in range(_ROLLOUTS)]
     for _ in range(_TURNS - 1):
         talk.grow()
@@ -173,7 +178,7 @@ def _anew(loaded: LoadedTokenizer, talk: Talk) -> int:
 
 
 def _renders_calls(loaded: LoadedTokenizer) -> bool:
-    """Whether the template says anything about tool results."""
+    """Return whether the chat template renders tool results."""
     try:
         return "Zq9" in loaded.text([{"role": "user", "content": "?"}, *_called("{}", "Zq9")], Frame())
     except RolloutFailed:
@@ -181,25 +186,23 @@ def _renders_calls(loaded: LoadedTokenizer) -> bool:
 
 
 def _called(arguments: str, result: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An answer with a call, and its result."""
+    """Return a completion with a tool call, and the tool result."""
     function = {"name": "look", "arguments": arguments}
     call = {"id": _CALL_ID, "type": "function", "function": function}
-    said = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
-    return said, {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": result}
+    completion = {"role": "assistant", "content": "Let me look.", "tool_calls": [call]}
+    return completion, {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": result}
 
 
 def _cost_table() -> Table:
     table = Table(title="CPU for the tokens of one turn (ms, medians)")
-    for heading in ("tokenizer", "context", "with mask", "token mode", "with checks", "all anew", "mask / anew"):
+    for heading in ("tokenizer", "context", "with mask", "token mode", "with checks", "full", "mask / full"):
         table.add_column(heading, justify="left" if heading == "tokenizer" else "right")
     return table
 
 
 def _lag_table() -> Table:
-    table = Table(
-        title=f"How late the event loop is while {_ROLLOUTS} rollouts of {SIZES[-1]:,} tokens take a turn (ms)"
-    )
-    for heading in ("tokenizer", "median", "99 %", "most"):
+    table = Table(title=f"Latency of the event loop while {_ROLLOUTS} rollouts of {SIZES[-1]:,} tokens run a turn (ms)")
+    for heading in ("tokenizer", "median", "99 %", "max"):
         table.add_column(heading, justify="left" if heading == "tokenizer" else "right")
     return table
 

@@ -1,8 +1,8 @@
-"""A trainer that costs little: it answers at once, from what was prepared, and counts masks and histories that are wrong.
+"""A cheap trainer: it serves prepared completions at once, and counts wrong masks and histories.
 
-`POST /judged/NAME/v1/chat/completions` answers the conversation NAME, 422 where mask or history is not what it has to be. Under
-`/unjudged/` the mask may be anything, for the floor, which has no tokens. `GET /conversations/NAME` tells how the conversation
-begins and ends, `GET /counts` what came so far.
+`POST /judged/NAME/v1/chat/completions` serves the conversation NAME, and returns 422 for a wrong mask or history. Under
+`/unjudged/` any mask is accepted, for the floor, which has no tokens. `GET /conversations/NAME` returns the beginning and end
+of the conversation, `GET /counts` the counts so far.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LARGEST_BODY = 64 * 1024 * 1024
 
 
 class Counts(msgspec.Struct):
-    """What the trainer has seen. `masks_refused` and `histories_refused` have to stay 0; `faults` are the first ones in words."""
+    """Counts of requests. `masks_refused` and `histories_refused` must stay 0; `faults` describes the first faults."""
 
     answered: int = 0
     masks_accepted: int = 0
@@ -41,7 +41,7 @@ class _Request(msgspec.Struct):
 
 
 class Trainer:
-    """Answers for all conversations. Which turn is meant follows from the number of messages, so rollouts need no record."""
+    """Serves all conversations. The number of messages identifies the turn, so the trainer keeps no state per rollout."""
 
     def __init__(self, conversations: Mapping[str, Conversation]) -> None:
         self._conversations = conversations
@@ -49,7 +49,7 @@ class Trainer:
         self._decoder = msgspec.json.Decoder(_Request)
 
     def app(self) -> web.Application:
-        """The trainer as an application."""
+        """Return the trainer as a web application."""
         app = web.Application(client_max_size=_LARGEST_BODY)
         app.router.add_post("/judged/{name}/v1/chat/completions", self._judged)
         app.router.add_post("/unjudged/{name}/v1/chat/completions", self._unjudged)
@@ -66,13 +66,13 @@ class Trainer:
 
     async def _answer(self, http: web.Request, *, judged: bool) -> web.Response:
         conversation = self._conversations[http.match_info["name"]]
-        asked = self._decoder.decode(await http.read())
-        turn = conversation.turns.get(len(asked.messages))
-        if turn is None or not _continues(asked.messages, turn.tail):
+        request = self._decoder.decode(await http.read())
+        turn = conversation.turns.get(len(request.messages))
+        if turn is None or not _continues(request.messages, turn.tail):
             self._counts.histories_refused += 1
-            return self._refuse(f"a history of {len(asked.messages)} messages does not end as it has to")
+            return self._refuse(f"a history of {len(request.messages)} messages does not end as scripted")
         if judged:
-            fault = _mask_fault(asked.response_mask, turn)
+            fault = _mask_fault(request.response_mask, turn)
             if fault is not None:
                 self._counts.masks_refused += 1
                 return self._refuse(fault)
@@ -108,18 +108,18 @@ def _json(value: object, status: int = 200) -> web.Response:
 
 
 def _tools(gateway: str) -> list[dict[str, Any]]:
-    with urlopen(f"{gateway}/tools", timeout=10) as answer:
-        tools: list[dict[str, Any]] = msgspec.json.decode(answer.read())["tools"]
+    with urlopen(f"{gateway}/tools", timeout=10) as response:
+        tools: list[dict[str, Any]] = msgspec.json.decode(response.read())["tools"]
         return tools
 
 
 def main(
     port: int,
     tokenizer: Annotated[Path, typer.Option(help="Directory of a tokenizer with a chat template.")],
-    tools_from: Annotated[str, typer.Option(help="Base URL of the gateway whose tools are rendered.")],
-    conversation: Annotated[list[str], typer.Option(help="TURNSxCONTEXT, repeatable.")],
+    tools_from: Annotated[str, typer.Option(help="Base URL of the gateway whose tools are rendered into the prompts.")],
+    conversation: Annotated[list[str], typer.Option(help="TURNSxCONTEXT, such as 10x1000; repeatable.")],
 ) -> None:
-    """Prepare the conversations, then answer until SIGTERM."""
+    """Prepare the conversations, then serve them until SIGTERM."""
     renderer, tools = PlainRenderer.load(tokenizer), _tools(tools_from)
     prepared = {}
     for name in conversation:

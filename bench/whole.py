@@ -1,8 +1,8 @@
-"""A whole server beside its samplers alone: what a turn costs it over HTTP with masks, and in token mode in both ways.
+"""Cost of a turn in a whole server: over HTTP with masks, and in token mode over unary gRPC and over the trainer stream.
 
-The server runs in this process, with an agent that takes the time, the trainer (`bench.streaming`) in another one. The figures hold
-what the samplers' rows hold and the rollout around it: its machine, its records, its roster, and the stream itself. The watch
-over the event loop is off: it beats by the clock, whatever there is to do, and so goes with the time that is taken off as rest.
+The server runs in this process, with an agent that measures its turns. The trainer (`bench.streaming`) runs in another
+process. The cost includes the sampler and the rollout around it: state machine, records, registry, and the stream. The
+event loop watchdog is off: it runs by the clock and would be part of the background CPU that is subtracted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One rollout, with the text at this place: CPU milliseconds and request bytes of each turn."""
+    """One finished rollout with the text at index `place`: CPU milliseconds and request bytes of each turn."""
 
     name: str
     place: int
@@ -41,7 +41,7 @@ class Played:
 
 @dataclass
 class Timed(Agent):
-    """Says the same after each answer, and notes the CPU that each of them took."""
+    """Agent that sends the same user message after each completion, and measures the CPU of each completion."""
 
     turns: int
     heard: str
@@ -55,14 +55,14 @@ class Timed(Agent):
             taken = (self.meter or Meter()).start()
             await run.sample()
             self.costs[-1].append(taken())
-            # Once, where the trainer has opened all connections, and after a turn that is a warm-up.
+            # Once, after the first turn: by then all connections are open and the turn has served as warm-up.
             self.meter = self.meter or await Meter.at_rest()
             if turn < self.turns - 1:
                 await run.append({"role": "user", "content": self.heard})
 
 
 async def play(directory: Path, agent: Timed, texts: Sequence[str], rounds: int) -> AsyncIterator[Played]:
-    """In each round a rollout for each text, in all three ways. Raises SystemExit where the trainer fails."""
+    """Run one rollout per round, text and transport. Raises SystemExit if the trainer fails."""
     ports: Any = {"host": "127.0.0.1", "http": False, "http_port": 0, "grpc_port": 0}
     named: Any = {"tokenizers": {TOKENIZER: directory}, "tokenizers_offline": True}
     async with Server([agent], Settings(_env_file=None, loop_block_seconds=0, **ports, **named)) as server:
@@ -78,7 +78,7 @@ async def play(directory: Path, agent: Timed, texts: Sequence[str], rounds: int)
         child = await asyncio.create_subprocess_exec(*command, stdin=piped, stdout=piped)
         output, _ = await child.communicate(json.dumps(texts).encode())
     if child.returncode:
-        raise SystemExit(f"bench.dialects: the trainer ended with {child.returncode}")
+        raise SystemExit(f"bench.dialects: the trainer exited with status {child.returncode}")
     for line, cpu in zip(output.decode().splitlines(), agent.costs, strict=True):
-        told = json.loads(line)
-        yield Played(NAMES[told["way"]], told["place"], cpu, told["sent"])
+        row = json.loads(line)
+        yield Played(NAMES[row["way"]], row["place"], cpu, row["sent"])

@@ -1,4 +1,4 @@
-"""What is measured."""
+"""Workloads of the benchmark."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Entry(StrEnum):
-    """The way in which rollouts are asked for."""
+    """API over which rollouts are started."""
 
     HTTP = "http"
     GRPC = "grpc"
@@ -18,13 +18,13 @@ class Workload:
     """Rollouts of one conversation.
 
     Args:
-        turns: completions of one rollout. All but the last call one tool.
-        context: tokens of a prompt, the average over the turns.
-        concurrency: rollouts under way at the same time.
-        rollouts: how many make one round on the server; the floor plays `FLOOR_FACTOR` times as many.
-        rounds: how many there are.
-        target: how many times the floor's CPU the server may use; None: there is no target.
-        entries: the ways in that are measured. The floor has HTTP only.
+        turns: completions of one rollout. Each but the last has one tool call.
+        context: average length of a prompt over the turns, in tokens.
+        concurrency: rollouts that run at the same time.
+        rollouts: rollouts per round on the server; the floor runs `FLOOR_FACTOR` times as many.
+        rounds: number of measured rounds.
+        target: maximum CPU of the server as a multiple of the floor's; None: no target.
+        entries: APIs to measure. The floor has HTTP only.
     """
 
     turns: int
@@ -37,7 +37,7 @@ class Workload:
 
     @property
     def conversation(self) -> str:
-        """The name under which the trainer knows the conversation."""
+        """Name of the conversation at the trainer."""
         return f"{self.turns}x{self.context}"
 
     def __str__(self) -> str:
@@ -48,22 +48,22 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole run: the workloads, and how often the server is started to time its start."""
+    """A whole run: the workloads, and how often to start the server to measure its start."""
 
     workloads: tuple[Workload, ...]
     starts: int
 
     @property
     def concurrency(self) -> int:
-        """The most rollouts that are ever under way."""
+        """Maximum number of concurrent rollouts."""
         return max(workload.concurrency for workload in self.workloads)
 
 
 FLOOR_FACTOR = 6
-"""The floor is several times faster, and a round should be long enough to be timed."""
+"""The floor is several times faster than the server, and a round must be long enough to measure."""
 
 WARM_UP = 64
-"""The most rollouts of a warm-up, which has as many as are under way at the same time."""
+"""Maximum number of rollouts of a warm-up, which runs as many as are concurrent."""
 
 _BOTH = (Entry.HTTP, Entry.GRPC)
 
@@ -72,7 +72,7 @@ FULL = Plan(
         Workload(turns=10, context=1000, concurrency=32, rollouts=64, rounds=3, target=2.0, entries=_BOTH),
         Workload(turns=10, context=8000, concurrency=16, rollouts=32, rounds=3, target=1.5),
         Workload(turns=10, context=1000, concurrency=256, rollouts=256, rounds=2, target=2.0),
-        # So short that the ways in can be told apart.
+        # Short rollouts, so that the difference between the APIs is visible.
         Workload(turns=1, context=500, concurrency=32, rollouts=256, rounds=3, target=None, entries=_BOTH),
     ),
     starts=3,

@@ -1,10 +1,10 @@
-"""Exits with 0 where the server or gateway beside it is ready, else with 1 and a line that says why. For HEALTHCHECK.
+"""Docker HEALTHCHECK: exit with 0 if the server or gateway in this container is ready, else with 1 and the reason.
 
-    python healthcheck.py        # finds the port in the environment, as `rollout serve` does
-    python healthcheck.py URL    # asks for this one: any 200 is healthy
+    python healthcheck.py        # reads the port from the environment, like `rollout serve`
+    python healthcheck.py URL    # checks this URL: any 200 means healthy
 
-Standard library only. Certificates are not verified: it speaks with its own container, about nothing secret. Where clients need
-a certificate (ROLLOUT_TLS_CLIENT_CA) or there is no HTTP (ROLLOUT_HTTP=false) it only looks whether the port is open.
+Uses the standard library only. It does not verify certificates, because it calls its own container and sends no secrets. If
+clients need a certificate (ROLLOUT_TLS_CLIENT_CA) or HTTP is off (ROLLOUT_HTTP=false), it only checks that the port is open.
 """
 
 import os
@@ -16,11 +16,11 @@ import urllib.request
 from collections.abc import Mapping
 
 SECONDS = 4.0
-_FALSE = ("0", "off", "f", "false", "n", "no")  # pydantic's words
+_FALSE = ("0", "off", "f", "false", "n", "no")  # the values that pydantic reads as false
 
 
 def port_of(environment: Mapping[str, str]) -> tuple[str, int]:
-    """What to look at: `http`, `https` or `tcp`, and the port on this host."""
+    """Return what to check: `http`, `https` or `tcp`, and the port on this host."""
     given = {name.upper(): value for name, value in environment.items() if value}
     if given.get("ROLLOUT_HTTP", "true").lower() in _FALSE:
         return "tcp", int(given.get("ROLLOUT_GRPC_PORT", "50051"))
@@ -33,7 +33,7 @@ def port_of(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def complaint(arguments: list[str], environment: Mapping[str, str]) -> str:
-    """Why it is not healthy; empty where it is."""
+    """Return why the server is not healthy; empty if it is."""
     try:
         kind, port = port_of(environment)
         if not arguments and kind == "tcp":
@@ -47,13 +47,13 @@ def complaint(arguments: list[str], environment: Mapping[str, str]) -> str:
 def _asked(url: str) -> str:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    # The proxies of the environment are for the world outside.
+    # Ignore the proxy settings of the environment: the server is in this container.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
     try:
-        with opener.open(url, timeout=SECONDS) as reply:
-            return "" if reply.status == 200 else f"{url} answered {reply.status}"
+        with opener.open(url, timeout=SECONDS) as response:
+            return "" if response.status == 200 else f"{url} returned {response.status}"
     except urllib.error.HTTPError as error:
-        return f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}"
+        return f"{url} returned {error.code}: {error.read(500).decode(errors='replace')}"
 
 
 if __name__ == "__main__":

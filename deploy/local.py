@@ -1,11 +1,11 @@
-"""`make up` and `make down`: a server and a strict trainer in the background, for trying things out on one machine.
+"""`make up` and `make down`: run a server and a strict trainer in the background, to try things out on one machine.
 
-A program holds a lock on its pid file for as long as it lives, because it inherits the locked file; the kernel lets go of it
-however the program ends. So the lock says whether a pid file is stale, and a number that another program got meanwhile is never
-killed: what is signalled is the process group that the program leads, whose number is not given away while a member lives.
+A program inherits a locked descriptor of its pid file. The kernel releases the lock when the program ends, in whatever way.
+So an unlocked pid file is stale, and a pid that another program has meanwhile is never signalled. Signals go to the process
+group of the program, whose id is not reused while a member lives.
 """
 
-# ruff: noqa: T201, S603 - it talks to a terminal, and starts nothing but `rollout`.
+# ruff: noqa: T201, S603 - a command-line program prints, and starts only `rollout`.
 
 import argparse
 import contextlib
@@ -30,12 +30,12 @@ POLL_SECONDS = 0.05
 
 
 class Failed(Exception):
-    """The text says what went wrong and what to do."""
+    """The command failed. The text says what was wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One that is started and stopped: its arguments to `rollout`, its ports, and the URL that answers 200 once it is ready."""
+    """A program to start: the arguments of `rollout`, its ports, and the URL that returns 200 once it is ready."""
 
     name: str
     arguments: Sequence[str]
@@ -43,8 +43,8 @@ class Program:
     ready: str
 
 
-class Place:
-    """The pid file and the log of a program in a directory."""
+class ProgramFiles:
+    """Pid file and log file of a program."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Place:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[int | None]:
-        """A locked descriptor of the pid file, or None where a program that lives has it."""
+        """Yield a locked descriptor of the pid file, or None if a running program holds the lock."""
         descriptor = os.open(self.pid_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -61,7 +61,7 @@ class Place:
             except BlockingIOError:
                 yield None
             else:
-                # Whoever removed the file since it was opened has let go of its name: somebody else may have a new one.
+                # Another process may have removed the file between open and flock, and a third may have created a new one.
                 yield descriptor if self._is_named(descriptor) else None
         finally:
             os.close(descriptor)
@@ -72,14 +72,14 @@ class Place:
         return False
 
     def alive(self) -> bool:
-        """Whether a program that was started here lives."""
+        """Return whether the program is running."""
         if not self.pid_file.exists():
             return False
         with self.claimed() as descriptor:
             return descriptor is None
 
     def start(self, program: Program) -> "subprocess.Popen[bytes]":
-        """Starts it in a process group of its own. Raises Failed where one lives already."""
+        """Start the program in a new process group. Raises Failed if it is running already."""
         with self.claimed() as descriptor, self.log.open("wb") as log:
             if descriptor is None:
                 raise Failed(f"the {self.name} is already up")
@@ -96,43 +96,43 @@ class Place:
         return spawned
 
     def stop(self, patience: float) -> str:
-        """Asks it to stop, waits `patience` seconds, then kills it.
+        """Send SIGTERM, wait `patience` seconds, then send SIGKILL.
 
-        Returns what became of it. Raises Failed for one that lives on.
+        Returns what happened, for the terminal. Raises Failed if the program still runs.
         """
         if not self.pid_file.exists():
             return "was not up"
         done = "was not up; its pid file was stale"
-        for number, words in ((signal.SIGTERM, "stopped"), (signal.SIGKILL, f"killed after {patience:g} s")):
+        for number, result in ((signal.SIGTERM, "stopped"), (signal.SIGKILL, f"killed after {patience:g} s")):
             if not self.alive():
                 break
-            done = words
+            done = result
             self._signal(number)
             until = time.monotonic() + patience
             while self.alive() and time.monotonic() < until:
                 time.sleep(POLL_SECONDS)
         with self.claimed() as descriptor:
             if descriptor is None:
-                raise Failed(f"the {self.name} does not end; {self.pid_file} has its process")
+                raise Failed(f"the {self.name} does not end; {self.pid_file} contains its process id")
             self.pid_file.unlink()
         return done
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the group of the program that lives."""
+        """Send a signal to the process group of the running program."""
         text = self.pid_file.read_text().strip()
         if not text.isdecimal() or int(text) < 2:
-            raise Failed(f"{self.pid_file} holds no process; end `rollout` by hand and remove the file")
+            raise Failed(f"{self.pid_file} contains no process id; stop `rollout` by hand and remove the file")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(int(text), number)
 
     def tail(self) -> str:
-        """The end of its log."""
+        """Return the end of the log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([f"--- {self.log} ends:", *lines[-TAIL_LINES:]])
 
 
 def programs(options: argparse.Namespace) -> Sequence[Program]:
-    """The server and the trainer, in the order in which they start."""
+    """Return the server and the trainer, in their start order."""
     server, trainer = f"http://{HOST}:{options.http_port}", f"http://{HOST}:{options.trainer_port}"
     ports = ["--http-port", str(options.http_port), "--grpc-port", str(options.grpc_port)]
     return (
@@ -152,30 +152,30 @@ def programs(options: argparse.Namespace) -> Sequence[Program]:
 
 
 def up(options: argparse.Namespace) -> None:
-    """Starts both and waits until both are healthy, else leaves neither behind. Raises Failed."""
+    """Start both programs and wait until both are healthy. If that fails, stop both and raise Failed."""
     options.directory.mkdir(parents=True, exist_ok=True)
     (options.directory / ".gitignore").write_text("*\n")
     chosen = programs(options)
-    places = [Place(options.directory, program.name) for program in chosen]
-    living = [place.name for place in places if place.alive()]
-    if len(living) == len(places):
+    all_files = [ProgramFiles(options.directory, program.name) for program in chosen]
+    living = [files.name for files in all_files if files.alive()]
+    if len(living) == len(all_files):
         raise Failed(f"{' and '.join(living)} are already up; `make down` stops them")
     if living:
-        print(f"the {living[0]} runs alone; it is started again with the other one")
+        print(f"the {living[0]} runs alone; restarting both")
         down(options)
     check_ports(port for program in chosen for port in program.ports)
     try:
-        started = [(place, program, place.start(program)) for place, program in zip(places, chosen, strict=True)]
-        for place, program, spawned in started:
-            wait(place, program, spawned, options.seconds)
+        started = [(files, program, files.start(program)) for files, program in zip(all_files, chosen, strict=True)]
+        for files, program, spawned in started:
+            wait(files, program, spawned, options.seconds)
     except BaseException:
         down(options)
         raise
-    print(told(options))
+    print(usage(options))
 
 
 def check_ports(ports: Iterable[int]) -> None:
-    """Raises Failed for a port that somebody else has."""
+    """Raise Failed if another program uses one of the ports."""
     taken = []
     for port in ports:
         with socket.socket() as listener:
@@ -190,19 +190,19 @@ def check_ports(ports: Iterable[int]) -> None:
         raise Failed(f"port {names} is taken; choose others: make up HTTP_PORT=... GRPC_PORT=... TRAINER_PORT=...")
 
 
-def wait(place: Place, program: Program, spawned: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Waits until a program is ready. Raises Failed with the end of its log."""
+def wait(files: ProgramFiles, program: Program, spawned: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Wait until a program is ready. Raises Failed with the end of its log."""
     until = time.monotonic() + seconds
     while not is_ready(program.ready):
         if spawned.poll() is not None:
-            raise Failed(f"the {place.name} ended with code {spawned.returncode}\n{place.tail()}")
+            raise Failed(f"the {files.name} ended with code {spawned.returncode}\n{files.tail()}")
         if time.monotonic() > until:
-            raise Failed(f"the {place.name} was not healthy within {seconds:g} s\n{place.tail()}")
+            raise Failed(f"the {files.name} was not healthy within {seconds:g} s\n{files.tail()}")
         time.sleep(POLL_SECONDS)
 
 
 def is_ready(url: str) -> bool:
-    """Whether a URL of this machine answers 200."""
+    """Return whether a URL of this machine returns 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=2) as reply:
@@ -212,13 +212,13 @@ def is_ready(url: str) -> bool:
 
 
 def down(options: argparse.Namespace) -> None:
-    """Stops both, the server first: its last calls go to the trainer. Raises Failed for one that cannot be stopped."""
+    """Stop both programs; the server first, because its last calls go to the trainer. Raises Failed if one does not stop."""
     for name in ("server", "trainer"):
-        print(f"{name} {Place(options.directory, name).stop(options.patience)}")
+        print(f"{name} {ProgramFiles(options.directory, name).stop(options.patience)}")
 
 
-def told(options: argparse.Namespace) -> str:
-    """What is where, and how to use it."""
+def usage(options: argparse.Namespace) -> str:
+    """Return the addresses and log files, and an example request."""
     server, trainer = f"http://{HOST}:{options.http_port}", f"http://{HOST}:{options.trainer_port}"
     question = "Please calculate 5 plus 3, and then multiply the result by 2."
     body = {
@@ -238,15 +238,17 @@ curl -s {server}/rollout -H 'Content-Type: application/json' -d '{json.dumps(bod
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code."""
+    """Run the command. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("up", "down"))
     parser.add_argument("--http-port", type=int, default=9000)
     parser.add_argument("--grpc-port", type=int, default=50051)
     parser.add_argument("--trainer-port", type=int, default=9001)
-    parser.add_argument("--directory", type=Path, default=Path(".run"), help="for logs and pid files")
-    parser.add_argument("--seconds", type=float, default=60, help="until a program has to be healthy")
-    parser.add_argument("--patience", type=float, default=60, help="seconds to stop in, before a program is killed")
+    parser.add_argument("--directory", type=Path, default=Path(".run"), help="directory for logs and pid files")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds in which a program must become healthy")
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds in which a program must stop before it is killed"
+    )
     options = parser.parse_args(arguments)
     try:
         (up if options.command == "up" else down)(options)

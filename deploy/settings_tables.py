@@ -1,10 +1,10 @@
-"""`make docs`: writes the tables of settings in docs/, between marks, from the settings themselves.
+"""`make docs`: generate the tables of settings in docs/ from the settings classes. Markers in the pages enclose the tables.
 
-python deploy/settings_tables.py            # writes
-python deploy/settings_tables.py --check    # fails where a table is not fresh
+python deploy/settings_tables.py            # write the tables
+python deploy/settings_tables.py --check    # fail if a table is out of date
 """
 
-# ruff: noqa: T201 - it talks to a terminal.
+# ruff: noqa: T201 - a command-line program prints.
 
 import sys
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def server() -> Iterator[str]:
-    """What `rollout serve` reads, in the rooms that the settings are in."""
-    for room in Settings.__bases__:
-        yield from ("", (room.__doc__ or "").strip(), "", "| setting | default | meaning |", "|---|---|---|")
-        yield from (_row(names_of(name)[0], Settings.model_fields[name]) for name in _own(room))
+    """Yield the tables of the settings of `rollout serve`, one per group."""
+    for group in Settings.__bases__:
+        yield from ("", (group.__doc__ or "").strip(), "", "| setting | default | meaning |", "|---|---|---|")
+        yield from (_row(names_of(name)[0], Settings.model_fields[name]) for name in _own(group))
 
 
 def gateway() -> Iterator[str]:
-    """What `rollout gateway` reads."""
+    """Yield the table of the settings of `rollout gateway`."""
     yield from ("", "| setting | default | meaning |", "|---|---|---|")
     yield from (_row(name_of(name), field) for name, field in GatewayOptions.model_fields.items())
 
 
 def references() -> Iterator[str]:
-    """The names of the references, and ours."""
+    """Yield the table of setting names in the reference implementations."""
     yield from ("", "| name in the references | name here | default here |", "|---|---|---|")
     for name, field in Settings.model_fields.items():
         first, *others = names_of(name)
@@ -48,19 +48,19 @@ TABLES = {
 
 
 def fresh(page: str, text: str) -> str:
-    """A page with its tables as they ought to be."""
+    """Return the text of a page with up-to-date tables. Raises ValueError if the page lacks the markers of a table."""
     for mark, rows in TABLES[page].items():
         begin, end = f"<!-- {mark}: written by `make docs` -->\n", f"<!-- end of {mark} -->\n"
         before, _, rest = text.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            raise ValueError(f"{page} has no place for {mark}: {begin.strip()} and {end.strip()}")
+            raise ValueError(f"{page} lacks the markers of {mark}: add {begin.strip()} and {end.strip()}")
         text = before + begin + "\n".join(rows()).lstrip("\n") + "\n" + end + after
     return text
 
 
-def _own(room: type[BaseSettings]) -> Iterator[str]:
-    return (name for name in Settings.model_fields if name in room.__annotations__)
+def _own(group: type[BaseSettings]) -> Iterator[str]:
+    return (name for name in Settings.model_fields if name in group.__annotations__)
 
 
 def _row(name: str, field: FieldInfo) -> str:
@@ -85,7 +85,7 @@ def _escaped(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code."""
+    """Write or check all tables. Returns the exit code."""
     stale = []
     for page in TABLES:
         path = DOCS / page

@@ -1,6 +1,6 @@
-"""A training loop around a rollout server. It trains nothing: the model is a stub that adds, and the optimizer prints.
+"""Skeleton of a training loop around a rollout server. It trains nothing: the model is a stub, and the optimizer prints.
 
-Beside `rollout serve --tokenizer toy=toy`:
+Start `rollout serve --tokenizer toy=toy`, and then run
 `python examples/training_loop.py localhost:50051 toy server/rollout_server/testing/tokenizer/tokenizer.json`
 """
 
@@ -15,7 +15,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 5, "b": 3}}\n</tool_call
 
 
 async def main(server: str, tokenizer_name: str, tokenizer_file: str) -> None:
-    """Two batches of groups."""
+    """Run two training steps with two groups of four rollouts each."""
     tokenizer = Tokenizer.from_file(tokenizer_file)
     (end,) = tokenizer.encode("<|im_end|>").ids
     version = 0

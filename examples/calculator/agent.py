@@ -1,4 +1,4 @@
-"""A calculator: one tool, and a reward for the right number."""
+"""Calculator agent: one tool, and a reward for the right number."""
 
 from typing import Annotated
 
@@ -23,20 +23,20 @@ def calculate(
             return left / right
         case "/":
             raise ToolError("division by zero")
-    raise ToolError(f"unknown operation {operation!r}; there are + - * /")
+    raise ToolError(f"unknown operation {operation!r}; use one of + - * /")
 
 
 class Calculator(Agent):
-    """Answers with a number after ####, as GSM8K does."""
+    """Solves a calculation and ends with the number after ####, as in GSM8K."""
 
     name = "calculator"
     tools = (calculate,)
     limits = Limits(turns=8, seconds=120)
 
     async def reward(self, run: Run) -> float:
-        """1.0 if the number after the last #### is the ground truth."""
-        said = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
+        """Return 1.0 if the number after the last #### is the ground truth, else 0.0."""
+        final = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
         try:
-            return float(float(said) == float(str(run.metadata.get("ground_truth"))))
+            return float(float(final) == float(str(run.metadata.get("ground_truth"))))
         except ValueError:
             return 0.0

@@ -1,4 +1,4 @@
-"""A model that is a script, for tries without a GPU: it knows how to calculate the questions of questions.jsonl."""
+"""Scripted model, to run the agent without a GPU. It has the calculations for each question in questions.jsonl."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,10 +12,10 @@ CALCULATIONS = {
 
 
 class Model:
-    """Makes one call after the other, and answers with the last result."""
+    """Makes one tool call after the other, and repeats the last result as the final message."""
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The model's next message."""
+        """Return the model's next message."""
         question = next(str(message["content"]) for message in messages if message["role"] == "user")
         results = [message["content"] for message in messages if message["role"] == "tool"]
         calls = CALCULATIONS.get(question, ())

@@ -1,4 +1,4 @@
-"""The calculator, right and wrong."""
+"""Tests of the calculator agent, with a right and a wrong result."""
 
 from agent import Calculator
 from rollout_server.local_stack import ScriptedModel

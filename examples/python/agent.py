@@ -1,7 +1,7 @@
-"""Runs the model's Python code in a process of its own, with limits on time, memory and files.
+"""Agent that runs the model's Python code in a separate process, with limits on time, memory and files.
 
-The limits keep a mistake from harming the server. They are no wall against code that means harm: the process may read what the
-server's user may read, and it has the network. Put the server into a container, or call a sandbox from `run_python`.
+The limits protect the server from mistakes, but not from malicious code: the process can read all files that the server's user
+can read, and it has network access. Run the server in a container, or call a sandbox from `run_python`.
 """
 
 import asyncio
@@ -37,19 +37,20 @@ async def run_python(code: str) -> str:
         )
         try:
             async with asyncio.timeout(SECONDS):
-                return told(running, await printed(running, code))
+                return described(running, await output_of(running, code))
         except TimeoutError:
             return f"stopped after {SECONDS} seconds"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(running.pid, signal.SIGKILL)  # and whatever it has started
+                os.killpg(running.pid, signal.SIGKILL)  # with all processes that it started
             await running.wait()
 
 
-async def printed(running: asyncio.subprocess.Process, code: str) -> str:
-    """The beginning of what the program prints. The rest is read and thrown away, so that a flood takes no memory."""
+async def output_of(running: asyncio.subprocess.Process, code: str) -> str:
+    """Return the beginning of the program's output. The rest is read and discarded, so that a flood needs no memory."""
     assert running.stdin is not None
     assert running.stdout is not None
+    # A program that fails at once closes its standard input before it has read the code.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         running.stdin.write(code.encode())
         await running.stdin.drain()
@@ -63,8 +64,8 @@ async def printed(running: asyncio.subprocess.Process, code: str) -> str:
     return f"{text[:CHARACTERS]}\n... cut: {size} bytes were printed" if cut else text
 
 
-def told(running: asyncio.subprocess.Process, text: str) -> str:
-    """What the model reads."""
+def described(running: asyncio.subprocess.Process, text: str) -> str:
+    """Return the tool result for the model: the output, or why there is none."""
     code = running.returncode or 0
     if code < 0:
         return f"{text}\nended by {signal.Signals(-code).name}: too much time or memory"
@@ -79,6 +80,6 @@ class Python(Agent):
     limits = Limits(turns=8, seconds=300)
 
     async def reward(self, run: Run) -> float:
-        """1.0 if the text after the last #### is the ground truth."""
-        said = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
-        return float(said == str(run.metadata.get("ground_truth")))
+        """Return 1.0 if the text after the last #### is the ground truth, else 0.0."""
+        final = str(run.messages[-1].get("content")).rpartition("####")[2].strip()
+        return float(final == str(run.metadata.get("ground_truth")))

@@ -1,4 +1,4 @@
-"""Runs the Python code on its standard input, within limits that it puts on itself first: `limited.py CPU_SECONDS`."""
+"""Run the Python code on standard input within resource limits: `limited.py CPU_SECONDS`."""
 
 import resource
 import sys

@@ -1,4 +1,4 @@
-"""A model that is a script, for tries without a GPU: it has written the programs that questions.jsonl asks for."""
+"""Scripted model, to run the agent without a GPU. It has a program for each question in questions.jsonl."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +16,10 @@ PROGRAMS = {
 
 
 class Model:
-    """Runs the program, and answers with what it printed."""
+    """Runs the program, and repeats its output as the final message."""
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The model's next message."""
+        """Return the model's next message."""
         last = messages[-1]
         if last["role"] == "tool":
             return ScriptedReply(content=f"#### {str(last['content']).strip()}")

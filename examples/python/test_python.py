@@ -1,4 +1,4 @@
-"""The code that a model writes, good, bad and hostile."""
+"""Tests of the Python agent with correct, wrong and hostile code."""
 
 import asyncio
 
@@ -35,6 +35,6 @@ def test_whatever_the_model_writes(code: str, expected: str, monkeypatch: pytest
     assert expected in asyncio.run(run_python(code))
 
 
-def test_nothing_of_the_server_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_servers_environment_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_KEY", "secret")
     assert "HUB_KEY" not in asyncio.run(run_python("import os; print(os.environ)"))

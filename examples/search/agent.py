@@ -1,4 +1,4 @@
-"""Searches a small corpus with SQLite's full-text index. Its facts are made up, so that no model knows them already."""
+"""Agent that searches a small corpus with SQLite's full-text index. The facts are invented, so no model has learned them."""
 
 import re
 import sqlite3
@@ -10,7 +10,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 class Search(Agent):
-    """Answers questions about the island of Karn with what it finds."""
+    """Answers questions about the invented island of Karn from search results."""
 
     name = "search"
     limits = Limits(turns=8, seconds=120)
@@ -47,14 +47,14 @@ class Search(Agent):
         return str(row[0])
 
     async def reward(self, run: Run) -> float:
-        """1.0 if the answer holds the ground truth."""
+        """Return 1.0 if the last message contains the ground truth, else 0.0."""
         answer = " ".join(str(run.messages[-1].get("content")).split())
         return float(str(run.metadata.get("ground_truth")).casefold() in answer.casefold())
 
 
 def indexed(corpus: Path) -> sqlite3.Connection:
-    """The full-text index of a directory of Markdown files, each a page whose first line is its title."""
-    # Plain tools run in threads; the index is only read once it is built, and SQLite serialises what they ask.
+    """Return a full-text index of a directory of Markdown files. The first line of each file is its title."""
+    # Synchronous tools run in threads. After this function the index is only read, and SQLite serializes the queries.
     index = sqlite3.connect(":memory:", check_same_thread=False)
     index.execute("CREATE VIRTUAL TABLE pages USING fts5 (title, text, tokenize = 'porter unicode61')")
     for path in sorted(corpus.glob("*.md")):

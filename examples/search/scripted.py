@@ -1,4 +1,4 @@
-"""A model that is a script, for tries without a GPU: it searches for the question, reads what it finds, and repeats it."""
+"""Scripted model, to run the agent without a GPU. It searches for the question, reads all results, and repeats them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,10 @@ from rollout_server.testing.script import ScriptedReply, tool_call
 
 
 class Model:
-    """Plays every question the same way."""
+    """Handles every question in the same way."""
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
-        """The model's next message."""
+        """Return the model's next message."""
         results = [str(message["content"]) for message in messages if message["role"] == "tool"]
         if not results:
             return ScriptedReply(tool_calls=(tool_call("search", "search", {"query": messages[-1]["content"]}),))

@@ -1,4 +1,4 @@
-"""The search agent, and its index under odd queries."""
+"""Tests of the search agent, and of its index with unusual queries."""
 
 import pytest
 from agent import Search

@@ -1,4 +1,4 @@
-"""The gateway as an ASGI application: HTTP/JSON in front, a gRPC channel behind, and nothing but translation between."""
+"""The gateway as an ASGI application: it translates HTTP/JSON requests to gRPC calls and does nothing else."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -21,42 +21,46 @@ from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
 from rollout_gateway.rest.rollout_routes import rollouts_router
-from rollout_gateway.rest.service_routes import add_docs, service_router
+from rollout_gateway.rest.service_routes import add_pages, service_router
 from rollout_gateway.settings import GatewaySettings
 
-_DESCRIPTION: Final = """Runs agent rollouts for the training of language models.
+_DESCRIPTION: Final = """Runs rollouts of multi-turn, tool-using agents for RL training of LLMs.
 
-`/v1/rollouts` is the plain API: start, watch, read and cancel rollouts. Its errors, and those of paths that do not exist,
-have one shape, `PlainError`: a stable code, the fields at fault (422), what to do, and `Retry-After` where waiting helps.
-The two dialects are those of trainers that exist; errors on their paths have FastAPI's shape. gRPC callers find more:
-`osmosis.rollout.v1`.
+* REST API, `/v1/rollouts`: start, list, follow and cancel rollouts, and read their token samples.
+* Synchronous HTTP API, `POST /rollout`: run one rollout and wait for its result.
+* Asynchronous HTTP API, `POST /v1/rollout/init`: start one rollout; the server posts the result to the trainer.
+
+All of them, and the gRPC API (`osmosis.rollout.v1`, which offers more), share one set of rollouts.
+
+Errors of the REST API and of unknown paths have the shape `PlainError`: a stable code, a message that says what to do, and
+the invalid fields (422). `Retry-After` is present if a retry can help. The two other HTTP APIs use FastAPI's error shape.
 """
 _SECURITY: Final = {
     "bearer": {
         "type": "http",
         "scheme": "bearer",
-        "description": "An API key, where the server has some: `Authorization: Bearer KEY`.",
+        "description": "An API key, required if the server has keys: `Authorization: Bearer KEY`.",
     }
 }
 
-# Bodies of requests may take the memory of so many of the largest.
+# Memory budget for request bodies in flight, in bodies of the maximum size.
 _BODIES_UNDER_WAY: Final = 8
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
 
 
 class GatewayApp(FastAPI):
-    """FastAPI, with what it is not told of added to the OpenAPI description: raw bodies, errors, and API keys."""
+    """FastAPI application that adds raw bodies, errors and API keys to the OpenAPI description."""
 
     def openapi(self) -> dict[str, Any]:
-        """The OpenAPI description; made once."""
+        """Return the OpenAPI description. It is built once."""
         if self.openapi_schema is None:
-            told: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in _BODIES]
-            _, models = models_json_schema(told, ref_template="#/components/schemas/{model}")
+            bodies: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in _BODIES]
+            _, models = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
             described = super().openapi()
             components = described.setdefault("components", {})
             components.setdefault("schemas", {}).update({**models["$defs"], **schemas()})
             components["securitySchemes"] = _SECURITY
-            # Without keys on the server none is needed.
+            # The empty alternative: a server without keys requires none.
             described["security"] = [{"bearer": []}, {}]
         return super().openapi()
 
@@ -67,19 +71,23 @@ def create_app(
     *,
     metrics: Callable[[], bytes] | None = None,
 ) -> FastAPI:
-    """Makes the application for one server or several.
+    """Create the application for one rollout server or several.
 
-    Channels stay the caller's, who closes them after the last request; those to several servers are `open_channel`'s.
-    `metrics` gives the metrics of a server in this process in Prometheus' text form, for `GET /metrics`; it is called on the
-    event loop. Raises ValueError for channels that are no fleet.
+    Args:
+        servers: the caller closes these channels after the last request. Several channels must come from `open_channel`.
+        settings: the defaults if None.
+        metrics: returns the metrics of a rollout server in this process, as Prometheus text; called on the event loop.
+
+    Raises:
+        ValueError: several channels that `open_channel` did not make, or two channels to one address.
     """
     settings = settings or GatewaySettings()
     channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
     rollouts, meters = Rollouts(stub_of(channels), settings), HttpMetrics()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
     intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
-    dialects = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
-    plain = [
+    osmosis = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
+    rest = [
         rollouts_router(rollouts, intake),
         events_router(rollouts),
         service_router(rollouts, keys, meters, metrics),
@@ -89,14 +97,14 @@ def create_app(
         version="1",
         description=_DESCRIPTION,
         dependencies=[Depends(honour_deadline)],
-        # FastAPI's own pages load their scripts from a CDN.
+        # FastAPI's own pages load their scripts from a CDN; `add_pages` serves them from this process.
         docs_url=None,
         redoc_url=None,
     )
-    for router in (*plain, *dialects):
+    for router in (*rest, *osmosis):
         app.include_router(router)
-    add_docs(app)
-    is_plain = uses_plain_errors(route for router in dialects for route in router.routes)
+    add_pages(app)
+    is_plain = uses_plain_errors(route for router in osmosis for route in router.routes)
     ErrorResponses(rollouts, keys, is_plain).install(app)
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

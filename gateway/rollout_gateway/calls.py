@@ -1,4 +1,4 @@
-"""Calls to the rollout server on behalf of an HTTP request: in whose name, and until when."""
+"""Calls to the rollout server on behalf of an HTTP request: metadata, deadline and cancellation."""
 
 import asyncio
 import logging
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
 _LOG = logging.getLogger(__name__)
-# gRPC carries only ASCII, and servers take 8 KiB of metadata for a call; no key and no trace is as long as this.
+# gRPC metadata is ASCII, and servers accept 8 KiB of it per call. No valid key or trace header is longer than this.
 _VISIBLE: Final = re.compile(r"[ -~]{0,2048}")
 _T = TypeVar("_T")
 
 _DEADLINE: Final = "grpc-timeout"
 _DEADLINE_FORMAT: Final = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS: Final[Mapping[str, float]] = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
-# Eight digits of hours overflow gRPC's clock, and it takes the deadline for one that has passed.
+# Eight digits of hours overflow gRPC's clock, and the deadline would count as expired.
 _LONGEST_SECONDS: Final = 366 * 86_400.0
 _MALFORMED: Final = f"The header {_DEADLINE} must be 1 to 8 digits and a unit (H, M, S, m, u or n), such as 30S or 500m"
 
@@ -36,17 +36,18 @@ CallMetadata = tuple[tuple[str, str], ...]
 
 
 class ClientDisconnected(Exception):
-    """The HTTP client left before it could be answered."""
+    """The HTTP client disconnected before the response."""
 
 
 class StreamEndedEarly(Exception):
-    """The server closed a rollout's stream with OK, but without an outcome."""
+    """The server closed a rollout's stream with status OK but without an outcome."""
 
 
 async def honour_deadline(request: Request) -> None:
-    """A dependency of every route: the header `grpc-timeout`, which HTTP gateways of gRPC services take over, bounds its calls.
+    """Read the deadline of a request from the header `grpc-timeout`, as other HTTP gateways for gRPC do.
 
-    A deadline ends a call, never a rollout: a stream that ends so is one whose reader left. Answers a malformed one with 400.
+    Every route depends on this function. The deadline ends calls, never a rollout: an expired stream detaches from it.
+    Raises HTTPException 400 for a malformed header.
     """
     given = request.headers.getlist(_DEADLINE)
     if not given:
@@ -58,10 +59,10 @@ async def honour_deadline(request: Request) -> None:
 
 
 class BoundStub:
-    """A stub whose calls are made in a request's name: with its metadata, and until its deadline.
+    """Stub that adds a request's metadata and deadline to every call.
 
-    A call lasts `seconds` at most if it is given no timeout of its own; None: as long as it likes. Raises grpc.aio.AioRpcError,
-    DEADLINE_EXCEEDED, once the deadline has passed: gRPC would give a fast server a chance.
+    `seconds` is the timeout of a call without one of its own; `timeout=None` means unlimited. Raises grpc.aio.AioRpcError with
+    DEADLINE_EXCEEDED once the deadline has passed. gRPC itself would still send such a call, and a fast server would run it.
     """
 
     def __init__(self, server: object, metadata: CallMetadata, ends: float | None, seconds: float) -> None:
@@ -82,7 +83,7 @@ class BoundStub:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The calls of one HTTP request. `ends` is its deadline on the monotonic clock."""
+    """Calls of one HTTP request. `ends` is its deadline on the monotonic clock; None: no deadline."""
 
     rpc: "RolloutServiceAsyncStub"
     metadata: CallMetadata
@@ -91,9 +92,9 @@ class Calls:
     _seconds: float
 
     async def run(self, start: RunRolloutRequest) -> tuple[str, Outcome]:
-        """Runs or attaches to a rollout until it has finished; returns its uid and outcome.
+        """Run a rollout, or attach to it, and wait until it has finished. Returns its uid and outcome.
 
-        Cancelling the caller's task detaches from the rollout, which the server then ends after the grace time.
+        Cancelling the calling task detaches from the rollout. The server cancels the rollout after the grace time.
         Raises grpc.aio.AioRpcError and StreamEndedEarly.
         """
         call = self.rpc.RunRollout(start, timeout=None)
@@ -105,50 +106,51 @@ class Calls:
                 elif item.event.HasField("finished"):
                     outcome = item.event.finished.outcome
         finally:
-            # On a stream only this cancels; it does nothing once the stream has ended.
+            # Leaving the loop does not cancel a grpc.aio stream. After its end, cancel() has no effect.
             call.cancel()
         if outcome is None:
             raise StreamEndedEarly(uid)
         return uid, outcome
 
     async def acknowledge(self, uid: str) -> None:
-        """Tells the server that an outcome is on its way to its client.
+        """Report to the server that the client is about to receive the outcome.
 
-        A failure costs nothing but memory: the same id is then answered with the same outcome once more. The request's
-        deadline does not count: the client is being answered.
+        A failure only costs memory: the server keeps the outcome, and returns it again for the same id. The request's
+        deadline does not apply, because the result is already there.
         """
         received = AcknowledgeOutcomeRequest(uid=uid)
         try:
             await self._server.AcknowledgeOutcome(received, metadata=self.metadata, timeout=self._seconds)
         except grpc.aio.AioRpcError as error:
-            _LOG.warning("rollout %s: its outcome could not be acknowledged: %s", uid, error.code().name)
+            _LOG.warning("rollout %s: the outcome could not be acknowledged: %s", uid, error.code().name)
 
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """The server, or a fleet of them, as the routes see it."""
+    """The rollout server, or a fleet of servers, as the routes use it."""
 
     server: "RolloutServiceAsyncStub"
     settings: GatewaySettings
 
     def calls(self, request: Request, default_key: str = "") -> Calls:
-        """The calls of a request; one without an Authorization header makes them under `default_key`, if there is one."""
+        """Return the calls of a request. Without an Authorization header they use `default_key`, if that is not empty."""
         metadata, ends = call_metadata(request, default_key), getattr(request.state, "ends", None)
         seconds = self.settings.call_seconds
-        # It has the methods of a stub.
+        # BoundStub forwards all methods of the stub.
         rpc = cast("RolloutServiceAsyncStub", BoundStub(self.server, metadata, ends, seconds))
         return Calls(rpc, metadata, ends, self.server, seconds)
 
 
 def call_metadata(request: Request, default_key: str = "") -> CallMetadata:
-    """What of an HTTP request travels on: who asks, the request id, and the trace it belongs to.
+    """Return the gRPC metadata for an HTTP request: credentials, request id and W3C Trace Context.
 
-    Of W3C Trace Context, the state belongs to its parent and goes with it or not at all; its headers are one list.
+    `tracestate` has no meaning without its `traceparent`, so it is dropped together with it. Several `tracestate` headers
+    form one list (Trace Context, 3.3).
     """
     metadata = {"x-request-id": request.state.request_id}
     authorization = request.headers.get("authorization", f"Bearer {default_key}" if default_key else None)
     if authorization is not None:
-        # The empty credential equals no key, so the server decides as for any wrong one.
+        # Metadata cannot carry every header. An empty credential matches no key, so the server refuses it like a wrong key.
         metadata["authorization"] = authorization if _VISIBLE.fullmatch(authorization) else ""
     parent, state = request.headers.get("traceparent", ""), request.headers.getlist("tracestate")
     for name, value in (("traceparent", parent), ("tracestate", ",".join(filter(None, state)))):
@@ -159,9 +161,10 @@ def call_metadata(request: Request, default_key: str = "") -> CallMetadata:
 
 
 async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Awaits `work`, but cancels it and raises ClientDisconnected when the client leaves. What is left of the body is dropped.
+    """Await `work`, but cancel it and raise ClientDisconnected when the client disconnects.
 
-    FastAPI does not cancel a plain handler, so the client is watched here. Raises also what is wrong with the rest of the body.
+    FastAPI does not cancel a plain handler on a disconnect, so this function watches the connection. It discards the rest of
+    the body, and raises the HTTPException for a rest that is too large or too slow.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(request))
@@ -174,7 +177,7 @@ async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     finally:
         working.cancel()
         leaving.cancel()
-        # Also fetches the exception of work that failed in the moment the client left.
+        # Also retrieves the exception of work that failed at the moment of the disconnect.
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 

@@ -1,4 +1,4 @@
-"""Certificates and keys in files: read, checked, and read anew when they change."""
+"""Certificates and keys in files: reading, checking, and reloading after a change."""
 
 import logging
 import ssl
@@ -11,19 +11,19 @@ _T = TypeVar("_T")
 
 
 class KeyPair(NamedTuple):
-    """A certificate with its chain, and its key without a passphrase; both in PEM."""
+    """PEM files of a certificate with its chain and of its private key, which has no passphrase."""
 
     cert: Path
     key: Path
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None) -> "KeyPair | None":
-        """Those of a setting that may be left out."""
+        """Return the pair; None unless both files are given."""
         return cls(cert, key) if cert is not None and key is not None else None
 
 
 def read(path: Path, what: str) -> bytes:
-    """What a file holds. Raises ValueError that names it."""
+    """Return the content of a file. Raises ValueError that names the file; `what` says what it contains."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -31,31 +31,31 @@ def read(path: Path, what: str) -> bytes:
 
 
 def load_pair(context: ssl.SSLContext, pair: KeyPair) -> None:
-    """Loads certificate and key into a context. Raises ValueError that names the file at fault, never what is in it."""
+    """Load certificate and key into a context. Raises ValueError that names the file at fault but never quotes it."""
     load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), pair.cert, "the certificate")
     read(pair.key, "the key")
     try:
-        # Without a password OpenSSL would ask for one on the terminal.
+        # Without the empty password OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(pair.cert, pair.key, password="")
     except OSError as error:
         if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
             raise ValueError(f"the key {pair.key} does not belong to the certificate {pair.cert}") from None
-        raise ValueError(f"{pair.key} holds no key in PEM that can be read without a passphrase") from None
+        raise ValueError(f"{pair.key} contains no key in PEM format that can be read without a passphrase") from None
 
 
 def load_authorities(context: ssl.SSLContext, path: Path, what: str = "the authority's certificates") -> None:
-    """Loads the authorities that a context trusts. Raises ValueError that names the file."""
+    """Load the certificate authorities that a context trusts. Raises ValueError that names the file."""
     read(path, what)
     try:
         context.load_verify_locations(path)
     except OSError:
-        raise ValueError(f"{path} holds no certificate in PEM") from None
+        raise ValueError(f"{path} contains no certificate in PEM format") from None
 
 
 class Reloaded(Generic[_T]):
-    """What is made of files, and made anew once they have changed. A change that cannot be used leaves it as it was.
+    """A value made from files and rebuilt when they change. If the new files cannot be used, the old value stays.
 
-    `make` raises ValueError for files that cannot be used; `what` names it in the log.
+    `make` raises ValueError for files that cannot be used; `what` names the value in the log.
     """
 
     def __init__(self, paths: Iterable[Path | None], make: Callable[[], _T], what: str) -> None:
@@ -66,19 +66,19 @@ class Reloaded(Generic[_T]):
         self.value = make()
 
     def look(self) -> _T:
-        """The value that is in force after a look at the files."""
+        """Check the files for changes and return the current value."""
         seen, self._seen = self._seen, self._stamp()
         if self._seen != seen:
             try:
                 self.value = self._make()
                 _LOG.info("%s was replaced", self._what)
             except ValueError as error:
-                # As text: who keeps the record would keep the frames of the error, and what they hold.
+                # As text: a log record with the exception would keep its frames alive, and the secrets in them.
                 _LOG.error("%s is kept: %s", self._what, str(error))
         return self.value
 
     def _stamp(self) -> list[tuple[int, int, int] | None]:
-        # Links are followed: a mounted secret is a link that is put elsewhere.
+        # stat follows links: a mounted Kubernetes Secret is a link whose target changes.
         return [_print(path) for path in self._paths]
 
 

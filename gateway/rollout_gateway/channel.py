@@ -1,7 +1,7 @@
-"""Channels to rollout servers: addresses, TLS, and client certificates that are replaced while calls run.
+"""Channels to rollout servers: addresses, TLS, and rotation of certificates while calls run.
 
-gRPC reads certificates once, when a channel is made. Here a channel whose files have changed is replaced for the calls that
-come after; those under way end on the one they began on, which is closed after the last of them.
+gRPC reads certificates once, when a channel is created. When the files change, later calls use a new channel. Running calls
+finish on the old channel, which closes after the last of them.
 """
 
 import asyncio
@@ -24,26 +24,26 @@ _ADDRESS: Final = re.compile(
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # A proxy for web pages is no way to a rollout server.
+    # Ignore http_proxy: rollout servers are internal.
     ("grpc.enable_http_proxy", 0),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Also between calls: a connection that was forgotten on the way would cost the next call half a minute.
+    # Keepalive also between calls: a connection that a router dropped silently would delay the next call by half a minute.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # A server that is back is found soon (gRPC waits up to two minutes), and one that does not answer is given up soon.
+    # Reconnect soon after a server is back (gRPC's default backoff grows to two minutes). Give up a silent attempt after 5 s.
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.min_reconnect_backoff_ms", 5_000),
 )
 
 
 class ServerChannel(grpc.aio.Channel):
-    """A channel to one server, which knows its address. `files` are those whose change `make` takes in."""
+    """Channel to one server, with its address. When one of `files` changes, `make` creates the channel for later calls."""
 
     def __init__(self, address: str, make: Callable[[], grpc.aio.Channel], files: Iterable[Path | None] = ()) -> None:
         self.address = address
         self._current = Reloaded(files, make, f"the certificate towards {address}")
-        #: Those that were called; one that was replaced is in it as long as calls are under way on it.
+        #: Channels with calls. A replaced channel stays here while calls run on it.
         self._called = WeakSet[grpc.aio.Channel]()
 
     def _multicallable(self, kind: str, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -51,52 +51,57 @@ class ServerChannel(grpc.aio.Channel):
             channel = self._current.look()
             self._called.add(channel)
             called = getattr(channel, kind)(method, *args, **kwargs)(*given, **options)
-            # A channel that nobody holds closes itself; gRPC drops the callback, and the channel with it, when the call has ended.
+            # A channel without references closes itself, so the callback holds one. gRPC drops it when the call has ended.
             called.add_done_callback(lambda _, held=channel: None)
             return called
 
         return call
 
-    # The signatures are grpc's, whose generics need names of its own; stubs pass `_registered_method` too.
+    # The signatures are grpc's, whose generics need type variables of its own; stubs pass `_registered_method` too.
     unary_unary = partialmethod(_multicallable, "unary_unary")
     unary_stream = partialmethod(_multicallable, "unary_stream")
     stream_unary = partialmethod(_multicallable, "stream_unary")
     stream_stream = partialmethod(_multicallable, "stream_stream")
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Whether the server is connected."""
+        """Return the connectivity of the current channel."""
         return self._current.value.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Waits until the state is another one."""
+        """Wait until the state differs from `last_observed_state`."""
         await self._current.value.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Waits until the server is connected."""
+        """Wait until the channel is connected."""
         await self._current.value.channel_ready()
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes it; calls may go on for `grace` seconds."""
+        """Close all channels. Running calls may continue for `grace` seconds."""
         await asyncio.gather(*(each.close(grace) for each in {self._current.value, *self._called}))
 
     async def __aenter__(self) -> Self:
-        """Nothing: it is open."""
+        """Return the channel, which is already open."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes it."""
+        """Close the channel."""
         await self.close()
 
 
 def open_channel(
     address: str, ca: Path | None = None, pair: KeyPair | None = None, server_name: str = ""
 ) -> ServerChannel:
-    """A channel to the server at `host:port`, `grpc://host:port`, `grpcs://host:port` or `unix:PATH`.
+    """Return a channel to the server at `host:port`, `grpc://host:port`, `grpcs://host:port` or `unix:PATH`.
 
-    grpcs is TLS and grpc is none; without a scheme it is TLS where something is given for it. Without `ca` the system's authorities
-    are trusted; `pair` is for servers that demand a certificate; `server_name` is the name in the server's certificate, where it is
-    not the one in the address. Connects with the first call. Raises ValueError for another address, and for files that cannot be
-    used.
+    It connects on the first call. grpcs means TLS, grpc means none; without a scheme, any of the other arguments enables TLS.
+
+    Args:
+        ca: PEM file of the trusted authorities; the system's if None.
+        pair: client certificate, for servers that require one.
+        server_name: name in the server's certificate, if it differs from the host of the address.
+
+    Raises:
+        ValueError: the address is malformed, or a file cannot be used.
     """
     target, secure = _parsed(address, any((ca, pair, server_name)))
     if not secure:
@@ -110,23 +115,23 @@ def open_channel(
 
 
 def _parsed(address: str, secure: bool) -> tuple[str, bool]:
-    """What gRPC calls it, and whether TLS is spoken."""
+    """Return gRPC's target for an address, and whether the connection uses TLS."""
     if address.startswith("unix:"):
         return address, False
     if "@" in address:
         raise ValueError(
-            "the address of a rollout server holds no user and no password: API keys come with the requests"
+            "the address of a rollout server must not contain a user or password: API keys come with the requests"
         )
     found = _ADDRESS.fullmatch(address)
     if found is None or not 0 < int(found["port"]) < 1 << 16:
         raise ValueError(
-            f"{address!r} is no address of a rollout server: HOST:PORT, grpc://..., grpcs://... or unix:PATH"
+            f"{address!r} is not an address of a rollout server; use HOST:PORT, grpc://..., grpcs://... or unix:PATH"
         )
     return f"{found['host']}:{found['port']}", found["scheme"] == "grpcs" if found["scheme"] else secure
 
 
 def _credentials(ca: Path | None, pair: KeyPair | None) -> grpc.ChannelCredentials:
-    # gRPC would say nothing about files that do not fit, and fail at every handshake.
+    # Check the files here: gRPC accepts unusable ones without an error and fails at every handshake.
     checked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if ca is not None:
         load_authorities(checked, ca)
@@ -137,7 +142,7 @@ def _credentials(ca: Path | None, pair: KeyPair | None) -> grpc.ChannelCredentia
 
 
 def _system_roots() -> bytes | None:
-    """What the system trusts; None where it has nothing, and gRPC's own list counts. gRPC does not look here by itself."""
+    """Return the system's trusted certificates in PEM, which gRPC does not read itself. None: use gRPC's built-in list."""
     places = ssl.get_default_verify_paths()
     files = [Path(places.cafile)] if places.cafile else sorted(Path(places.capath).iterdir()) if places.capath else []
     texts = (path.read_bytes() for path in files if path.is_file())

@@ -1,4 +1,4 @@
-"""What becomes of a request that fails: the one place that knows which API it was for, and so the shape of its error."""
+"""Exception handlers. This is the only place that chooses the shape of an error by the API of the request."""
 
 import logging
 from collections.abc import Callable
@@ -26,30 +26,30 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponses:
-    """Exception handlers. Requests for which `is_plain` are answered in the plain API's shape, the others in FastAPI's."""
+    """Exception handlers. Errors have the REST API's shape if `is_plain` returns true for the request, else FastAPI's."""
 
     rollouts: Rollouts
     keys: KeyCheck
     is_plain: Callable[[Scope], bool]
 
     def install(self, app: FastAPI) -> None:
-        """Has the application ask for its answers here."""
+        """Register the handlers with the application."""
         kinds = (InvalidBody, RequestValidationError, HTTPException, grpc.aio.AioRpcError, StreamEndedEarly, Overloaded)
         for kind in (*kinds, ClientDisconnected, ClientDisconnect):
             app.add_exception_handler(kind, self.response)
 
     async def response(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that failed so."""
+        """Return the response to a request that raised `error`."""
         plain = self.is_plain(request.scope)
         if isinstance(error, ClientDisconnected | ClientDisconnect):
-            # Nobody is there to read it; the access log shows what happened.
+            # The client is gone. The status only reaches the metrics.
             return Response(status_code=499)
         if isinstance(error, HTTPException) and not plain:
             return await http_exception_handler(request, error)
         if isinstance(error, RequestValidationError) and not plain:
             return await request_validation_exception_handler(request, error)
         if isinstance(error, InvalidBody | RequestValidationError):
-            # 422, for those who may know; a stranger hears about the key.
+            # A 422 describes the request's fields. A caller whose key is refused must not see it and gets the refusal.
             error = await self._refused_key(request) or error
         problem = self._problem(request, error, plain)
         return plain_response(problem, request.state.request_id) if plain else problem.response()
@@ -58,7 +58,7 @@ class ErrorResponses:
         match error:
             case grpc.aio.AioRpcError():
                 fields = BODY_FIELDS if request.method != "GET" else QUERY_FIELDS
-                # Routes of the dialects leave those of their bodies here.
+                # The routes of the two other HTTP APIs store the field map of their bodies here.
                 return logged_problem(
                     error, request.state.request_id, fields if plain else getattr(request.state, "fields", None)
                 )
@@ -69,14 +69,17 @@ class ErrorResponses:
             case RequestValidationError():
                 return Problem(422, first_of(error.errors()), code=INVALID)
             case Overloaded():
-                text = "The bodies of other requests take all the memory there is for them: send it again after Retry-After"
+                text = "Other requests use all memory for request bodies; retry after Retry-After seconds"
                 return Problem(503, text, {"retry-after": "1"}, "OVERLOADED", 1.0)
         _LOG.error("request %s: the stream of rollout %s ended without an outcome", request.state.request_id, error)
         text = "The rollout server ended the call before the rollout had an outcome"
         return Problem(503, text, code=grpc.StatusCode.UNAVAILABLE.name)
 
     async def _refused_key(self, request: Request) -> grpc.aio.AioRpcError | None:
-        """Where the server cannot be asked, what is wrong with the request says more than that."""
+        """Return the server's refusal of the key; None if it accepts the key or cannot be reached.
+
+        If it cannot be reached, the fault in the request is the more useful error.
+        """
         try:
             if not getattr(request.state, "key_accepted", False):
                 await self.keys.demand(self.rollouts.calls(request))

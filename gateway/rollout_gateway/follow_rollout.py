@@ -1,4 +1,4 @@
-"""Following a rollout to its end, across broken calls to its server."""
+"""Following a rollout to its end. Broken calls to the rollout server are resumed."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,10 +12,10 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_gateway.calls import Calls, StreamEndedEarly
 
-#: Between the attempts to resume a call, in seconds: a channel finds a server that is back within 5 s.
+#: Seconds between attempts to resume a call. A channel reconnects to a restarted server within 5 s.
 PAUSES: Final = (0.05, 0.15, 0.5, 1.5, 5.0)
 
-# How the transport, or a server that restarts, breaks a stream off.
+# Statuses with which the transport or a restarting server breaks a stream.
 _BROKEN: Final = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 Events = AsyncGenerator[event_pb2.RolloutEvent, None]
@@ -23,42 +23,44 @@ Events = AsyncGenerator[event_pb2.RolloutEvent, None]
 
 @dataclass(frozen=True, slots=True)
 class RolloutFollower:
-    """A wish to hear a rollout's events, on behalf of an HTTP client."""
+    """Follows the events of a rollout on behalf of an HTTP client."""
 
     calls: Calls
-    asked: pb.WatchRolloutRequest
+    watch: pb.WatchRolloutRequest
     pauses: tuple[float, ...] = PAUSES
 
     async def open(self) -> Events | None:
-        """The events, the first of them fetched already if it is there; None if the last one had been seen.
+        """Return the event stream, or None if the client already has the last event of the rollout.
 
-        Raises grpc.aio.AioRpcError: as long as nothing was sent to the client, an error can be told as one.
+        If the next event exists already, it is fetched before this method returns. Raises grpc.aio.AioRpcError: at this time
+        the response has not begun, so an error can still become an HTTP status.
         """
-        got = await self.calls.rpc.GetRollout(pb.GetRolloutRequest(uid=self.asked.uid))
-        after, last = self.asked.after_sequence, got.rollout.last_sequence
+        got = await self.calls.rpc.GetRollout(pb.GetRolloutRequest(uid=self.watch.uid))
+        after, last = self.watch.after_sequence, got.rollout.last_sequence
         finished = got.rollout.state == pb.ROLLOUT_STATE_FINISHED
         if finished and after == last:
             return None
         events = self.events()
-        nothing_yet = after == last or (after < last and self.asked.detail == event_pb2.EVENT_DETAIL_OUTCOME)
+        nothing_yet = after == last or (after < last and self.watch.detail == event_pb2.EVENT_DETAIL_OUTCOME)
         if nothing_yet and not finished:
-            # The first one may be long in coming, and the client is not to wait that long for its answer's head.
+            # The next event may take long. Return now, so that the client gets the response headers.
             return events
         return _chained(await anext(events), events)
 
     async def events(self) -> Events:
-        """The events to the end, each once, also where the call breaks and is made again.
+        """Yield the events to the end, each exactly once. A broken call is resumed after the last event received.
 
-        Raises grpc.aio.AioRpcError, or StreamEndedEarly where the server keeps ending its stream without `finished`.
+        Raises grpc.aio.AioRpcError, or StreamEndedEarly if the server repeatedly ends its stream without `finished`.
         """
-        last, broken = self.asked.after_sequence, 0
+        last, broken = self.watch.after_sequence, 0
         while True:
-            resumed = pb.WatchRolloutRequest(uid=self.asked.uid, after_sequence=last, detail=self.asked.detail)
+            resumed = pb.WatchRolloutRequest(uid=self.watch.uid, after_sequence=last, detail=self.watch.detail)
             call = self.calls.rpc.WatchRollout(resumed, timeout=None)
-            fault: Exception = StreamEndedEarly(self.asked.uid)
+            fault: Exception = StreamEndedEarly(self.watch.uid)
             try:
                 async for item in call:
                     event = item.event
+                    # A resumed stream may repeat events. Events with sequence 0 are not recorded, so they never repeat.
                     if 0 < event.sequence <= last:
                         continue
                     last, broken = event.sequence or last, 0
@@ -70,7 +72,7 @@ class RolloutFollower:
                     raise
                 fault = error
             finally:
-                # On a stream only this cancels; it does nothing once the stream has ended.
+                # Leaving the loop does not cancel a grpc.aio stream. After its end, cancel() has no effect.
                 call.cancel()
             if broken == len(self.pauses):
                 raise fault

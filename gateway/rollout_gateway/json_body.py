@@ -1,7 +1,7 @@
-"""JSON bodies of requests, read without losing a character of the JSON in them that is the caller's own.
+"""JSON request bodies. The caller's free-form JSON (messages, metadata) is passed on character for character.
 
-A body is read twice: parsed and validated as usual, and cut into the raw texts of its messages, metadata and the like, which
-is what travels on. Parsing and writing again would lose key order, white space, repeated keys and large integers.
+A body is read twice: it is parsed and validated as usual, and it is split into the raw texts of its parts. The raw texts are
+passed on. Parsing and encoding them again would lose key order, white space, repeated keys and large integers.
 """
 
 import json
@@ -16,9 +16,9 @@ from starlette.requests import Request
 
 MAX_MESSAGES: Final = 10_000
 MAX_VIOLATIONS: Final = 20
-# No object that refuses unknown keys has as many known ones; each key more would be a fault.
+# More keys than any strict object has. Validation would report every further key as a fault of its own.
 _MAX_KEYS: Final = 100
-# CPython refuses to convert longer decimals; every bound is far below, so a value of the right sign stands for them.
+# CPython refuses to convert longer decimals. Every bound is far below, so a huge value of the same sign replaces them.
 _MAX_DIGITS: Final = 4300
 _HUGE: Final = 10**30
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -26,9 +26,9 @@ _Texts = dict[str, msgspec.Raw]
 
 
 class InvalidBody(ValueError):
-    """A body that does not validate; `violations` are the first of FastAPI's `{"type", "loc", "msg"}`.
+    """A body that fails validation. `violations` are its first faults as FastAPI's `{"type", "loc", "msg"}`.
 
-    What was sent is not repeated in them: it may be large, and it may hold the callback key.
+    They do not repeat the values that were sent: a value may be large, and it may be the callback key.
     """
 
     def __init__(self, violations: Sequence[dict[str, Any]]) -> None:
@@ -38,13 +38,13 @@ class InvalidBody(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody(Generic[_Model]):
-    """A valid body: its values, and the texts of its parts as they stand in it."""
+    """A valid body: its values, and the raw JSON texts of its parts."""
 
     body: _Model
     parts: Mapping[str, msgspec.Raw] = field(repr=False)
 
     def text(self, key: str, *inner: str) -> str:
-        """The JSON text of a part, or of a part of a part; empty where it is null or was not sent."""
+        """Return the raw JSON text of a part, or of a part of a part; empty if it is null or absent."""
         raw = self.parts.get(key)
         for name in inner:
             raw = parts_of(raw).get(name)
@@ -53,17 +53,17 @@ class ParsedBody(Generic[_Model]):
 
     @property
     def messages(self) -> tuple[str, ...]:
-        """The messages, one JSON object each."""
+        """Raw JSON texts of the messages, one object each."""
         return texts_of(self.parts["messages"])
 
     @property
     def metadata_json(self) -> str:
-        """One JSON object, or empty."""
+        """Raw JSON text of the metadata: one object, or empty."""
         return self.text("metadata")
 
 
 def parts_of(raw: msgspec.Raw | None) -> _Texts:
-    """The texts of an object's values; none for what is no object."""
+    """Return the raw texts of an object's values by key; empty if `raw` is not an object."""
     try:
         return {} if raw is None else msgspec.json.decode(raw, type=_Texts)
     except msgspec.ValidationError:
@@ -71,22 +71,22 @@ def parts_of(raw: msgspec.Raw | None) -> _Texts:
 
 
 def texts_of(raw: msgspec.Raw) -> tuple[str, ...]:
-    """The texts of a list's members."""
+    """Return the raw texts of a list's items."""
     return tuple(bytes(each).decode() for each in msgspec.json.decode(raw, type=list[msgspec.Raw]))
 
 
 def demand_json(request: Request) -> None:
-    """Raises InvalidBody for other content types, which a web page could send from a browser without being asked."""
+    """Raise InvalidBody for other content types: browsers send some of them to other origins without a CORS preflight."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise InvalidBody([violation("content_type", (), "The Content-Type must be application/json")])
 
 
 def read_body(content: bytes, model: type[_Model], max_metadata_bytes: int | None = None) -> ParsedBody[_Model]:
-    """Reads a body. Raises InvalidBody, which names its first faults but repeats no value.
+    """Parse and validate a body. Raises InvalidBody, which names the first faults but repeats no value.
 
-    JSON is what RFC 8259 calls so (no NaN, no lone surrogates), in UTF-8, with integers of any size. Metadata may have so many
-    bytes in the body, and a rollout begins with `MAX_MESSAGES` at most: each of them may be wrong.
+    JSON is as in RFC 8259 (no NaN, no lone surrogates), in UTF-8, with integers of any size. `metadata` may have
+    `max_metadata_bytes` bytes of JSON text. A body has at most `MAX_MESSAGES` messages, because each may be a fault.
     """
     values, parts = _decoded(content)
     if isinstance(values, dict):
@@ -111,12 +111,12 @@ def _bound(found: Any, most: int, loc: tuple[str, ...], what: str) -> None:
 
 
 def violation(kind: str, loc: tuple[str | int, ...], message: str) -> dict[str, Any]:
-    """One entry of a 422's `detail`; `loc` is the place within the body."""
+    """Return one entry of a 422's `detail`; `loc` is the place within the body."""
     return {"type": kind, "loc": ("body", *loc), "msg": message}
 
 
 def first_of(violations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first violations, and how many more there are."""
+    """Return the first `MAX_VIOLATIONS` violations, and an entry that counts the others."""
     first, more = list(violations[:MAX_VIOLATIONS]), len(violations) - MAX_VIOLATIONS
     return [*first, violation("too_many", (), f"{more} more are not listed")] if more > 0 else first
 
@@ -124,14 +124,14 @@ def first_of(violations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _violation(error: Any, model: type[BaseModel]) -> dict[str, Any]:
     unknown = error["type"] == "extra_forbidden"
     found = violation(error["type"], error["loc"], _unknown_key(error, model) if unknown else error["msg"])
-    # Of a validator of ours it holds the exception itself, which says no more than the message.
+    # For this package's validators, ctx is the exception itself, which adds nothing to the message.
     if "ctx" in error and error["type"] != "value_error":
         found["ctx"] = error["ctx"]
     return found
 
 
 def _unknown_key(error: Any, model: type[BaseModel]) -> str:
-    """What is wrong with an unknown key, and where it belongs, or where the keys in it do."""
+    """Return the message for an unknown key. It says where the key, or the keys inside it, belong."""
     value = error["input"]
     parts = (value, *value.values()) if isinstance(value, dict) else ()
     if error["loc"][-1] in (owners := _owners(model)):
@@ -143,7 +143,7 @@ def _unknown_key(error: Any, model: type[BaseModel]) -> str:
 
 @cache
 def _owners(model: type[BaseModel]) -> Mapping[str, str]:
-    """Where the keys of a body belong."""
+    """Map every known key of a body, nested ones included, to a phrase for its place."""
     owners: dict[str, list[str]] = {}
     for name, info in model.model_fields.items():
         for kind in get_args(info.annotation) or (info.annotation,):
@@ -154,10 +154,10 @@ def _owners(model: type[BaseModel]) -> Mapping[str, str]:
 
 
 def _decoded(content: bytes) -> tuple[Any, _Texts]:
-    """The values of a text, and the texts of its parts."""
+    """Parse a JSON text. Returns its values, and the raw texts of its parts."""
     try:
         values = json.loads(content.decode(), parse_int=_integer)
-        # The stricter reader: it also refuses what json.loads lets pass, in every corner of the body.
+        # msgspec is stricter: in the whole body, it refuses malformed JSON that json.loads accepts.
         return values, parts_of(msgspec.Raw(content))
     except json.JSONDecodeError as error:
         raise _not_json((error.pos,), error.msg) from None

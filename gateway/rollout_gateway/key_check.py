@@ -1,4 +1,4 @@
-"""Who may send a body, and hear what is wrong with a request: the server looks at the key first."""
+"""API key check. The rollout server accepts the key before the gateway reads a body or describes a fault in it."""
 
 import asyncio
 import time
@@ -15,28 +15,28 @@ from rollout_gateway.fleet.fleet import Fleet
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
-#: The statuses of a call whose key is none of the server's.
+#: Statuses of a call whose key the server refuses.
 STRANGER: Final = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-# The server looks at the key of each call again; this is only for how long bodies may still be sent, and metrics read, under one
-# that was revoked.
+# The server checks the key of every call again, so during this time a revoked key can only send bodies and read metrics.
 _ACCEPTED_SECONDS: Final = 1.0
 _MOST_ACCEPTED: Final = 1024
 
 
 class KeyCheck:
-    """Has the server look at keys. Those that it accepted are remembered for a second, by their hashes."""
+    """Lets the rollout server check API keys. Caches the SHA-256 of accepted keys for one second."""
 
     def __init__(self, server: "RolloutServiceAsyncStub | Fleet", seconds: float) -> None:
-        # Any call that wants a key will do, and no other costs less.
+        # Any call that requires a key would do; this is the cheapest.
         self._call = server.AnyAgents if isinstance(server, Fleet) else server.ListAgents
         self._seconds = seconds
         self._accepted: dict[bytes, float] = {}
         self._checks: dict[bytes, asyncio.Task[None]] = {}
 
     async def demand(self, calls: Calls) -> None:
-        """Raises grpc.aio.AioRpcError where the server refuses the key, or cannot be asked in time.
+        """Require that the server accepts the key of `calls`.
 
-        That is within the seconds of a call, and before the request's deadline.
+        Raises grpc.aio.AioRpcError if the server refuses the key, cannot be reached, or does not respond before the timeout
+        of a call or the request's deadline.
         """
         metadata, ends = calls.metadata, calls.ends
         digest = sha256(dict(metadata).get("authorization", "").encode()).digest()
@@ -44,11 +44,11 @@ class KeyCheck:
             return
         if digest not in self._checks:
             self._checks[digest] = asyncio.create_task(self._check(digest, metadata))
-            # Nobody may be left who waits for it and fetches its exception.
+            # Retrieves the exception: all waiting requests may be gone, and asyncio would log it as never retrieved.
             self._checks[digest].add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(None if ends is None else ends - time.monotonic()):
-                # Others wait for it too, when this request's client leaves or its time is over.
+                # Other requests wait for the same check, so this one's cancellation or deadline must not cancel it.
                 await asyncio.shield(self._checks[digest])
         except TimeoutError:
             raise too_late() from None

@@ -1,4 +1,4 @@
-"""Messages and tools of the contract as JSON: verbatim where they came as JSON, written out where they came as fields."""
+"""Conversion of proto messages and tools to JSON. JSON texts in them are passed on verbatim."""
 
 import base64
 from typing import Any
@@ -8,23 +8,23 @@ from osmosis.rollout.v1.message_pb2 import Blob, ChatMessage, ContentPart, Messa
 
 
 def message_json(message: Message) -> msgspec.Raw:
-    """The text of a message, ready to be spliced into an answer; null where it has none."""
+    """Return the JSON text of a message, ready to be spliced into a response; null for an empty message."""
     if message.HasField("chat"):
         return msgspec.Raw(msgspec.json.encode(_chat(message.chat)))
     return msgspec.Raw(message.json.encode() or b"null")
 
 
 def spliced(text: str) -> msgspec.Raw:
-    """A JSON text of the contract, ready to be spliced into an answer; null where there is none, or what is no JSON."""
+    """Return the JSON text of a proto field, ready to be spliced into a response; null if it is empty or malformed."""
     try:
         return msgspec.json.decode(text or "null", type=msgspec.Raw)
     except msgspec.DecodeError:
-        # A rollout is worth more than an extra of it that breaks the contract.
+        # A malformed extra field must not cost the client the whole rollout.
         return msgspec.Raw(b"null")
 
 
 def tool_json(tool: Tool) -> dict[str, Any]:
-    """A tool in OpenAI's form."""
+    """Return a tool in OpenAI's format."""
     parameters = spliced(tool.parameters_json_schema or '{"type":"object","properties":{}}')
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}

@@ -1,6 +1,7 @@
-"""What the gateway answers, for the OpenAPI description only: answers are written from the contract, never validated.
+"""Response schemas, for the OpenAPI description only. Responses are built from protos and not validated against them.
 
-The plain API's objects are described from the contract's messages, as `proto_json` writes them. All else is in `openapi.json`.
+Objects of the REST API are described from the proto descriptors, as `proto_json` writes them. Other texts and schemas are in
+`openapi.json`.
 """
 
 import json
@@ -24,11 +25,11 @@ INTEGER: Final[Schema] = {"type": "integer"}
 _NUMBER: Final[Schema] = {"type": "number"}
 _OBJECT: Final[Schema] = {"type": "object", "additionalProperties": True}
 
-# `schemas` that no message of the contract has, `descriptions` of messages and of their fields, what `errors` mean by status,
-# examples of `bodies`, `headers` of requests, and the stream of events.
+# `schemas` without a proto message, `descriptions` of proto messages and their fields, meanings of `errors` by status,
+# examples of `bodies`, request `headers`, and the `event_stream`.
 _WRITTEN: Final = json.loads(resources.files("rollout_gateway").joinpath("openapi.json").read_text())
 EVENT_STREAM: Final[Schema] = _WRITTEN["event_stream"]
-#: Bodies that work as they stand, save for the addresses: of `POST /rollout` and of `POST /v1/rollout/init`.
+#: Example bodies of `POST /rollout` and `POST /v1/rollout/init`. They work as they are, except for the addresses.
 EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["RolloutBody"]["example"]
 INIT_EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["InitBody"]["example"]
 _ROOTS: Final = (pb.StartRolloutResponse, pb.ListRolloutsResponse, pb.CancelRolloutsResponse, pb.ListAgentsResponse)
@@ -36,12 +37,12 @@ _ENDS: Final = (outcome_pb2.Stop, outcome_pb2.Failure, outcome_pb2.Cancellation)
 
 
 def ref(name: str) -> Schema:
-    """A reference to a schema that the application describes."""
+    """Return a reference to a schema of the application."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 def one_of(*found: str) -> Schema:
-    """One of these texts."""
+    """Return the schema of an enum of strings."""
     return {"type": "string", "enum": list(found)}
 
 
@@ -66,7 +67,7 @@ _SCALARS: Final[Mapping[int, Schema]] = {
 
 @cache
 def schemas() -> Mapping[str, Schema]:
-    """The schemas of all answers, by name."""
+    """Return the schemas of all responses by name."""
     found = dict(_WRITTEN["schemas"])
     waiting: list[Any] = [root.DESCRIPTOR for root in _ROOTS]
     while waiting:
@@ -80,7 +81,7 @@ def schemas() -> Mapping[str, Schema]:
 
 
 def message_schema(message: Any) -> str:
-    """The name of the schema of a message, by its descriptor."""
+    """Return the schema name of a message, given its descriptor."""
     return f"{message.name}Model"
 
 
@@ -122,41 +123,42 @@ def _is_map(form: FieldForm) -> bool:
     return bool(form.field.message_type and form.field.message_type.GetOptions().map_entry)
 
 
-_RETRY_AFTER: Final = {"Retry-After": {"description": "In whole seconds.", "schema": INTEGER}}
+_RETRY_AFTER: Final = {"Retry-After": {"description": "Time to wait, in whole seconds.", "schema": INTEGER}}
 _HEADERS: Final[Mapping[int, Schema]] = {
-    401: {"WWW-Authenticate": {"description": "Bearer.", "schema": TEXT}},
+    401: {"WWW-Authenticate": {"description": "Always `Bearer`.", "schema": TEXT}},
     429: _RETRY_AFTER,
     503: _RETRY_AFTER,
 }
-# Found by the connection, which reads no path: in the shape that all of HTTP's own errors have here.
+# The connection detects these before it knows the route, so they always have FastAPI's shape.
 _BEFORE_ANY_ROUTE: Final = (414, 431)
 
 
 def json_response(schema: str, description: str = "Successful Response") -> Schema:
-    """An entry of a route's `responses`. The application describes the schema: FastAPI would compile a model for every route."""
+    """Return an entry of a route's `responses`. The application adds the schema: FastAPI would compile a model per route."""
     return {"description": description, "content": {"application/json": {"schema": ref(schema)}}}
 
 
 def errors(*more: int) -> Responses:
-    """The errors that any route of the plain API may answer with, and those of one route."""
+    """Return the errors of every REST route, and the statuses `more` of one route."""
     anywhere = (400, 401, 403, 408, 413, 422, 429, 500, 503, 504)
     return dialect_errors(*sorted({*anywhere, *more}), schema="PlainError") | dialect_errors(*_BEFORE_ANY_ROUTE)
 
 
 def dialect_errors(*statuses: int, schema: str = "ErrorResponse") -> Responses:
-    """Errors of a route of the dialects."""
-    told = {status: json_response(schema, _WRITTEN["errors"][str(status)]) for status in statuses}
+    """Return error responses in FastAPI's shape, or with another `schema`."""
+    responses = {status: json_response(schema, _WRITTEN["errors"][str(status)]) for status in statuses}
     return {
-        status: found | ({"headers": _HEADERS[status]} if status in _HEADERS else {}) for status, found in told.items()
+        status: response | ({"headers": _HEADERS[status]} if status in _HEADERS else {})
+        for status, response in responses.items()
     }
 
 
 def raw_body(model: type[BaseModel], *, required: bool = True) -> Schema:
-    """A route's `openapi_extra`, whose handler reads the raw body: FastAPI has to be told of the model."""
+    """Return the `openapi_extra` of a route whose handler reads the raw body. FastAPI cannot find the model there."""
     content = {"application/json": {"schema": ref(model.__name__), **_WRITTEN["bodies"][model.__name__]}}
     return {"requestBody": {"required": required, "content": content}}
 
 
 def header(name: str) -> Schema:
-    """A route's `openapi_extra`, whose handler reads an optional header."""
+    """Return the `openapi_extra` of a route whose handler reads an optional header."""
     return {"parameters": [{"name": name, "in": "header", "required": False, **_WRITTEN["headers"][name]}]}

@@ -1,21 +1,21 @@
-"""What the gateway can be told; the composition root reads it from wherever settings live."""
+"""Settings of the gateway. The program that creates the gateway reads them from its environment or options."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """Settings of one gateway. Seconds are wall-clock seconds, sizes are bytes."""
+    """Settings of one gateway. Durations are in seconds, sizes in bytes."""
 
-    #: How long a rollout goes on after its HTTP client hung up; 0 cancels it at once.
+    #: How long a rollout of `POST /rollout` continues after its client disconnects; 0 cancels it at once.
     detach_grace_seconds: float = 10.0
-    #: A larger request body is answered with 413.
+    #: A larger request body gets 413.
     max_body_bytes: int = 16 << 20
-    #: A body that has not arrived whole after this is answered with 408.
+    #: A body that has not arrived completely after this time gets 408.
     body_seconds: float = 60.0
-    #: A larger `metadata`, as it stands in the body, is answered with 422.
+    #: Maximum `metadata` of the synchronous and asynchronous HTTP APIs, in bytes of JSON text; more gets 422.
     max_metadata_bytes: int = 1 << 20
-    #: Deadline of the short calls to the server: tools, health, acknowledgements.
+    #: Deadline of short calls to the rollout server, such as tools, health and acknowledgements.
     call_seconds: float = 10.0
-    #: The API key under which requests of the synchronous dialect that carry none are made; empty: they stay without.
+    #: API key that the gateway adds to requests of the synchronous HTTP API without one; empty: it adds none.
     synchronous_key: str = field(default="", repr=False)

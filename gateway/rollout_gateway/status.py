@@ -1,10 +1,10 @@
-"""gRPC status to HTTP answer: the one table, and what the rich details add to it.
+"""Translation of gRPC statuses to HTTP errors: one table, and the rich error details.
 
-The server gives every status of its own a google.rpc.ErrorInfo. A status without one was made by the transport, whose
-text names sockets and addresses, so it is replaced.
+The server attaches a google.rpc.ErrorInfo to every status that it creates. A status without one comes from the transport.
+Its text names sockets and addresses, so it is replaced.
 
-`Problem.response` answers in the shape of the two dialects, FastAPI's `{"detail": ...}`; `rest.errors` in that of the
-plain API.
+`Problem.response` uses FastAPI's shape `{"detail": ...}`, as the synchronous and asynchronous HTTP APIs require.
+`rest.errors` writes the REST API's shape.
 """
 
 import logging
@@ -30,21 +30,21 @@ _CODES: Final[Mapping[int, str]] = {
     429: "RESOURCE_EXHAUSTED",
     500: "UNKNOWN INTERNAL DATA_LOSS",
     501: "UNIMPLEMENTED",
-    # A client that hangs up hears no answer: the transport or a stopping server ended a call that is CANCELLED.
+    # CANCELLED: the transport or a stopping server ended the call. After a client's disconnect there is no response at all.
     503: "UNAVAILABLE CANCELLED",
     504: "DEADLINE_EXCEEDED",
 }
 HTTP_STATUS: Final = {grpc.StatusCode[name]: status for status, names in _CODES.items() for name in names.split()}
 
-#: The word for a body, or an answer, over a limit.
+#: Error code of a body or response that exceeds a limit.
 TOO_LARGE: Final = "TOO_LARGE"
 _INTERNAL: Final = "Internal server error"
 _AWAY_SECONDS: Final = 1.0
 _TRANSPORT_TEXTS: Final[Mapping[grpc.StatusCode, str]] = {
-    grpc.StatusCode.CANCELLED: "The call to the rollout server was broken off; try again",
+    grpc.StatusCode.CANCELLED: "The call to the rollout server was interrupted; try again",
     grpc.StatusCode.UNAVAILABLE: "The rollout server is not available",
     grpc.StatusCode.DEADLINE_EXCEEDED: "The rollout server did not answer in time",
-    grpc.StatusCode.UNIMPLEMENTED: "The rollout server does not offer this",
+    grpc.StatusCode.UNIMPLEMENTED: "The rollout server does not support this",
 }
 _PATH_PART = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
@@ -56,7 +56,7 @@ Fields = Mapping[tuple[str, ...], Loc]
 class Problem:
     """An HTTP error: its status, the value of `detail`, and headers.
 
-    `code` is the stable word of the error and `retry_after` the seconds to wait, for answers that have a place for them.
+    `code` is the stable error code and `retry_after` the seconds to wait. Only the REST API sends them in the body.
     """
 
     status: int
@@ -66,26 +66,26 @@ class Problem:
     retry_after: float | None = None
 
     def response(self) -> JSONResponse:
-        """The answer `{"detail": ...}`."""
+        """Return the response `{"detail": ...}`."""
         return JSONResponse({"detail": self.detail}, self.status, dict(self.headers))
 
 
 def problem(error: grpc.aio.AioRpcError, fields: Fields | None = None) -> Problem:
-    """Translates a failed call.
+    """Translate a failed call to an HTTP error.
 
-    `fields` maps field paths of the request message to places in the HTTP body; with it, and where the server names the
-    fields at fault, INVALID_ARGUMENT becomes 422 in FastAPI's shape.
+    `fields` maps field paths of the request message to places in the HTTP body. If it is given and the server names the
+    invalid fields, INVALID_ARGUMENT becomes 422 in FastAPI's shape.
     """
     code, failure = error.code(), failure_of(error, "")
     text, word = failure.message, failure.reason or code.name
     if code is grpc.StatusCode.INVALID_ARGUMENT and failure.fields and fields is not None:
-        # Each fault once: several fields of the request may come from one of the body.
+        # dict.fromkeys drops duplicates: several fields of the message may come from one field of the body.
         faults = dict.fromkeys(
             (body_location(each.field, fields), each.description or "Invalid value") for each in failure.fields
         )
         return Problem(422, [{"type": "value_error", "loc": loc, "msg": text} for loc, text in faults], code=word)
     if isinstance(failure, TooLarge):
-        text = "The request or its answer is larger than the rollout server's limit for one message"
+        text = "The request or its response is larger than the rollout server's limit for one message"
         return Problem(413, text, code=TOO_LARGE)
     status = HTTP_STATUS.get(code, 500)
     if status == 500:
@@ -94,27 +94,29 @@ def problem(error: grpc.aio.AioRpcError, fields: Fields | None = None) -> Proble
         text = _TRANSPORT_TEXTS.get(code, text)
     wait = failure.retry_after
     if wait is None and status == 503:
-        # A server that is away says nothing, but it helps to come back.
+        # An unreachable server sends no retry delay, but a retry can help.
         wait = _AWAY_SECONDS
     return Problem(status, text or code.name, _headers(status, wait), word, wait)
 
 
 def logged_problem(error: grpc.aio.AioRpcError, request_id: str, fields: Fields | None = None) -> Problem:
-    """Translates a failed call; where the fault is not the client's, the log gets the words it does not see.
+    """Translate a failed call. A 5xx is logged with the details that the client does not see.
 
-    A server that stops, is away or is slow is no error: the caller may try again.
+    503 and 504 are logged as warnings: the server is stopping, unreachable or slow, and the client can retry.
     """
     found = problem(error, fields)
     if found.status >= 500:
         level = logging.WARNING if found.status in (503, 504) else logging.ERROR
-        _LOG.log(level, "request %s: the server answered %s: %s", request_id, error.code().name, error.details())
+        _LOG.log(
+            level, "request %s: the rollout server returned %s: %s", request_id, error.code().name, error.details()
+        )
     return found
 
 
 def body_location(path: str, fields: Fields) -> Loc:
-    """The `loc` of a field path such as `start.spec.messages[2].json`.
+    """Return the `loc` of a field path such as `start.spec.messages[2].json`.
 
-    The longest known prefix is translated and what follows it is kept; an unknown path stays as it is.
+    The longest known prefix is translated and the rest is kept. An unknown path stays as it is.
     """
     parts = [int(index) if index else name for name, index in _PATH_PART.findall(path)]
     while parts and parts[0] in ("start", "spec"):
@@ -130,6 +132,6 @@ def body_location(path: str, fields: Fields) -> Loc:
 def _headers(status: int, wait: float | None) -> dict[str, str]:
     headers = {"www-authenticate": "Bearer"} if status == 401 else {}
     if wait is not None:
-        # The header knows whole seconds only.
+        # The header allows whole seconds only.
         headers["retry-after"] = str(max(1, math.ceil(wait)))
     return headers

@@ -64,6 +64,6 @@ def _always_open(settings: Settings) -> Iterator[str]:
     yield "health, reflection and GetServerInfo over gRPC"
     if settings.http:
         yield "GET /health, /healthz and /readyz over HTTP"
-        yield "the API documentation (GET /docs, /openapi.json) over HTTP"
+        yield "the API documentation (GET /, /docs, /openapi.json) over HTTP"
     if settings.metrics_port is not None:
         yield "GET /metrics on the port of ROLLOUT_METRICS_PORT"

@@ -48,7 +48,7 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
         url = f"{scheme}://{host}:{port}"
         _LOG.info("gateway serves %s for %s", url, ", ".join(options.servers))
         _LOG.info(
-            "open without an API key, also if servers require one: GET /health, /healthz, /readyz, /metrics, /docs, /openapi.json"
+            "open without an API key even if servers require one: GET /, /docs, /openapi.json, /health, /healthz, /readyz, /metrics"
         )
         if options.synchronous_key.get_secret_value():
             _LOG.warning("open without an API key: POST /rollout and GET /tools, which use ROLLOUT_SYNCHRONOUS_KEY")

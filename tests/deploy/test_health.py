@@ -49,7 +49,7 @@ async def test_a_server_is_healthy_until_it_is_away(tmp_path: Path) -> None:
             metrics = (await client.get(f"{serving.url}/metrics")).text
         told = re.findall(r"rollout_[a-z_]+(?=`|\{)", (ROOT / "docs" / "deployment.md").read_text())
         assert {name for name in told if name not in metrics} == set()
-        assert (await checked(f"{serving.url}/nowhere")).err.startswith(f"{serving.url}/nowhere answered 404")
+        assert (await checked(f"{serving.url}/nowhere")).err.startswith(f"{serving.url}/nowhere returned 404")
         serving.send(signal.SIGTERM)
         await serving.ended()
     gone = await checked(ROLLOUT_SERVER_PORT=port)
@@ -85,7 +85,7 @@ async def test_a_gateway_is_healthy_and_answers_its_probes_while_its_server_is_t
         gateway.send(signal.SIGTERM)
         await gateway.ended()
     assert away.code == 1
-    assert "answered 503" in away.err
+    assert "returned 503" in away.err
 
 
 async def alone(serving: Serving, directory: Path) -> Alone:

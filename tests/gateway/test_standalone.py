@@ -170,7 +170,7 @@ async def test_the_second_signal_ends_them(tmp_path: Path) -> None:
         await world.gateway.logged("draining")
         world.gateway.send(signal.SIGINT)
         answer = await world.asking
-        assert (answer.status_code, answer.json()) == (503, {"detail": "The gateway stops: ask again"})
+        assert (answer.status_code, answer.json()) == (503, {"detail": "The gateway is shutting down; try again"})
         assert answer.headers["retry-after"] == "1"
         assert await world.gateway.ended() == 0
         assert "Traceback" not in world.gateway.text
@@ -198,7 +198,7 @@ async def test_requests_that_outlast_the_drain_are_told_so(tmp_path: Path) -> No
             head, _, content = (await reader.read()).partition(b"\r\n\r\n")
             writer.close()
             assert head.startswith(b"HTTP/1.1 503 ")
-            assert json.loads(content)["error"]["message"] == "The gateway stops: ask again"
+            assert json.loads(content)["error"]["message"] == "The gateway is shutting down; try again"
             assert await gateway.ended() == 0
         assert "Traceback" not in gateway.text
         assert [rollout.state for rollout in await place.rollouts()] == [pb.ROLLOUT_STATE_RUNNING]
@@ -281,8 +281,8 @@ def test_keys_are_in_no_repr() -> None:
 
 UNUSABLE = {
     "nothing": ((), "ROLLOUT_SERVERS names no rollout server"),
-    "address": (("--server", "http://a:1"), "'http://a:1' is no address of a rollout server"),
-    "password": (("--server", "grpcs://u:hidden@a:1"), "holds no user and no password"),
+    "address": (("--server", "http://a:1"), "'http://a:1' is not an address of a rollout server"),
+    "password": (("--server", "grpcs://u:hidden@a:1"), "must not contain a user or password"),
     "certificate": (("--server", "a:1", "--tls-cert", "x.pem", "--tls-key", "y"), "x.pem cannot be read: No such file"),
     "authority": (("--server", "a:1", "--server-ca", "x.pem"), "x.pem cannot be read: No such file"),
 }

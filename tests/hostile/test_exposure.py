@@ -433,6 +433,7 @@ async def test_rollout_serve_is_reached_where_it_was_told_to_listen(tmp_path: Pa
 # Keys.
 
 OPEN_PATHS = {"/health", "/healthz", "/readyz"}
+OPEN_PAGES = ("/", "/docs", "/openapi.json")  # not in the description themselves
 OPEN_CALLS = {"GetServerInfo"}
 
 
@@ -456,6 +457,9 @@ async def test_with_keys_every_route_and_every_call_demands_one() -> None:
                 sent = {} if method == "get" else {"json": {}}
                 answered = await server.http.request(method, re.sub(r"\{\w+\}", "x", path), headers=headers, **sent)
                 assert answered.status_code == 401, (method, path, headers, answered.text)
+        assert not paths.keys() & set(OPEN_PAGES)
+        for path in OPEN_PAGES:
+            assert (await server.http.get(path)).status_code == 200, path
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.server.grpc_port}")
         services = [pb.DESCRIPTOR.services_by_name["RolloutService"]]
         services += [trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"]]
@@ -484,7 +488,7 @@ PLAIN = "open without an API key on {}: /v1/rollouts"
 METRICS = "open without an API key on {}: GET /metrics over HTTP"
 METRICS_PORT = "open without an API key on {}: GET /metrics on the port"
 HEALTH = "open without an API key on {}: GET /health"
-DOCS = "open without an API key on {}: the API documentation"
+DOCS = "open without an API key on {}: the API documentation (GET /, /docs, /openapi.json)"
 INFO = "open without an API key on {}: health, reflection and GetServerInfo"
 TARGETS = "allowed targets: "
 WITHOUT_KEYS = [GRPC, SYNCHRONOUS, ASYNCHRONOUS, PLAIN, METRICS]

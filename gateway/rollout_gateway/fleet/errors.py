@@ -1,4 +1,4 @@
-"""Failures of calls to one of several servers: what they say about the others, and failures that a fleet makes itself."""
+"""Errors of calls to one server of a fleet: whether other servers are tried, and errors that the fleet raises itself."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,7 +11,7 @@ from google.rpc.status_pb2 import Status
 from rollout_client.errors import DOMAIN, failure_of
 
 _Code = grpc.StatusCode
-# A server that answers so has not said whether it knows what it was asked for.
+# Statuses that do not show whether the server has the requested rollout or agent.
 _UNSURE: Final = frozenset(
     {_Code.UNAVAILABLE, _Code.DEADLINE_EXCEEDED, _Code.CANCELLED, _Code.RESOURCE_EXHAUSTED}
     | {_Code.UNIMPLEMENTED, _Code.UNKNOWN, _Code.INTERNAL, _Code.DATA_LOSS}
@@ -19,31 +19,31 @@ _UNSURE: Final = frozenset(
 
 
 def is_lost(error: grpc.aio.AioRpcError) -> bool:
-    """The connection failed; whether the server has taken the call, nobody knows."""
+    """Return whether the connection failed. The server may have received the call."""
     return error.code() is _Code.UNAVAILABLE and not failure_of(error, "").from_server
 
 
 def is_elsewhere(error: grpc.aio.AioRpcError) -> bool:
-    """The server took nothing, and another one may: it drains, or lacks an agent that others have."""
+    """Return whether the server refused a start that another server may accept: it drains, or lacks the agent."""
     return is_missing(error) or failure_of(error, "").reason == "DRAINING"
 
 
 def is_missing(error: grpc.aio.AioRpcError) -> bool:
-    """The server does not have what it was asked for."""
+    """Return whether the server does not have the requested rollout or agent."""
     return error.code() is _Code.NOT_FOUND
 
 
 def is_unsure(error: grpc.aio.AioRpcError) -> bool:
-    """The server has not said whether it knows what it was asked for."""
+    """Return whether the error does not show if the server has the requested rollout or agent."""
     return error.code() in _UNSURE
 
 
 def combined(
     failures: Sequence[grpc.aio.AioRpcError], count: int, consequence: str, *, over: bool
 ) -> grpc.aio.AioRpcError:
-    """What it comes to that some of `count` servers have not said what they know; `over`: the time was up.
+    """Return the error of a call that failed on some of `count` servers; `over`: the deadline has passed.
 
-    A server that answered says it best; of those that did not, only how many they are is known.
+    A status that a server sent is the most specific. Without one, only the number of unreachable servers is known.
     """
     for each in failures:
         if not is_lost(each) and each.code() is not _Code.DEADLINE_EXCEEDED:
@@ -52,25 +52,25 @@ def combined(
 
 
 def unreachable(away: int, count: int, consequence: str) -> grpc.aio.AioRpcError:
-    """Some of the servers cannot be reached."""
+    """Return the error for `away` of `count` servers that cannot be reached; `consequence` completes its message."""
     text = f"{away} of {count} rollout servers cannot be reached: {consequence}"
     return _failure(_Code.UNAVAILABLE, "SERVER_UNREACHABLE", text, RetryInfo(retry_delay=Duration(seconds=1)))
 
 
 def invalid(field: str, description: str) -> grpc.aio.AioRpcError:
-    """A field of a request is wrong."""
+    """Return the error for one wrong field of a request."""
     bad = BadRequest(field_violations=[BadRequest.FieldViolation(field=field, description=description)])
     return _failure(_Code.INVALID_ARGUMENT, "INVALID_REQUEST", f"{field}: {description}", bad)
 
 
 def unknown_rollout(uid: str) -> grpc.aio.AioRpcError:
-    """No server knows it."""
+    """Return the error for a uid that no server has."""
     text = f"there is no rollout {uid!r}; finished ones are forgotten after a while"
     return _failure(_Code.NOT_FOUND, "ROLLOUT_NOT_FOUND", text)
 
 
 def too_late() -> grpc.aio.AioRpcError:
-    """What gRPC answers when a deadline has passed."""
+    """Return the error that gRPC raises when a deadline has passed."""
     return grpc.aio.AioRpcError(_Code.DEADLINE_EXCEEDED, details="Deadline Exceeded")
 
 

@@ -1,10 +1,10 @@
-"""Several rollout servers behind one gateway, called like one.
+"""Several rollout servers behind one gateway, with the interface of a single server's stub.
 
-A rollout lives on one server. Which one, a start finds by rendezvous hashing over what duplicates have in common, so that
-duplicates meet, also through another gateway; `routing` has the rules.
+A rollout lives on one server. A start chooses it by rendezvous hashing over the completion URL and the request id. Duplicates
+of a start therefore reach the same server, also through another gateway. `routing` has the rules.
 """
 
-# ruff: noqa: N802 - methods are named as those of gRPC's stubs are.
+# ruff: noqa: N802 - methods have the names of gRPC's stubs.
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -25,26 +25,26 @@ from rollout_gateway.fleet.routing import Routing
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
-# Health checks wait for it, and a server that hangs must not make the others look ill.
+# Health checks wait at most this long, so one hanging server does not make the fleet look unhealthy.
 _SUMMARY_SECONDS: Final = 3.0
-_NOBODY: Final = "nobody can answer"
+_NOBODY: Final = "no server can respond"
 _Answer = TypeVar("_Answer")
-#: The first item, None where there is none, and the others.
+#: The first item (None if the stream is empty) and the others.
 _Stream = tuple[Any, AsyncIterator[Any]]
 
 
 def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
-    """What routes call: the stub of the only server, or a fleet of several, whose channels `open_channel` made."""
+    """Return what routes call: the stub of a single server, or a fleet of several, whose channels `open_channel` made."""
     if len(channels) == 1:
         return RolloutServiceStub(channels[0])
-    # It has the methods and the results that routes use.
+    # Fleet has the methods and results that the routes use.
     return cast("RolloutServiceAsyncStub", Fleet(channels))
 
 
 class Relay:
-    """What routes use of a call with a stream of answers: its items, and `cancel`. Raises grpc.aio.AioRpcError as a call does.
+    """Streaming call whose server is not chosen yet: an iterator with `cancel`. Raises grpc.aio.AioRpcError like a call.
 
-    `start` finds a server and has the relay `begin` the call there.
+    `start` chooses a server, calls it, and passes the call to `begin`.
     """
 
     def __init__(self, start: Callable[["Relay"], Awaitable[_Stream]]) -> None:
@@ -60,7 +60,7 @@ class Relay:
                 yield item
 
     async def begin(self, call: "grpc.aio.UnaryStreamCall[Any, Any]") -> _Stream:
-        """Makes a call the one that `cancel` ends; its first item, None where there is none, and the others."""
+        """Make `call` the one that `cancel` cancels. Returns its first item (None if there is none) and the others."""
         self._call = call
         if self._cancelled:
             call.cancel()
@@ -68,13 +68,13 @@ class Relay:
         return await anext(items, None), items
 
     def cancel(self) -> bool:
-        """Ends the call under way, and those that would follow. Does nothing once the stream has ended."""
+        """Cancel the current call and any later one. Has no effect once the stream has ended."""
         self._cancelled = True
         return self._call is not None and self._call.cancel()
 
 
 def _rpc(method: Callable[["Fleet", Any, CallContext], _Answer]) -> Callable[..., _Answer]:
-    """Gives a method the parameters of a stub's."""
+    """Give a method the signature of a stub's method."""
 
     @wraps(method)
     def call(self: "Fleet", request: Message, *, metadata: CallMetadata = (), timeout: float | None = None) -> _Answer:
@@ -85,7 +85,7 @@ def _rpc(method: Callable[["Fleet", Any, CallContext], _Answer]) -> Callable[...
 
 
 def _owned(rpc: str) -> Callable[..., Awaitable[Any]]:
-    """A method that calls an rpc of one answer on the server that has the request's rollout."""
+    """Return a method that calls a unary rpc on the server that has the request's rollout."""
 
     async def call(self: "Fleet", request: Any, context: CallContext) -> Any:
         return await (await self._routing.owner(request.uid, context)).call(rpc, request, context)
@@ -94,10 +94,10 @@ def _owned(rpc: str) -> Callable[..., Awaitable[Any]]:
 
 
 class Fleet:
-    """The rpcs of RolloutService over several servers. Raises ValueError for none, and for one that is named twice.
+    """The rpcs of RolloutService over several servers. Raises ValueError for no servers, and for one that is named twice.
 
-    They raise grpc.aio.AioRpcError with the statuses of the contract. UNAVAILABLE also means that a server that counts for the
-    answer cannot be reached. `timeout` is in seconds, for all that a call does.
+    The rpcs raise grpc.aio.AioRpcError with the statuses of the contract. UNAVAILABLE also means that a server that the
+    response depends on cannot be reached. `timeout` is in seconds and covers everything that one rpc does.
     """
 
     GetRollout = _owned("GetRollout")
@@ -112,23 +112,23 @@ class Fleet:
 
     @_rpc
     async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
-        """Has one of the servers accept a rollout, or find it."""
-        member, answer = await self._routing.offer(
+        """Start a rollout on one of the servers, or find it there."""
+        member, response = await self._routing.offer(
             request, context, lambda each: each.call("StartRollout", request, context)
         )
-        self._routing.remember(answer.rollout.uid, member)
-        return cast(pb.StartRolloutResponse, answer)
+        self._routing.remember(response.rollout.uid, member)
+        return cast(pb.StartRolloutResponse, response)
 
     @_rpc
     def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
-        """Has one of the servers accept a rollout, or find it, and streams its events."""
+        """Start a rollout on one of the servers, or find it there, and stream its events."""
 
         async def start(relay: Relay) -> _Stream:
             member, (first, others) = await self._routing.offer(
                 request.start, context, lambda each: relay.begin(each.stub.RunRollout(request, **context.options()))
             )
             if first is not None:
-                # It says that the rollout was taken.
+                # The first item confirms that the server accepted the rollout.
                 self._routing.remember(first.started.rollout.uid, member)
             return first, others
 
@@ -136,7 +136,7 @@ class Fleet:
 
     @_rpc
     def WatchRollout(self, request: pb.WatchRolloutRequest, context: CallContext) -> Relay:
-        """Streams a rollout's events."""
+        """Stream a rollout's events."""
 
         async def start(relay: Relay) -> _Stream:
             member = await self._routing.owner(request.uid, context)
@@ -146,50 +146,50 @@ class Fleet:
 
     @_rpc
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: CallContext) -> pb.ListRolloutsResponse:
-        """Reads a page of the rollouts of all servers."""
+        """Return a page of the rollouts of all servers."""
         return await merged_page(self._routing, request, context)
 
     @_rpc
     async def CancelRollouts(
         self, request: pb.CancelRolloutsRequest, context: CallContext
     ) -> pb.CancelRolloutsResponse:
-        """Asks rollouts to end, wherever they are. Nothing is asked to end if one of the uids is nowhere.
+        """Cancel rollouts on all servers. If one of the uids does not exist, nothing is cancelled.
 
-        If a server fails, others may have done what was asked; as for one server, the call can be repeated freely.
+        If a server fails, the others may have cancelled their rollouts already. As with one server, the call can be repeated.
         """
         parts = dict.fromkeys(self._routing.members, request)
         if uids := list(dict.fromkeys(request.selection.uids)):
             parts = {}
-            for member, theirs in (await self._routing.owners(uids, context)).items():
+            for member, owned in (await self._routing.owners(uids, context)).items():
                 parts[member] = pb.CancelRolloutsRequest()
                 parts[member].CopyFrom(request)
-                parts[member].selection.uids[:] = theirs
-        consequence = "what they have was not asked to end"
+                parts[member].selection.uids[:] = owned
+        consequence = "their rollouts were not cancelled"
         found = await self._routing.call_all("CancelRollouts", parts, context, consequence)
-        return pb.CancelRolloutsResponse(uids=[uid for answer in found.values() for uid in answer.uids])
+        return pb.CancelRolloutsResponse(uids=[uid for response in found.values() for uid in response.uids])
 
     @_rpc
     async def ListTools(self, request: pb.ListToolsRequest, context: CallContext) -> Any:
-        """The tools of an agent, from the server that answers first and has it."""
-        consequence = "they may know what was asked for"
+        """Return the tools of an agent, from the first server that responds and has it."""
+        consequence = "one of them may have the agent"
         return (await self._routing.soonest("ListTools", request, context, consequence))[1]
 
     @_rpc
     async def ListAgents(self, request: pb.ListAgentsRequest, context: CallContext) -> pb.ListAgentsResponse:
-        """The agents of the servers that can be reached, each name once."""
+        """Return the agents of all reachable servers, each name once."""
         return united(await self._some("ListAgents", request, context))
 
     @_rpc
     async def AnyAgents(self, request: pb.ListAgentsRequest, context: CallContext) -> Any:
-        """The agents of the server that answers first: one that hangs delays nobody."""
+        """Return the agents of the first server that responds, so that a hanging server delays no request."""
         return (await self._routing.soonest("ListAgents", request, context, _NOBODY))[1]
 
     @_rpc
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: CallContext) -> pb.GetServerInfoResponse:
-        """What the servers that can be reached are and can do together."""
+        """Return the combined server info of all reachable servers."""
         return summed(await self._some("GetServerInfo", request, context))
 
     async def _some(self, rpc: str, request: Message, context: CallContext) -> Sequence[Any]:
-        """What the servers answer that can be reached. Raises AioRpcError if there are none."""
+        """Return the responses of all reachable servers. Raises AioRpcError if there are none."""
         requests = dict.fromkeys(self._routing.members, request)
         return [*(await self._routing.call_all(rpc, requests, context, _NOBODY, _SUMMARY_SECONDS)).values()]

@@ -1,4 +1,4 @@
-"""The servers of a fleet: how they are called, and in which order a rollout is offered to them."""
+"""Servers of a fleet: how they are called, and in which order a start is offered to them."""
 
 import asyncio
 import hashlib
@@ -24,36 +24,36 @@ _AWAY: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnecti
 _MOST_REMEMBERED: Final = 10_000
 _Key = TypeVar("_Key", bound=Hashable)
 
-#: What tells duplicates of a start: the completion URL and the request id.
+#: Identifies duplicates of a start: the completion URL and the request id.
 StartKey = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """In whose name a request to the fleet is answered, and until when on the monotonic clock."""
+    """Metadata of a request to the fleet, and its deadline on the monotonic clock (None: no deadline)."""
 
     metadata: tuple[tuple[str, str], ...]
     ends: float | None
 
     @property
     def over(self) -> bool:
-        """Whether no time is left."""
+        """Whether the deadline has passed."""
         return self.ends is not None and time.monotonic() >= self.ends
 
     def seconds(self, most: float | None = None) -> float | None:
-        """How long a part of it may take: what is left, negative once it is over, or `most`; None: for ever."""
+        """Return the time left, at most `most`; negative after the deadline. None: no limit."""
         if self.ends is None:
             return most
         left = self.ends - time.monotonic()
         return left if most is None else min(left, most)
 
     def options(self, most: float | None = None) -> dict[str, Any]:
-        """The options of a call of gRPC's."""
+        """Return the keyword arguments of a gRPC call that may take at most `most` seconds."""
         return {"metadata": self.metadata, "timeout": self.seconds(most)}
 
 
 class Member:
-    """One server."""
+    """One server of a fleet."""
 
     def __init__(self, channel: ServerChannel) -> None:
         self.address = channel.address
@@ -61,11 +61,11 @@ class Member:
         self._channel = channel
 
     async def call(self, rpc: str, request: Message, context: CallContext, most: float | None = None) -> Any:
-        """Calls an rpc that has one answer."""
+        """Call a unary rpc."""
         return await getattr(self.stub, rpc)(request, **context.options(most))
 
     async def reached(self, seconds: float | None) -> bool:
-        """Whether it is connected, or could be within `seconds`: then what is sent arrives, unless the connection breaks."""
+        """Return whether the server is connected, or connects within `seconds`. If so, a call sent now arrives."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (state := self._channel.get_state(try_to_connect=True)) is not _READY:
@@ -76,14 +76,14 @@ class Member:
         return False
 
     async def parted(self, seconds: float | None) -> None:
-        """Waits, at most `seconds`, until a connection that broke under a call is given up: what is sent before breaks with it."""
+        """Wait up to `seconds` until the channel has noticed that its connection broke. A call before that would fail again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._channel.wait_for_state_change(_READY)
 
 
 class Recent(dict[_Key, Member]):
-    """Where something was seen; of too many, what was put first is forgotten."""
+    """Server by key, for the `_MOST_REMEMBERED` keys that were set last."""
 
     def __setitem__(self, key: _Key, member: Member) -> None:
         self.pop(key, None)
@@ -93,14 +93,15 @@ class Recent(dict[_Key, Member]):
 
 
 def start_key(start: StartRolloutRequest) -> StartKey | None:
-    """What duplicates of a start have in common; None for one that has none."""
+    """Return the key that all duplicates of a start share; None for a start without a request id."""
     return (start.spec.completions.url.rstrip("/"), start.request_id) if start.request_id else None
 
 
 def ranked(members: Sequence[Member], key: StartKey | None) -> list[Member]:
-    """Rendezvous hashing: every gateway gives a key the same order, and a server more or less moves only its own share.
+    """Order the servers for a start by rendezvous hashing.
 
-    Without a key the order is random.
+    Every gateway computes the same order for a key. Adding or removing a server moves only its own share of the keys. Without
+    a key the order is random.
     """
     drawn = "\0".join(key or ("", uuid4().hex)).encode()
 

@@ -1,6 +1,7 @@
-"""What several servers answer, as if they were one: pages of rollouts, newest first, agents, and what a server is.
+"""Merging the responses of several servers into one: pages of rollouts (newest first), agents, and server info.
 
-Each server is read from the first rollout that was not taken from it; what has started since is newer, and so not in the page.
+A page token holds, for each server, the first rollout that was not returned yet. Rollouts that start later are newer and so
+not on later pages.
 """
 
 import base64
@@ -21,35 +22,35 @@ from rollout_gateway.fleet.routing import Routing
 _MAX_PAGE: Final = 1000
 _DEFAULT_PAGE: Final = 100
 
-#: For which servers a page token is, and the token with which each of them is read on; None: it has no more.
+#: Fingerprint of the servers, and the page token for each of them. None: the server has no more rollouts.
 _Token = tuple[str, list[str | None]]
 
 
 async def merged_page(
     routing: Routing, request: pb.ListRolloutsRequest, context: CallContext
 ) -> pb.ListRolloutsResponse:
-    """One page over all servers.
+    """Return one page over all servers.
 
-    Raises AioRpcError: INVALID_ARGUMENT for a wrong size or token, UNAVAILABLE where a server is away, for the page would not be
-    whole, or what a server answers.
+    Raises AioRpcError: INVALID_ARGUMENT for a wrong size or token, UNAVAILABLE if a server cannot be reached (the page would be
+    incomplete), or the error of a server.
     """
     if request.page_size > _MAX_PAGE:
         raise invalid("page_size", f"at most {_MAX_PAGE} are allowed")
     size = request.page_size or _DEFAULT_PAGE
-    # In an order that does not depend on who listed the servers, so that a page token fits any gateway before them.
+    # Sorted by address, so that a page token works at every gateway, whatever the order in its settings.
     members = sorted(routing.members, key=lambda member: member.address)
     fits = hashlib.sha256("\0".join(member.address for member in members).encode()).hexdigest()[:16]
     following = dict(zip(members, _positions(request.page_token, fits, len(members)), strict=True))
-    # The whole page may be one server's.
+    # Ask each server for a full page: all its rollouts may be on one server.
     requests = {
         member: pb.ListRolloutsRequest(selection=request.selection, view=request.view, page_size=size, page_token=token)
         for member, token in following.items()
         if token is not None
     }
-    pages = await routing.call_all("ListRollouts", requests, context, "the list would not be whole")
+    pages = await routing.call_all("ListRollouts", requests, context, "the list would be incomplete")
     following.update((member, page.next_page_token or None) for member, page in pages.items())
     merged = list(heapq.merge(*(_entries(*each) for each in pages.items()), key=_newness, reverse=True))
-    # Of each server that has some left over, the token of the first one.
+    # If a server has rollouts left over, its next page starts at the first of them. Reversed, so that the first one wins.
     following.update((member, token) for _, token, member in reversed(merged[size:]))
     positions = list(following.values())
     token = base64.urlsafe_b64encode(msgspec.json.encode((fits, positions))).decode() if any(positions) else ""
@@ -60,7 +61,7 @@ _Entry = tuple[pb.Rollout, str, Member]
 
 
 def _entries(member: Member, page: pb.ListRolloutsResponse) -> Iterable[_Entry]:
-    """The rollouts of a server's page, each with the token of the page that begins with it."""
+    """Return the rollouts of a server's page, each with the token of a page that starts at this rollout."""
     return ((rollout, token, member) for rollout, token in zip(page.rollouts, page.page_tokens, strict=True))
 
 
@@ -75,16 +76,16 @@ def _positions(page_token: str, fits: str, count: int) -> list[str | None]:
         given = base64.b64decode(page_token.encode(), altchars=b"-_", validate=True)
         token: _Token = msgspec.json.decode(given, type=_Token)
     except (ValueError, msgspec.DecodeError):
-        raise invalid("page_token", "is not one of ours") from None
+        raise invalid("page_token", "is not a page token of this API") from None
     if token[0] != fits or len(token[1]) != count:
-        raise invalid("page_token", "belongs to other servers")
+        raise invalid("page_token", "is from a gateway with other servers; start again at the first page")
     return token[1]
 
 
 def summed(servers: Sequence[pb.GetServerInfoResponse]) -> pb.GetServerInfoResponse:
-    """One server in the place of all: room and counts are added, of the limits of one request the lowest holds.
+    """Combine server info. Capacities and counts are added up; of the limits of a single request, the lowest applies.
 
-    A feature counts if every server has it, since a start may go to any of them. What only one can say, the first one says.
+    A feature is included if every server has it, because a start may go to any of them. The first server provides the others.
     """
     total = pb.GetServerInfoResponse()
     total.CopyFrom(servers[0])
@@ -101,7 +102,7 @@ def summed(servers: Sequence[pb.GetServerInfoResponse]) -> pb.GetServerInfoRespo
 
 
 def united(servers: Sequence[pb.ListAgentsResponse]) -> pb.ListAgentsResponse:
-    """The agents of all by name, each as the first server that has it tells; the first server's default is the default."""
+    """Merge agents by name; the first server that has an agent describes it. The first server defines the default."""
     agents: dict[str, pb.Agent] = {}
     for server in servers:
         for agent in server.agents:

@@ -1,11 +1,11 @@
-"""Which of several servers a call is for: who takes a start, who has a rollout.
+"""Routing in a fleet: which server receives a start, and which server has a rollout.
 
-A server that cannot be reached, or drains, has taken nothing, and the next one in a start's order is asked. A connection that
-breaks under a start is another matter: the server may have taken it. It is asked once more under the same request id, and only
-if it is not there any more the next one is; without a request id the start fails.
+A server that is unreachable, or that drains, has not accepted a start, so the start goes to the next server in its order. If a
+connection breaks during a start, the server may have accepted it. The gateway repeats the start there once, under the same
+request id, and goes on to the next server only if this one is unreachable by then. Without a request id the start fails.
 
-A rollout's uid begins with the id of its server. All servers are asked for the first rollout of a server whose id is not known
-yet. While one of them is away, the answer is not "there is none" but "a server is away".
+A uid begins with the id of its server. If that id is unknown so far, the gateway queries all servers. As long as one of them
+is unreachable, the error is UNAVAILABLE and not NOT_FOUND.
 """
 
 import asyncio
@@ -32,47 +32,52 @@ _CONNECT_SECONDS: Final = 6.0
 _PART_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 10.0
 _MAX_UIDS: Final = 1000
-_MAY_BE_THERE: Final = "the rollout may be there"
+_MAY_BE_THERE: Final = "one of them may have the rollout"
 _T = TypeVar("_T")
 
 
 class Routing:
-    """Knows the servers, their ids as far as they were seen, and which starts were not taken where they belong."""
+    """Knows the servers, the server ids seen so far, and the starts that their first server did not accept."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self._servers: Recent[str] = Recent()
-        # A duplicate of these must not go to the first server in its order, should that one be back.
+        # Starts that a later server accepted. Their duplicates must go there too, even when the first server is back.
         self._strays: Recent[StartKey | None] = Recent()
 
     def remember(self, uid: str, member: Member) -> None:
-        """A rollout is there, and with it all that have its server's id."""
+        """Record that `member` has this rollout, and so every rollout whose uid has the same server id."""
         self._servers[_server_id(uid)] = member
 
     async def offer(
         self, start: pb.StartRolloutRequest, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
     ) -> tuple[Member, _T]:
-        """The first server that takes the start, and what it answers. Raises AioRpcError."""
+        """Offer a start to one server after the other. Returns the first that accepts it, and its response.
+
+        Raises AioRpcError.
+        """
         key = start_key(start)
         order = ranked(self.members, key)
         stray = self._strays.get(key)
         refusals: list[grpc.aio.AioRpcError] = []
+        # The sort is stable: the server that accepted a duplicate comes first, the others keep their order.
         for member in sorted(order, key=lambda each: each is not stray):
             try:
-                answer = await _attempt(member, key is not None, context, start_on)
+                response = await _attempt(member, key is not None, context, start_on)
             except grpc.aio.AioRpcError as error:
                 if not is_elsewhere(error):
                     raise
                 refusals.append(error)
                 continue
-            if answer is None:
+            if response is None:
                 continue
             self._strays.pop(key, None)
             if key and member is not order[0]:
                 self._strays[key] = member
-            return member, answer
+            return member, response
         if context.over:
             raise too_late()
+        # No server accepted. Prefer a refusal that can pass (draining) to NOT_FOUND, which is certain only if all responded.
         away = len(order) - len(refusals)
         for refusal in sorted(refusals, key=is_missing):
             if not away or not is_missing(refusal):
@@ -80,7 +85,7 @@ class Routing:
         raise unreachable(away, len(order), "nothing was started")
 
     async def owner(self, uid: str, context: CallContext) -> Member:
-        """The server that has a rollout. Raises AioRpcError: NOT_FOUND if all servers say so, or what one of them says."""
+        """Return the server that has a rollout. Raises AioRpcError: NOT_FOUND if no server has it, or a server's error."""
         if _server_id(uid) not in self._servers:
             look = pb.GetRolloutRequest(uid=uid)
             found, _ = await self.soonest("GetRollout", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
@@ -88,12 +93,12 @@ class Routing:
         return self._servers[_server_id(uid)]
 
     async def owners(self, uids: Sequence[str], context: CallContext) -> Mapping[Member, Sequence[str]]:
-        """The servers that have rollouts. Raises AioRpcError, NOT_FOUND also if only one of the rollouts is nowhere."""
+        """Return the uids by the server that has them. Raises AioRpcError: NOT_FOUND if any of the rollouts does not exist."""
         owners: dict[Member, list[str]] = {}
         for uid in uids:
             owners.setdefault(await self.owner(uid, context), []).append(uid)
         if len(owners) > 1:
-            # Some may be forgotten; one server alone finds out by itself.
+            # A server may have dropped a finished rollout. A single server checks that itself; across servers, check first.
             look = pb.ListRolloutsRequest(selection=pb.Selection(uids=uids), page_size=_MAX_UIDS)
             found = await self.call_all("ListRollouts", dict.fromkeys(owners, look), context, _MAY_BE_THERE)
             there = {rollout.uid for page in found.values() for rollout in page.rollouts}
@@ -105,30 +110,30 @@ class Routing:
     async def soonest(
         self, rpc: str, request: Message, context: CallContext, consequence: str, most: float | None = None
     ) -> tuple[Member, Any]:
-        """The first server to answer and what it says; all are asked at once. Raises AioRpcError.
+        """Call all servers at once. Returns the first that responds, and its response. Raises AioRpcError.
 
-        A server that cannot be reached, and one that does not know what it is asked for, leave it to the others.
+        Servers that are unreachable, or do not have the requested rollout or agent, are skipped.
         """
 
         async def call(member: Member) -> tuple[Member, Any]:
             return member, await member.call(rpc, request, context, most)
 
-        asking = [asyncio.create_task(call(member)) for member in self.members]
+        tasks = [asyncio.create_task(call(member)) for member in self.members]
         failures: list[grpc.aio.AioRpcError] = []
         try:
-            for answer in asyncio.as_completed(asking):
+            for response in asyncio.as_completed(tasks):
                 try:
-                    return await answer
+                    return await response
                 except grpc.aio.AioRpcError as error:
                     if not is_unsure(error) and not is_missing(error):
                         raise
                     failures.append(error)
         finally:
-            for task in asking:
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         unsure = [error for error in failures if is_unsure(error)]
-        raise combined(unsure, len(asking), consequence, over=context.over) if unsure else failures[0]
+        raise combined(unsure, len(tasks), consequence, over=context.over) if unsure else failures[0]
 
     async def call_all(
         self,
@@ -138,9 +143,9 @@ class Routing:
         consequence: str,
         most: float | None = None,
     ) -> dict[Member, Any]:
-        """What servers answer that are called at once. Raises AioRpcError, of the first that refuses the request as such.
+        """Call several servers at once and return their responses. Raises AioRpcError of the first that refuses the request.
 
-        A server that says nothing fails the call; with `most`, in seconds, it does only if all the others say nothing by then.
+        An unreachable server fails the call. With `most`, in seconds, it does so only if no server responds within that time.
         """
         calls = (member.call(rpc, request, context, most) for member, request in requests.items())
         found: dict[Member, Any] = {}
@@ -158,14 +163,18 @@ class Routing:
 
 
 def _server_id(uid: str) -> str:
-    """The id of the server that made a uid; the whole uid where it is not one of a server of ours."""
+    """Return the server id in a uid; the whole uid if it has none."""
     return uid.rpartition("-")[0] or uid
 
 
 async def _attempt(
     member: Member, repeatable: bool, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
 ) -> _T | None:
-    """What a server answers to a start; None: it is away. Raises AioRpcError if it refuses, or may have taken it."""
+    """Return a server's response to a start; None if it is unreachable.
+
+    Raises AioRpcError if the server refuses the start, or may have accepted it.
+    """
+    # Two attempts; only one if the start has no request id, because a repeat could start a second rollout.
     for is_last in (not repeatable, True):
         if not await member.reached(context.seconds(_CONNECT_SECONDS)):
             break

@@ -1,1 +1,1 @@
-"""The HTTP listener: limits, TLS, metrics, request ids and shutdown."""
+"""HTTP listener: limits, TLS, metrics, request ids and shutdown."""

@@ -1,9 +1,9 @@
-"""One HTTP connection, with the limits that uvicorn leaves to whoever stands before it.
+"""One HTTP connection, with the limits that uvicorn leaves to a reverse proxy.
 
-httptools takes heads of any size, and uvicorn waits for them, and for bodies that nobody reads, as long as it takes. Here a
-head is bounded in bytes, fields and time, a request line in bytes, a body in time. What is over a limit is answered and the
-connection closed. The time of a body that is being read is kept by `RequestBoundary`, which can answer in the shape of the
-route; this one catches what is left.
+httptools accepts heads of any size. uvicorn waits without limit for a head, and for a body that the application does not read.
+This protocol limits a head in bytes, fields and time, a request line in bytes, and a body in time. A request over a limit
+gets an error response, and the connection closes. `RequestBoundary` limits the time of bodies that are read, because it can
+respond in the route's error shape; the limit here catches the other bodies.
 """
 
 import asyncio
@@ -17,9 +17,9 @@ from typing import Any, Final
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# Of two of these, a proxy before this port may have believed the other one.
+# Refused if sent twice: a proxy in front of this port may have used the other value.
 _ONCE: Final = (b"host", b"authorization")
-# Answered also when too many connections are open: who restarts a server because it is busy loses its work.
+# Probes are served even if too many connections are open. Otherwise an orchestrator restarts a busy server and loses its work.
 _PROBES: Final = frozenset({b"/health", b"/healthz", b"/readyz"})
 _LEAVING_SECONDS: Final = 2.0
 _SLACK_SECONDS: Final = 10.0
@@ -27,31 +27,31 @@ _SLACK_SECONDS: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """What a client may take of a port. A connection counts from its handshake to its end, whatever it does."""
+    """Limits of one port and its connections. A connection counts from its handshake to its end, also while idle."""
 
-    #: Requests on more connections than these are answered with 503.
+    #: Requests on connections beyond this number get 503.
     connections: int = 10_000
-    #: Longer request lines are answered with 414.
+    #: Longer request targets get 414.
     url_bytes: int = 16 * 1024
-    #: More header fields, or more bytes of them, are answered with 431.
+    #: More header fields, or more bytes of them, get 431.
     fields: int = 100
     field_bytes: int = 64 * 1024
-    #: From the first byte of a request, or the beginning of the connection, to the last one of its head; then 408.
+    #: Time from the first byte of a request, or from the start of the connection, to the end of the head; then 408.
     head_seconds: float = 20.0
-    #: How long a body may arrive; the application answers with 408, so this is for bodies that it does not read.
+    #: Time for a body to arrive. The application sends 408 itself, so this limit is for bodies that it does not read.
     body_seconds: float = 60.0
-    #: Longer than clients keep theirs: a request into a connection that is being closed is lost.
+    #: Longer than HTTP clients keep idle connections, because a request on a connection that is being closed is lost.
     idle_seconds: int = 75
 
 
 class _ConnectionRefused(Exception):
-    """Stops the parser."""
+    """Raised in a parser callback to stop the parser."""
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits; these are methods that asyncio and httptools call.
+    """uvicorn's protocol with limits. asyncio and httptools call its methods.
 
-    A connection that comes about while the listener is `stopping` is closed: uvicorn would wait for its end.
+    A connection that opens while the listener is `stopping` is closed at once, because uvicorn would wait for its end.
     """
 
     def __init__(self, *args: Any, limits: ConnectionLimits, stopping: Callable[[], bool], **options: Any) -> None:
@@ -63,11 +63,11 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_body = False
         self._leaving = False
         self._fields = self._field_bytes = 0
-        # What was fed since the parser last reported something: it gathers a field until it is whole.
+        # Bytes fed since the parser's last callback: httptools buffers a field until it is complete.
         self._unreported = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Begins to wait for the first request."""
+        """Start the timer for the first request."""
         super().connection_made(transport)
         if self._stopping():
             self._leaving = True
@@ -76,12 +76,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._wait(self._limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forgets the timer."""
+        """Stop the timer."""
         self._wait(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Feeds the parser."""
+        """Feed the parser, and limit how much it buffers."""
         if self._leaving:
             return
         self._unreported += len(data)
@@ -89,36 +89,36 @@ class HttpProtocol(HttpToolsProtocol):
         if self._unreported > self._limits.field_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self._timer is None and not self._is_responding():
-            # Line breaks between requests, which end uvicorn's own wait.
+            # Line breaks between requests stop uvicorn's keep-alive timer without starting a request.
             self._wait(self._limits.head_seconds)
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Reset the counters and the timer for a new request."""
         super().on_message_begin()
         self._began, self._in_body = True, False
         self._unreported = self._fields = self._field_bytes = 0
         self._wait(self._limits.head_seconds)
 
     def on_url(self, url: bytes) -> None:
-        """A piece of the request line."""
+        """Count a piece of the request target."""
         super().on_url(url)
         self._unreported = 0
         if len(self.url) > self._limits.url_bytes:
             self._stop(HTTPStatus.REQUEST_URI_TOO_LONG)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A field of the head, or of the trailer of a chunked body."""
+        """Count a field of the head, or of the trailer of a chunked body."""
         self._unreported = 0
         self._fields += 1
         self._field_bytes += len(name) + len(value)
         if self._fields > self._limits.fields or self._field_bytes > self._limits.field_bytes:
             self._stop(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        # A trailer is counted and dropped: added late, its fields would pass for fields of the head.
+        # Trailer fields are counted and dropped: uvicorn would add them to the fields of the head.
         if not self._in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: the application is called."""
+        """Check the complete head and call the application."""
         if reason := _fault(self.parser.get_http_version(), self.headers):
             self._stop(HTTPStatus.BAD_REQUEST, reason)
         self._unreported, self._in_body = 0, True
@@ -128,22 +128,22 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Pass on a piece of the body."""
         self._unreported = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is whole."""
+        """Stop the timer: the request is complete."""
         self._unreported, self._began = 0, False
         self._wait(None)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn does about a parser that has stopped."""
+        """Respond to a parser error. Does nothing if `_stop` caused the error, because it has responded already."""
         self._refuse(HTTPStatus.BAD_REQUEST)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Says nothing: clients offer HTTP/2 in passing, and go on with HTTP/1.1."""
+        """Suppress uvicorn's warning: clients routinely offer an upgrade to HTTP/2 and then continue with HTTP/1.1."""
 
     def _stop(self, status: HTTPStatus, reason: str = "") -> None:
         self._refuse(status, reason)
@@ -160,7 +160,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._timer = None
         if self.pipeline or (self._is_responding() and not self._in_body):
-            # Sent ahead of an answer, for which uvicorn stops to read.
+            # Pipelined behind a running response, during which uvicorn pauses reading. The client is not too slow.
             self._wait(self._limits.head_seconds)
         elif self._began and not self._in_body:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
@@ -168,7 +168,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: HTTPStatus, reason: str = "") -> None:
-        """Answers, unless that would break into another answer, and leaves."""
+        """Send an error response and close. Only close if the response of another request has begun."""
         if self._leaving or self.transport.is_closing():
             return
         self._leaving = True
@@ -178,14 +178,14 @@ class HttpProtocol(HttpToolsProtocol):
         content = json.dumps({"detail": reason or status.phrase})
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
         self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{content}".encode())
-        # Closed at once, what the client still sends would be answered with a reset, which takes the answer away from it.
+        # Half-close first: after a full close, further data from the client causes a reset, which can discard the response.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(_LEAVING_SECONDS, self.transport.close)
 
 
 def _fault(version: str, headers: list[tuple[bytes, bytes]]) -> str:
-    """What no request may have; empty for a good one."""
+    """Return what is wrong with a head; empty if it is valid."""
     if version not in ("1.0", "1.1"):
         return f"HTTP/{version} is not supported: send HTTP/1.1"
     counts = Counter(name for name, _ in headers)

@@ -1,4 +1,4 @@
-"""Bodies of requests: the key first, then bytes within a budget, then what is large parsed off the event loop."""
+"""Request bodies: check the key, read within a memory budget, and parse large bodies off the event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,11 +11,11 @@ from rollout_gateway.calls import Calls
 from rollout_gateway.json_body import InvalidBody, demand_json, violation
 from rollout_gateway.key_check import KeyCheck
 
-# What is parsed on the event loop takes no more than some milliseconds.
+# Bodies up to this size are parsed on the event loop, which takes a few milliseconds at most.
 _SMALL_BYTES: Final = 64 * 1024
 _SMALL_VALUES: Final = 2_000
-# Only what a parser here can hold: parsed values take up to a hundred times the bytes of their text. How many values a rollout may
-# have is for the server to say, which also hears of them over gRPC; it takes fewer.
+# These limits only protect the memory of the parser: parsed values take up to a hundred times the bytes of their text. The
+# rollout server has lower limits, which also apply to gRPC.
 MAX_VALUES: Final = 1_000_000
 MAX_DEPTH: Final = 256
 
@@ -26,14 +26,14 @@ _T = TypeVar("_T")
 
 
 class Overloaded(Exception):
-    """The bodies under way take all the memory that they may."""
+    """Bodies in flight use the whole memory budget."""
 
 
 class RequestBodies:
     """Reads the bodies of all requests.
 
-    Bodies that are being read or parsed hold `budget` bytes together; one that would hold more is refused. Large ones are
-    parsed one at a time: threads take turns at Python anyway, and so the memory of one parsed body is what is needed.
+    Bodies that are being read or parsed share `budget` bytes; a body that does not fit is refused. Large bodies are parsed one
+    at a time: the GIL allows no parallel parsing anyway, and memory then holds only one large parsed body.
     """
 
     def __init__(self, keys: KeyCheck, budget: int) -> None:
@@ -43,10 +43,10 @@ class RequestBodies:
         self._parsing = asyncio.Lock()
 
     async def read(self, request: Request, calls: Calls, parse: Callable[[bytes], _T]) -> _T:
-        """Reads a body and returns what `parse` makes of it, maybe in a thread.
+        """Read a body and return the result of `parse`, which runs in a thread for large bodies.
 
-        Nothing of the body is looked at before the server accepted the key of `calls`. Raises grpc.aio.AioRpcError where it
-        does not or cannot be asked, Overloaded, InvalidBody, and what the request's stream raises.
+        The body is not inspected before the server has accepted the key of `calls`. Raises grpc.aio.AioRpcError if the server
+        refuses the key or cannot be reached, Overloaded, InvalidBody, and what the request's stream raises.
         """
         pieces = await self._admitted(request, calls)
         request.state.key_accepted = True
@@ -63,12 +63,12 @@ class RequestBodies:
             self._held -= len(content)
 
     async def _admitted(self, request: Request, calls: Calls) -> AsyncIterator[bytes]:
-        """The pieces of the body, once the key was accepted."""
+        """Return the pieces of the body after the server has accepted the key."""
         stream = request.stream()
-        if "expect" in request.headers:  # reading would tell this client to send its body
+        if "expect" in request.headers:  # reading sends 100 Continue, which requests the body
             await self._keys.demand(calls)
             return stream
-        # uvicorn drops what has arrived when the client leaves, so it is taken while the server looks at the key.
+        # uvicorn drops received data when the client disconnects, so take it while the server checks the key.
         first = asyncio.ensure_future(anext(stream))
         try:
             await self._keys.demand(calls)
@@ -98,18 +98,18 @@ def _bounded(received: bytearray, parse: Callable[[bytes], _T]) -> _T:
 
 
 def most_values(content: bytes | bytearray) -> int:
-    """At least as many values as the text holds; a cheap look, which also counts commas and brackets within strings."""
+    """Return an upper bound of the number of JSON values. It is cheap, and also counts commas and brackets in strings."""
     return 1 + content.count(b",") + content.count(b"[") + content.count(b"{")
 
 
 def demand_bounded(content: bytes, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
-    """Raises InvalidBody for a text of more values, or of more brackets within each other.
+    """Raise InvalidBody for a text with more values, or with deeper nesting.
 
-    What is no JSON passes as far as it is none: a parser stops there.
+    A text that is not JSON may pass: the parser stops at its first error.
     """
     if most_values(content) <= min(max_values, max_depth):
         return
-    # Without escapes every quote begins or ends a string.
+    # Without escape sequences, every quote begins or ends a string.
     text = content.replace(b"\\\\", b"").replace(b'\\"', b"")
     values, depth, in_string = 1, 0, 0
     for start in range(0, len(text), _PIECE):

@@ -1,4 +1,4 @@
-"""The outermost layer: request ids, metrics, limits of bodies, and where an unforeseen exception, or a cancel, ends."""
+"""Outermost ASGI layer: request ids, metrics, body limits, and handling of unexpected exceptions and cancellation."""
 
 import asyncio
 import logging
@@ -19,60 +19,60 @@ from rollout_gateway.settings import GatewaySettings
 
 _LOG = logging.getLogger(__name__)
 
-# Also what gRPC metadata can carry, so that the id is the same in both servers' logs.
+# gRPC metadata can carry these characters too, so the gateway and the server log the same id.
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 _DISCARD_SECONDS: Final = 5.0
-# Who has sent nothing for so long waits for the answer.
+# A client that has sent nothing for this time is waiting for the response.
 _QUIET_SECONDS: Final = 0.5
 _DISCARD_BYTES: Final = 64 * 1024 * 1024
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-# Whatever a client makes up is one method, so that nobody can fill the memory with labels.
+# Other methods share one label value, so clients cannot fill the memory with labels.
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _NOWHERE: Final = "none"
 _NO_ANSWER: Final = 499
 
 
 class HttpMetrics:
-    """Counts and times requests in a registry of its own."""
+    """Request counts and durations, in a separate Prometheus registry."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "rollout_gateway_requests",
-            "HTTP requests answered, 499: the client left before it was.",
+            "HTTP requests by status; 499: the client disconnected before the response.",
             ("route", "method", "status"),
             registry=self._registry,
         )
         self._seconds = Histogram(
             "rollout_gateway_request_seconds",
-            "From an HTTP request's head to the end of its answer.",
+            "Time from the head of an HTTP request to the end of its response.",
             ("route", "method"),
             buckets=_BUCKETS,
             registry=self._registry,
         )
 
     def count(self, scope: Scope, status: int | None, seconds: float) -> None:
-        """One request that is over, None: without an answer. Its label is the route's template, never the path, which holds ids."""
+        """Count a finished request by its route template, because paths contain ids. `status` None: it had no response."""
         route = getattr(scope.get("route"), "path", _NOWHERE)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status or _NO_ANSWER)).inc()
         self._seconds.labels(route, method).observe(seconds)
 
     def text(self) -> bytes:
-        """The metrics in Prometheus' text form."""
+        """Return the metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 
 class RequestBoundary:
-    """ASGI middleware that gives each request an id, counts it, and answers what nobody handled with 500.
+    """ASGI middleware that gives each request an id, counts it, and turns an unhandled exception into 500.
 
-    A caller's `x-request-id` is kept if it is 1 to 128 visible ASCII characters. The id is found under
-    `scope["state"]["request_id"]` and goes out with every answer. Where `is_plain` says that a request is the plain API's,
-    errors have that API's shape. Of the `limits`, a larger body is answered with 413 and a slower one with 408, once it is read.
+    A client's `x-request-id` is kept if it is 1 to 128 visible ASCII characters. The id is stored in
+    `scope["state"]["request_id"]` and sent with every response. Errors have the REST API's shape if `is_plain` returns true.
+    Reading a body beyond the `limits` results in 413 (too large) or 408 (too slow).
 
-    A request whose task is cancelled is answered with 503, and a stream ends as streams end: only whoever stops the listener
-    cancels these tasks. Rollouts are not touched: the client comes back, here or to another gateway, and finds them.
+    A cancelled request gets 503, and a cancelled stream ends normally: only a stopping listener cancels these tasks. Rollouts
+    continue. The client retries, here or at another gateway, and finds them.
     """
 
     def __init__(
@@ -117,6 +117,8 @@ class RequestBoundary:
                 await fail(500, "Internal server error")
         except asyncio.CancelledError:
             task = asyncio.current_task()
+            # Re-raise if only an awaited task was cancelled, not this one. Re-raise also for a response with a declared
+            # length, which cannot end early: uvicorn closes the connection.
             if (
                 task is None
                 or not task.cancelling()
@@ -124,7 +126,9 @@ class RequestBoundary:
             ):
                 raise
             if started is None:
-                await fail(503, "The gateway stops: ask again", **{"retry-after": "1", "connection": "close"})
+                await fail(
+                    503, "The gateway is shutting down; try again", **{"retry-after": "1", "connection": "close"}
+                )
             else:
                 await send({"type": "http.response.body", "body": b""})
         finally:
@@ -132,14 +136,14 @@ class RequestBoundary:
 
 
 def _limited(scope: Scope, receive: Receive, limits: GatewaySettings) -> Receive:
-    """Receives a body within the limits: what is declared too large before anything is read, others as they arrive.
+    """Wrap `receive` with the body limits. A declared length is checked before reading, other bodies as they arrive.
 
-    The exceptions pass through the application to its handlers, so at most `max_body_bytes` and one chunk are ever held. In both
-    cases the rest of the body is still on its way, so the connection cannot be used again.
+    The exceptions pass through the application to its handlers, so memory holds at most `max_body_bytes` and one chunk. The
+    rest of the body is still in flight, so the connection cannot be reused.
     """
     headers, most, taken = Headers(scope=scope), limits.max_body_bytes, 0
     declared = headers.get("content-length", "")
-    # None once the body is whole: what is waited for then is the end of the connection.
+    # None after the complete body: the application then waits for the disconnect, which has no time limit.
     ends: float | None = asyncio.get_running_loop().time() + limits.body_seconds
     too_large = HTTPException(413, f"The body is larger than {most} bytes", {"connection": "close"})
     too_slow = HTTPException(408, f"The body did not arrive within {limits.body_seconds:g} s", {"connection": "close"})
@@ -147,7 +151,7 @@ def _limited(scope: Scope, receive: Receive, limits: GatewaySettings) -> Receive
     async def limited() -> Message:
         nonlocal taken, ends
         if declared.isdecimal() and int(declared[:20]) > most:
-            # A client that waits to be told to send its body has not begun, and reading would tell it.
+            # With `Expect: 100-continue` the client has sent nothing yet, and reading would request the body.
             if headers.get("expect", "").lower() != "100-continue":
                 await _discard(receive, most)
             raise too_large
@@ -168,7 +172,7 @@ def _limited(scope: Scope, receive: Receive, limits: GatewaySettings) -> Receive
 
 
 async def _discard(receive: Receive, max_bytes: int) -> None:
-    """Reads on for a while: a client that writes before it reads would otherwise find its connection reset, not an answer."""
+    """Read on for a while: a client that writes before it reads would see a connection reset in place of the response."""
     left = max(max_bytes, _DISCARD_BYTES)
     with suppress(TimeoutError):
         async with asyncio.timeout(_DISCARD_SECONDS):

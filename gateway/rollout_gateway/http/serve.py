@@ -1,4 +1,4 @@
-"""An HTTP listener for the running event loop: uvicorn with TLS, limits, and an end that somebody else decides."""
+"""HTTP listener for the running event loop: uvicorn with TLS and limits. The caller starts and stops it."""
 
 import asyncio
 import socket
@@ -22,20 +22,20 @@ _LOOK_SECONDS: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where and how to listen. Port 0: any. Times in seconds."""
+    """Where and how to listen. Port 0 means any free port."""
 
     host: str = "127.0.0.1"
     port: int = 9000
     tls: KeyPair | None = None
-    #: With TLS: only clients with a certificate of this authority are served.
+    #: With TLS: require client certificates that this authority signed.
     client_ca: Path | None = None
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
-    #: How long requests under way may go on once the listener is stopped.
+    #: How long running requests may continue after `stop`.
     grace_seconds: float = 5.0
 
 
 class HttpListener:
-    """Serves an application from `start` to `stop`. Raises ValueError where `tls` names files that cannot be used."""
+    """Serves an application from `start` to `stop`. Raises ValueError if the files in `tls` cannot be used."""
 
     def __init__(self, app: ASGIApp, listening: Listening) -> None:
         self._listening = listening
@@ -61,16 +61,16 @@ class HttpListener:
         self._ticking: asyncio.Task[None] | None = None
 
     async def start(self) -> int:
-        """Listens and returns the port. Raises OSError where it cannot be had."""
+        """Start to listen and return the port. Raises OSError if the address is not available."""
         listener = _bound(self._listening.host, self._listening.port)
         port: int = listener.getsockname()[1]
         await self._server.startup([listener])
-        # Renews the date that answers carry.
+        # Updates the Date header of responses once per second.
         self._ticking = asyncio.create_task(self._server.main_loop(), name="http")
         return port
 
     async def stop(self) -> None:
-        """Takes no more connections, answers what is under way within the grace time, and cancels the rest."""
+        """Stop accepting connections, let running requests finish within the grace time, then cancel the others."""
         if self._ticking is None:
             return
         self._ticking.cancel()
@@ -83,10 +83,10 @@ class HttpListener:
             connection.shutdown()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._listening.grace_seconds):
-                # uvicorn tells nobody when they are over
+                # uvicorn has no event for their end
                 while (state.connections or state.tasks) and not self._server.force_exit:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
-        # Their calls are over before anybody closes a channel.
+        # Wait until their gRPC calls have ended, because the caller closes the channels next.
         left = set(state.tasks)
         for task in left:
             task.cancel()
@@ -94,7 +94,7 @@ class HttpListener:
             await asyncio.wait(left, timeout=_CANCEL_SECONDS)
 
     def hurry(self) -> None:
-        """Ends `stop`, also one that waits already, without grace."""
+        """Skip the grace time, also in a `stop` that is already waiting."""
         self._server.force_exit = True
 
 
@@ -106,8 +106,8 @@ def _bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
     listener.setblocking(False)
-    # Connections inherit these. Sent at once, without Nagle's wait for the last acknowledgement; and a client that vanished
-    # without a word counts as one that hung up after a minute.
+    # Accepted connections inherit these options. TCP_NODELAY sends small writes at once, without Nagle's wait for an ACK.
+    # Keep-alive probes detect within a minute a client that vanished without closing its connection.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
@@ -117,10 +117,10 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def server_context(pair: KeyPair, client_ca: Path | None = None) -> ssl.SSLContext:
-    """The context of a listener, which follows its files. Raises ValueError, naming the file, where it cannot be made.
+    """Return the TLS context of a listener. It reloads changed files. Raises ValueError that names an unusable file.
 
-    A handshake looks up, at its beginning, the context that is then in force; so what is replaced is replaced at once and
-    whole, and connections that are open go on with what they began with.
+    Each handshake looks up the current context at its start. So a new certificate and key apply together and at once, and
+    open connections keep what they began with.
     """
     current = Reloaded((*pair, client_ca), partial(_loaded, pair, client_ca), f"the certificate in {pair.cert}")
 
@@ -128,7 +128,7 @@ def server_context(pair: KeyPair, client_ca: Path | None = None) -> ssl.SSLConte
         connection.context = current.look()
 
     context = current.value
-    # Called for every handshake, also for those that name no server.
+    # OpenSSL calls this for every handshake, also without a server name.
     context.sni_callback = choose
     return context
 
@@ -137,13 +137,13 @@ def _loaded(pair: KeyPair, client_ca: Path | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    # Renegotiation costs the server far more than the client that asks for it.
+    # Renegotiation costs the server far more than the client that requests it.
     context.options |= ssl.OP_NO_RENEGOTIATION
     load_pair(context, pair)
     if client_ca is not None:
         load_authorities(context, client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
-        # Who resumes a connection is not asked for a certificate again, so an authority that is no longer trusted would be for
-        # two hours. TLS 1.2 resumes even so, from a cache of OpenSSL's that Python cannot turn off.
+        # A resumed session sends no client certificate, so a removed authority would stay trusted for two hours. Without
+        # tickets TLS 1.3 does not resume. TLS 1.2 still does, from an OpenSSL cache that Python cannot turn off.
         context.num_tickets = 0
     return context

@@ -1,1 +1,1 @@
-"""The synchronous and the asynchronous HTTP API of trainers: routes, bodies and their conversion to the contract."""
+"""Synchronous and asynchronous HTTP API: routes, bodies and their conversion to protos."""

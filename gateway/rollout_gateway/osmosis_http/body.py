@@ -1,6 +1,6 @@
-"""Bodies of the synchronous dialect's `POST /rollout` and of the asynchronous one's `POST /v1/rollout/init`.
+"""Bodies of `POST /rollout` (synchronous HTTP API) and `POST /v1/rollout/init` (asynchronous HTTP API).
 
-Messages, metadata and `completion_params` are checked for what the contract needs of them, and travel on as the texts they are.
+Messages, metadata and `completion_params` are validated only as far as the contract requires, and passed on verbatim.
 """
 
 from typing import Annotated, Any, Final, Literal
@@ -14,19 +14,19 @@ GENERATED_TOKENS: Final = 8192
 
 
 def not_blank(value: str) -> str:
-    """The text itself. Raises ValueError for one of white space only."""
+    """Return the text. Raises ValueError if it is empty or only white space."""
     if not value.strip():
         raise ValueError("must not be blank")
     return value
 
 
 def http_url(value: str) -> str:
-    """The URL without trailing slashes. Raises ValueError for what no trainer can be reached at."""
+    """Return the URL without trailing slashes. Raises ValueError unless it is http or https with a host."""
     try:
         parts = urlsplit(value)
         named = parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:
-        # Its text repeats the part of the URL that may hold a password.
+        # Not passed on: its text quotes the part of the URL that may contain a password.
         named = False
     if not named:
         raise ValueError("must be an http or https URL with a host")
@@ -45,14 +45,14 @@ class _Open(BaseModel):
 
 
 class Function(_Open):
-    """What a tool call calls. Unknown keys are kept."""
+    """The function of a tool call. Unknown keys are kept."""
 
     name: ShortText
-    arguments: str | dict[str, Any] = Field(description="JSON as the model wrote it, or already an object.")
+    arguments: str | dict[str, Any] = Field(description="JSON text as the model generated it, or a parsed object.")
 
 
 class ToolCall(_Open):
-    """One call of a tool by the model. Unknown keys are kept."""
+    """One tool call of the model. Unknown keys are kept."""
 
     id: ShortText
     type: Literal["function"] = "function"
@@ -60,7 +60,7 @@ class ToolCall(_Open):
 
 
 class ChatMessage(_Open):
-    """A message of the conversation. It goes through untouched, unknown keys included."""
+    """A message of the conversation. Passed on unchanged, including unknown keys."""
 
     role: Literal["system", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
@@ -69,80 +69,79 @@ class ChatMessage(_Open):
 
 
 class FreeMessage(_Open):
-    """A message of the conversation, of any role. It goes through untouched."""
+    """A message of the conversation with any role. Passed on unchanged."""
 
     role: Annotated[str, AfterValidator(not_blank)]
 
 
 class SamplingParams(BaseModel):
-    """How the model samples."""
+    """Sampling parameters."""
 
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, ge=0, le=1)
-    max_tokens: int = Field(512, ge=1, le=32768, description="The most tokens of one answer.")
+    max_tokens: int = Field(512, ge=1, le=32768, description="Maximum tokens of one completion.")
     stop: Annotated[list[str], Field(fail_fast=True)] | None = None
     logprobs: bool = True
 
 
 class Hints(_Open):
-    """For agents and tools; the keys below also mean something to the server. A key that is null counts as absent."""
+    """Passed to the agent and its tools. The server also reads the keys below; null counts as absent."""
 
-    agent: str | None = Field(None, description="The agent to run; the server's default one if absent.")
+    agent: str | None = Field(None, description="Agent to run; the server's default agent if absent.")
     max_assistant_turns: Hint | None = Field(None, description="Lowers max_turns.")
-    max_user_turns: Hint | None = Field(None, description="Bounds the turns that ran tools.")
+    max_user_turns: Hint | None = Field(None, description="Limits the turns that run tools.")
     budget_tokens: Hint | None = Field(None, description="Lowers max_tokens_total.")
     timeout_seconds: Annotated[float, Field(strict=True, gt=0, le=10**8)] | None = Field(
-        None, description="Time limit of the rollout."
+        None, description="Time limit of the rollout in seconds."
     )
     on_drift: Literal["warn", "fail"] | None = Field(
-        None, description="What to do when the prompt that the trainer saw is not the one predicted."
+        None, description="What to do if the prompt that the trainer used differs from the predicted one."
     )
 
 
 class Metadata(Hints):
-    """For agents and tools; the keys below also mean something to the server. A key that is null counts as absent."""
+    """Passed to the agent and its tools. The server also reads the keys below; null counts as absent."""
 
     debug_trace: Annotated[Any, WithJsonSchema({"type": "boolean"})] = Field(
-        False, description="true: `extra_fields.trace` of the answer tells turn by turn what happened."
+        False, description="true: `extra_fields.trace` of the response describes every turn."
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Switches of the chat template.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Arguments of the chat template.")
 
 
 class RolloutBody(BaseModel):
-    """Asks for a rollout of the synchronous dialect. Unknown keys are ignored."""
+    """A rollout to run and wait for. Unknown keys are ignored."""
 
     rollout_id: RolloutId
-    server_url: ServerUrl = Field(description="The trainer; it answers POST {server_url}/v1/chat/completions.")
+    server_url: ServerUrl = Field(description="The trainer. The server calls POST {server_url}/v1/chat/completions.")
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     sampling_params: SamplingParams
-    tokenizer_name: str = Field(description="The tokenizer of the trainer's model.")
+    tokenizer_name: str = Field(description="Tokenizer of the trainer's model.")
     tokenizer_revision: str | None = None
     max_turns: int = Field(TURNS, ge=1, le=100)
-    max_tokens_total: int = Field(
-        GENERATED_TOKENS, ge=1, le=1_000_000, description="Generated tokens of all turns together."
-    )
+    max_tokens_total: int = Field(GENERATED_TOKENS, ge=1, le=1_000_000, description="Token budget of all turns.")
     tool_server_url: str | None = None
-    callback_api_key: Secret = Field(None, description="Sent to the trainer as a bearer token.")
+    callback_api_key: Secret = Field(None, description="Bearer token for calls to the trainer.")
     metadata: Metadata = Field(default_factory=Metadata)
 
 
 class InitBody(BaseModel):
-    """Asks for a rollout of the asynchronous dialect. Unknown keys are ignored; null counts as absent."""
+    """A rollout to start. Unknown keys are ignored; null counts as absent."""
 
     rollout_id: RolloutId
     server_url: ServerUrl = Field(
-        description="The trainer; it answers POST {server_url}/v1/chat/completions and POST {server_url}/v1/rollout/completed."
+        description="The trainer. The server calls POST {server_url}/v1/chat/completions, and finally "
+        "POST {server_url}/v1/rollout/completed."
     )
     messages: list[FreeMessage] = Field(description="May be empty.", fail_fast=True)
     completion_params: dict[str, Any] = Field(
-        description="How the model samples: temperature (1.0 if absent), top_p (1.0), max_tokens (512), logprobs (true), "
-        "stop (a text or a list of texts; none), and whatever else the trainer knows. A wrong value fails the rollout."
+        description="Sampling parameters: temperature (default 1.0), top_p (1.0), max_tokens (512), logprobs (true), "
+        "stop (a string or a list of strings; none), and others of the trainer. A wrong value fails the rollout."
     )
-    tool_server_url: str | None = Field(None, description="A gRPC server with further tools; any other URL is ignored.")
+    tool_server_url: str | None = Field(None, description="A gRPC server with more tools; any other URL is ignored.")
     max_turns: int | None = TURNS
-    max_tokens_total: int | None = Field(GENERATED_TOKENS, description="Generated tokens of all turns together.")
+    max_tokens_total: int | None = Field(GENERATED_TOKENS, description="Token budget of all turns.")
     metadata: Hints | None = None
-    api_key: Secret = Field(None, description="Sent to the trainer as a bearer token.")
+    api_key: Secret = Field(None, description="Bearer token for calls to the trainer.")
     idempotency_key: Annotated[str, Field(max_length=MAX_ROLLOUT_ID)] | None = Field(
-        None, description="A repeated request with the same key starts nothing; rollout_id if absent or blank."
+        None, description="A repeated request with the same key starts nothing. Defaults to rollout_id, also if blank."
     )

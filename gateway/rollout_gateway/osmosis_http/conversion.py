@@ -1,4 +1,4 @@
-"""Bodies of the two HTTP dialects -> the contract's requests, and where the contract's fields are in them."""
+"""Conversion of bodies of the synchronous and asynchronous HTTP APIs to protos, and the map from proto fields to body keys."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Final, NamedTuple
@@ -39,7 +39,7 @@ _FIELDS: Final[Fields] = {
     ("on_drift",): ("metadata", "on_drift"),
     ("metadata_json",): ("metadata",),
 }
-#: Where the fields of a StartRolloutRequest come from in the body of `POST /rollout`.
+#: Place in the body of `POST /rollout` for each field of a StartRolloutRequest.
 FIELDS: Final[Fields] = {
     **_FIELDS,
     ("request_id",): ("rollout_id",),
@@ -59,12 +59,12 @@ _INIT_FIELDS: Final[Fields] = {
 
 
 def init_fields(body: InitBody) -> Fields:
-    """Where the fields of the request come from in the body of `POST /v1/rollout/init`."""
+    """Return the place in a body of `POST /v1/rollout/init` for each field of a StartRolloutRequest."""
     return {**_INIT_FIELDS, ("request_id",): ("idempotency_key" if _own_key(body) else "rollout_id",)}
 
 
 def run_request(parsed: ParsedBody[RolloutBody], settings: GatewaySettings) -> RunRolloutRequest:
-    """The call of a valid body of `POST /rollout`."""
+    """Convert a valid body of `POST /rollout`."""
     body, hints = parsed.body, parsed.body.metadata
     spec = spec_pb2.RolloutSpec(
         rollout_id=body.rollout_id,
@@ -93,7 +93,7 @@ def run_request(parsed: ParsedBody[RolloutBody], settings: GatewaySettings) -> R
 
 
 def init_request(parsed: ParsedBody[InitBody]) -> StartRolloutRequest:
-    """The call of a valid body of `POST /v1/rollout/init`."""
+    """Convert a valid body of `POST /v1/rollout/init`."""
     body, hints = parsed.body, parsed.body.metadata or Hints()
     key, params = body.api_key or "", parts_of(parsed.parts["completion_params"])
     trainer = spec_pb2.Target(url=body.server_url, dialect=spec_pb2.DIALECT_HTTP_PLAIN)
@@ -119,7 +119,7 @@ def init_request(parsed: ParsedBody[InitBody]) -> StartRolloutRequest:
 
 
 def limits(turns: int, generated_tokens: int, hints: Hints) -> spec_pb2.Limits:
-    """What a rollout may use up: what its body asks for, lowered by the hints. Numbers are clamped to what the contract holds."""
+    """Return the limits of a rollout: those of its body, lowered by the hints, and clamped to the range of the proto fields."""
     time = hints.timeout_seconds
     return spec_pb2.Limits(
         turns=_clamped(_least(turns, hints.max_assistant_turns), _MAX_UINT32),
@@ -138,7 +138,7 @@ def _clamped(value: int, most: int) -> int:
 
 
 def _tool_target(url: str | None) -> spec_pb2.Target | None:
-    """The tool server of a body. The HTTP dialects know no protocol for one: any but a gRPC server's URL is ignored."""
+    """Return the tool server of a body; None unless its URL is gRPC. The two HTTP APIs define no protocol for other servers."""
     if url is None or not url.lower().startswith(("grpc://", "grpcs://")):
         return None
     return spec_pb2.Target(url=url, dialect=spec_pb2.DIALECT_GRPC)
@@ -150,7 +150,7 @@ def _own_key(body: InitBody) -> str:
 
 
 def _source(body: InitBody, params: dict[str, msgspec.Raw]) -> str:
-    """What agents of this dialect read as it was sent: the contract's fields hold the parameters with their defaults."""
+    """Return the parameters as JSON, as they were sent. Agents of the asynchronous HTTP API read them without defaults."""
     sent = {name: text for name, text in params.items() if name not in _IGNORED}
     named = {"idempotency_key": body.idempotency_key, "tool_server_url": body.tool_server_url}
     others = {name: value for name, value in named.items() if value is not None}
@@ -158,10 +158,10 @@ def _source(body: InitBody, params: dict[str, msgspec.Raw]) -> str:
 
 
 class _Parameter(NamedTuple):
-    """A parameter that the contract has a field for.
+    """A sampling parameter with a proto field.
 
-    `reads` gives the value as a number, a flag or texts, and raises ValidationError for what is none; `holds` says whether the
-    contract's field can carry it; `default` is the dialect's for a request without it.
+    `reads` converts the value to a number, a bool or strings, and raises ValidationError if it cannot. `holds` returns whether
+    the proto field can carry the result. `default` applies if the request lacks the parameter.
     """
 
     reads: Callable[[Any], Any]
@@ -182,15 +182,15 @@ _PARAMETERS: Final = {
     "stop": _Parameter(_texts, lambda value: len(value) <= _MAX_STOPS),
     "logprobs": _Parameter(TypeAdapter(bool).validate_python, lambda value: True, True),
 }
-# What the protocol itself sets in a request to the trainer, or what would make its answer another one than the protocol's.
+# Keys that the protocol itself sets in requests to the trainer, and keys that would turn its response into a stream.
 _IGNORED: Final = frozenset({"messages", "rollout_id", "response_mask", "stream", "stream_options"})
 
 
 def _sampling(values: dict[str, Any], texts: dict[str, msgspec.Raw]) -> spec_pb2.Sampling:
-    """The parameters, `values` as parsed and `texts` as they stand in the body.
+    """Return the sampling parameters, given the parsed `values` and their raw JSON `texts`.
 
-    What the contract's fields cannot carry goes on as it is, under its own name: this dialect accepts any request, and a
-    parameter that is wrong fails the rollout.
+    A value that the proto field cannot carry is passed on unchanged under its name: the asynchronous HTTP API accepts any
+    request, and a wrong parameter then fails the rollout.
     """
     fields: dict[str, Any] = {}
     extra = {name: text for name, text in texts.items() if name not in _PARAMETERS and name not in _IGNORED}
@@ -207,6 +207,6 @@ def _sampling(values: dict[str, Any], texts: dict[str, msgspec.Raw]) -> spec_pb2
         if parameter.holds(read):
             fields[name] = read
         else:
-            # A number that came as text goes on as the number it was read as.
+            # A number that was sent as a string is passed on as a number.
             extra[name] = msgspec.Raw(msgspec.json.encode(read)) if isinstance(value, str) else texts[name]
     return spec_pb2.Sampling(**fields, extra_json=msgspec.json.encode(extra).decode() if extra else "")

@@ -1,6 +1,6 @@
-"""Outcomes as JSON: the answer of the synchronous dialect, and the last callback of the asynchronous one.
+"""Outcomes as JSON: the response of the synchronous HTTP API and the final callback of the asynchronous HTTP API.
 
-Light on purpose, messages and msgspec only: whoever delivers outcomes writes them with these functions.
+This module imports only protos and msgspec, because the server's delivery of outcomes uses it too.
 """
 
 import logging
@@ -15,7 +15,7 @@ from rollout_gateway.message_json import message_json
 
 _LOG = logging.getLogger(__name__)
 
-# NOT_REPLAYABLE and values to come read as INTERNAL, as the contract asks of readers.
+# NOT_REPLAYABLE and values of later versions become internal_error, as the contract requires of readers.
 _ENDPOINTS: Final = ("TRAINER_SERVER", "TRAINER_CLIENT", "ENGINE_SERVER", "ENGINE_CLIENT")
 _CATEGORIES: Final[Mapping[int, str]] = {
     pb.FailureCategory.Value(f"FAILURE_CATEGORY_{name}"): f"{name}{suffix}".lower()
@@ -27,7 +27,7 @@ _CATEGORIES: Final[Mapping[int, str]] = {
 }
 _INTERNAL: Final = "internal_error"
 
-#: The dialects' names for the contract's metrics.
+#: Names of the metrics in the two HTTP APIs, with their proto fields.
 METRICS: Final[Mapping[str, str]] = {
     "total_latency_ms": "total_ms",
     "llm_latency_ms": "completion_ms",
@@ -41,7 +41,7 @@ METRICS: Final[Mapping[str, str]] = {
 
 
 def rollout_response(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str, Any]] | None = None) -> bytes:
-    """The JSON answer to `POST /rollout` of the synchronous dialect; a reward goes into its `extra_fields`."""
+    """Return the JSON response of `POST /rollout`. Reward and trace are in its `extra_fields`."""
     extra = _extra_fields(outcome)
     if outcome.HasField("reward"):
         extra["reward"] = outcome.reward
@@ -51,14 +51,17 @@ def rollout_response(rollout_id: str, outcome: pb.Outcome, trace: list[dict[str,
 
 
 def completed_body(rollout: Rollout) -> bytes:
-    """The JSON body of `POST {url}/v1/rollout/completed`, the asynchronous dialect's callback, for a finished rollout.
+    """Return the JSON body of the callback `POST {url}/v1/rollout/completed` for a finished rollout.
 
-    Wants the outcome with its messages. As in the dialect, `error_message` and `reward` are absent where there is none.
+    The rollout must include the outcome with its messages. The API requires that `error_message` and `reward` are absent
+    rather than null.
     """
     outcome = rollout.outcome
     extra = _extra_fields(outcome)
     body = _result(rollout.spec.rollout_id, outcome, extra)
-    if not outcome.HasField("stop"):  # an agent may name the messages of a failed rollout, which else has none here
+    if not outcome.HasField(
+        "stop"
+    ):  # a failed rollout has no messages here, unless its agent adds them as an extra field
         body["final_messages"] = extra.pop("final_messages", [])
     if outcome.HasField("reward"):
         body["reward"] = outcome.reward
@@ -85,11 +88,11 @@ def _error_message(outcome: pb.Outcome) -> str:
 
 
 def _extra_fields(outcome: pb.Outcome) -> dict[str, Any]:
-    """Only what there is. The protocol's own keys win over an agent's of the same name."""
+    """Return the extra fields that are set. The protocol's keys override an agent's keys of the same name."""
     extra: dict[str, Any] = dict(_agent_extra(outcome.extra_json))
     if outcome.scores:
         extra["scores"] = dict(sorted(outcome.scores.items()))
-    if outcome.stop.truncated and outcome.stop.reason != "length":  # the finish_reason says it there
+    if outcome.stop.truncated and outcome.stop.reason != "length":  # finish_reason "length" says the same
         extra["truncated"] = True
     if outcome.HasField("cancellation"):
         extra["error_category"] = "cancelled"
@@ -108,7 +111,7 @@ def _agent_extra(text: str) -> dict[str, msgspec.Raw]:
     try:
         return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError) as error:
-        # A rollout's outcome is worth more than an extra that breaks the contract.
+        # A malformed extra field must not cost the client the outcome.
         _LOG.warning("the outcome's extra_json is not a JSON object and was left out: %s", error)
         return {}
 

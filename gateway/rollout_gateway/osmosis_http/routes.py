@@ -1,7 +1,7 @@
-"""The two HTTP dialects of trainers that exist.
+"""Routes of the synchronous and the asynchronous HTTP API.
 
-`POST /rollout`, the synchronous one, answers with the end of the rollout. `POST /v1/rollout/init`, the asynchronous one,
-answers at once, and the rollout calls back when it has ended.
+`POST /rollout` (synchronous) responds when the rollout has ended. `POST /v1/rollout/init` (asynchronous) responds at once, and
+the server posts the result to the trainer when the rollout has ended.
 """
 
 from typing import Final
@@ -38,8 +38,8 @@ _START_ERRORS: Final[shown.Responses] = {
     **shown.dialect_errors(400, 401, 404, 409, 413, 429, 500, 503),
     **shown.dialect_errors(422, schema="InvalidBodyResponse"),
 }
-_ENDED: Final = shown.json_response("RolloutResponse", "The rollout ended, well or not: see `status`.")
-_ACCEPTED: Final = shown.json_response("InitResponse", "The rollout was accepted, now or before.")
+_ENDED: Final = shown.json_response("RolloutResponse", "The rollout has ended; `status` says whether it failed.")
+_ACCEPTED: Final = shown.json_response("InitResponse", "The rollout was accepted, by this or an earlier request.")
 _TOOLS: Final[shown.Responses] = {200: shown.json_response("ToolsResponse"), **shown.dialect_errors(401, 404, 503)}
 _HEALTH: Final[shown.Responses] = {
     200: shown.json_response("HealthResponse"),
@@ -47,35 +47,35 @@ _HEALTH: Final[shown.Responses] = {
 }
 _KEYED_HEALTH: Final[shown.Responses] = {
     **_HEALTH,
-    401: shown.json_response("ErrorResponse", "This is not one of the server's keys."),
-    404: shown.json_response("ErrorResponse", "The server demands no key."),
+    401: shown.json_response("ErrorResponse", "The API key is missing or invalid."),
+    404: shown.json_response("ErrorResponse", "The server requires no API keys."),
 }
 _BODY: Final = shown.raw_body(RolloutBody)
 _INIT_BODY: Final = shown.raw_body(InitBody)
 
 
 def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
-    """The routes of the synchronous dialect."""
-    router = APIRouter(tags=["synchronous dialect"], default_response_class=JSONResponse)
+    """Return the routes of the synchronous HTTP API."""
+    router = APIRouter(tags=["synchronous HTTP API"], default_response_class=JSONResponse)
 
     @router.post("/rollout", responses={200: _ENDED, **_START_ERRORS}, openapi_extra=_BODY)
     async def run_rollout(request: Request) -> Response:
-        """Runs a rollout and answers when it has ended.
+        """Run a rollout, and respond when it has ended.
 
-        While it runs, the same id with the same payload attaches to it. Hanging up detaches; with nobody attached the
-        rollout is cancelled after a grace time.
+        While it runs, a request with the same id and body attaches to it. Disconnecting detaches. The server cancels a rollout
+        after a grace time without attached clients.
         """
         return await _run(request, rollouts, intake)
 
     @router.get("/tools", responses=_TOOLS)
     async def list_tools(request: Request, agent: str = "") -> Response:
-        """The tools of an agent, the default one if none is named."""
+        """List the tools of an agent; of the default agent if none is named."""
         found = await _open_calls(request, rollouts).rpc.ListTools(ListToolsRequest(agent=agent))
         return Response(response_json(found), media_type=_JSON)
 
     @router.get("/health", responses=_HEALTH)
     async def open_health(request: Request) -> Response:
-        """Whether rollouts can be run. Open also where a key is demanded elsewhere."""
+        """Report whether rollouts can be run. Needs no API key."""
         try:
             return _health(await _server(rollouts.calls(request)))
         except grpc.aio.AioRpcError as error:
@@ -85,22 +85,22 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
 
 
 def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodies) -> APIRouter:
-    """The routes of the asynchronous dialect."""
-    router = APIRouter(tags=["asynchronous dialect"], default_response_class=JSONResponse)
-    answers: shown.Responses = {202: _ACCEPTED, **_START_ERRORS}
+    """Return the routes of the asynchronous HTTP API."""
+    router = APIRouter(tags=["asynchronous HTTP API"], default_response_class=JSONResponse)
+    responses: shown.Responses = {202: _ACCEPTED, **_START_ERRORS}
 
-    @router.post("/v1/rollout/init", status_code=202, responses=answers, openapi_extra=_INIT_BODY)
+    @router.post("/v1/rollout/init", status_code=202, responses=responses, openapi_extra=_INIT_BODY)
     async def init_rollout(request: Request) -> Response:
-        """Accepts a rollout and answers with the tools that its model is to be told.
+        """Start a rollout, and respond at once with the tools for the model's prompt.
 
-        When the rollout has ended, POST {server_url}/v1/rollout/completed tells how. A repeated request gets the same
-        answer and starts nothing.
+        When the rollout has ended, the server posts the result to {server_url}/v1/rollout/completed. A repeated request gets
+        the same response and starts nothing.
         """
         return await _init(request, rollouts, intake)
 
     @router.get("/platform/health", responses=_KEYED_HEALTH)
     async def keyed_health(request: Request) -> Response:
-        """Whether rollouts can be run, and whether the request's key is one of the server's."""
+        """Report whether rollouts can be run, and whether the request's API key is valid."""
         calls = rollouts.calls(request)
         try:
             server = await _server(calls)
@@ -117,7 +117,7 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodie
 
 
 def _open_calls(request: Request, rollouts: Rollouts) -> Calls:
-    """The synchronous dialect can stay open where a key is demanded: callers without one then use the gateway's."""
+    """Return the calls of a request. The synchronous HTTP API can be opened: requests without a key then use the gateway's."""
     return rollouts.calls(request, rollouts.settings.synchronous_key)
 
 
@@ -136,10 +136,10 @@ async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> R
         trace = await read_trace(calls, uid) if traced else None
         return uid, rollout_response(start.start.spec.rollout_id, outcome, trace)
 
-    uid, answer = await unless_hung_up(request, run())
-    # Before the answer: a client that has it may use the id anew at once.
+    uid, body = await unless_hung_up(request, run())
+    # Before the response: a client that has it may reuse the rollout id at once.
     await calls.acknowledge(uid)
-    return Response(answer, media_type=_JSON, headers={"x-rollout-uid": uid})
+    return Response(body, media_type=_JSON, headers={"x-rollout-uid": uid})
 
 
 async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
@@ -150,12 +150,12 @@ async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> 
         return init_request(parsed), init_fields(parsed.body)
 
     start, request.state.fields = await intake.read(request, calls, parse)
-    # Without a deadline of ours: it would end the call and not the rollout, which an agent may take long to set up.
+    # No timeout: it would end the call but not the rollout, and an agent may take long to set the rollout up.
     accepted = await calls.rpc.StartRollout(start, timeout=None)
-    # The id is that of the rollout that was found; the request's, for a server that does not tell it.
+    # An existing rollout may have another id than this request. A server that returns no spec leaves the request's.
     rollout_id = accepted.rollout.spec.rollout_id or start.spec.rollout_id
-    answer = {"rollout_id": rollout_id, "tools": [*map(msgspec.Raw, accepted.function_tools_json)]}
-    return Response(msgspec.json.encode(answer), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
+    content = {"rollout_id": rollout_id, "tools": [*map(msgspec.Raw, accepted.function_tools_json)]}
+    return Response(msgspec.json.encode(content), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
 
 
 async def _server(calls: Calls) -> GetServerInfoResponse:

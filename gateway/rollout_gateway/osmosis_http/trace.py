@@ -1,4 +1,4 @@
-"""`extra_fields.trace`: a rollout told turn by turn, read from its events after its end."""
+"""`extra_fields.trace`: a description of every turn, built from the events of a finished rollout."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -17,19 +17,19 @@ _LOG = logging.getLogger(__name__)
 
 
 async def read_trace(calls: Calls, uid: str) -> list[dict[str, Any]] | None:
-    """The trace of a finished rollout, or None where its events cannot be read: the outcome counts for more."""
+    """Return the trace of a finished rollout; None if its events cannot be read, because the outcome matters more."""
     call = calls.rpc.WatchRollout(WatchRolloutRequest(uid=uid, detail=EVENT_DETAIL_MESSAGES))
     try:
         return await trace_of(item.event async for item in call)
     except grpc.aio.AioRpcError as error:
-        _LOG.warning("rollout %s: its trace could not be read: %s", uid, error.code().name)
+        _LOG.warning("rollout %s: the trace could not be read: %s", uid, error.code().name)
         return None
     finally:
         call.cancel()
 
 
 async def trace_of(events: AsyncIterator[RolloutEvent]) -> list[dict[str, Any]]:
-    """One entry for each answer, with the results of its tool calls in the order of the calls."""
+    """Return one entry for each completion, with the results of its tool calls in the order of the calls."""
     turns: dict[tuple[str, int], dict[str, Any]] = {}
     results: dict[tuple[str, int], list[tuple[int, msgspec.Raw]]] = {}
     async for event in events:
@@ -65,5 +65,5 @@ def _tool_calls(message: msgspec.Raw) -> list[msgspec.Raw]:
         found = parts_of(message).get("tool_calls")
         return [] if found is None else msgspec.json.decode(found, type=list[msgspec.Raw] | None) or []
     except msgspec.DecodeError:
-        # The trainer sent something else there; the message beside it shows what.
+        # The trainer sent something other than a list; `assistant_message` of the same entry shows it.
         return []

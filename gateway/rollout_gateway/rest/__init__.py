@@ -1,1 +1,1 @@
-"""The plain API's forms of the contract: rollouts, events and errors as JSON, requests as protos."""
+"""REST API: routes of rollouts, events and the service, and the conversion between their JSON and protos."""

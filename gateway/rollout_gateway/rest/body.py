@@ -1,7 +1,7 @@
-"""Bodies of the plain API.
+"""Request bodies of the REST API.
 
-All but messages, metadata and the like is checked strictly, and a key that is not known is an error: nobody depends on this
-API yet, and a typo should not go unnoticed.
+Everything except free-form JSON (messages, metadata) is validated strictly. An unknown key is an error, because it is most
+often a typo.
 """
 
 from typing import Annotated, Any, Final
@@ -12,7 +12,7 @@ from rollout_gateway.rest import enums
 
 MAX_UINT32: Final = 2**32 - 1
 MAX_SECONDS: Final = 10**9
-#: The largest integer that every JSON reader carries exactly.
+#: Largest integer that every JSON parser represents exactly.
 MAX_EXACT: Final = 2**53
 UID_PATTERN: Final = "^[A-Za-z0-9_-]{1,64}$"
 
@@ -25,7 +25,7 @@ Uid = Annotated[str, Field(max_length=64)]
 
 
 class _Strict(BaseModel):
-    """Refuses unknown keys and values of another type. null counts as absent."""
+    """Refuses unknown keys and values of the wrong type. null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -35,40 +35,41 @@ class EndpointBody(_Strict):
 
     url: str = Field(
         max_length=4096,
-        # The server checks it, and says better what is wrong.
+        # Only described here: the server checks the URL and returns a more precise error.
         json_schema_extra={"pattern": "^(https?|grpcs?)://"},
-        description="http:, https:, grpc: or grpcs:, with a host, without user name or password.",
+        description="URL with http:, https:, grpc: or grpcs:, with a host, without user name or password.",
     )
-    dialect: enums.Dialect | None = Field(None, description="Taken from the URL if absent.")
-    bearer: Secret = Field(None, description="Sent there as a bearer token. Never shown again.")
+    dialect: enums.Dialect | None = Field(None, description="API of the endpoint; derived from the URL if absent.")
+    bearer: Secret = Field(None, description="Bearer token for calls to the endpoint. No API returns it.")
     replays_turn_keys: bool | None = Field(
-        None, description="The endpoint answers a repeated turn key with the same answer and generates nothing anew."
+        None,
+        description="The endpoint returns the same completion for a repeated turn key and generates nothing again.",
     )
     model: Name | None = Field(
-        None, description="The model's name there. Needed for the dialects openai, vllm and sglang, refused for others."
+        None, description="Model name at the endpoint. Required for openai, vllm and sglang, refused for other values."
     )
 
 
 class Sampling(_Strict):
-    """How the model samples. What is absent is the trainer's to decide."""
+    """Sampling parameters. The trainer chooses those that are absent."""
 
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The most tokens of one answer.")
+    max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Maximum tokens of one completion.")
     stop: list[str] | None = Field(None, max_length=64)
     logprobs: bool | None = None
     extra: Object = Field(None, description="Further parameters, passed on to HTTP trainers key by key.")
 
 
 class Limits(_Strict):
-    """What the rollout may use up. Of these and the agent's own limits the lower hold."""
+    """Limits of the rollout. The agent has limits too; the lower value applies."""
 
-    turns: int | None = Field(None, ge=0, le=MAX_UINT32)
-    generated_tokens: int | None = Field(None, ge=0, le=MAX_EXACT)
-    seconds: float | None = Field(None, gt=0, le=MAX_SECONDS, description="From the first turn to the end.")
-    calls_per_turn: int | None = Field(None, ge=1, le=MAX_UINT32)
-    tool_turns: int | None = Field(None, ge=0, le=MAX_UINT32)
-    bytes: int | None = Field(None, ge=1, le=MAX_EXACT, description="Of all messages together.")
+    turns: int | None = Field(None, ge=0, le=MAX_UINT32, description="Completions.")
+    generated_tokens: int | None = Field(None, ge=0, le=MAX_EXACT, description="Token budget of all turns together.")
+    seconds: float | None = Field(None, gt=0, le=MAX_SECONDS, description="Time from the first turn to the end.")
+    calls_per_turn: int | None = Field(None, ge=1, le=MAX_UINT32, description="Tool calls in one turn.")
+    tool_turns: int | None = Field(None, ge=0, le=MAX_UINT32, description="Turns that run tools.")
+    bytes: int | None = Field(None, ge=1, le=MAX_EXACT, description="Size of all messages together.")
 
 
 class Tokenizer(_Strict):
@@ -76,64 +77,67 @@ class Tokenizer(_Strict):
 
     name: Name
     revision: Name | None = None
-    template_kwargs: Object = Field(None, description="Switches of the chat template.")
+    template_kwargs: Object = Field(None, description="Arguments of the chat template.")
 
 
 class StartRollout(_Strict):
-    """Asks for a rollout. Unknown keys are errors, except within messages, metadata, extra, template_kwargs and labels."""
+    """A rollout to start. Unknown keys are errors, except in messages, metadata, extra, template_kwargs and labels."""
 
     rollout_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="Your name for the rollout, sent to trainers. The request id if absent, else made up."
+        None, description="Your name for the rollout, sent to trainers. Defaults to the request id, or to a random id."
     )
     request_id: Name | None = Field(
         None,
-        description="Makes retries safe: the same id and body attach to the same rollout. Or sent as header Idempotency-Key.",
+        description="Idempotency key: a repeated request with the same id and body attaches to the same rollout. "
+        "May be sent as the header Idempotency-Key instead.",
     )
-    group_id: Name | None = Field(None, description="Rollouts of the same prompt, as you group them.")
+    group_id: Name | None = Field(None, description="Your name for a group of rollouts, such as those of one prompt.")
     agent: Name | None = Field(None, description="The server's default agent if absent.")
     messages: list[dict[str, Any]] = Field(
-        fail_fast=True, description="The conversation so far. Goes through untouched, unknown keys included."
+        fail_fast=True, description="The conversation so far. Passed on unchanged, including unknown keys."
     )
-    completions: EndpointBody = Field(description="Who completes: the trainer.")
-    outcome: EndpointBody | None = Field(None, description="Who is told the outcome; if absent it is to be fetched.")
-    tools: EndpointBody | None = Field(None, description="A ToolService with further tools.")
+    completions: EndpointBody = Field(description="The trainer or inference engine that generates completions.")
+    outcome: EndpointBody | None = Field(None, description="Receives the outcome. If absent, the client reads it here.")
+    tools: EndpointBody | None = Field(None, description="A gRPC ToolService with more tools.")
     sampling: Sampling | None = None
     limits: Limits | None = None
-    tokenizer: Tokenizer | None = Field(None, description="Needed for dialect http_masked and for token_mode tokens.")
-    token_mode: enums.TokenMode | None = Field(None, description="Who renders: the trainer (messages) or the server.")
+    tokenizer: Tokenizer | None = Field(None, description="Required for dialect http_masked and for token_mode tokens.")
+    token_mode: enums.TokenMode | None = Field(None, description="Form of the prompt: messages, or rendered token ids.")
     on_drift: enums.DriftPolicy | None = Field(
-        None, description="What to do when the prompt that the trainer saw is not ledger + what was appended."
+        None, description="What to do if the prompt that the trainer used differs from the ledger's prediction."
     )
-    on_interrupt: enums.InterruptPolicy | None = Field(None, description="What a restart of the server means.")
+    on_interrupt: enums.InterruptPolicy | None = Field(None, description="What to do when the server restarts.")
     cancel_after_detach_seconds: float | None = Field(
-        None, ge=0, le=MAX_SECONDS, description="Cancelled once nobody has been attached for so long; never if absent."
+        None, ge=0, le=MAX_SECONDS, description="Cancel after this time without an attached client; never if absent."
     )
     priority: int | None = Field(
-        None, ge=-(2**31), le=2**31 - 1, description="Higher runs earlier among those that wait."
+        None, ge=-(2**31), le=2**31 - 1, description="Queued rollouts with a higher priority start first."
     )
-    metadata: Object = Field(None, description="For agents and tools.")
-    labels: dict[str, str] | None = Field(None, max_length=64, description="For selecting rollouts.")
+    metadata: Object = Field(None, description="Passed to the agent and its tools.")
+    labels: dict[str, str] | None = Field(None, max_length=64, description="For selecting rollouts later.")
 
 
 class CancelRollouts(_Strict):
-    """Which rollouts to cancel: those that meet every condition that is set. At least one must be."""
+    """Which rollouts to cancel: those that match every given condition. At least one condition is required."""
 
     uids: list[Uid] | None = Field(None, max_length=1000)
     rollout_ids: list[Name] | None = Field(None, max_length=1000)
     group_id: Name | None = None
     agent: Name | None = None
     states: list[enums.State] | None = Field(None, max_length=8)
-    labels: dict[str, str] | None = Field(None, max_length=64, description="With all of these labels.")
-    callers: list[Name] | None = Field(None, max_length=1000, description="Others than yourself need an admin key.")
-    all: bool | None = Field(None, description="All rollouts of yours; must be set where no other condition is.")
-    reason: str | None = Field(None, max_length=1000, description="Goes into their outcomes.")
+    labels: dict[str, str] | None = Field(None, max_length=64, description="Rollouts with all of these labels.")
+    callers: list[Name] | None = Field(
+        None, max_length=1000, description="API key names; an admin key may name others."
+    )
+    all: bool | None = Field(None, description="All of your rollouts; required if no other condition is given.")
+    reason: str | None = Field(None, max_length=1000, description="Recorded in the outcomes.")
 
 
 class CancelOne(_Strict):
-    """Why a rollout is cancelled."""
+    """Reason of a cancellation."""
 
-    reason: str | None = Field(None, max_length=1000, description="Goes into its outcome.")
+    reason: str | None = Field(None, max_length=1000, description="Recorded in the outcome.")
 
 
-#: The models of bodies that handlers read raw, for the OpenAPI description.
+#: Models of the bodies that handlers read raw, for the OpenAPI description.
 BODIES: Final = (StartRollout, CancelRollouts, CancelOne)

@@ -1,11 +1,11 @@
-"""Enums of the contract as the plain API's words: the name of a value without its prefix, in small letters."""
+"""Enum values as words of the REST API: the name of a proto enum value in lower case, without its prefix."""
 
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-#: For a value without a word where a reader needs one: one that is unset, or that a later version of the contract adds.
+#: Word for a value that is unset, or that a later version of the contract added.
 OTHER: Final = "unspecified"
 
 # Written out for the OpenAPI description; a test compares them with the contract.
@@ -19,10 +19,10 @@ View = Literal["basic", "messages", "samples", "full"]
 Detail = Literal["basic", "messages", "full", "outcome"]
 
 
-# Any: the generated code has a type of its own for each enum and none for its values; descriptors of two implementations differ.
+# Any: generated code has no common type for enum values, and protobuf's two implementations have none for descriptors.
 @cache
 def names(enum: Any) -> Mapping[int, str]:
-    """The words of an enum's values, by its descriptor; the unset value has none."""
+    """Return the words of an enum's values by number, given its descriptor. The unset value has no word."""
     prefix = enum.values_by_number[0].name.removesuffix("UNSPECIFIED")
     return MappingProxyType(
         {each.number: each.name.removeprefix(prefix).lower() for each in enum.values if each.number}
@@ -31,5 +31,5 @@ def names(enum: Any) -> Mapping[int, str]:
 
 @cache
 def value_of(enum: Any, word: str) -> Any:
-    """The value with that word."""
+    """Return the enum value for a word."""
     return next(value for value, known in names(enum).items() if known == word)

@@ -1,8 +1,8 @@
-"""Errors of the plain API: one shape for all of them, whoever found the fault.
+"""Errors of the REST API. All layers use one shape.
 
-`{"error": {"code", "message", "request_id", "fields": [{"field", "message"}], "retry_after"}}`: `code` is a stable word,
-`message` says what was wrong and what to do, `fields` are named as in the body or query, `retry_after` is in seconds and
-absent where waiting does not help.
+`{"error": {"code", "message", "request_id", "fields": [{"field", "message"}], "retry_after"}}`: `code` is a stable error
+code, `message` says what was wrong and what to do, and `fields` are named as in the body or query. `retry_after` is in
+seconds, and absent if a retry cannot help.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,31 +20,34 @@ INVALID: Final = "INVALID_REQUEST"
 _MAX_FIELD: Final = 300
 _IN_MESSAGE: Final = 5
 
-# What layers that know nothing of this API find wrong: the code, and words that say what to do; "" keeps theirs.
+# Error code and message for the statuses that lower layers raise without a code. "" keeps the message of that layer.
 _BY_STATUS: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
     {
         400: (INVALID, ""),
-        404: ("PATH_NOT_FOUND", "There is nothing at this path; /openapi.json lists what there is"),
-        405: ("METHOD_NOT_ALLOWED", "This path does not know this method; the Allow header lists one it does know"),
+        404: ("PATH_NOT_FOUND", "This path does not exist; /openapi.json lists all paths"),
+        405: (
+            "METHOD_NOT_ALLOWED",
+            "This path does not support this method; the Allow header lists one that it supports",
+        ),
         408: ("REQUEST_TOO_SLOW", ""),
         413: (TOO_LARGE, ""),
         500: ("INTERNAL", ""),
     }
 )
-# What to do about errors whose own words do not say it: of the transport, and of faults of ours.
+# What to do, for transport and internal errors, whose messages do not say it.
 _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "UNAVAILABLE": "try again after Retry-After",
-        "DEADLINE_EXCEEDED": "try again, a start with the same request id",
-        "INTERNAL": "the log has it under the request id",
-        TOO_LARGE: "send, or ask for, less at once",
+        "UNAVAILABLE": "retry after Retry-After seconds",
+        "DEADLINE_EXCEEDED": "retry; repeat a start with the same request id",
+        "INTERNAL": "find the cause in the log by the request id",
+        TOO_LARGE: "send or request less at once",
     }
 )
 
 
-def uses_plain_errors(dialects: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
-    """Says of a request whether its errors have the plain API's shape: all have it but those of the dialects' routes."""
-    others = [route.path_regex for route in dialects if isinstance(route, Route)]
+def uses_plain_errors(exceptions: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
+    """Return a predicate on requests: true if errors have the REST API's shape, false on the paths of `exceptions`."""
+    others = [route.path_regex for route in exceptions if isinstance(route, Route)]
 
     def is_plain(scope: Scope) -> bool:
         path: str = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -54,12 +57,12 @@ def uses_plain_errors(dialects: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
 
 
 def plain_response(problem: Problem, request_id: str) -> Response:
-    """The answer to a failed request."""
+    """Return the response to a failed request, in the REST API's shape."""
     return Response(_content(problem, request_id), problem.status, dict(problem.headers), media_type="application/json")
 
 
 def http_problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Problem:
-    """What layers find wrong that know of HTTP only."""
+    """Return the error for an HTTP status that a layer below the routes raised."""
     code, text = _BY_STATUS.get(status, (f"HTTP_{status}", ""))
     return Problem(status, text or detail, headers or {}, code)
 
@@ -81,12 +84,12 @@ def _field(violation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def field_path(loc: Sequence[str | int]) -> str:
-    """A place such as `("body", "messages", 0, "role")` as `messages[0].role`; the first part alone, as it is."""
+    """Return a place such as `("body", "messages", 0, "role")` as `messages[0].role`. A single part stays as it is."""
     inner = list(loc[1:]) or list(loc)
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
     return path.removeprefix(".")
 
 
 def _summary(fields: Sequence[Mapping[str, str]]) -> str:
-    told = "; ".join(f"{each['field']}: {each['message']}" for each in fields[:_IN_MESSAGE])
-    return told if len(fields) <= _IN_MESSAGE else f"{told}; and {len(fields) - _IN_MESSAGE} more"
+    first = "; ".join(f"{each['field']}: {each['message']}" for each in fields[:_IN_MESSAGE])
+    return first if len(fields) <= _IN_MESSAGE else f"{first}; and {len(fields) - _IN_MESSAGE} more"

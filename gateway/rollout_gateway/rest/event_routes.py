@@ -1,4 +1,4 @@
-"""The plain API: a rollout's events as server-sent events (WHATWG HTML, 9.2), which survive broken connections on both sides."""
+"""REST API: a rollout's events as server-sent events (WHATWG HTML, 9.2). Broken connections resume on both sides."""
 
 import asyncio
 import json
@@ -38,53 +38,53 @@ _MAX_SEQUENCE: Final = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """How long a stream is kept up in hard times, in seconds."""
+    """Times of an event stream, in seconds."""
 
-    #: After so long without an event a comment is sent: proxies close connections on which nothing is said.
+    #: After this time without an event the stream sends a comment: proxies close idle connections.
     keep_alive: float = 15.0
-    #: Between the attempts to resume a call that broke.
+    #: Pauses between attempts to resume a broken call to the rollout server.
     pauses: tuple[float, ...] = PAUSES
 
 
 class EventsQuery(BaseModel):
-    """Which events, and how much of them."""
+    """Which events to send, and in how much detail."""
 
     model_config = ConfigDict(extra="forbid")
 
-    after: int = Field(0, ge=0, le=_MAX_SEQUENCE, description="Those after this sequence; Last-Event-ID goes first.")
+    after: int = Field(0, ge=0, le=_MAX_SEQUENCE, description="Start after this sequence; Last-Event-ID overrides it.")
     detail: enums.Detail = "messages"
 
 
-def events_router(rollouts: Rollouts, patience: StreamLimits = StreamLimits()) -> APIRouter:
-    """The route of the stream."""
+def events_router(rollouts: Rollouts, limits: StreamLimits = StreamLimits()) -> APIRouter:
+    """Return the route of the event stream."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     responses = {
         200: shown.EVENT_STREAM,
-        204: {"description": "The rollout has finished and its last event was seen: do not reconnect."},
+        204: {"description": "The rollout has finished and the client has its last event: do not reconnect."},
         **shown.errors(404),
     }
 
     @router.get("/{uid}/events", responses=responses, openapi_extra=shown.header(LAST_EVENT_ID))
     async def watch_rollout(request: Request, uid: Uid, query: Annotated[EventsQuery, Query()]) -> Response:
-        """Follows a rollout.
+        """Follow a rollout's events as server-sent events, until it has finished.
 
-        A client that reconnects with the last id that it saw loses nothing and hears nothing twice. Leaving detaches from the
-        rollout, as leaving any stream does.
+        A client that reconnects with its last event id misses no event and receives none twice. Disconnecting detaches from
+        the rollout.
         """
         after = _after(request, query.after)
         detail = enums.value_of(event_pb2.EventDetail.DESCRIPTOR, query.detail)
         watch = pb.WatchRolloutRequest(uid=uid, after_sequence=after, detail=detail)
-        follower = RolloutFollower(rollouts.calls(request), watch, patience.pauses)
+        follower = RolloutFollower(rollouts.calls(request), watch, limits.pauses)
         opened = await unless_hung_up(request, follower.open())
         if opened is None:
             return Response(status_code=204)
-        return EventStream(opened, detail, patience.keep_alive, request.state.request_id)
+        return EventStream(opened, detail, limits.keep_alive, request.state.request_id)
 
     return router
 
 
 def _after(request: Request, after: int) -> int:
-    """The sequence to go on after."""
+    """Return the sequence number after which the stream starts."""
     last = request.headers.get(LAST_EVENT_ID, "")
     if not last:
         return after
@@ -94,10 +94,10 @@ def _after(request: Request, after: int) -> int:
 
 
 def frame(event: event_pb2.RolloutEvent, detail: int) -> bytes:
-    """The frame of an event: `id` is its sequence, `event` its kind, `data` its JSON on one line of ASCII.
+    """Return the frame of an event: `id` is its sequence, `event` its kind, `data` its JSON on one line of ASCII.
 
-    An event that is not recorded has no id. One of an unknown kind has nothing but its id, which readers take note of without
-    being told of an event.
+    An event that is not recorded has no id. An event of an unknown kind becomes a frame with only an id: SSE clients store the
+    id and dispatch no event.
     """
     identity = f"id: {event.sequence}\n" if event.sequence else ""
     found = event_json(event, detail)
@@ -107,19 +107,20 @@ def frame(event: event_pb2.RolloutEvent, detail: int) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """A JSON text without line breaks and in ASCII: readers differ in what they take for a break and for a character.
+    """Return a JSON text without line breaks and in ASCII, because SSE clients differ in line breaks and decoding.
 
-    Line breaks stand between a text's tokens only, all else that is not ASCII within its strings.
+    In JSON, raw line breaks occur only between tokens, where a space is equivalent. Other non-ASCII characters occur only in
+    strings, where an escape is equivalent.
     """
     text = text.translate(_BREAKS) if "\n" in text or "\r" in text else text
     return text if text.isascii() else _BEYOND_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent events.
+    """Response of server-sent events.
 
-    It ends with the events, when the client leaves, and where the server cannot be reached any more: the client then comes
-    back and is told why. After `keep_alive_seconds` without an event a comment is sent.
+    It ends after the last event, when the client disconnects, and when the server becomes unreachable. In the last case the
+    client reconnects and receives the error as a status. After `keep_alive_seconds` without an event it sends a comment.
     """
 
     media_type = "text/event-stream"
@@ -132,19 +133,19 @@ class EventStream(StreamingResponse):
         self._last_sent = 0.0
 
     async def stream_response(self, send: Send) -> None:
-        """Sends the events, and comments between them."""
+        """Send the events, and a comment after each idle period."""
 
         async def write(message: Message) -> None:
             self._last_sent = asyncio.get_running_loop().time()
             await send(message)
 
-        keeping = asyncio.create_task(self._keep_alive(write))
+        comments = asyncio.create_task(self._keep_alive(write))
         try:
             async with aclosing(self._frames):
                 await super().stream_response(write)
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            comments.cancel()
+            await asyncio.gather(comments, return_exceptions=True)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -164,4 +165,4 @@ async def _frames(events: Events, detail: int, request_id: str) -> AsyncGenerato
                     yield content
     except (grpc.aio.AioRpcError, StreamEndedEarly) as error:
         why = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "ended early"
-        _LOG.warning("request %s: a stream of events broke off: %s", request_id, why)
+        _LOG.warning("request %s: the event stream was interrupted: %s", request_id, why)

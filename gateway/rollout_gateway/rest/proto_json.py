@@ -1,7 +1,7 @@
-"""Messages of the contract as the plain API's JSON, and its bodies as messages: by their descriptors, and a few tables.
+"""Conversion between protos and the REST API's JSON, driven by the proto descriptors and a few tables.
 
-protobuf's own `json_format` writes 64-bit integers as texts, JSON texts within texts, and token ids one by one, which takes
-many times as long. Here enums are names, times are RFC 3339 in UTC, durations are seconds, and JSON texts are spliced in.
+protobuf's own `json_format` writes 64-bit integers and nested JSON as strings, and is many times slower for token ids. Here
+enums are names, times are RFC 3339 in UTC, durations are seconds, and JSON texts are spliced in verbatim.
 """
 
 import base64
@@ -22,33 +22,34 @@ from rollout_gateway.json_body import parts_of, texts_of
 from rollout_gateway.message_json import message_json, spliced, tool_json
 from rollout_gateway.rest import enums
 
-# Objects of bodies, which tell what is set and nothing else, but for these: so they could be sent to start another rollout.
+# Objects that also occur in request bodies. They contain only the fields that are set, plus those in `_ALWAYS`, so a client
+# can send them again to start another rollout.
 _SPARSE: Final = frozenset({"RolloutSpec", "Target", "Sampling", "Limits", "Tokenizer"})
 _ALWAYS: Final = frozenset({"RolloutSpec.rollout_id", "RolloutSpec.messages", "Target.url", "Tokenizer.name"})
-# Left out of other objects where they are unset or empty.
+# Fields of other objects that are left out if unset or empty.
 _OPTIONAL: Final = frozenset(
     {"Answered.extra_json", "Answered.message", "Answered.spans", "Appended.messages", "Asked.sampling"}
     | {"Forked.messages", "Observed.value_json", "Span.planes", "ToolReturned.message"}
 )
-# null where they are unset, as are times and the contract's optional numbers.
+# Fields that are null if unset. Times and optional numbers are too.
 _NULLABLE: Final = frozenset(
     {"Rollout.delivery", "Rollout.outcome", "Sample.logprobs", "Span.logprobs"}
     | {"Span.mask_reason", "SampleSpan.mask_reason"}
 )
 _RENAMED: Final = {"Limits.time": "seconds", "RolloutSpec.cancel_after_detach": "cancel_after_detach_seconds"}
-# What the other fields hold, as another protocol writes it; `outcome_json` tells the ends.
+# Fields that are left out: copies of other fields for the asynchronous HTTP API, and ends, which `outcome_json` writes.
 _HIDDEN: Final = frozenset(
     {"RolloutSpec.source_json", "StartRolloutResponse.function_tools_json"}
     | {"Outcome.stop", "Outcome.failure", "Outcome.cancellation"}
 )
-# The least view (`RolloutView`) that holds them.
+# The smallest view (`RolloutView`) that contains the field.
 _VIEWS: Final[Mapping[str, int]] = {
     "RolloutSpec.messages": pb.ROLLOUT_VIEW_MESSAGES,
     "Outcome.messages": pb.ROLLOUT_VIEW_MESSAGES,
     "Outcome.samples": pb.ROLLOUT_VIEW_SAMPLES,
     "Outcome.segments": pb.ROLLOUT_VIEW_FULL,
 }
-# The view in which the outcome of a `finished` event comes, by the event's detail.
+# The view of the outcome in a `finished` event, by the event's detail.
 _EVENT_VIEWS: Final[Mapping[int, int]] = {
     event_pb2.EVENT_DETAIL_MESSAGES: pb.ROLLOUT_VIEW_MESSAGES,
     event_pb2.EVENT_DETAIL_OUTCOME: pb.ROLLOUT_VIEW_MESSAGES,
@@ -60,27 +61,27 @@ _NO_TEXT: Final = msgspec.Raw()
 
 @dataclass(frozen=True, slots=True)
 class FieldForm:
-    """A field of a message and what becomes of it in an object."""
+    """How one field of a message is written to JSON and read from it."""
 
     name: str
     key: str
-    #: Its descriptor, of which there are two implementations.
+    #: The field's descriptor. protobuf has two implementations of it without a common type.
     field: Any
-    #: Left out where it is unset.
+    #: Left out if unset.
     optional: bool
-    #: null where it is unset.
+    #: null if unset.
     nullable: bool
-    #: The least view that holds it; 0: all do.
+    #: The smallest view that contains the field; 0: every view does.
     view: int
-    #: Its value in JSON, given the value and the view.
+    #: Converts a value to JSON, given the view.
     show: Callable[[Any, int], Any]
 
     def is_unset(self, message: Any) -> bool:
-        """Whether the message does not have it."""
+        """Return whether the field is unset in a message, or empty if its type cannot be unset."""
         return not (message.HasField(self.name) if self.field.has_presence else getattr(message, self.name))
 
     def parse(self, value: Any, text: msgspec.Raw) -> Any:
-        """A value of a body as the message's constructor takes it; `text` is the value as it stands in the body."""
+        """Convert a value of a body for the message's constructor; `text` is the value's raw JSON text."""
         if self.field.enum_type:
             enum = self.field.enum_type
             return (
@@ -103,9 +104,9 @@ class FieldForm:
 def message_fields(
     values: Mapping[str, Any], message: Any, texts: Mapping[str, msgspec.Raw] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """What the constructor of a message takes, of an object's values and the texts of its parts. Other keys are ignored.
+    """Return constructor arguments of a message for the values of a body's object. Unknown keys are ignored.
 
-    `message` is its descriptor.
+    `message` is the message's descriptor, `texts` are the raw JSON texts of the object's parts.
     """
     return {
         form.name: form.parse(values[form.key], texts.get(form.key, _NO_TEXT))
@@ -116,7 +117,7 @@ def message_fields(
 
 @cache
 def forms(message: Any) -> tuple[FieldForm, ...]:
-    """The forms of a message's fields, by its descriptor."""
+    """Return the forms of a message's fields, given its descriptor."""
     return tuple(
         _form(message.name, field) for field in message.fields if f"{message.name}.{field.name}" not in _HIDDEN
     )
@@ -154,7 +155,7 @@ def _same(value: Any, _: int) -> Any:
 
 
 def _value_converter(field: Any, optional: bool) -> Callable[[Any, int], Any] | None:
-    """How one value is shown; None: as it is."""
+    """Return the converter of a single value; None if the value is written unchanged."""
     if field.message_type:
         written: Callable[[Any, int], Any] = _MESSAGES.get(field.message_type.name, message_to_json)
         return written
@@ -169,7 +170,7 @@ def _value_converter(field: Any, optional: bool) -> Callable[[Any, int], Any] | 
 
 
 def message_to_json(message: Any, view: int = pb.ROLLOUT_VIEW_FULL) -> dict[str, Any]:
-    """A message as an object, with as much of it as the view (`RolloutView`) holds."""
+    """Return a message as a JSON object, with the fields that the view (`RolloutView`) contains."""
     found: dict[str, Any] = {}
     for form in forms(message.DESCRIPTOR):
         if form.view > view:
@@ -185,21 +186,21 @@ def message_to_json(message: Any, view: int = pb.ROLLOUT_VIEW_FULL) -> dict[str,
 
 
 def response_json(message: Any, view: int = pb.ROLLOUT_VIEW_BASIC) -> bytes:
-    """The JSON text of a message, the body of an answer."""
+    """Return the JSON text of a message, for the body of a response."""
     return msgspec.json.encode(message_to_json(message, view))
 
 
 def outcome_json(outcome: outcome_pb2.Outcome, view: int) -> dict[str, Any]:
-    """An outcome: how it ended stands first, in one object with the rest."""
+    """Return an outcome as one object: `end` names the kind of end, then follow that end's fields and the outcome's."""
     kind = outcome.WhichOneof("end") or "failure"
     end = message_to_json(getattr(outcome, kind))
-    if end.get("category") == enums.OTHER:  # as the contract asks of readers of a category that they do not know
+    if end.get("category") == enums.OTHER:  # the contract requires this of readers that do not know a category
         end["category"] = _INTERNAL
     return {"end": kind} | end | message_to_json(outcome, view)
 
 
 def event_json(event: event_pb2.RolloutEvent, detail: int) -> dict[str, Any] | None:
-    """An event: what all have, then its own fields. None for a kind that is not known here, which readers are to skip."""
+    """Return an event as an object: the common fields, then those of its kind. None for an unknown kind, to be skipped."""
     kind = event.WhichOneof("event")
     if kind is None:
         return None
@@ -214,13 +215,13 @@ def event_json(event: event_pb2.RolloutEvent, detail: int) -> dict[str, Any] | N
 
 
 def _time(time: Timestamp, _: int = 0) -> str:
-    # To the microsecond. A tenth of what protobuf's own conversion takes, which would be a third of what an event costs.
+    # To the microsecond. protobuf's own conversion takes ten times as long, which would be a third of an event's cost.
     whole = datetime.fromtimestamp(time.seconds, UTC).isoformat()
     return f"{whole[:19]}.{time.nanos // 1000:06d}Z"
 
 
 def duration(seconds: float) -> Duration:
-    """Seconds as a duration, rounded to the nearest nanosecond."""
+    """Return seconds as a Duration, rounded to the nearest nanosecond."""
     whole, rest = divmod(round(seconds * 1e9), 1_000_000_000)
     return Duration(seconds=whole, nanos=rest)
 

@@ -1,4 +1,4 @@
-"""Requests of the plain API -> the contract's, and where the contract's fields are in them."""
+"""Conversion of REST requests to protos, and the map from proto fields back to places in the request."""
 
 import uuid
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from rollout_gateway.status import Fields
 
 IDEMPOTENCY_KEY: Final = "Idempotency-Key"
 _ENDPOINTS: Final = ("completions", "outcome", "tools")
-# The conditions of a selection by their names in a query.
+# Query parameter of each condition of a selection.
 _QUERY: Final = {
     "uids": "uid",
     "rollout_ids": "rollout_id",
@@ -27,7 +27,7 @@ _QUERY: Final = {
     "delivery_states": "delivery",
 }
 
-#: Where the fields of requests come from in bodies. Fields of the same name, and without parts of other names, are left out.
+#: Place in the body for each proto field. A field is left out if its name and those of its parts are the same in both.
 BODY_FIELDS: Final[Fields] = {
     ("messages",): ("messages",),
     ("sampling", "extra_json"): ("sampling", "extra"),
@@ -39,52 +39,54 @@ BODY_FIELDS: Final[Fields] = {
     **{("credentials", f"{name}_bearer"): (name, "bearer") for name in _ENDPOINTS},
     **{("selection", name): (name,) for name in _QUERY if name != "delivery_states"},
 }
-#: Where they come from in a query.
+#: Place in the query for each proto field.
 QUERY_FIELDS: Final[Fields] = {
     ("timeout",): ("wait",),
     ("after_sequence",): ("after",),
     **{("selection", name): (key,) for name, key in _QUERY.items()},
 }
-# URLs have a limit of their own.
+# Fewer than in a body, because the length of a URL is limited.
 _MAX_SELECTED: Final = 100
-# One of a fleet has a part for each of its servers; it leaves room in the line of the request, see `ConnectionLimits`.
+# A fleet's token has a part per server. It must leave room in the request line, see `ConnectionLimits.url_bytes`.
 _MAX_TOKEN: Final = 12_288
 _Word = Annotated[str, Field(max_length=256)]
 
 
 class ListQuery(BaseModel):
-    """Which rollouts, and how much of them. Every condition that is set must hold."""
+    """Which rollouts to list, and in how much detail. A rollout must match every given condition."""
 
     model_config = ConfigDict(extra="forbid")
 
-    state: list[enums.State] = Field([], max_length=8, description="In one of these states.")
-    delivery: list[enums.DeliveryState] = Field([], max_length=8, description="With a delivery in one of these states.")
-    agent: _Word = Field("", description="Of this agent.")
-    group_id: _Word = Field("", description="Of this group.")
-    rollout_id: list[_Word] = Field([], max_length=_MAX_SELECTED, description="One of these.")
-    uid: list[body.Uid] = Field([], max_length=_MAX_SELECTED, description="One of these.")
+    state: list[enums.State] = Field([], max_length=8, description="One of these states.")
+    delivery: list[enums.DeliveryState] = Field([], max_length=8, description="A delivery in one of these states.")
+    agent: _Word = Field("", description="The agent's name.")
+    group_id: _Word = Field("", description="The group.")
+    rollout_id: list[_Word] = Field([], max_length=_MAX_SELECTED, description="One of these rollout ids.")
+    uid: list[body.Uid] = Field([], max_length=_MAX_SELECTED, description="One of these uids.")
     label: list[Annotated[str, Field(max_length=520)]] = Field(
-        [], max_length=64, description="KEY=VALUE; with all of these labels."
+        [], max_length=64, description="KEY=VALUE; all of these labels."
     )
-    caller: list[_Word] = Field([], max_length=_MAX_SELECTED, description="Others than yourself need an admin key.")
+    caller: list[_Word] = Field(
+        [], max_length=_MAX_SELECTED, description="API key names; an admin key may name others."
+    )
     page_size: int = Field(100, ge=1, le=1000)
-    page_token: str = Field("", max_length=_MAX_TOKEN, description="From the page before.")
+    page_token: str = Field("", max_length=_MAX_TOKEN, description="`next_page_token` of the previous page.")
     view: enums.View = "basic"
 
 
 def wrong(kind: str, place: str, message: str) -> InvalidBody:
-    """One fault outside of the body: in a header, a query or a path."""
+    """Return the error for one fault outside the body: `kind` is header, query or path, `place` the name in it."""
     return InvalidBody([{"type": "value_error", "loc": (kind, place), "msg": message}])
 
 
 def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | None) -> pb.StartRolloutRequest:
-    """The call of a valid body. Raises InvalidBody where body and header name two request ids."""
+    """Convert a valid body. Raises InvalidBody if body and header have different request ids, or the header's is too long."""
     start = parsed.body
     request_id = start.request_id or idempotency_key or ""
     if idempotency_key and idempotency_key != request_id:
-        raise wrong("header", IDEMPOTENCY_KEY, "differs from request_id; send one of them, or the same twice")
+        raise wrong("header", IDEMPOTENCY_KEY, "differs from request_id; send one of them, or the same value in both")
     if len(request_id) > 256:
-        raise wrong("header", IDEMPOTENCY_KEY, "has at most 256 characters")
+        raise wrong("header", IDEMPOTENCY_KEY, "must have at most 256 characters")
     spec = message_fields(vars(start), spec_pb2.RolloutSpec.DESCRIPTOR, parsed.parts)
     spec["rollout_id"] = start.rollout_id or request_id or uuid.uuid4().hex
     endpoints = {name: getattr(start, name) for name in _ENDPOINTS}
@@ -95,13 +97,13 @@ def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | 
 
 
 def cancel_request(cancel: body.CancelRollouts) -> pb.CancelRolloutsRequest:
-    """The call of a valid body."""
+    """Convert a valid body."""
     selection = pb.Selection(**message_fields(vars(cancel), pb.Selection.DESCRIPTOR))
     return pb.CancelRolloutsRequest(selection=selection, reason=cancel.reason or "")
 
 
 def list_request(query: ListQuery) -> pb.ListRolloutsRequest:
-    """The call of a valid query. Raises InvalidBody for labels that are none."""
+    """Convert a valid query. Raises InvalidBody for malformed labels."""
     values = {name: getattr(query, key) for name, key in _QUERY.items()} | {"labels": labels(query.label)}
     return pb.ListRolloutsRequest(
         selection=pb.Selection(**message_fields(values, pb.Selection.DESCRIPTOR)),
@@ -112,12 +114,12 @@ def list_request(query: ListQuery) -> pb.ListRolloutsRequest:
 
 
 def labels(pairs: Iterable[str]) -> dict[str, str]:
-    """The labels of `KEY=VALUE` texts. Raises InvalidBody."""
+    """Parse `KEY=VALUE` texts. Raises InvalidBody for other texts, and for one key with two values."""
     found: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
             raise wrong("query", "label", "must be KEY=VALUE")
         if found.setdefault(key, value) != value:
-            raise wrong("query", "label", "names one key with two values, which no rollout has")
+            raise wrong("query", "label", "must have one value per key; no rollout matches two values")
     return found

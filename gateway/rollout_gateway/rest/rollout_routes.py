@@ -1,4 +1,4 @@
-"""The plain API: starting, reading and ending rollouts."""
+"""REST API: starting, reading and cancelling rollouts."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Final
@@ -19,21 +19,22 @@ from rollout_gateway.rest.request import IDEMPOTENCY_KEY, ListQuery, cancel_requ
 
 _JSON: Final = "application/json"
 
-Uid = Annotated[str, Path(pattern=body.UID_PATTERN, description="The server's id of the rollout.")]
+Uid = Annotated[str, Path(pattern=body.UID_PATTERN, description="Id that the server gave the rollout.")]
 
 
 class GetQuery(BaseModel):
-    """How much of a rollout, and how long to wait for its end."""
+    """Level of detail, and how long to wait until the rollout has finished."""
 
     model_config = ConfigDict(extra="forbid")
 
     view: enums.View = "basic"
-    wait: float = Field(0, ge=0, le=3600, description="Seconds; answers when it has finished, or then.")
+    wait: float = Field(0, ge=0, le=3600, description="Seconds to wait until the rollout has finished.")
 
 
-_LOCATION: Final = {"headers": {"Location": {"description": "The rollout's path.", "schema": shown.TEXT}}}
+_LOCATION: Final = {"headers": {"Location": {"description": "Path of the rollout.", "schema": shown.TEXT}}}
 _STARTED: Final[shown.Responses] = {
-    200: shown.json_response("StartRolloutResponseModel", "A rollout was found under the request id.") | _LOCATION,
+    200: shown.json_response("StartRolloutResponseModel", "The request id belongs to this existing rollout.")
+    | _LOCATION,
     201: shown.json_response("StartRolloutResponseModel", "The rollout was accepted.") | _LOCATION,
     **shown.errors(404, 409),
 }
@@ -45,15 +46,15 @@ _CANCEL_ONE: Final = shown.raw_body(body.CancelOne, required=False)
 
 async def _no_query(request: Request) -> None:
     for key in request.query_params:
-        raise wrong("query", key, "is not known here")
+        raise wrong("query", key, "is not known here; this path takes no query parameters")
 
 
-#: For routes that take no query: what is sent there all the same was meant to say something.
+#: For routes without query parameters: ignoring one would hide a mistake of the client.
 NO_QUERY: Final = Depends(_no_query)
 
 
 def rollouts_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
-    """The routes for rollouts."""
+    """Return the routes below `/v1/rollouts`, except for events."""
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     _add_reading(router, rollouts)
     _add_starting(router, rollouts, intake)
@@ -64,14 +65,14 @@ def rollouts_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
 def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
     @router.post("", status_code=201, responses=_STARTED, openapi_extra=_START, dependencies=[NO_QUERY])
     async def start_rollout(request: Request) -> Response:
-        """Starts a rollout, or finds the one that was started under the same request id: retries are safe with one."""
+        """Start a rollout. A repeated request with the same request id returns the existing rollout, so retries are safe."""
 
         def parse(content: bytes) -> pb.StartRolloutRequest:
             return start_request(read_body(content, body.StartRollout), request.headers.get(IDEMPOTENCY_KEY))
 
         calls = rollouts.calls(request)
         start = await intake.read(request, calls, parse)
-        # Without a deadline of ours: it would end the call and not the rollout, of which nobody then knew.
+        # No timeout: it would end the call but not the rollout, and the client would not learn the uid.
         started = await calls.rpc.StartRollout(start, timeout=None)
         place = f"{request.scope.get('root_path', '')}/v1/rollouts/{started.rollout.uid}"
         return Response(response_json(started), 200 if started.attached else 201, {"location": place}, _JSON)
@@ -80,14 +81,14 @@ def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) 
 def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
     @router.get("", responses={200: shown.json_response("ListRolloutsResponseModel"), **shown.errors()})
     async def list_rollouts(request: Request, query: Annotated[ListQuery, Query()]) -> Response:
-        """Rollouts page by page, newest first. Those that start meanwhile do not disturb the pages."""
+        """List rollouts in pages, newest first. Rollouts that start meanwhile do not shift the pages."""
         listing = list_request(query)
         page = await rollouts.calls(request).rpc.ListRollouts(listing)
         return Response(response_json(page, listing.view), media_type=_JSON)
 
     @router.get("/{uid}", responses={200: shown.json_response("RolloutModel"), **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
-        """One rollout as it is now, or once it has finished: waiting counts as being attached, hanging up ends it."""
+        """Read a rollout, or wait until it has finished. A waiting client is attached; disconnecting detaches it."""
         view = enums.value_of(pb.RolloutView.DESCRIPTOR, query.view)
         rpc = rollouts.calls(request).rpc
         found: pb.GetRolloutResponse | pb.WaitRolloutResponse
@@ -108,12 +109,12 @@ def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
 
     @router.post("/cancel", responses=_CANCELLED, openapi_extra=_CANCEL, dependencies=[NO_QUERY])
     async def cancel_rollouts(request: Request) -> Response:
-        """Asks the selected rollouts to end. Those that have finished stay as they are."""
+        """Cancel the selected rollouts. Finished rollouts do not change."""
         return await cancel(request, lambda content: cancel_request(read_body(content, body.CancelRollouts).body))
 
     @router.post("/{uid}/cancel", responses=_CANCELLED, openapi_extra=_CANCEL_ONE, dependencies=[NO_QUERY])
     async def cancel_rollout(request: Request, uid: Uid) -> Response:
-        """Asks one rollout to end. One that has finished stays as it is."""
+        """Cancel one rollout. A finished rollout does not change."""
 
         def parse(content: bytes) -> pb.CancelRolloutsRequest:
             reason = read_body(content, body.CancelOne).body.reason if content else None
@@ -123,7 +124,7 @@ def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
 
     @router.post("/{uid}/acknowledge", status_code=204, responses=shown.errors(404), dependencies=[NO_QUERY])
     async def acknowledge_outcome(request: Request, uid: Uid) -> Response:
-        """Tells that the outcome was received, which ends its delivery."""
+        """Acknowledge that the outcome was received. This ends its delivery."""
         await rollouts.calls(request).rpc.AcknowledgeOutcome(pb.AcknowledgeOutcomeRequest(uid=uid))
         return Response(status_code=204)
 

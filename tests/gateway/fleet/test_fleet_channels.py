@@ -63,7 +63,7 @@ async def secured(authority: Authority, clients: Authority | None = None) -> Asy
     ],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="is no address of a rollout server"):
+    with pytest.raises(ValueError, match="is not an address of a rollout server"):
         open_channel(address)
 
 

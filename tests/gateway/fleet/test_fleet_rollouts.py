@@ -104,7 +104,7 @@ async def test_while_a_server_is_away_nothing_is_said_not_to_exist(world: Fleets
     for uid in (uids[1], "nowhere"):
         refused = await refusal(world.fleet.GetRollout(pb.GetRolloutRequest(uid=uid)))
         assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "SERVER_UNREACHABLE")
-        assert refused.text == "1 of 3 rollout servers cannot be reached: the rollout may be there"
+        assert refused.text == "1 of 3 rollout servers cannot be reached: one of them may have the rollout"
 
 
 async def test_what_the_owner_refuses_is_refused(world: Fleets) -> None:

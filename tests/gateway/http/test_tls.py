@@ -197,7 +197,7 @@ async def test_a_broken_pair_leaves_the_old_one_in_force_and_tells_the_file(
         port = await stack.enter_async_context(gateway(address, pair))
         for content, complaint in (
             (other_key, "does not belong to"),
-            (b"no key", "holds no key in PEM"),
+            (b"no key", "contains no key in PEM format"),
             (None, "cannot be read"),
         ):
             caplog.clear()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import urljoin
 
 import grpc
 import httpx
@@ -220,7 +224,7 @@ async def test_a_body_that_grows_too_large_is_refused_in_its_shape(plain: Plain)
 async def test_faults_of_ours_and_of_the_server_show_nothing(plain: Plain, caplog: pytest.LogCaptureFixture) -> None:
     plain.server.refusals["StartRollout"] = Refusal(Code.UNKNOWN, "KeyError: 'inside'", rich=False)
     reply = await plain.start(headers={"x-request-id": "look-me-up"})
-    text = "Internal server error; the log has it under the request id"
+    text = "Internal server error; find the cause in the log by the request id"
     error = {"code": "INTERNAL", "message": text, "request_id": "look-me-up", "fields": []}
     assert (reply.status_code, reply.json()) == (500, {"error": error})
     assert "inside" in caplog.text
@@ -258,6 +262,33 @@ async def test_without_a_server_all_is_503_with_a_time_to_come_back(tmp_path: An
         assert error["code"] == "UNAVAILABLE"
         assert "none" not in reply.text
     assert (ready.status_code, ready.headers["retry-after"], ready.json()) == (503, "1", {"status": "unavailable"})
+
+
+async def test_the_start_page_is_static_and_leads_on(plain: Plain) -> None:
+    plain.server.key = KEY
+    plain.server.refusals["GetServerInfo"] = Refusal(Code.UNAVAILABLE, rich=False)
+    page = await plain.http.get("/")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert page.content == (await plain.http.get("/", headers=KNOWN)).content
+    assert plain.server.asked == {}
+    assert (await plain.http.head("/")).headers["content-length"] == str(len(page.content))
+    (style,) = re.findall(r"<style>(.*?)</style>", page.text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    assert page.headers["content-security-policy"] == policy
+    assert not re.search(r"<script|src=|style=|https?://|@import|url\(", page.text)
+    links = re.findall(r'href="(.*?)"', page.text)
+    assert links == ["docs", "openapi.json", "healthz", "readyz", "metrics"]
+    for link in links:
+        # As a browser resolves it, also where a proxy serves the gateway under a prefix.
+        assert urljoin("http://proxy/prefix/", link) == f"http://proxy/prefix/{link}"
+        assert (await plain.http.get(urljoin(str(page.url), link))).status_code == (503 if link == "readyz" else 200)
+    for api in ("/v1/rollouts", "POST /rollout", "POST /v1/rollout/init", pb.DESCRIPTOR.package + ".RolloutService"):
+        assert f"<code>{api}</code>" in page.text
+    assert "/" not in (await plain.http.get("/openapi.json")).json()["paths"]
+    assert (await plain.http.post("/")).json()["error"]["code"] == "METHOD_NOT_ALLOWED"
 
 
 async def test_the_description_is_whole(plain: Plain) -> None:
