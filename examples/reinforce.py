@@ -26,6 +26,10 @@ def policy():
     return {token: math.exp(logit) / total for token, logit in logits.items()}
 
 
+def decode(ids):
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
 async def generate(prompt_ids, sampling):  # your inference engine
     if tool_result[0] not in prompt_ids:
         return Generated(call, [0.0] * len(call), "stop")
@@ -42,7 +46,6 @@ def learn(sample, advantage):  # your optimizer: gradient ascent on advantage * 
 
 async def main():
     settings = Settings(http=False, grpc_port=0, tokenizers={"toy": TOY_TOKENIZER})
-    decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)  # noqa: E731
     model = {"generate": generate, "decode": decode, "parse": parsers.hermes, "end_ids": end}
     question = Prompt([{"role": "user", "content": "What is 5 plus 3?"}], metadata={"ground_truth": "8"})
     async with Server([Calculator()], settings) as server, Trainer(f"localhost:{server.grpc_port}", **model) as trainer:
