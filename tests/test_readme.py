@@ -79,7 +79,7 @@ async def test_the_engine(ports: dict[str, str], tmp_path: Path) -> None:
     async with serving(engine):
         output = await run_python(with_ports(block, ports).replace("http://localhost:8000", engine.url), tmp_path)
     trained = sum(len(each.ids) for each in engine.model.seen)
-    assert output.startswith(f"reward 1.0 - {trained} of ")
+    assert output.startswith(f"reward 1.0: {trained} of ")
 
 
 async def test_the_trainer_learns(tmp_path: Path) -> None:
