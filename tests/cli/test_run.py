@@ -117,15 +117,19 @@ def test_json_lines_are_the_events_and_then_the_rollout(project: Path, invoke: I
     assert [message["role"] for message in rollout["messages"]] == ["user", "assistant", "tool", "assistant"]
 
 
-def test_messages_come_from_a_file_and_an_echo_stands_in(project: Path, invoke: Invoke) -> None:
+def test_messages_come_from_a_file(project: Path, invoke: Invoke) -> None:
+    """The built-in mock model calls the agent's tool with the last user message and repeats the result."""
     (project / "talk.json").write_text(
         json.dumps([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}])
     )
     (project / "one.json").write_text(json.dumps({"role": "user", "content": "three"}))
-    for name, echoed in (("talk.json", "one"), ("one.json", "three")):
+    for name, content in (("talk.json", "one"), ("one.json", "three")):
         told = lines(invoke("run", "agent.py", "--message", name, "--system", "Be kind.", "--json").stdout)[-1]
         messages = told["rollout"]["messages"]
-        assert (messages[0], messages[-1]["content"]) == ({"role": "system", "content": "Be kind."}, echoed)
+        assert messages[0] == {"role": "system", "content": "Be kind."}
+        [call] = [each for message in messages for each in message.get("tool_calls") or ()]
+        assert content in call["function"]["arguments"].values()
+        assert messages[-1]["content"] == messages[-2]["content"]
 
 
 def test_an_agent_that_fails_is_told_at_its_own_line(project: Path, invoke: Invoke) -> None:

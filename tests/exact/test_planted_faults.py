@@ -253,8 +253,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "any text may follow an answer that is left open",
             "renderer",
-            "not ends or (first and self.loaded.is_special(first[0]))",
-            "True",
+            "if stop is not None and not (first and self.loaded.is_special(first[0])):",
+            "if False:",
         ),
     ),
     (in_python, Fault("one id too many is dropped behind the stop", "renderer", "last), ids[1:])", "last), ids[2:])")),

@@ -99,7 +99,7 @@ def test_a_lie_of_the_trainer_is_noticed(serving, scripted_model):
 def test_refused(serving, scripted_model):
     with pytest.raises(Exception, match="agent"):
         serving(Weather()).play("?", scripted_model.says("."), agent="nobody")
-    with pytest.raises(ValueError, match="no setting 'max_run'; is it max_running"):
+    with pytest.raises(ValueError, match="unknown setting 'max_run'; did you mean max_running"):
         serving(Weather(), max_run=1)
 
 

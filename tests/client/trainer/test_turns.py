@@ -84,7 +84,8 @@ async def test_a_turn_asked_for_twice_at_once_is_generated_once() -> None:
     async with standing(model) as stand:
         request = stand.asker().request(PROMPT)
         calls = [asyncio.ensure_future(stand.completions.Complete(request)) for _ in range(3)]
-        await model.begun.wait()
+        running = stand.listener._turns._running
+        await until(lambda: [turn.waiting for turn in running.values()] == [3])
         calls[0].cancel()
         assert model.gate is not None
         await until(calls[0].done)

@@ -159,7 +159,7 @@ async def test_tools_and_agents_are_told(caller: Caller) -> None:
     assert [agent.name for agent in agents if agent.default] == ["idle"]
     assert {agent.name: agent.replayable for agent in agents}["calculator"]
     assert list(agents[0].tools) == list(tools)
-    assert agents[2].description == "Ends at once and asks nobody."
+    assert agents[2].description == "End at once, without a completion."
 
 
 async def test_the_server_tells_what_it_is(open_server: OpenServer) -> None:

@@ -164,9 +164,11 @@ async def test_a_message_that_the_usual_stop_does_not_announce(ours, plain) -> N
     for ids in ([5], naive.ids("<|im_start|>")):
         rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, late), answered(SAID, ids), 1)
         assert rendered.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(behind)))
-    unknown = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, late), answered(SAID, None), 1)
-    # A completion without ids is taken to have the token that ends it.
-    assert unknown.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(behind)[1:]))
+    # A completion without ids is taken to have the token that ends it, if that token is known to end completions.
+    heard = {"role": "tool", "tool_call_id": "c1", "content": "8"}
+    for message, text in ((late, behind), (heard, "8<|im_end|>")):
+        unknown = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, message), answered(SAID, None), 1)
+        assert unknown.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(text)))
 
 
 async def test_what_the_template_leaves_out_is_named_behind_a_short_history_too(ours, plain) -> None:

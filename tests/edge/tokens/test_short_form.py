@@ -105,6 +105,27 @@ def test_passing_a_number_of_the_template_is_a_new_shape() -> None:
     assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 4, 5, 10]  # at 9 messages, 11 and 21
 
 
+def test_residues_of_divisors_are_new_shapes() -> None:
+    """A template may treat every second or third message of a role differently."""
+    proof, messages = ShortFormProof(Literals(divisors=(3,))), [ASKED]
+    # The fourth turn is the first of its residue that has a tool result before the completion.
+    assert due(proof, messages, *[[CALLED, HEARD]] * 7) == [True, True, True, True, False, False, False]
+    # Two results in one turn shift the count of tool messages against that of completions.
+    two = [CALLED, HEARD, {**HEARD, "tool_call_id": "other"}]
+    due(proof, messages, two)
+    assert due(proof, messages, *[[CALLED, HEARD]] * 4) == [True, True, True, False]
+
+
+def test_a_message_of_another_kind_before_the_completion_is_a_new_shape() -> None:
+    """A template that wants roles to alternate refuses two completions in a row, which a short history would hide."""
+    proof, messages = ShortFormProof(Literals()), [ASKED]
+    late = [CALLED, HEARD, SAID]
+    assert due(proof, messages, *[[CALLED, HEARD]] * 3, late) == [True, True, False, True]
+    due(proof, messages, [CALLED, HEARD])
+    # Before the first of these stands a tool result, before the others a completion.
+    assert due(proof, messages, late, late, late) == [True, True, False]
+
+
 def test_calls_and_parts_are_counted_up_to_three() -> None:
     def called(number: int) -> list[Any]:
         return [{**CALLED, "tool_calls": [call("{}", call_id=f"c{index}") for index in range(number)]}, HEARD]
@@ -116,7 +137,8 @@ def test_calls_and_parts_are_counted_up_to_three() -> None:
         proof, messages = ShortFormProof(Literals()), [ASKED]
         assert due(proof, messages, *map(shape, (1, 1, 2, 3)))[2:] == [True, True]
         due(proof, messages, shape(1))
-        assert due(proof, messages, shape(3), shape(4)) == [True, False]
+        # The message before the completion has another kind once more than one part was received.
+        assert due(proof, messages, shape(3), shape(4), shape(4)) == [True, shape is heard, False]
 
 
 def test_a_question_of_another_kind_is_compared_when_it_is_dropped() -> None:
@@ -155,6 +177,12 @@ def test_the_literals_of_a_template_are_those_of_its_expressions() -> None:
 
     text = "Never this 99.{% if 'this' in messages[0].content and messages | length > 12 - 2 + 1 %}{{ '' ~ \"that\" }}{% endif %}"
     assert literals([text, "{{ 'more' }}"], Environment()) == Literals(frozenset({"this", "that", "more"}), (2, 12))
+    divided = (
+        "{{ (loop.index0 + 1) % 5 }}{{ 1 is even }}{{ 3 is divisibleby 7 }}{{ loop.cycle('a', 'b', 'c') }}{{ 1 % x }}"
+    )
+    found = literals([divided], Environment())
+    assert found is not None
+    assert found.divisors == (2, 3, 5, 7)
     assert literals(["{% if %}"], Environment()) is None
     assert literals([f"{{{{ {'(' * 10_000}1{')' * 10_000} }}}}"], Environment()) is None
     for quote in ("'", ""):

@@ -10,7 +10,7 @@ the texts are compared. If they differ, or if the required internals of transfor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Protocol, TypeAlias
@@ -33,12 +33,13 @@ _LONGEST = 200
 class Literals:
     """Literals in the expressions of a template: non-empty strings, and integers of at least 2 in ascending order.
 
-    A template can search messages for these strings, or compare the number of messages with these integers (see
-    `ShortFormProof`).
+    A template can search messages for these strings, compare the number of messages with these integers, or divide it by the
+    `divisors` (see `ShortFormProof`).
     """
 
     strings: frozenset[str] = frozenset()
     numbers: tuple[int, ...] = ()
+    divisors: tuple[int, ...] = ()
 
 
 def literals(templates: Iterable[str], environment: Any) -> Literals | None:
@@ -49,14 +50,35 @@ def literals(templates: Iterable[str], environment: Any) -> Literals | None:
     from jinja2 import TemplateError, nodes
 
     found: set[object] = set()
+    divisors: set[int] = set()
     try:
         for template in templates:
-            found.update(constant.value for constant in environment.parse(template).find_all(nodes.Const))
+            tree = environment.parse(template)
+            found.update(constant.value for constant in tree.find_all(nodes.Const))
+            divisors.update(_divisors(tree))
     except (TemplateError, RecursionError):
         return None
     strings = frozenset(value for value in found if isinstance(value, str) and 0 < len(value) <= _LONGEST)
     numbers = sorted({value for value in found if type(value) is int and value > 1})
-    return Literals(strings, tuple(numbers)) if len(strings) + len(numbers) <= _MOST else None
+    return Literals(strings, tuple(numbers), tuple(sorted(divisors))) if len(strings) + len(numbers) <= _MOST else None
+
+
+def _divisors(tree: Any) -> Iterator[int]:
+    """Yield the constants that a template divides by: `%`, the tests `even`, `odd` and `divisibleby`, and `cycle`."""
+    from jinja2 import nodes
+
+    operands = [node.right for node in tree.find_all(nodes.Mod)]
+    for test in tree.find_all(nodes.Test):
+        if test.name in ("even", "odd"):
+            yield 2
+        elif test.name == "divisibleby":
+            operands += test.args
+    yield from (
+        each.value for each in operands if isinstance(each, nodes.Const) and type(each.value) is int and each.value > 1
+    )
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr == "cycle" and len(call.args) > 1:
+            yield len(call.args)
 
 
 class Templated(Protocol):

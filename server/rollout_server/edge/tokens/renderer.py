@@ -274,8 +274,9 @@ class Renderer:
         # If the template has a stop token but none was found here, only another special token can prove that the completion ended.
         # That token is part of the environment: in GLM's template the first token of a message also ends the completion before it.
         first = self.loaded.encode(text)[:1]
-        ends = stop is not None
-        return _EnvironmentText(text, None, ends) if not ends or (first and self.loaded.is_special(first[0])) else None
+        if stop is not None and not (first and self.loaded.is_special(first[0])):
+            return None
+        return _EnvironmentText(text, None, stop is not None and self.loaded.ends_completion(first[0], cut=False))
 
     def _prediction(self, found: _EnvironmentText, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
         """Return the environment's token ids, with the stop token in `closing` if the completion lacks it.

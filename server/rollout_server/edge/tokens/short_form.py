@@ -9,6 +9,7 @@ only after it was compared, in the same rollout, with the full rendering of a co
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import groupby
@@ -45,7 +46,7 @@ def shortened(messages: Sequence[Fields], answered: int, filler: str) -> tuple[l
     has no user message, one with the text `filler` is added, because many templates refuse a conversation that starts with the
     assistant.
     """
-    roles = [str(message.get("role")) for message in messages[:answered]]
+    roles = [_role(message) for message in messages[:answered]]
     kept = [messages[index] for index in short_history(roles, answered)]
     if not any(message.get("role") == "user" for message in kept):
         kept.append({"role": "user", "content": filler})
@@ -58,11 +59,12 @@ class ShortFormProof:
     A comparison is due in the first two turns with an environment, for each new shape of the conversation, and in every 16th
     turn. The shape contains what a template can depend on without growing in each turn:
 
-    - the kinds of the completion and of the messages after it;
+    - the kinds of the message before the completion, of the completion, and of the messages after it;
     - the kinds of the messages that the short history drops;
     - which string literals of the template occur in which role: among the dropped messages, after the completion, and in the
       kept user message;
-    - which integer literals of the template the number of messages has reached or passed.
+    - which integer literals of the template the number of messages has reached or passed;
+    - the number of messages of each role modulo each constant that the template divides by.
 
     Literals in tool results count only when they occur for the first time, because the content of tool results changes in each
     turn. For dropped system and user messages the order of last occurrence also counts, because a template may obey the last
@@ -74,6 +76,7 @@ class ShortFormProof:
         self._literals = literals
         self._dropped: set[object] = set()
         self._latest: dict[tuple[str, str], int] = {}
+        self._roles: Counter[str] = Counter()
         self._following: set[object] = set()
         self._looked_at = 0
         self._leading = 0
@@ -99,14 +102,20 @@ class ShortFormProof:
         # Below, equal to or above each number: a template may use any comparison operator.
         numbers, count = self._literals.numbers, len(messages)
         passed = bisect_left(numbers, count), bisect_right(numbers, count)
+        roles = self._roles + Counter(map(_role, messages[answered:]))
+        residues = tuple(
+            frozenset((role, n % divisor) for role, n in roles.items()) for divisor in self._literals.divisors
+        )
         following_literals = frozenset(
             word for message in following if message.get("role") != "tool" for word in self._literals_in(message)
         )
         self._shape = (
             passed,
+            residues,
             self._order(),
             self._asked,
             following_literals,
+            _kind(messages[answered - 1], None) if answered else None,
             _kind(completion, None),
             tuple(_kind(message, completion) for message in following),
         )
@@ -125,7 +134,7 @@ class ShortFormProof:
         """Return an independent copy for a forked conversation."""
         other = copy(self)
         other._dropped, other._following = set(self._dropped), set(self._following)
-        other._latest = dict(self._latest)
+        other._latest, other._roles = dict(self._latest), Counter(self._roles)
         other._proved = set(self._proved)
         return other
 
@@ -133,6 +142,7 @@ class ShortFormProof:
         """Yield the messages that the short history of this turn drops for the first time."""
         for index in range(self._looked_at, answered):
             message = messages[index]
+            self._roles[_role(message)] += 1
             if index == self._leading and message.get("role") in _SYSTEM:
                 self._leading += 1
             elif message.get("role") == "user":
@@ -141,7 +151,7 @@ class ShortFormProof:
                     yield self._user
                 self._user, self._asked = message, self._literals_in(message)
             else:
-                if (role := str(message.get("role"))) in _SYSTEM:
+                if (role := _role(message)) in _SYSTEM:
                     self._latest |= dict.fromkeys(((role, word) for word in self._literals_in(message)), index)
                 yield message
 
@@ -168,6 +178,10 @@ class ShortFormProof:
         return frozenset(word for word in self._literals.strings if any(word in text for text in texts))
 
 
+def _role(message: Fields) -> str:
+    return str(message.get("role"))
+
+
 def _kind(message: Fields, completion: Fields | None) -> Kind:
     """Return role, kinds of content and reasoning, tool calls and field names.
 
@@ -178,7 +192,7 @@ def _kind(message: Fields, completion: Fields | None) -> Kind:
     thoughts = tuple(_content_kind(message.get(name)) for name in _REASONING)
     arguments = tuple(_arguments_kind(call) for call in (calls if isinstance(calls, list) else [])[:_MANY])
     return (
-        str(message.get("role")),
+        _role(message),
         _content_kind(message.get("content")),
         thoughts,
         arguments,

@@ -104,9 +104,11 @@ def probe(
     texts = {form: _try(tooled, [_USER, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
     shown = [rounds[form] for form, text in texts.items() if _CONTENT in (text or "")]
+    # Templates that do not render calls may still close completions with calls by another token.
+    hidden = [] if shown else [[{**rounds[form][0], "content": _CONTENT}, rounds[form][1]] for form in accepted]
     opens_next = final is not None and final.opens_next
-    found = (closers.stop(tooled, [_USER, call], result, opens_next=opens_next) for call, result in shown)
-    calls = next((stop for stop in found if stop is not None), None) if shown else final
+    found = (closers.stop(tooled, [_USER, call], result, opens_next=opens_next) for call, result in shown or hidden)
+    calls = next((stop for stop in found if stop is not None), None if shown else final)
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
