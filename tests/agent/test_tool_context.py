@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Annotated, Any, Optional, cast
 
 import pytest
-from rollout_server import Agent, Run, ToolContext, tool
+from rollout_server import Agent, Limits, Run, ToolContext, tool
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import Observed
 from rollout_server.runtime.errors import ArgumentError
@@ -285,3 +285,31 @@ async def test_each_attempt_gets_it(new_world: type[RuntimeHarness]) -> None:
 
     outcome = await outcome_of(new_world(Patient()).start(Say("", (call("flaky"),)), Say("done")))
     assert contents(outcome, "tool") == ["3"]
+
+
+@pytest.mark.parametrize("concurrently", [1, 3])
+async def test_a_limit_met_inside_a_tool_ends_the_rollout(
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture, concurrently: int
+) -> None:
+    @tool
+    async def delegate(run: Run) -> str:
+        """Lets a subagent work for ever."""
+        helper = await run.fork([{"role": "user", "content": "go on"}])
+        while True:
+            await helper.sample()
+            await helper.append({"role": "user", "content": "go on"})
+
+    @tool
+    def delegate_in_thread(run: Run) -> str:
+        """The same in a thread."""
+        return run.wait(delegate.function(run))
+
+    class Endless(Agent):
+        name = "endless"
+        tools = (delegate, delegate_in_thread)
+
+    calls = tuple(call(("delegate", "delegate_in_thread")[n % 2], f"c{n}") for n in range(concurrently))
+    outcome = await outcome_of(new_world(Endless()).start(Say("", calls), Say("more"), limits=Limits(turns=8)))
+    assert outcome.end == Stop("max_turns")
+    assert outcome.metrics.turns == 8
+    assert "Traceback" not in caplog.text

@@ -168,3 +168,9 @@ async def misuse(how: str, run: Run) -> object:
 def without(a: int) -> int:
     """Takes no context, so any state will do."""
     return a
+
+
+@tool(process=True)
+def basket(context: ToolContext) -> str:
+    """What the rollout's basket has."""
+    return str(context.state["basket"])
