@@ -13,6 +13,7 @@ try:
     from rollout_server.runtime.errors import ToolError
     from rollout_server.runtime.run.messages import Reply
     from rollout_server.runtime.run.run import Run
+    from rollout_server.runtime.tools.protocols import ToolContext
     from rollout_server.tool import Image, tool
 except ModuleNotFoundError as error:  # the base install has only what the client needs, such as no pydantic
     missing = error.name
@@ -32,6 +33,7 @@ __all__ = [
     "Request",
     "RewardResult",
     "Run",
+    "ToolContext",
     "ToolError",
     "__version__",
     "serve",

@@ -13,6 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 PLAYED = """
+from basket import Basket
 from careful import Careful
 from moody import Moody
 from numbers_ import Numbers
@@ -32,6 +33,13 @@ def test_policies(serving, scripted_model):
     assert serving(Numbers()).play("?", model).tool_results == ["[2, 2, 3]", "oak is a word"]
 
 
+def test_the_rollout_in_a_tool(serving, scripted_model):
+    model = scripted_model.calls("put", fruit="pear").calls("put", fruit="fig").calls("count", fruit="fig").says("Done.")
+    rollout = serving(Basket()).play("?", model, metadata={"wanted": ["pear", "fig"]})
+    assert rollout.tool_results == ["The basket has pear.", "The basket has pear, fig.", "1"]
+    assert rollout.reward == 1.0
+
+
 def test_tools_by_request(serving, scripted_model):
     stage = serving(Moody())
     model = scripted_model.calls("shout", text="a").says("Done.")
@@ -42,7 +50,7 @@ def test_tools_by_request(serving, scripted_model):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("shop", "numbers_", "careful", "moody", "test_shop")
+    names = ("shop", "numbers_", "basket", "careful", "moody", "test_shop")
     for name, block in zip(names, BLOCKS, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     (tmp_path / "test_played.py").write_text(PLAYED)
@@ -53,4 +61,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 passed" in done.stdout
+    assert "6 passed" in done.stdout

@@ -33,6 +33,7 @@ def test_the_public_names_are_there() -> None:
         "Request",
         "RewardResult",
         "Run",
+        "ToolContext",
         "ToolError",
         "__version__",
         "serve",

@@ -188,6 +188,12 @@ def default_that_is_no_json() -> None:
 
 def what_no_model_can_write() -> None:
     @tool
+    def look(place: str, runs: list[Run]) -> None:
+        """Looks."""
+
+
+def cached_for_all_rollouts() -> None:
+    @tool(idempotent=True, cache=True)
     def look(place: str, run: Run) -> None:
         """Looks."""
 
@@ -235,7 +241,11 @@ WRONG = [
     (tool_of_no_object, "tool 'price': it is a method, and there is no object yet; make it in __init__"),
     (default_of_another_type, "tool 'look': the default of parameter depth: must be 1 or 2, not 3"),
     (default_that_is_no_json, "tool 'look': the default of parameter depth: "),
-    (what_no_model_can_write, "tool 'look': parameter run: rollout_server.runtime.run.run.Run has no JSON Schema"),
+    (
+        what_no_model_can_write,
+        "tool 'look': parameter runs: list[rollout_server.runtime.run.run.Run] has no JSON Schema",
+    ),
+    (cached_for_all_rollouts, "tool 'look': cache shares results between rollouts, and parameter run differs"),
     (what_is_read_unchecked, "tool 'add': parameter numbers: the items of an Iterable are not validated"),
     (policy_of_a_tool, "tool 'look' is already a tool; set its policy where it is defined"),
 ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from logging import Logger, LoggerAdapter
 from random import Random
 from typing import Any, assert_type
 
-from rollout_server import Agent, Limits, Reply, Request, RewardResult, Run, ToolError, serve, tool
+from rollout_server import Agent, Limits, Reply, Request, RewardResult, Run, ToolContext, ToolError, serve, tool
+from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Tool
 
 
@@ -25,11 +27,33 @@ def shout(text: str) -> str:
     return text.upper()
 
 
+@tool
+async def remember(text: str, context: ToolContext) -> str:
+    """Uses all of its context."""
+    assert_type(context.uid + context.rollout_id, str)
+    assert_type(context.metadata, Mapping[str, JSON])
+    assert_type(context.state, dict[str, Any])
+    assert_type(context.cancelled, bool)
+    assert_type(context.logger, LoggerAdapter[Logger])
+    assert_type(context.now(), datetime)
+    assert_type(context.random(), Random)
+    assert_type(await context.once(lambda: 7), int)
+    context.sample()  # type: ignore[attr-defined]
+    return text
+
+
+@tool
+async def delegate(task: str, run: Run) -> str:
+    """Takes all of the rollout, and is a function of a narrower context as well."""
+    await remember(task, run)
+    return (await (await run.fork([{"role": "user", "content": task}])).sample()).content
+
+
 class Asynchronous(Agent):
     """Everything that an author may write."""
 
     name = "asynchronous"
-    tools = (add, shout)
+    tools = (add, shout, remember, delegate)
     limits = Limits(turns=8, seconds=1.5)
 
     def __init__(self, corpus: str = "") -> None:

@@ -15,7 +15,8 @@ from pydantic.errors import PydanticUndefinedAnnotation, PydanticUserError
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
-from rollout_server.runtime.tools.protocols import ToolDefinition, ToolRunner, Unwritable
+from rollout_server.runtime.tools.process_context import context_json
+from rollout_server.runtime.tools.protocols import ToolContext, ToolDefinition, ToolRunner, Unwritable
 from rollout_server.runtime.tools.task import ToolTask
 from rollout_server.tool.argument_errors import one_line
 from rollout_server.tool.docstring import read_docstring
@@ -76,25 +77,37 @@ class FunctionTool(Generic[P, R]):
         """Whether the function is a plain `def`, which runs in a thread."""
         return not inspect.iscoroutinefunction(self.function)
 
-    async def run(self, arguments: Mapping[str, JSON]) -> Content:
+    async def run(self, arguments: Mapping[str, JSON], context: ToolContext | None = None) -> Content:
         """Run one call outside a server, without its policy. Not possible for a tool with `process=True`.
 
-        Raises `ArgumentError` for invalid arguments, and `ToolError` for a result that cannot be serialised.
+        `context` is passed for the parameters annotated `Run` or `ToolContext`; any object with the members that the tool uses.
+
+        Raises `ArgumentError` for invalid arguments, `ToolError` for a result that cannot be serialised, and TypeError for a
+        missing context.
         """
-        return await self.run_by(ToolTask(f"tool {self.name}"), arguments)
+        return await self.run_by(ToolTask(f"tool {self.name}", context=context), arguments)
 
     async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
         """Run one call with the threads and processes of `runner`. Raises as `run` does."""
-        bound = self._parameters.bind(arguments)
+        bound = self._bind(arguments, runner.context)
         if self.policy.process:
-            return await runner.in_process(arguments)
+            context = runner.context if self._parameters.context else None
+            return await runner.in_process(arguments, context_json(self.name, context) if context is not None else "")
         result = await runner.in_thread(functools.partial(self._call, bound)) if self.threaded else self._call(bound)
         return await self._await_content(result) if inspect.isawaitable(result) else cast("Content", result)
 
-    def run_here(self, arguments: Mapping[str, JSON]) -> Content:
+    def run_here(self, arguments: Mapping[str, JSON], context: ToolContext | None = None) -> Content:
         """Run one call in this thread, regardless of the policy; a tool process calls this. Raises as `run` does."""
-        result = self._call(self._parameters.bind(arguments))
+        result = self._call(self._bind(arguments, context))
         return asyncio.run(self._await_content(result)) if inspect.isawaitable(result) else cast("Content", result)
+
+    def _bind(self, arguments: Mapping[str, JSON], context: ToolContext | None) -> dict[str, object]:
+        """Return the validated arguments and the context, by parameter."""
+        bound, names = self._parameters.bind(arguments), self._parameters.context
+        if names and context is None:
+            text = f"tool {self.name!r}: parameter {names[0]} needs the rollout, and this call has none; pass one: "
+            raise TypeError(f"{text}`await {self.name}.run(arguments, context)` ({self.definition})")
+        return bound | dict.fromkeys(names, context)
 
     async def _await_content(self, awaitable: Awaitable[object]) -> Content:
         result = await awaitable
@@ -129,6 +142,8 @@ def tool(
     The function's name and docstring become the tool's name and description, its annotations the JSON Schema of the parameters. To
     describe a parameter, use `Annotated[int | float, "First number"]`, pydantic's `Field(description=...)`, or a docstring section
     in Google, NumPy or Sphinx style.
+
+    A parameter annotated `Run` or `ToolContext` gets the rollout that calls the tool. The model does not see it.
 
     The result may be a text, a number, an `Image`, or any value that pydantic serialises as JSON. A `ToolError` or another
     exception becomes an error text for the model, and the rollout continues.
@@ -182,6 +197,9 @@ def _make_tool(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, 
         (description.text + parameters.json_schema).encode()  # raises for lone surrogates, which cannot be sent
     except (PydanticUserError, PydanticUndefinedAnnotation, TypeError, ValueError) as error:
         raise TypeError(f"tool {name!r}: {error} ({definition})") from error
+    if policy.cache and parameters.context:
+        text = f"cache shares results between rollouts, and parameter {parameters.context[0]} differs between them"
+        raise ValueError(f"tool {name!r}: {text}; remove one of the two ({definition})")
     return FunctionTool(name, description.text, parameters.json_schema, function, policy, definition, parameters)
 
 

@@ -1,12 +1,13 @@
-"""A function's parameters: their JSON Schema, and the validation of arguments."""
+"""A function's parameters: their JSON Schema, the validation of arguments, and those that get the rollout."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import json
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, cast
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,6 +17,8 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.errors import ArgumentError
+from rollout_server.runtime.run.run import Run
+from rollout_server.runtime.tools.protocols import ToolContext
 from rollout_server.tool.argument_errors import argument_errors, one_line
 from rollout_server.tool.schema import plain_schema
 
@@ -24,7 +27,12 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class Parameters:
-    """Validates arguments. `json_schema` is the schema that the model sees, as JSON text."""
+    """Validates arguments.
+
+    Attributes:
+        json_schema: the schema that the model sees, as JSON text.
+        context: names of the parameters that get the calling rollout. The schema does not have them.
+    """
 
     def __init__(self, function: Callable[..., object], descriptions: Mapping[str, str]) -> None:
         """Build the schema and the validator. `descriptions`, by parameter, are used where an annotation has none.
@@ -41,6 +49,9 @@ class Parameters:
         functools.update_wrapper(collect, function)
         collect.__annotations__ = {name: hint for name, hint in collect.__annotations__.items() if name != "return"}
         hints = _hints(collect)
+        self.context = tuple(name for name, hint in hints.items() if _is_context(hint))
+        if self.context:
+            hints = _hide(collect, hints, self.context)
         try:
             self._adapter = TypeAdapter(cast("type[dict[str, object]]", collect))
             raw = self._adapter.json_schema(schema_generator=_Schema)
@@ -121,6 +132,25 @@ def _hints(function: Callable[..., object]) -> Mapping[str, Any]:
         ) from None
     except (SyntaxError, AttributeError) as error:
         raise TypeError(f"its annotations cannot be evaluated: {error}") from None
+
+
+def _is_context(hint: object) -> bool:
+    """Return whether a parameter of this type gets the rollout: `Run`, `ToolContext`, or one of them or None."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _is_context(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return all(_is_context(each) for each in typing.get_args(hint) if each is not type(None))
+    return hint is Run or hint is ToolContext
+
+
+def _hide(function: Callable[..., object], hints: Mapping[str, Any], hidden: Collection[str]) -> Mapping[str, Any]:
+    """Remove parameters from a function's signature and annotations. Return the type hints of the others."""
+    signature = inspect.signature(function)
+    shown = [parameter for name, parameter in signature.parameters.items() if name not in hidden]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    function.__annotations__ = {name: hint for name, hint in function.__annotations__.items() if name not in hidden}
+    return {name: hint for name, hint in hints.items() if name not in hidden}
 
 
 def _name_culprit(hints: Mapping[str, Any]) -> None:

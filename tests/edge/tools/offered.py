@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from rollout_server import ToolError, tool
+from rollout_server import Run, ToolContext, ToolError, tool
 from rollout_server.tool import Image
 
 COUNT = [0]
@@ -141,3 +141,36 @@ renamed = tool(process=True)(undecorated)
 def nowhere(a: int) -> int:
     """Made a tool in another place."""
     return a
+
+
+@tool(process=True)
+def report(context: ToolContext) -> object:
+    """All that a process has of its rollout."""
+    return [context.uid, context.rollout_id, context.metadata, context.state, context.cancelled]
+
+
+@tool(process=True)
+async def misuse(how: str, run: Run) -> object:
+    """Does what a process cannot."""
+    match how:
+        case "sample":
+            return await run.sample()
+        case "state":
+            run.state["seen"] = True
+        case "inside":
+            run.state["basket"].append("fig")
+        case "metadata":
+            run.metadata["wanted"].clear()  # type: ignore[union-attr]
+    raise getattr(run, how)
+
+
+@tool(process=True)
+def without(a: int) -> int:
+    """Takes no context, so any state will do."""
+    return a
+
+
+@tool(process=True)
+def basket(context: ToolContext) -> str:
+    """What the rollout's basket has."""
+    return str(context.state["basket"])

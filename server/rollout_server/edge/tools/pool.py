@@ -150,12 +150,12 @@ class PoolWorker:
             self._process = await self._pool.take(self._definition, self._policy)
         return self._process
 
-    async def call(self, arguments: Mapping[str, JSON]) -> Content:
+    async def call(self, arguments: Mapping[str, JSON], context_json: str) -> Content:
         """Run one call; after a crash, in a new process. Cancellation kills the process."""
         process = await self.prepare()
         self._busy = True
         try:
-            return await process.call(self._definition.name, arguments)
+            return await process.call(self._definition.name, arguments, context_json)
         finally:
             self._busy = False
 

@@ -71,14 +71,16 @@ class ToolProcess:
         """Whether it accepts calls."""
         return self._process.returncode is None and not self._killed
 
-    async def call(self, name: str, arguments: Mapping[str, JSON]) -> Content:
+    async def call(self, name: str, arguments: Mapping[str, JSON], context_json: str) -> Content:
         """Run one call of the named tool of its module. Raise the tool's error, or `ToolFailed`.
 
         If the call ends without a response, the process is killed: its connection could still deliver a late response.
         """
         self._calls += 1
         try:
-            response = await self._request({"call": self._calls, "name": name, "arguments": arguments})
+            response = await self._request(
+                {"call": self._calls, "name": name, "arguments": arguments, "context_json": context_json}
+            )
             if response.get("call") != self._calls:  # written by the tool, or by a process that the tool forked
                 raise BadFrame
             return _content(response)

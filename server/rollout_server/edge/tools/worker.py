@@ -19,8 +19,10 @@ from typing import cast
 from rollout_server.core.message import JSON
 from rollout_server.edge.tools.ipc_protocol import framed, read_blocking
 from rollout_server.edge.tools.supervisor import supervise
-from rollout_server.runtime.errors import ArgumentError, ToolError
-from rollout_server.runtime.tools.protocols import ServerRunTool, Unwritable
+from rollout_server.runtime.aio.source_location import raised_at
+from rollout_server.runtime.errors import AgentMistake, ArgumentError, ToolError
+from rollout_server.runtime.tools.process_context import ProcessContext
+from rollout_server.runtime.tools.protocols import ServerRunTool, ToolContext, Unwritable
 
 _ALIAS = "rollout_tool_file"
 
@@ -53,7 +55,11 @@ def _respond(module: ModuleType, call: Mapping[str, JSON]) -> bytes:
     own = {"call": call["call"]}
     try:
         tool = _tool(module, str(call["name"]))
-        content = tool.run_here(cast("Mapping[str, JSON]", call["arguments"]))
+        text = str(call["context_json"])
+        context = cast("ToolContext", ProcessContext.parse(text)) if text else None
+        content = tool.run_here(cast("Mapping[str, JSON]", call["arguments"]), context)
+    except AgentMistake as error:  # such as modifying the copy of the state
+        return framed({**own, **_failure(error), "text": f"tool {tool.name}: {error}"})
     except BaseException as error:  # the boundary to a tool author's code
         return framed({**own, **_failure(error)})
     try:
@@ -73,7 +79,8 @@ def _failure(error: BaseException) -> Mapping[str, str]:
     if not isinstance(error, Exception):
         text = f"{name}: {text}" if text else name
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    innermost = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    place = raised_at(error).removeprefix(" at ") or innermost
     return {"error": kind, "text": text or name, "kind": name, "place": place}
 
 

@@ -1,10 +1,9 @@
-"""Messages that an agent reads and writes: replies, the read-only conversation, and validated messages to append."""
+"""Messages that an agent reads and writes: replies, and validated messages to append."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, tool_calls
 from rollout_server.core.outcome import Category, Failure
@@ -83,44 +82,3 @@ def checked_messages(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, .
         return tuple(Message.write(message) for message in messages)
     except (MalformedMessage, TypeError, ValueError) as error:
         raise AgentMistake(f"not a message: {error}") from error
-
-
-_ADVICE = (
-    "run.messages is read-only, because the history cannot change. Use `await run.append(...)` to add messages, `await "
-    'run.fork([...], kind="compaction")` to continue with another history, or `[*run.messages]` for a copy'
-)
-
-
-def _refuse(*_arguments: object, **_named: object) -> NoReturn:
-    raise AgentMistake(_ADVICE)
-
-
-class ReadList(list[Any]):
-    """A list that raises `AgentMistake` when it is modified. Its copies are plain lists."""
-
-    __slots__ = ()
-    append = extend = insert = remove = pop = clear = sort = reverse = _refuse
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-
-    def __reduce_ex__(self, _protocol: object) -> tuple[type[list[Any]], tuple[list[Any]]]:
-        return list, ([*self],)
-
-
-class ReadDict(dict[str, Any]):
-    """A dict that raises `AgentMistake` when it is modified. Its copies are plain dicts."""
-
-    __slots__ = ()
-    update = setdefault = pop = popitem = clear = _refuse
-    __setitem__ = __delitem__ = __ior__ = _refuse
-
-    def __reduce_ex__(self, _protocol: object) -> tuple[type[dict[str, Any]], tuple[dict[str, Any]]]:
-        return dict, ({**self},)
-
-
-def read_only(value: Any) -> Any:
-    """Return parsed JSON whose lists and dicts raise `AgentMistake` when they are modified."""
-    if isinstance(value, dict):
-        return ReadDict({key: read_only(item) for key, item in value.items()})
-    if isinstance(value, list):
-        return ReadList([read_only(item) for item in value])
-    return value

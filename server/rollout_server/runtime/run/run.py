@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from rollout_server.core.spec import DriftPolicy
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
+from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.arguments import (
     SamplingOptions,
@@ -32,7 +34,7 @@ from rollout_server.runtime.run.arguments import (
     turn_sampling,
 )
 from rollout_server.runtime.run.context import RunContext
-from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure, read_only
+from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
 from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
@@ -112,6 +114,12 @@ class Run:
         """Whether an end of the rollout was requested. Synchronous functions in threads may poll it."""
         return self.ending.is_requested
 
+    @property
+    def logger(self) -> logging.LoggerAdapter[logging.Logger]:
+        """Logger `rollout_server.agent.NAME`, whose lines have the rollout's ids and turn."""
+        ids = {"rollout_uid": self.uid, "rollout_id": self.rollout_id, "turn": self.turn}
+        return logging.LoggerAdapter(logging.getLogger(f"rollout_server.agent.{self._rollout.agent.name}"), ids)
+
     async def sample(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Request a completion: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
 
@@ -158,7 +166,7 @@ class Run:
         started = self._machine.start_calls(checked_calls(calls, self._conversation), self._conversation)
         if isinstance(started, LimitReached):
             self._context.end(started.stop)
-        return await run_calls(self._context, self._executor, started)
+        return await run_calls(self._context, partial(self._executor.run, context=self), started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Append messages to the conversation. Their tokens have mask 0.

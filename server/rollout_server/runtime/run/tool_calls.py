@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeAlias
 
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.run.context import RunContext
-from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
+from rollout_server.runtime.tools.executor import ToolResult
+
+Execute: TypeAlias = Callable[[ToolCall], Awaitable[ToolResult]]
 
 _AT_ONCE = 16
 """Calls that start in one iteration of the event loop, so that other rollouts run in between."""
@@ -49,15 +52,13 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
     return Counter()
 
 
-async def run_calls(
-    context: RunContext, executor: ToolExecutor, started: Sequence[ToolStarted]
-) -> Sequence[ToolResult]:
-    """Run calls that the machine allowed. Raise `RolloutEnded` if the rollout ends meanwhile."""
+async def run_calls(context: RunContext, execute: Execute, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
+    """Run calls that the machine allowed with `execute`. Raise `RolloutEnded` if the rollout ends meanwhile."""
     await _begin(context, started)
     if len(started) == 1:
-        return [await _call(context, executor, started[0])]
+        return [await _call(context, execute, started[0])]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_call(context, executor, intent)) for intent in started]
+        tasks = [group.create_task(_call(context, execute, intent)) for intent in started]
     return [task.result() for task in tasks]
 
 
@@ -77,14 +78,14 @@ async def _begin(context: RunContext, started: Sequence[ToolStarted]) -> None:
         context.record(intent)
 
 
-async def _call(context: RunContext, executor: ToolExecutor, intent: ToolStarted) -> ToolResult:
+async def _call(context: RunContext, execute: Execute, intent: ToolStarted) -> ToolResult:
     began = context.rollout.clock.monotonic()
     try:
         with context.waiting():
             # Spread the starts over iterations of the event loop, as in `_begin`.
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
-            result = await _run(context, executor, intent)
+            result = await _run(context, execute, intent)
     except asyncio.CancelledError:
         _return(context, intent, _cancelled_result(intent), began)
         raise
@@ -92,12 +93,12 @@ async def _call(context: RunContext, executor: ToolExecutor, intent: ToolStarted
     return result
 
 
-async def _run(context: RunContext, executor: ToolExecutor, intent: ToolStarted) -> ToolResult:
+async def _run(context: RunContext, execute: Execute, intent: ToolStarted) -> ToolResult:
     limit = context.machine.limits.calls_per_turn
     if limit is not None and intent.index >= limit:
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
         return ToolResult(intent.call, text, failed=True)
-    return await executor.run(intent.call)
+    return await execute(intent.call)
 
 
 def _cancelled_result(intent: ToolStarted) -> ToolResult:

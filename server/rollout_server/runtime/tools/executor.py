@@ -16,7 +16,7 @@ from rollout_server.runtime.aio.source_location import raised_at, waits_at, writ
 from rollout_server.runtime.errors import ArgumentError, RolloutEnded, ToolError
 from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.tools.policy import ToolPolicy
-from rollout_server.runtime.tools.protocols import ServerRunTool, ToolFailed, ToolRunner, Unwritable
+from rollout_server.runtime.tools.protocols import ServerRunTool, ToolContext, ToolFailed, ToolRunner, Unwritable
 from rollout_server.runtime.tools.resources import ToolResources
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
@@ -71,11 +71,14 @@ class ToolExecutor:
         other._slots = self._slots
         return other
 
-    async def run(self, call: ToolCall) -> ToolResult:
-        """Run one call. Raise only `RolloutEnded` and the caller's own cancellation, which no tool can delay."""
+    async def run(self, call: ToolCall, context: ToolContext | None = None) -> ToolResult:
+        """Run one call for the rollout `context`.
+
+        Raise only `RolloutEnded` and the caller's own cancellation, which no tool can delay.
+        """
         tool = self._tools.get(call.name)
         try:
-            content = await self._run(call, tool)
+            content = await self._run(call, tool, context)
             limited = await self._output_limit(tool).cut(content)
             if limited is not content and not _has_output_limit(tool):
                 self._resources.warn_author(_label(call.name, tool), _FLOODS)
@@ -86,7 +89,7 @@ class ToolExecutor:
             self._warn_author(call.name, tool, error)
             return ToolResult(call, await self._output_limit(tool).cut(f"Error: {_error_text(error)}"), failed=True)
 
-    async def _run(self, call: ToolCall, tool: Tool | None) -> Content:
+    async def _run(self, call: ToolCall, tool: Tool | None, context: ToolContext | None) -> Content:
         arguments = _arguments(call)
         if tool is None:
             raise ToolError(f"Unknown function '{call.name}'. Available: {list(self._tools)}")
@@ -95,23 +98,23 @@ class ToolExecutor:
                 f"Invalid arguments for {call.name}: a JSON object is needed, not {type(arguments).__name__}"
             )
         try:
-            return await self._run_cached(tool, arguments)
+            return await self._run_cached(tool, arguments, context)
         except ArgumentError as error:
             raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
 
-    async def _run_cached(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+    async def _run_cached(self, tool: Tool, arguments: Mapping[str, JSON], context: ToolContext | None) -> Content:
         if not (isinstance(tool, ServerRunTool) and tool.policy.cache):
-            return await self._run_in_slots(tool, arguments)
+            return await self._run_in_slots(tool, arguments, context)
         try:
             canonical = json.dumps(arguments, sort_keys=True, default=str)
         except (ValueError, RecursionError):  # such as integers with too many digits: the tool itself reports them
-            return await self._run_in_slots(tool, arguments)
+            return await self._run_in_slots(tool, arguments, context)
         key, seconds = (tool, canonical), tool.policy.cache_seconds
         return await self._resources.results.get(
-            key, 4 * len(canonical), seconds, lambda: self._run_in_slots(tool, arguments)
+            key, 4 * len(canonical), seconds, lambda: self._run_in_slots(tool, arguments, context)
         )
 
-    async def _run_in_slots(self, tool: Tool, arguments: Mapping[str, JSON]) -> Content:
+    async def _run_in_slots(self, tool: Tool, arguments: Mapping[str, JSON], context: ToolContext | None) -> Content:
         """Run the call once it has all the slots it needs."""
         if not isinstance(tool, ServerRunTool):
             work = ToolTask(label_of(tool))
@@ -128,7 +131,7 @@ class ToolExecutor:
                     each.release()
                 raise
             # From here on the task owns the slots and releases them itself, also if it outlives this call.
-            work = ToolTask(label, slots, worker)
+            work = ToolTask(label, slots, worker, context)
             return await self._run_with_timeout(tool, policy, work, _attempts(tool, work, arguments))
 
     async def _acquire_slots(self, tool: ServerRunTool) -> list[Slots]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from datetime import datetime
+from random import Random
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.errors import ToolError
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
+
+_T = TypeVar("_T", bound=JSON)
 
 
 class Unwritable(ToolError):
@@ -46,14 +51,62 @@ class ToolDefinition:
         return f"{self.file}:{self.line}"
 
 
+class ToolContext(Protocol):
+    """The rollout that calls a tool, as the tool sees it: the part of `Run` that any tool may use.
+
+    A tool gets it for each parameter annotated `ToolContext`. In a test without a server, pass any object with the members
+    that the tool uses.
+    """
+
+    @property
+    def uid(self) -> str:
+        """The server's id of the rollout."""
+
+    @property
+    def rollout_id(self) -> str:
+        """The caller's id of the rollout."""
+
+    @property
+    def metadata(self) -> Mapping[str, JSON]:
+        """The request's metadata object."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The agent's own data about this rollout. With `process=True` a read-only copy, as parsed from JSON."""
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether an end of the rollout was requested. Always False in a process, which is killed then."""
+
+    @property
+    def logger(self) -> logging.LoggerAdapter[logging.Logger]:
+        """Logger whose lines have the rollout's ids. Not with `process=True`."""
+
+    def now(self) -> datetime:
+        """Return the time in UTC and record it. Not with `process=True`."""
+
+    def random(self) -> Random:
+        """Return the conversation's random generator, whose seed is recorded. Not with `process=True`."""
+
+    async def once(self, function: Callable[[], _T | Awaitable[_T]]) -> _T:
+        """Call a function, record its result, and return it as parsed from JSON. Not with `process=True`."""
+
+
 class ToolRunner(Protocol):
-    """Executes code outside the event loop."""
+    """Executes one call of a tool, also outside the event loop."""
+
+    @property
+    def context(self) -> ToolContext | None:
+        """The rollout that calls the tool; None if there is none."""
 
     async def in_thread(self, work: Callable[[], object]) -> object:
         """Run a function in a thread. On cancellation the thread is abandoned (D18)."""
 
-    async def in_process(self, arguments: Mapping[str, JSON]) -> Content:
-        """Run the tool in its process. Cancellation kills the process. Raise the tool's error, or `ToolFailed`."""
+    async def in_process(self, arguments: Mapping[str, JSON], context_json: str) -> Content:
+        """Run the tool in its process. Cancellation kills the process. Raise the tool's error, or `ToolFailed`.
+
+        `context_json` is the result of `process_context.context_json`; empty for a tool that takes no context.
+        """
 
 
 @runtime_checkable
@@ -79,14 +132,14 @@ class ServerRunTool(Protocol):
     async def run_by(self, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:
         """Run one call. Raise the same errors as `Tool.run`."""
 
-    def run_here(self, arguments: Mapping[str, JSON]) -> Content:
+    def run_here(self, arguments: Mapping[str, JSON], context: ToolContext | None = None) -> Content:
         """Run one call in this thread, whatever its policy: used inside its process. Raise the same errors as `Tool.run`."""
 
 
 class ToolWorker(Protocol):
     """A process that executes one call."""
 
-    async def call(self, arguments: Mapping[str, JSON]) -> Content:
+    async def call(self, arguments: Mapping[str, JSON], context_json: str) -> Content:
         """Run the call, only one at a time. Cancellation kills the process. Raise the tool's error, or `ToolFailed`."""
 
 

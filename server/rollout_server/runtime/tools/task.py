@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
-from rollout_server.runtime.tools.protocols import ToolFailed, ToolWorker
+from rollout_server.runtime.tools.protocols import ToolContext, ToolFailed, ToolWorker
 from rollout_server.runtime.tools.slots import Slots
 
 _log = logging.getLogger(__name__)
@@ -28,11 +28,21 @@ GRACE_SECONDS = 5.0
 class ToolTask:
     """One call: its task, its threads, its process and the slots that it holds."""
 
-    def __init__(self, label: str, slots: Sequence[Slots] = (), worker: ToolWorker | None = None) -> None:
-        """Take ownership of `slots`. `label` names the function in the log, such as "tool add (agent.py:3)"."""
+    def __init__(
+        self,
+        label: str,
+        slots: Sequence[Slots] = (),
+        worker: ToolWorker | None = None,
+        context: ToolContext | None = None,
+    ) -> None:
+        """Take ownership of `slots`. `label` names the function in the log, such as "tool add (agent.py:3)".
+
+        `context` is the rollout that calls the tool.
+        """
         self._label = label
         self._slots = slots
         self._worker = worker
+        self.context = context
         self._parts = 0
         self._threads = 0
         self._task: asyncio.Task[Any] | None = None
@@ -71,11 +81,11 @@ class ToolTask:
         self._threads += 1
         return await returned
 
-    async def in_process(self, arguments: Mapping[str, JSON]) -> Content:
+    async def in_process(self, arguments: Mapping[str, JSON], context_json: str) -> Content:
         """Run the call in the process that was opened for it."""
         if self._worker is None:
             raise ToolFailed("The tool needs its own process, which only a server starts", "RuntimeError")
-        return await self._worker.call(arguments)
+        return await self._worker.call(arguments, context_json)
 
     def cancel(self) -> None:
         """Cancel the call without waiting for it."""
