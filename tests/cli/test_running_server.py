@@ -435,7 +435,7 @@ async def test_a_running_rollout_is_inspected_token_by_token(beside: Beside, scr
     running = document(await beside.run("inspect", uid, *TOY, "--json"))
     assert (running["end"], running["reward"]) == (None, None)
     turns = len([event for event in running["segments"] for run in event["runs"] if run["letter"] == "M"])
-    assert running["ending"].startswith(f"still runs, {turns} turns and ")
+    assert running["ending"].startswith(f"still runs (turns so far: {turns}, generated tokens: ")
     beside.held.gate.opened.set()
     await beside.client.wait(uid, timeout=60)
     finished = document(await beside.run("inspect", uid, *TOY, "--json"))
@@ -448,7 +448,7 @@ async def test_a_rollout_is_inspected_in_the_middle_of_a_turn(beside: Beside) ->
     await beside.halfway.gate.reached.wait()
     told = await beside.run("inspect", uid, *TOY)
     assert (told.exit_code, told.stderr) == (0, "")
-    assert "still runs, 1 turns and " in told.stdout
+    assert "still runs (turns so far: 1, " in told.stdout
     assert f"`rollout watch {uid}` follows it" in told.stdout
     assert {line[0] for line in told.stdout.splitlines() if "│" in line} == {"P", "M"}
     assert (await beside.client.get(uid)).state == pb.ROLLOUT_STATE_RUNNING
@@ -468,5 +468,5 @@ async def test_a_queued_rollout_is_inspected(invoke: Invoke) -> None:
         told = await asyncio.to_thread(invoke, "inspect", uid, "--server", f"127.0.0.1:{server.grpc_port}")
         held.gate.opened.set()
     assert told.exit_code == 0, told.output
-    assert "waits in the queue, 0 turns" in told.stdout
+    assert "waits in the queue (turns so far: 0, " in told.stdout
     assert "Go." in told.stdout

@@ -26,8 +26,8 @@ def ending(rollout: rollout_service_pb2.Rollout) -> str:
     """Return how a rollout ended, or that it has not. The text is not escaped."""
     outcome = rollout.outcome
     if rollout.state in _UNFINISHED:
-        used = f"{rollout.metrics.turns} turns and {rollout.metrics.generated_tokens} generated tokens"
-        return f"{_UNFINISHED[rollout.state]}, {used} so far; `rollout watch {rollout.uid}` follows it"
+        used = f"turns so far: {rollout.metrics.turns}, generated tokens: {rollout.metrics.generated_tokens}"
+        return f"{_UNFINISHED[rollout.state]} ({used}); `rollout watch {rollout.uid}` follows it"
     match outcome.WhichOneof("end"):
         case "stop":
             return (
