@@ -32,7 +32,7 @@ def test_the_readmes_two_commands_run_as_they_stand(here: Path, invoke: Invoke) 
 
 def test_the_commands_of_the_page_run_as_they_stand(here: Path, invoke: Invoke) -> None:
     page = (Path(__file__).parents[2] / "docs" / "authors.md").read_text()
-    [block] = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    block, *_ = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)  # the others need a running server
     for program, *arguments in map(shlex.split, block.splitlines()):
         if program == "cd":
             os.chdir(arguments[0])

@@ -64,17 +64,17 @@ class Endpoint:
         return {**named, **where, "sampling": dict(self.sampling), "limits": dict(self.limits)}
 
 
-def check_endpoint(endpoint: Endpoint) -> Endpoint:
+def check_endpoint(endpoint: Endpoint, flag: str = "--model-url") -> Endpoint:
     """Return the endpoint with its protocol, which is derived from the URL if none is set.
 
-    Raises `AuthorError` for options that contradict each other.
+    Raises `AuthorError` for options that contradict each other. `flag` is the one that gave the URL.
     """
     try:
         scheme = urlsplit(endpoint.url).scheme
     except ValueError as error:
-        raise AuthorError(f"--model-url is not a URL: {error}") from None
+        raise AuthorError(f"{flag} is not a URL: {error}") from None
     if scheme not in ("http", "https", "grpc", "grpcs"):
-        raise AuthorError("--model-url must begin with http://, https://, grpc:// or grpcs://")
+        raise AuthorError(f"{flag} must begin with http://, https://, grpc:// or grpcs://")
     by_grpc = scheme.startswith("grpc")
     dialect = endpoint.dialect or ("grpc" if by_grpc else "openai")
     if dialect not in DIALECTS:

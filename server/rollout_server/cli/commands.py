@@ -19,8 +19,10 @@ from rollout_server.cli.author.tokens import tokens
 from rollout_server.cli.author.validate import validate
 from rollout_server.cli.json_output import AsJson, error_document, json_mode
 from rollout_server.cli.operate.config import config
+from rollout_server.cli.operate.follow import start, watch
 from rollout_server.cli.operate.gateway import gateway
 from rollout_server.cli.operate.keys import keys
+from rollout_server.cli.operate.rollouts import cancel, ps
 from rollout_server.cli.operate.serve import serve
 from rollout_server.cli.operate.trainer import trainer
 
@@ -87,7 +89,7 @@ def rollout(
     """Options that precede a subcommand."""
 
 
-for command in (new, serve, validate, run, test, gateway, trainer, demo, inspect, config):
+for command in (new, serve, validate, run, test, ps, start, watch, cancel, inspect, gateway, trainer, demo, config):
     app.command()(command)
 app.add_typer(keys, name="keys")
 app.add_typer(tokens, name="tokens")

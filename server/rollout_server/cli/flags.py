@@ -23,12 +23,9 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionFlags:
-    """Flags for the endpoint that generates completions, for sampling and for limits."""
+class EndpointFlags:
+    """Flags that describe the endpoint that generates completions, and flags for sampling and limits."""
 
-    model_url: Annotated[
-        str, typer.Option(metavar="URL", help="Endpoint that generates completions. Default: a mock model.")
-    ] = ""
     dialect: Annotated[
         str,
         typer.Option(
@@ -42,17 +39,6 @@ class CompletionFlags:
     tokenizer: Annotated[
         str, typer.Option(metavar="NAME[=DIRECTORY]", help="Tokenizer of the model; required for http-masked.")
     ] = ""
-    script: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="Mock model: FILE.json (format of PUT /script) or FILE.py[:OBJECT] with reply(messages).",
-        ),
-    ] = ""
-    scripted: Annotated[
-        bool,
-        typer.Option("--scripted", help="Built-in mock model, which calls a tool and repeats its result. The default."),
-    ] = False
     temperature: Annotated[float | None, typer.Option(min=0, max=2, help="Sampling temperature.")] = None
     top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Token limit per completion.")] = None
@@ -60,37 +46,13 @@ class CompletionFlags:
     generated_tokens: Annotated[int | None, typer.Option(min=1, help="Token budget per rollout.")] = None
     seconds: Annotated[float | None, typer.Option(min=0.001, help="Time limit per rollout.")] = None
 
-    def model_stub(self) -> ModelStub | None:
-        """Return the mock model, or None with `--model-url`. Raises `AuthorError` for flags that exclude each other."""
-        from rollout_server.authoring.author_traceback import AuthorError
-        from rollout_server.authoring.model_stubs import load_stub
-
-        if self.model_url and (self.script or self.scripted):
-            raise AuthorError(
-                "--model-url and --script or --scripted exclude each other: choose an endpoint or a mock model"
-            )
-        if self.script and self.scripted:
-            raise AuthorError("--script and --scripted exclude each other: the mock model of --scripted has no script")
-        endpoint_flags = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
-        if not self.model_url and (unused := [flag for flag, value in endpoint_flags.items() if value]):
-            raise AuthorError(f"{unused[0]} needs --model-url URL")
-        return None if self.model_url else load_stub(self.script)
-
-    def endpoint(self) -> Endpoint:
-        """Return the endpoint of `--model-url`. Raises `AuthorError` for flags that do not fit it."""
+    def endpoint_at(self, url: str, flag: str) -> Endpoint:
+        """Return the endpoint at a URL, which was given with `flag`. Raises `AuthorError` for flags that do not fit it."""
         from rollout_server.authoring.endpoint import Endpoint, check_endpoint
 
-        return check_endpoint(
-            Endpoint(
-                self.model_url,
-                self.dialect,
-                self.model,
-                self._bearer(),
-                self.tokenizer.partition("=")[0],
-                self.sampling,
-                self.limits,
-            )
-        )
+        name = self.tokenizer.partition("=")[0]
+        endpoint = Endpoint(url, self.dialect, self.model, self._bearer(), name, self.sampling, self.limits)
+        return check_endpoint(endpoint, flag)
 
     @property
     def sampling(self) -> dict[str, float | int]:
@@ -119,6 +81,46 @@ class CompletionFlags:
         if not key:
             raise AuthorError(f"--api-key-env: the environment variable {self.api_key_env} is not set")
         return key
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionFlags(EndpointFlags):
+    """Flags for the source of completions, an endpoint or a mock model, and for sampling and limits."""
+
+    model_url: Annotated[
+        str, typer.Option(metavar="URL", help="Endpoint that generates completions. Default: a mock model.")
+    ] = ""
+    script: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE",
+            help="Mock model: FILE.json (format of PUT /script) or FILE.py[:OBJECT] with reply(messages).",
+        ),
+    ] = ""
+    scripted: Annotated[
+        bool,
+        typer.Option("--scripted", help="Built-in mock model, which calls a tool and repeats its result. The default."),
+    ] = False
+
+    def model_stub(self) -> ModelStub | None:
+        """Return the mock model, or None with `--model-url`. Raises `AuthorError` for flags that exclude each other."""
+        from rollout_server.authoring.author_traceback import AuthorError
+        from rollout_server.authoring.model_stubs import load_stub
+
+        if self.model_url and (self.script or self.scripted):
+            raise AuthorError(
+                "--model-url and --script or --scripted exclude each other: choose an endpoint or a mock model"
+            )
+        if self.script and self.scripted:
+            raise AuthorError("--script and --scripted exclude each other: the mock model of --scripted has no script")
+        endpoint_flags = {"--dialect": self.dialect, "--model": self.model, "--api-key-env": self.api_key_env}
+        if not self.model_url and (unused := [flag for flag, value in endpoint_flags.items() if value]):
+            raise AuthorError(f"{unused[0]} needs --model-url URL")
+        return None if self.model_url else load_stub(self.script)
+
+    def endpoint(self) -> Endpoint:
+        """Return the endpoint of `--model-url`. Raises `AuthorError` for flags that do not fit it."""
+        return self.endpoint_at(self.model_url, "--model-url")
 
 
 def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:

@@ -13,9 +13,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
+
+if TYPE_CHECKING:
+    from rollout_client import Rollout, RolloutEvent
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _JSON: ContextVar[bool] = ContextVar("json", default=False)
@@ -107,3 +110,27 @@ def error_document(command: str, kind: str, message: str, **more: object) -> dic
     """Return the document of a failed command. `kind` is "usage" for a wrong command line, else "failed"."""
     values = {key: value for key, value in more.items() if value}
     return {"error": {"command": command, "kind": kind, "message": message, **values}}
+
+
+def rollout_fields(rollout: Rollout) -> dict[str, Any]:
+    """Return a rollout as GET /v1/rollouts lists it: without messages and tokens."""
+    from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_BASIC
+    from rollout_gateway.rest.proto_json import message_to_json
+
+    return _plain(message_to_json(rollout, ROLLOUT_VIEW_BASIC))
+
+
+def event_fields(event: RolloutEvent) -> dict[str, Any]:
+    """Return an event as in GET /v1/rollouts/UID/events, with messages and without tokens."""
+    from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES
+    from rollout_gateway.rest.proto_json import event_json
+
+    return _plain(event_json(event, EVENT_DETAIL_MESSAGES) or {"event": "unknown", "sequence": event.sequence})
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the raw JSON texts within the fields, such as messages, by their values."""
+    import msgspec
+
+    plain: dict[str, Any] = json.loads(msgspec.json.encode(fields))
+    return plain

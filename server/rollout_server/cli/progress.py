@@ -42,9 +42,9 @@ class Progress:
         self._doing = "starting"
 
     @contextmanager
-    def live(self) -> Iterator[None]:
-        """Show the status line on a terminal within the block. Entering the block starts the clock."""
-        self._began = time.monotonic()
+    def live(self, age: float = 0) -> Iterator[None]:
+        """Show the status line on a terminal within the block. Its clock starts at `age`, in seconds."""
+        self._began = time.monotonic() - age
         if not self._console.is_terminal:
             yield
             return
@@ -72,7 +72,7 @@ class Progress:
             case "tool_returned":
                 self._show_tool_result(event)
             case "appended":
-                self.messages([_parse_message(message) for message in event.appended.messages])
+                self.messages([parse_message(message) for message in event.appended.messages])
             case "drift_found":
                 self._line(
                     "drift",
@@ -97,20 +97,20 @@ class Progress:
         self._line(action, text, _ACTION_STYLES[action])
         if event.HasField("forked"):
             self._segment = event.segment_id
-            self.messages([_parse_message(message) for message in event.forked.messages])
+            self.messages([parse_message(message) for message in event.forked.messages])
 
     def _show_completion(self, event: RolloutEvent) -> None:
         completion = event.answered
         self._tokens += completion.generated_tokens
         self._doing = "thinking"
-        self._message(_parse_message(completion.message))
+        self._message(parse_message(completion.message))
         self._line("", f"{plural(completion.generated_tokens, 'token')}, {completion.elapsed_ms:.0f} ms", "dim")
 
     def _show_tool_result(self, event: RolloutEvent) -> None:
         returned = event.tool_returned
         self._calls += 1
         style = "red" if returned.failed else _STYLES["tool"]
-        text = _text(_parse_message(returned.message).get("content")) or EMPTY
+        text = _text(parse_message(returned.message).get("content")) or EMPTY
         self._line("tool", f"{returned.name}, {returned.elapsed_ms:.0f} ms: {text}", style)
 
     def _message(self, message: Mapping[str, Any]) -> None:
@@ -163,7 +163,8 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
     """Print how a rollout ended and what it used.
 
     Args:
-        authors: number of tokens by author, as `authors_of` returns them; None if the endpoint returned no token ids.
+        authors: number of tokens by author, as `authors_of` returns them; None if the endpoint returned no token ids; empty
+            to print nothing about them.
     """
     from rich.text import Text
 
@@ -178,7 +179,7 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
     lines.append((f"{used}; {plural(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
     if authors is None:
         lines.append(("tokens: authors unknown, because the endpoint returned no token ids", "dim"))
-    else:
+    elif authors:
         named = ", ".join(
             f"{authors[name]} {_AUTHOR_TEXTS.get(name, name)}" for _, name in _AUTHORS if authors.get(name)
         )
@@ -197,7 +198,8 @@ def authors_of(letters: Mapping[str, int]) -> dict[str, int]:
     return {name: letters[letter] for letter, name in _AUTHORS if letter in letters}
 
 
-def _parse_message(message: Message) -> Mapping[str, Any]:
+def parse_message(message: Message) -> Mapping[str, Any]:
+    """Return a message of the contract as a mapping; one that is not JSON becomes the text of a message."""
     from rollout_client import messages
 
     try:

@@ -81,7 +81,7 @@ def print_transcript(console: Console, transcript: Transcript, options: ViewOpti
 def lines(transcript: Transcript, options: ViewOptions) -> Iterator[TranscriptLine]:
     """Yield the lines of a transcript. They contain no control characters."""
     yield TranscriptLine("", None, visible(headline(transcript.rollout)))
-    yield TranscriptLine("", None, visible(ending(transcript.outcome)))
+    yield TranscriptLine("", None, visible(ending(transcript.rollout)))
     for warning in transcript.outcome.warnings:
         yield TranscriptLine("", None, visible(f"warning in turn {warning.turn} ({warning.code}): {warning.message}"))
     if not transcript.outcome.segments:

@@ -10,6 +10,11 @@ from rollout_client.samples import category_of
 from rollout_server.inspection.token_text import Decode, TokenText, decoded_text, split_token_texts
 from rollout_server.inspection.transcript import TokenRun, Transcript, TranscriptDrift, TranscriptSegment
 
+_UNFINISHED = {
+    rollout_service_pb2.ROLLOUT_STATE_QUEUED: "waits in the queue",
+    rollout_service_pb2.ROLLOUT_STATE_RUNNING: "still runs",
+}
+
 
 def segment_token_texts(segment: TranscriptSegment, decode: Decode | None) -> list[TokenText]:
     """Return the token texts of a segment. None crosses the boundary of a run or a drift index."""
@@ -17,8 +22,12 @@ def segment_token_texts(segment: TranscriptSegment, decode: Decode | None) -> li
     return split_token_texts(segment.ids, decode, [*cuts, *(drift.index for drift in segment.drifts)])
 
 
-def ending(outcome: outcome_pb2.Outcome) -> str:
-    """Return how a rollout ended. The text is not escaped."""
+def ending(rollout: rollout_service_pb2.Rollout) -> str:
+    """Return how a rollout ended, or that it has not. The text is not escaped."""
+    outcome = rollout.outcome
+    if rollout.state in _UNFINISHED:
+        used = f"turns so far: {rollout.metrics.turns}, generated tokens: {rollout.metrics.generated_tokens}"
+        return f"{_UNFINISHED[rollout.state]} ({used}); `rollout watch {rollout.uid}` follows it"
     match outcome.WhichOneof("end"):
         case "stop":
             return (
@@ -43,7 +52,7 @@ def as_json(transcript: Transcript, decode: Decode | None) -> dict[str, Any]:
         "group_id": rollout.spec.group_id,
         "tokenizer": rollout.spec.tokenizer.name,
         "end": outcome.WhichOneof("end"),
-        "ending": ending(outcome),
+        "ending": ending(rollout),
         "reward": outcome.reward if outcome.HasField("reward") else None,
         "warnings": [_warning(warning) for warning in outcome.warnings],
         "segments": [_segment(segment, decode) for segment in transcript.segments],

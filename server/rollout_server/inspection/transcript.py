@@ -91,7 +91,7 @@ class TranscriptSegment:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A finished rollout and its selected segments."""
+    """A rollout and its selected segments."""
 
     rollout: rollout_service_pb2.Rollout
     segments: tuple[TranscriptSegment, ...]

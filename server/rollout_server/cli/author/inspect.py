@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,29 +12,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollout_server.cli.connection import NEAR, ConnectionFlags
 from rollout_server.cli.errors import quiet_transformers, report_errors
 from rollout_server.cli.flags import accept_flags, pick_flags
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
-    from rollout_client import Tls
+    from rollout_client import Client
 
     from rollout_server.inspection.token_text import Decode
-
-API_KEY = "ROLLOUT_API_KEY"
-NEAR = "localhost:50051"
 
 
 @dataclass(frozen=True, slots=True)
 class InspectFlags:
-    """Arguments and flags of `rollout inspect`."""
+    """Arguments and flags of `rollout inspect`, without those of the connection."""
 
     target: Annotated[
         str, typer.Argument(metavar="UID|FILE", help="Uid of a rollout, or a file; - reads standard input.")
     ]
-    server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help=f"Server to read a uid from. Default: {NEAR}.")
-    ] = None
     segment: Annotated[str | None, typer.Option(help="Show only this segment.")] = None
     turn: Annotated[int | None, typer.Option(min=1, help="Show only this turn.")] = None
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Show the logprob of each generated token.")] = False
@@ -47,15 +41,11 @@ class InspectFlags:
             help="Tokenizer to decode tokens, repeatable; also ROLLOUT_TOKENIZERS.",
         ),
     ] = None
-    tls_ca: Annotated[Path | None, typer.Option(help="CA certificates for the server's certificate (PEM).")] = None
-    tls_certificate: Annotated[Path | None, typer.Option(help="Client certificate (PEM).")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Private key of the client certificate (PEM).")] = None
-    tls_name: Annotated[str, typer.Option(help="Name in the server's certificate, if it is not the host.")] = ""
 
 
-@accept_flags(InspectFlags)
+@accept_flags(InspectFlags, ConnectionFlags)
 def inspect(**values: Any) -> None:
-    """Show the tokens of a finished rollout with author, mask and drift.
+    """Show the tokens of a rollout, finished or running, with author, mask and drift.
 
     The rollout is read from a running server by its uid, or from a file: the
     response to GET /v1/rollouts/UID?view=full, a file of `rollout run --out`,
@@ -71,7 +61,7 @@ def inspect(**values: Any) -> None:
         from rollout_server.inspection.text import as_json
         from rollout_server.inspection.transcript import transcript_of
 
-        rollout = _rollout(flags)
+        rollout = _rollout(flags.target, pick_flags(ConnectionFlags, values))
         transcript = transcript_of(rollout).select(flags.segment, flags.turn)
         decode = _decode(rollout, flags.tokenizer or []) if rollout.outcome.segments else None
     if flags.as_json:
@@ -84,45 +74,35 @@ def inspect(**values: Any) -> None:
     print_transcript(Console(), transcript, ViewOptions(decode, flags.logprobs))
 
 
-def _rollout(flags: InspectFlags) -> Rollout:
+def _rollout(target: str, connection: ConnectionFlags) -> Rollout:
     from rollout_server.inspection.load import UID, parse_rollout, read_file
 
-    path = Path(flags.target)
-    if flags.server is None and flags.target == "-":
+    path = Path(target)
+    if connection.server is None and target == "-":
         return parse_rollout(sys.stdin.buffer.read())
-    if flags.server is None and path.exists():
+    if connection.server is None and path.exists():
         return read_file(path)
-    if UID.fullmatch(flags.target) is None:
-        raise ValueError(f"{flags.target!r} is not a uid, and no such file exists")
-    return _fetch(flags)
+    if UID.fullmatch(target) is None:
+        raise ValueError(f"{target!r} is not a uid, and no such file exists")
+    with connection.connect() as client:
+        return _fetch(client, target, "" if connection.server else f" at {NEAR}, and no such file exists")
 
 
-def _fetch(flags: InspectFlags) -> Rollout:
-    from rollout_client import Client, NotFound, Retry, RolloutError
+def _fetch(client: Client, uid: str, where: str) -> Rollout:
+    """Return a rollout with its tokens. `where` follows the error text if there is no such rollout."""
+    from rollout_client import NotFound
+
+    from rollout_server.inspection.so_far import add_outcome_so_far
 
     try:
-        with Client(
-            flags.server or NEAR, api_key=os.environ.get(API_KEY) or None, tls=_tls(flags), retry=Retry(patience=2)
-        ) as client:
-            return client.get(flags.target, view="full")
+        rollout = client.get(uid, view="full")
     except NotFound as error:
-        where = "" if flags.server else f" at {NEAR}, and no such file exists"
         raise ValueError(f"{error}{where}") from None
-    except RolloutError as error:
-        hint = (
-            f"; set {API_KEY} to your API key"
-            if error.code.name == "UNAUTHENTICATED" and not os.environ.get(API_KEY)
-            else ""
-        )
-        raise ValueError(f"{error}{hint}") from None
-
-
-def _tls(flags: InspectFlags) -> Tls | None:
-    from rollout_client import Tls
-
-    if not (flags.tls_ca or flags.tls_certificate or flags.tls_key or flags.tls_name):
-        return None
-    return Tls(flags.tls_ca, flags.tls_certificate, flags.tls_key, flags.tls_name)
+    if not rollout.HasField("outcome"):
+        # This attaches a client for a moment, which restarts the time of cancel_after_detach.
+        with client.watch(uid, detail="full") as events:
+            add_outcome_so_far(rollout, events)
+    return rollout
 
 
 def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:

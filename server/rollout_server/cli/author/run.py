@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +12,8 @@ import typer
 
 from rollout_server.cli.errors import Interrupted, quiet_transformers, report_errors
 from rollout_server.cli.flags import CompletionFlags, accept_flags, pick_flags
-from rollout_server.cli.json_output import JsonOutput, open_output
+from rollout_server.cli.json_output import JsonOutput, event_fields, open_output
+from rollout_server.cli.prompt_flags import PromptFlags
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
@@ -25,27 +24,12 @@ if TYPE_CHECKING:
     from rollout_server.authoring.rollout_result import Result
     from rollout_server.core.limits import Limits
 
-_MAX_FILE_BYTES = 64 * 1024 * 1024
-
 
 @dataclass(frozen=True, slots=True)
 class RunFlags:
-    """Arguments and flags of `rollout run`, without those of `CompletionFlags`."""
+    """Arguments and flags of `rollout run`, without those of `PromptFlags` and `CompletionFlags`."""
 
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
-    prompt: Annotated[str, typer.Option(help="User message.")] = ""
-    message: Annotated[
-        str,
-        typer.Option(
-            metavar="FILE",
-            help="JSON file with a message or a list of messages, instead of --prompt; - reads standard input.",
-        ),
-    ] = ""
-    system: Annotated[str, typer.Option(help="System message before the prompt.")] = ""
-    metadata: Annotated[str, typer.Option(metavar="JSON", help="JSON object that the agent reads as run.metadata.")] = (
-        ""
-    )
-    ground_truth: Annotated[str, typer.Option(help="Sets ground_truth in the metadata, for the agent's reward.")] = ""
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the rollout for `rollout inspect FILE`.")] = (
         None
     )
@@ -54,7 +38,7 @@ class RunFlags:
     ] = False
 
 
-@accept_flags(RunFlags, CompletionFlags)
+@accept_flags(RunFlags, PromptFlags, CompletionFlags)
 def run(**values: Any) -> None:
     """Run one rollout of an agent and show turns, tool calls and tool results live.
 
@@ -73,12 +57,13 @@ def run(**values: Any) -> None:
     with report_errors("run"), open_output(as_json=flags.as_json) as output:
         from rollout_server.authoring.agent_loader import find_agents
 
-        messages, metadata = _messages(flags), _metadata(flags)
+        prompt = pick_flags(PromptFlags, values)
+        conversation = prompt.read_messages(), prompt.read_metadata()
         if flags.out is not None:
             flags.out.open("ab").close()  # fail before the rollout if the file cannot be written
         [agent] = find_agents([flags.target])
         try:
-            finished = run_loop(_run(agent, (flags, completion), (messages, metadata), output))
+            finished = run_loop(_run(agent, (flags, completion), conversation, output))
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the rollout was cancelled") from None
     raise typer.Exit(0 if finished else 1)
@@ -104,7 +89,7 @@ async def _run(
     def on_event(event: RolloutEvent) -> None:
         progress.show(event)
         if not event.HasField("finished"):
-            output.line(_event(event))
+            output.line(event_fields(event))
 
     with print_server_log(console):
         async with serve_for_command([agent], completion) as server:
@@ -138,18 +123,6 @@ def _show_next(console: Console, flags: RunFlags, completion: CompletionFlags) -
         console.print(f"next: {step}", markup=False, soft_wrap=True, style="dim")
 
 
-def _event(event: RolloutEvent) -> dict[str, Any]:
-    """Return the event in the JSON form of the REST API."""
-    import msgspec
-    from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_MESSAGES
-    from rollout_gateway.rest.proto_json import event_json
-
-    fields = event_json(event, EVENT_DETAIL_MESSAGES) or {"event": "unknown", "sequence": event.sequence}
-    # The fields hold messages as raw JSON text, which msgspec splices in.
-    plain: dict[str, Any] = json.loads(msgspec.json.encode(fields))
-    return plain
-
-
 def _result_fields(result: Result) -> dict[str, Any]:
     return {key: value for key, value in asdict(result).items() if key not in ("row", "repeat", "fingerprint")}
 
@@ -172,44 +145,3 @@ def _limits(agent: Agent, completion: CompletionFlags) -> Limits:
     return agent.limits.lower(
         Limits(turns=completion.turns, generated_tokens=completion.generated_tokens, seconds=completion.seconds)
     )
-
-
-def _messages(flags: RunFlags) -> list[dict[str, Any]]:
-    from rollout_server.authoring.author_traceback import AuthorError
-
-    if bool(flags.prompt) is bool(flags.message):
-        raise AuthorError("exactly one of --prompt TEXT and --message FILE is needed")
-    messages = _read(flags.message) if flags.message else [{"role": "user", "content": flags.prompt}]
-    return [{"role": "system", "content": flags.system}, *messages] if flags.system else messages
-
-
-def _read(name: str) -> list[dict[str, Any]]:
-    from rollout_server.authoring.author_traceback import AuthorError
-
-    if name == "-":
-        content = sys.stdin.buffer.read(_MAX_FILE_BYTES + 1)
-    else:
-        with Path(name).open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    if len(content) > _MAX_FILE_BYTES:
-        raise AuthorError(f"the file is larger than {_MAX_FILE_BYTES} bytes", name)
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise AuthorError(f"this is not JSON: {error}", name) from None
-    listed = value if isinstance(value, list) else [value]
-    if not listed or not all(isinstance(each, dict) and isinstance(each.get("role"), str) for each in listed):
-        raise AuthorError('the file must hold a message or a list of messages: objects with "role" and "content"', name)
-    return listed
-
-
-def _metadata(flags: RunFlags) -> dict[str, Any]:
-    from rollout_server.authoring.author_traceback import AuthorError
-
-    try:
-        value = json.loads(flags.metadata) if flags.metadata else {}
-    except (ValueError, RecursionError) as error:
-        raise AuthorError(f"--metadata is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise AuthorError("--metadata must be a JSON object")
-    return {**value, "ground_truth": flags.ground_truth} if flags.ground_truth else value
