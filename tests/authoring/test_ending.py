@@ -51,6 +51,33 @@ class Stubborn(Agent):
         time.sleep(3600)
 """
 
+CLEANING = """
+import asyncio, contextlib, logging
+from rollout_server import Agent
+
+log = logging.getLogger("author")
+
+class Cleaning(Agent):
+    name = "cleaning"
+    cleanup_seconds = 3
+
+    def setup(self, run):
+        run.state["how"] = run.metadata["how"]
+
+    async def play(self, run):
+        log.warning("began %s", run.state["how"])
+        await asyncio.sleep(3600)
+
+    async def cleanup(self, run):
+        log.warning("cleaned up %s", run.state["how"])
+        if run.state["how"] == "hangs":
+            await asyncio.sleep(3600)  # hangs
+        while run.state["how"] == "swallows":
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600)  # swallows
+        await asyncio.sleep(1)
+"""
+
 NEVER_STARTS = """
 import asyncio, contextlib, logging
 from rollout_server import Agent
@@ -105,6 +132,42 @@ async def test_nothing_that_goes_on_holds_up_the_end(tmp_path: Path) -> None:
     for mark in ("# tool", "# play"):
         at = f"{path}:{line_of(mark, STUBBORN)}"
         assert f"ignores its cancellation at {at}; the program exits without it" in server.text
+    assert "Traceback" not in server.text
+
+
+async def test_every_rollout_is_cleaned_up_once_before_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "cleaning.py"
+    path.write_text(CLEANING)
+    ways = ("sleeps", "hangs", "swallows")
+    async with (
+        serve(str(path), cwd=tmp_path, ROLLOUT_DRAIN_SECONDS="0", ROLLOUT_HTTP="false") as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def warnings_of(how: str) -> list[str]:
+            run = client.run(
+                messages=[{"role": "user", "content": "Go."}],
+                completions="grpc://127.0.0.1:9",  # never called
+                metadata={"how": how},
+            )
+            async for _ in run:
+                pass
+            assert run.outcome is not None
+            assert run.outcome.failure.message == "the server stopped while the rollout ran; start it again"
+            return [warning.code for warning in run.outcome.warnings]
+
+        warnings = [group.create_task(warnings_of(how)) for how in ways]
+        for how in ways:
+            await server.logged(f"began {how}")
+        server.send(signal.SIGTERM)
+        assert [await warned for warned in warnings] == [[], ["cleanup_failed"], ["cleanup_failed"]]
+        async with asyncio.timeout(60):
+            assert await server.ended() == 0
+    for how in ways:
+        assert server.text.count(f"cleaned up {how}") == 1
+    for how in ("hangs", "swallows"):
+        assert f"did not return within 3 s at {path}:{line_of(f'# {how}', CLEANING)}" in server.text
     assert "Traceback" not in server.text
 
 

@@ -29,6 +29,7 @@ from rollout_server.runtime.registry.dependencies import (
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity, StartRequest
+from rollout_server.runtime.tools.resources import ToolResources
 
 from tests.support.machine_records import shown_outcome
 
@@ -107,6 +108,7 @@ class RuntimeHarness:
         reporter: Reporter | None = None,
         patience: DeliveryRetryPolicy = DeliveryRetryPolicy(),
         observer: Observer | None = None,
+        tool_resources: ToolResources | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.scripts: dict[str, Script] = {}
@@ -123,6 +125,7 @@ class RuntimeHarness:
                 observer or NoObserver(),
                 reporter or NoReporter(),
                 patience,
+                tool_resources,
             ),
         )
 
