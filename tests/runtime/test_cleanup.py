@@ -221,6 +221,8 @@ async def test_a_cleanup_that_hangs_has_its_own_limit(
     assert warned.message.startswith("The agent's cleanup did not return within 25 s; ")
     assert f"cleanup() ({__file__}:" in caplog.text
     assert "did not return within 25 s at " in caplog.text
+    await asyncio.sleep(6)
+    assert "abandoned" not in caplog.text  # it was cancelled
 
 
 async def test_an_outcome_is_neither_seen_nor_sent_before_its_cleanup_has_ended(
