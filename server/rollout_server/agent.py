@@ -21,9 +21,17 @@ from rollout_server.tool import FunctionTool, tool
 
 _T = TypeVar("_T")
 
-_METHODS = {"play": ("run",), "reward": ("run",), "start": (), "stop": (), "choose_tools": ("request",)}
+_METHODS = {
+    "setup": ("run",),
+    "play": ("run",),
+    "reward": ("run",),
+    "cleanup": ("run",),
+    "start": (),
+    "stop": (),
+    "choose_tools": ("request",),
+}
 """The arguments, besides `self`, that each method is called with."""
-_CHECKED = ("name", "version", "description", "tools", "limits", "replayable")
+_CHECKED = ("name", "version", "description", "tools", "limits", "replayable", "cleanup_seconds")
 
 
 class _AgentClass(ABCMeta):
@@ -53,9 +61,9 @@ class Agent(metaclass=_AgentClass):
     A class is checked when it is defined, and an object when it is constructed. What is wrong raises TypeError or ValueError with
     the name of the attribute or method; for methods and tools also with file and line.
 
-    `play`, `reward`, `start` and `stop` may be `async def`, which runs on the event loop, or plain `def`, which runs in a thread.
-    A thread cannot be cancelled, so the server abandons it once its rollout has ended. Long-running code in a thread should check
-    `run.cancelled` regularly.
+    Each rollout calls `setup`, `play`, `reward` and `cleanup`, in this order. They, `start` and `stop` may be `async def`, which
+    runs on the event loop, or plain `def`, which runs in a thread. A thread cannot be cancelled, so the server abandons it once its
+    rollout has ended. Long-running code in a thread should check `run.cancelled` regularly.
 
     Attributes:
         name: requests choose the agent by it; unique within a server, at most 256 characters. Required.
@@ -65,7 +73,8 @@ class Agent(metaclass=_AgentClass):
             with `tool`.
         limits: the agent's own limits. For each limit the lower of this one and the request's applies.
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
-            A class that overrides `play` is not replayable unless it sets this to True.
+            A class that overrides `setup` or `play` is not replayable unless it sets this to True.
+        cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
     """
 
     name: str
@@ -74,6 +83,7 @@ class Agent(metaclass=_AgentClass):
     tools: Sequence[Tool] = ()
     limits: Limits = Limits()
     replayable: bool = True
+    cleanup_seconds: float = 10.0
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -91,12 +101,20 @@ class Agent(metaclass=_AgentClass):
     if TYPE_CHECKING:
         # Return types that let a subclass write a plain `def`, and that accept `await super().play(run)`.
 
+        def setup(self, run: Run) -> Any: ...
         def play(self, run: Run) -> Any: ...
         def reward(self, run: Run) -> RewardValue | Awaitable[RewardValue]: ...
+        def cleanup(self, run: Run) -> Any: ...
         def start(self) -> Any: ...
         def stop(self) -> Any: ...
 
     else:
+
+        async def setup(self, run: Run) -> None:
+            """Prepare one rollout, for example open its sandbox and store it in `run.state`. Called before the first turn.
+
+            The time limit of the rollout applies. An exception ends the rollout as a failure, without `play` and `reward`.
+            """
 
         async def play(self, run: Run) -> None:
             """Run one rollout. The default loop samples and runs tool calls until a completion has none.
@@ -121,6 +139,15 @@ class Agent(metaclass=_AgentClass):
             """
             return None
 
+        async def cleanup(self, run: Run) -> None:
+            """Release what `setup` and `play` acquired. Called once for each rollout whose `setup` was called.
+
+            It runs after all other methods: after success, failure, cancellation, timeout and shutdown, and also if `setup`
+            failed halfway. It has `cleanup_seconds`. An exception, or exceeding the limit, is logged and is the warning
+            `cleanup_failed` of the outcome; end and reward stay the same. The properties of `run` can be read, such as `state` and
+            `metadata`; `run.cancelled` is true. Methods that sample, call tools or record something raise `RolloutEnded`.
+            """
+
         async def start(self) -> None:
             """Prepare the agent. Called once, before the server accepts requests. An exception keeps the server from starting."""
 
@@ -140,6 +167,18 @@ class Agent(metaclass=_AgentClass):
             request: the start request, with its messages, metadata and labels.
         """
         return self.tools
+
+    def overrides(self, method: str) -> bool:
+        """Return whether the agent has a `setup` or `cleanup` of its own; the runtime does not call the default ones."""
+        return getattr(getattr(self, method), "__func__", None) is not getattr(Agent, method)
+
+    async def run_setup(self, run: object) -> None:
+        """Call `setup`; the runtime's entry point."""
+        await _call(self.setup, cast("Run", run), f"setup() of agent {self.name}")
+
+    async def run_cleanup(self, run: object) -> None:
+        """Call `cleanup`; the runtime's entry point."""
+        await _call(self.cleanup, cast("Run", run), f"cleanup() of agent {self.name}")
 
     async def perform(self, run: object) -> None:
         """Call `play`; the runtime's entry point."""
@@ -208,13 +247,13 @@ def _check_method(cls: type[Agent], name: str) -> None:
 def _is_replayable(cls: type[Agent]) -> bool:
     """Return whether the agent's `play` is replayable.
 
-    The nearest class in the MRO that sets `replayable` decides. A class that overrides `play` without setting it is not
-    replayable.
+    The nearest class in the MRO that sets `replayable` decides. A class that overrides `setup` or `play` without setting it is
+    not replayable.
     """
     for base in cls.__mro__:
         if "replayable" in vars(base):
             return bool(vars(base)["replayable"])
-        if "play" in vars(base):
+        if not vars(base).keys().isdisjoint(("setup", "play")):
             return False
     return False
 
@@ -223,6 +262,12 @@ def _checked_attribute(owner: str, attribute: str, value: object) -> object:
     """Return the checked value of an attribute; tools become a tuple of tools. Raises TypeError or ValueError."""
     if attribute == "tools":
         return _as_tools(value, owner)
+    if attribute == "cleanup_seconds":
+        if value is None or not _is_bound("seconds", value):
+            raise ValueError(
+                f"{owner}: cleanup_seconds is {value!r}; it must be a number above 0, at most {MAX_SECONDS:,}"
+            )
+        return value
     wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):
         state = "is missing" if value is None else f"is {value!r}"

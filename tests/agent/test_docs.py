@@ -15,6 +15,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 PLAYED = """
 from basket import Basket
 from careful import Careful
+from coder import Coder
 from moody import Moody
 from numbers_ import Numbers
 
@@ -26,6 +27,13 @@ def test_a_loop_of_its_own(serving, scripted_model):
     main, look = rollout.samples
     assert (main.kind, look.kind) == ("main", "subagent")
     assert [span.reason for span in main.spans if span.author == "model"] == ["author", None]
+
+
+def test_a_directory_that_is_there_for_the_reward(serving, scripted_model, tmp_path, monkeypatch):
+    stage = serving(Coder())
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rollout = stage.play("2 + 2?", scripted_model.says("4"), metadata={"ground_truth": "4"})
+    assert (rollout.reward, rollout.warnings, list(tmp_path.iterdir())) == (1.0, [], [])
 
 
 def test_policies(serving, scripted_model):
@@ -50,7 +58,7 @@ def test_tools_by_request(serving, scripted_model):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("shop", "numbers_", "basket", "careful", "moody", "test_shop")
+    names = ("shop", "numbers_", "basket", "careful", "coder", "moody", "test_shop")
     for name, block in zip(names, BLOCKS, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     (tmp_path / "test_played.py").write_text(PLAYED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from pathlib import Path
 
@@ -49,6 +50,57 @@ class Stubborn(Agent):
     def sit(self):
         log.warning("began thread")
         time.sleep(3600)
+"""
+
+CLEANING = """
+import asyncio, contextlib, logging
+from rollout_server import Agent
+
+log = logging.getLogger("author")
+
+class Cleaning(Agent):
+    name = "cleaning"
+    cleanup_seconds = 3
+
+    def setup(self, run):
+        run.state["how"] = run.metadata["how"]
+
+    async def play(self, run):
+        log.warning("began %s", run.state["how"])
+        await asyncio.sleep(3600)
+
+    async def cleanup(self, run):
+        log.warning("cleaned up %s", run.state["how"])
+        if run.state["how"] == "hangs":
+            await asyncio.sleep(3600)  # hangs
+        while run.state["how"] == "swallows":
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(3600)  # swallows
+        await asyncio.sleep(1)
+"""
+
+COUNTED = """
+import asyncio, logging
+from rollout_server import Agent
+
+log = logging.getLogger("author")
+
+class Counted(Agent):
+    name = "counted"
+
+    def setup(self, run):
+        run.state["number"] = run.metadata["number"]
+
+    async def play(self, run):
+        log.warning("plays %s", run.metadata["how"])
+        if run.metadata["how"] != "ends":
+            await asyncio.sleep(3600)
+
+    def reward(self, run):
+        return float(run.state["number"] == run.metadata["number"])
+
+    def cleanup(self, run):
+        log.warning("cleans up %d", run.state["number"])
 """
 
 NEVER_STARTS = """
@@ -105,6 +157,81 @@ async def test_nothing_that_goes_on_holds_up_the_end(tmp_path: Path) -> None:
     for mark in ("# tool", "# play"):
         at = f"{path}:{line_of(mark, STUBBORN)}"
         assert f"ignores its cancellation at {at}; the program exits without it" in server.text
+    assert "Traceback" not in server.text
+
+
+async def test_every_rollout_is_cleaned_up_once_before_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "cleaning.py"
+    path.write_text(CLEANING)
+    ways = ("sleeps", "hangs", "swallows")
+    async with (
+        serve(str(path), cwd=tmp_path, ROLLOUT_DRAIN_SECONDS="0", ROLLOUT_HTTP="false") as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def warnings_of(how: str) -> list[str]:
+            run = client.run(
+                messages=[{"role": "user", "content": "Go."}],
+                completions="grpc://127.0.0.1:9",  # never called
+                metadata={"how": how},
+            )
+            async for _ in run:
+                pass
+            assert run.outcome is not None
+            assert run.outcome.failure.message == "the server stopped while the rollout ran; start it again"
+            return [warning.code for warning in run.outcome.warnings]
+
+        warnings = [group.create_task(warnings_of(how)) for how in ways]
+        for how in ways:
+            await server.logged(f"began {how}")
+        server.send(signal.SIGTERM)
+        assert [await warned for warned in warnings] == [[], ["cleanup_failed"], ["cleanup_failed"]]
+        async with asyncio.timeout(60):
+            assert await server.ended() == 0
+    for how in ways:
+        assert server.text.count(f"cleaned up {how}") == 1
+    for how in ("hangs", "swallows"):
+        assert f"did not return within 3 s at {path}:{line_of(f'# {how}', CLEANING)}" in server.text
+    assert "Traceback" not in server.text
+
+
+async def test_two_hundred_rollouts_are_each_cleaned_up_once(tmp_path: Path) -> None:
+    """Of those that end by themselves, by a cancel and by SIGTERM, and with plain functions, which run in threads."""
+    path = tmp_path / "counted.py"
+    path.write_text(COUNTED)
+    settings = {"ROLLOUT_DRAIN_SECONDS": "0", "ROLLOUT_HTTP": "false", "ROLLOUT_MAX_RUNNING": "200"}
+    ways = ["ends", "cancelled", "cancelled", "drained"] * 50
+    async with (
+        serve(str(path), cwd=tmp_path, **settings) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+        asyncio.TaskGroup() as group,
+    ):
+
+        async def outcome_of(number: int) -> tuple[str | None, float | None]:
+            run = client.run(
+                messages=[{"role": "user", "content": "Go."}],
+                completions="grpc://127.0.0.1:9",  # never called
+                metadata={"how": ways[number], "number": number},
+                labels={"how": ways[number]},
+            )
+            async for _ in run:
+                pass
+            assert run.outcome is not None
+            assert not run.outcome.warnings
+            return run.outcome.WhichOneof("end"), run.outcome.reward if run.outcome.HasField("reward") else None
+
+        outcomes = [group.create_task(outcome_of(number)) for number in range(len(ways))]
+        while len(re.findall("plays (?:cancelled|drained)", server.text)) < 150:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert len(await client.cancel(labels={"how": "cancelled"})) == 100
+        await asyncio.gather(*(each for each, how in zip(outcomes, ways, strict=True) if how != "drained"))
+        server.send(signal.SIGTERM)
+        ends = {"ends": ("stop", 1.0), "cancelled": ("cancellation", None), "drained": ("failure", None)}
+        assert [await outcome for outcome in outcomes] == [ends[how] for how in ways]
+        async with asyncio.timeout(60):
+            assert await server.ended() == 0
+    assert sorted(map(int, re.findall(r"cleans up (\d+)", server.text))) == list(range(len(ways)))
     assert "Traceback" not in server.text
 
 

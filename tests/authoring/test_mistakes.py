@@ -25,6 +25,7 @@ class Row:
         ends: a part of its rollout's failure message; None: the rollout succeeds.
         told: a part of the tool result that the model receives; None: there is no call.
         seconds: the time limit of the rollout.
+        warns: a part of the outcome's warning.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Row:
     ends: str | None = None
     told: str | None = None
     seconds: float | None = None
+    warns: str = ""
 
 
 PLAY, REWARD, TIME = "agent's play failed in turn", "agent's reward failed in turn", "timeout: the rollout's"
@@ -47,6 +49,17 @@ MISTAKES = [
     Row("reward-has-odd-scores", "a score's name is a text of at most 256 characters, not 1 ({at})", REWARD),
     Row("task-exits", "a task called sys.exit(1) at {at}; this ends the task, not the program"),
     Row("group-raises", "agent group-raises: play() failed at {at}", PLAY),
+    Row("setup-raises", "agent setup-raises: setup() failed at {at}", "agent's setup failed in turn 0"),
+    Row(
+        "cleanup-raises",
+        "agent cleanup-raises: cleanup() failed at {at}",
+        warns="The agent's cleanup failed; the server's log has the reason",
+    ),
+    Row(
+        "cleanup-never-returns",
+        "did not return within 0.1 s at {at}",
+        warns="The agent's cleanup did not return within 0.1 s",
+    ),
     Row("reward-raises", "agent reward-raises: reward() failed at {at}", REWARD),
     Row("reward-is-nan", "returned nan, which is not a finite number ({at})", REWARD),
     Row("reward-is-a-text", "agent reward-is-a-text: reward() failed ({at})", REWARD),
@@ -115,6 +128,8 @@ def test_a_mistake_is_its_authors_own(theatre: Theatre, caplog: pytest.LogCaptur
     assert (row.ends or "") in (played.failure or "")
     if row.told is not None:
         assert row.told in played.tool_results[0][-200:]
+    if row.warns:
+        assert [row.warns in text for text in played.warnings] == [True]
     wanted = row.reads.replace("{at}", place(wrong, row.name)) if "{at}" in row.reads else row.reads
     assert wanted in caplog.text
 
@@ -123,18 +138,22 @@ LEFT = {
     "play-swallows": "play {uid} ignores its cancellation and is abandoned at {at}",
     "play-swallows-its-end": "",  # the message is the same, after another five seconds
     "reward-swallows": "judge {uid} ignores its cancellation and is abandoned at {at}",
+    "cleanup-swallows": "cleanup {uid} ignores its cancellation and is abandoned at {at}",
+    "plain-cleanup-never-returns": "cleanup() of agent plain-cleanup-never-returns ({at}) is still running in its thread",
     "tool-swallows": "tool stubborn ({at}) ignores its cancellation and is abandoned with the slots it holds",
     "plain-play-never-returns": "play() of agent plain-play-never-returns ({at}) is still running in its thread and is abandoned",
 }
+
+STOPPING = ("cleanup-swallows", "plain-cleanup-never-returns", "tool-swallows")
 
 
 def test_what_does_not_give_way_is_left_alone_and_named(theatre: Theatre, caplog: pytest.LogCaptureFixture) -> None:
     """Their rollouts end long before the server abandons their tasks."""
 
     def play(name: str) -> str:
+        stops = {"play-swallows-its-end": "max_turns"} | dict.fromkeys(STOPPING, "stop")
         limits = {"turns": 1} if name == "play-swallows-its-end" else {"time": 0.3}
-        played = theatre.play(name, script(name), limits=limits if name != "tool-swallows" else None)
-        stops = {"play-swallows-its-end": "max_turns", "tool-swallows": "stop"}
+        played = theatre.play(name, script(name), limits=limits if name not in STOPPING else None)
         assert played.stop == stops.get(name)
         assert (TIME in (played.failure or "")) is (name not in stops)
         return LEFT[name].format(uid=played.uid, at=place(wrong, name))

@@ -122,6 +122,46 @@ class GroupRaises(Agent):
         raise LookupError("one of several")  # wrong: group-raises
 
 
+class SetupRaises(Agent):
+    name = "setup-raises"
+
+    def setup(self, run: Run) -> None:
+        raise LookupError("no sandbox")  # wrong: setup-raises
+
+
+class CleanupRaises(Agent):
+    name = "cleanup-raises"
+
+    def cleanup(self, run: Run) -> None:
+        run.state["sandbox"].close()  # wrong: cleanup-raises
+
+
+class CleanupNeverReturns(Agent):
+    name = "cleanup-never-returns"
+    cleanup_seconds = 0.1
+
+    async def cleanup(self, run: Run) -> None:
+        await asyncio.sleep(3600)  # wrong: cleanup-never-returns
+
+
+class CleanupSwallows(Agent):
+    name = "cleanup-swallows"
+    cleanup_seconds = 0.1
+
+    async def cleanup(self, run: Run) -> None:
+        while not LET_GO.is_set():
+            with contextlib.suppress(BaseException):
+                await asyncio.sleep(0.1)  # wrong: cleanup-swallows
+
+
+class PlainCleanupNeverReturns(Agent):
+    name = "plain-cleanup-never-returns"
+    cleanup_seconds = 0.1
+
+    def cleanup(self, run: Run) -> None:  # wrong: plain-cleanup-never-returns
+        LET_GO.wait()
+
+
 class RewardRaises(Agent):
     name = "reward-raises"
 

@@ -86,6 +86,36 @@ def test_what_is_wrong_and_what_would_be_better_is_told(here: Path, invoke: Invo
     assert not found["valid"]
 
 
+UNTIDY = """
+from rollout_server import Agent, Limits
+
+class Untidy(Agent):
+    name = "untidy"
+    limits = Limits(turns=3)
+
+    async def reward(self, run):
+        return 1.0
+
+    async def cleanup(self, run):
+        run.state["sandbox"].close()
+"""
+
+
+def test_a_cleanup_that_fails_is_an_error(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text(UNTIDY)
+    told = invoke("validate", "agent.py", "--json")
+    [found] = document(told)["agents"]
+    assert (told.exit_code, found["valid"], found["dry_run"]["reward"], found["dry_run"]["warnings"]) == (
+        1,
+        False,
+        1.0,
+        [],
+    )
+    (error,) = found["errors"]
+    assert error.startswith("cleanup_failed: The agent's cleanup failed; ")
+    assert "agent.py:12" in told.stderr
+
+
 LOOP = """
 from rollout_server.sdk import RolloutAgentLoop
 

@@ -45,8 +45,8 @@ TRAINER = 9001
 METRICS = 9100
 DRAIN = Settings.model_fields["drain_seconds"].default
 RECORDS = Settings.model_fields["max_record_bytes"].default
-AFTER_DRAIN = 20
-"""Seconds after the drain: slow agents (5), last deliveries (5), HTTP (5), gRPC (1), and a reserve."""
+AFTER_DRAIN = 30
+"""Seconds after the drain: slow agents (5) and their cleanup (10), last deliveries (5), HTTP (5), gRPC (1), and a reserve."""
 BESIDE_RECORDS = 2**30
 """Memory that a server needs besides finished rollouts; docs/deployment.md has the measurements."""
 SERVER_NAMES = {name for field in Settings.model_fields for name in names_of(field)}

@@ -62,6 +62,12 @@ class Asynchronous(Agent):
     async def start(self) -> None:
         await super().start()
 
+    async def setup(self, run: Run) -> None:
+        await super().setup(run)
+
+    async def cleanup(self, run: Run) -> None:
+        await super().cleanup(run)
+
     async def stop(self) -> None: ...
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
@@ -107,7 +113,13 @@ class Plain(Agent):
 
     name = "plain"
 
+    cleanup_seconds = 5
+
     def start(self) -> None: ...
+
+    def setup(self, run: Run) -> None: ...
+
+    def cleanup(self, run: Run) -> None: ...
 
     def play(self, run: Run) -> None:
         reply = run.wait(run.sample())

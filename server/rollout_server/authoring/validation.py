@@ -14,6 +14,7 @@ from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint
 from rollout_server.authoring.evaluation import RolloutStart, run_rollout
 from rollout_server.authoring.schema import advice, example_arguments, faults
+from rollout_server.runtime.run.driver import CLEANUP_FAILED
 from rollout_server.testing.script import ScriptedReply, tool_call
 
 _PROMPT = "This is a dry run. There is nothing to do."
@@ -86,6 +87,8 @@ async def validate(
     start = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
     result = await run_rollout(client, endpoint, start)
     errors = [f"the dry run ended with {result.end} ({result.reason}): {result.message}"] if not result.finished else []
+    failed_cleanup = [text for text in result.warnings if text.startswith(CLEANUP_FAILED)]
+    errors += failed_cleanup
     results = _tool_results(result.messages)
     dry_run = {
         "end": result.end,
@@ -94,7 +97,7 @@ async def validate(
         "turns": result.turns,
         "reward": result.reward,
         "samples": len(samples((await client.get(result.uid, view="full")).outcome)) if result.uid else 0,
-        "warnings": list(result.warnings),
+        "warnings": [text for text in result.warnings if text not in failed_cleanup],
     }
     called = [name for name, _ in calls()]
     reports = tuple(_tool(tool, results if tool.name in called else None) for tool in tools)

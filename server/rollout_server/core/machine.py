@@ -345,7 +345,7 @@ class Machine:
             segments=self.ledger.segments,
             metrics=self.metrics,
             reward_result=record.reward_result,
-            warnings=tuple(self._warnings),
+            warnings=(*self._warnings, *record.warnings),
         )
 
     def _warn_of_resampling(self, conversation: Conversation) -> None:

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Tokens
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import End, RewardResult
+from rollout_server.core.outcome import End, RewardResult, Warned
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling
 
@@ -217,12 +217,16 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The rollout ended. Always the last record. Times are in milliseconds."""
+    """The rollout ended. Always the last record. Times are in milliseconds.
+
+    `warnings` are about what happened after the end was decided, such as a failed cleanup.
+    """
 
     end: End
     reward_result: RewardResult = RewardResult()
     total_ms: float = 0.0
     queued_ms: float = 0.0
+    warnings: tuple[Warned, ...] = ()
 
 
 Deed: TypeAlias = "Forked | GivenUp | Observed | Masked"

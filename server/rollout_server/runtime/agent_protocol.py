@@ -61,7 +61,7 @@ class Request:
 
 
 class AgentProtocol(Protocol):
-    """An agent, as the runtime sees it. `perform` and `judge` receive a `Run`."""
+    """An agent, as the runtime sees it. Its methods for one rollout receive a `Run`."""
 
     @property
     def name(self) -> str:
@@ -87,6 +87,13 @@ class AgentProtocol(Protocol):
     def tools(self) -> Sequence[Tool]:
         """Its tools, in the order in which the model sees them."""
 
+    @property
+    def cleanup_seconds(self) -> float:
+        """Time limit of `run_cleanup`."""
+
+    def overrides(self, method: str) -> bool:
+        """Return whether the agent has a `setup` or `cleanup`; if not, `run_setup` or `run_cleanup` need not be called."""
+
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """Return the tools of one rollout. Any exception counts as an error of the agent."""
 
@@ -96,8 +103,14 @@ class AgentProtocol(Protocol):
     def stop(self) -> object:
         """Run after the last rollout. Return any value, or an awaitable."""
 
+    async def run_setup(self, run: object) -> None:
+        """Prepare the rollout."""
+
     async def perform(self, run: object) -> None:
         """Run the rollout to its end."""
 
     async def judge(self, run: object) -> RewardResult:
         """Compute the reward of a rollout that ended with a stop."""
+
+    async def run_cleanup(self, run: object) -> None:
+        """Release what the rollout holds. Called once, after everything else of the rollout."""

@@ -41,41 +41,42 @@ class RolloutEnding:
     Two kinds of events end a running rollout; of each kind the first one counts. An end is *requested* by a cancel, the time
     limit or a drain. An end is *reached* by the run itself: a limit, a failed trainer, `finish`, or a `play` that returned. The
     driver waits for both. A failure that was reached is final. A stop that was reached is final unless an end is requested
-    before the reward is computed. The final end is recorded as `Ended`, and from then on the machine has the outcome.
+    before the reward is computed. The final end is *decided*: from then on the agent can change nothing of the rollout. The
+    agent's `cleanup` runs, and then the end is recorded as `Ended`, which gives the machine its outcome.
 
     Attributes:
         requested: the end that was requested.
         reached: the end that the run reached. After it the run can issue no more commands.
+        decided: the end of the outcome; None until it is decided.
         reward: the reward of a reached failure. The reward of a stop is computed afterwards.
     """
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.requested: asyncio.Future[End] = loop.create_future()
         self.reached: asyncio.Future[End] = loop.create_future()
+        self.decided: End | None = None
         self.reward = RewardResult()
-        self._machine = machine
 
     @property
     def is_requested(self) -> bool:
-        """Whether an end was requested, or the rollout has ended."""
-        return self.requested.done() or self._machine.outcome is not None
+        """Whether an end was requested or decided."""
+        return self.requested.done() or self.decided is not None
 
     @property
     def is_reached(self) -> bool:
-        """Whether the run reached an end, or the rollout has ended."""
-        return self.reached.done() or self._machine.outcome is not None
+        """Whether the run reached an end, or an end was decided."""
+        return self.reached.done() or self.decided is not None
 
     @property
     def end(self) -> End:
         """The end as the run sees it; a plain stop if there is none yet."""
-        if self.reached.done():
-            return self.reached.result()
-        outcome = self._machine.outcome
-        return outcome.end if outcome is not None else Stop("stop")
+        if self.decided is not None:
+            return self.decided
+        return self.reached.result() if self.reached.done() else Stop("stop")
 
     def request(self, end: End) -> None:
-        """Request this end. Has no effect if an end was requested before or the rollout has ended."""
+        """Request this end. Has no effect if an end was requested or decided before."""
         if not self.is_requested:
             self.requested.set_result(end)
 
@@ -84,6 +85,10 @@ class RolloutEnding:
         if not self.reached.done():
             self.reached.set_result(end)
             self.reward = reward or self.reward
+
+    def decide(self, end: End) -> None:
+        """Set the end of the outcome. Called once, by the driver."""
+        self.decided = end
 
 
 class Rollout:
@@ -103,7 +108,7 @@ class Rollout:
         self.tools = tools
         self.clock = clock
         self.machine = Machine(uid, request.spec.messages, request.spec.limits)
-        self.ending = RolloutEnding(self.machine)
+        self.ending = RolloutEnding()
         self.log = Log()
         self.created = clock.wall()
         self._credentials = request.credentials

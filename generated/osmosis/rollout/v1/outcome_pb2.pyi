@@ -192,7 +192,7 @@ class Warning(_message.Message):
     code: _builtins.str
     """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown",
     "length_exceeded", "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
-    "logprobs_positive", "token_unknown".
+    "logprobs_positive", "token_unknown", "cleanup_failed".
     """
     message: _builtins.str
     """For humans."""

@@ -49,6 +49,7 @@ WARNINGS = frozenset(
         "short_form_dropped",
         "logprobs_positive",
         "token_unknown",
+        "cleanup_failed",
     }
 )
 

@@ -22,7 +22,7 @@ from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.outcome_outbox import Outbox
 from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, Selection, check_alike
 from rollout_server.runtime.rollout import Rollout, RolloutState
-from rollout_server.runtime.run.driver import drive
+from rollout_server.runtime.run.driver import drive, seconds_to_end
 from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity, StartRequest
 from rollout_server.runtime.tools.resources import ToolResources
 
@@ -172,7 +172,8 @@ class RolloutRegistry:
     async def drain(self, grace: float) -> None:
         """Refuse new rollouts, let running ones finish for `grace` seconds, then end the remaining ones as interrupted.
 
-        Deliveries of outcomes get the rest of the grace time, and at least 5 seconds.
+        Agents get a few seconds to end, and the time limit of their `cleanup`. Deliveries of outcomes get the rest of the grace
+        time, and at least 5 seconds.
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
@@ -181,7 +182,7 @@ class RolloutRegistry:
             await self._idle(grace)
         for rollout in self._index.rollouts():
             rollout.ending.request(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
-        await self._idle(5.0)
+        await self._idle(max(seconds_to_end(agent) for agent in self.agents.values()))
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
     async def _idle(self, seconds: float) -> None:

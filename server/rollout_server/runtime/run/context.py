@@ -26,12 +26,13 @@ class RunContext:
     Args:
         rollout: the rollout.
         threads: slots for the agent's synchronous functions.
+        cleanup_threads: slots for what is called after the end, so that a cleanup never waits for functions of other rollouts.
 
     Attributes:
         state: the agent's own data about this rollout.
     """
 
-    def __init__(self, rollout: Rollout, threads: Slots) -> None:
+    def __init__(self, rollout: Rollout, threads: Slots, cleanup_threads: Slots) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
         self.ending = rollout.ending
@@ -39,6 +40,7 @@ class RunContext:
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
         self._threads = threads
+        self._cleanup_threads = cleanup_threads
         self._ignored = 0
         self._waiting: set[asyncio.Task[object]] = set()
 
@@ -66,8 +68,8 @@ class RunContext:
         """Append a record to the log, from any thread. Raise `RolloutEnded` after the end."""
         if get_ident() != self._thread:
             return self.wait(self._record_on_loop(record))
-        if (outcome := self.machine.outcome) is not None:
-            raise RolloutEnded(outcome.end)
+        if self.ending.decided is not None:
+            raise RolloutEnded(self.ending.decided)
         return self.rollout.record(record)
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -116,14 +118,13 @@ class RunContext:
 
         Raises what the function raises, and `NoFreeSlot` if abandoned threads hold all slots.
         """
+        threads = self._threads if self.ending.decided is None else self._cleanup_threads
         try:
-            await self._threads.acquire()
+            await threads.acquire()
         except NoFreeSlot:
-            text = (
-                f"{name} cannot run: all {self._threads.limit} threads for plain functions are held by abandoned calls"
-            )
+            text = f"{name} cannot run: all {threads.limit} threads for plain functions are held by abandoned calls"
             raise NoFreeSlot(text) from None
-        work = ToolTask(name, (self._threads,))
+        work = ToolTask(name, (threads,))
         task = work.start(work.in_thread(function))
         try:
             await asyncio.wait({task})

@@ -1,8 +1,11 @@
 """Drives one rollout from its first turn to its outcome. The only boundary that catches an agent's failures.
 
-An agent's code is arbitrary: it may raise anything, swallow any exception, or never return. Its `play` therefore runs in a
-separate task. The driver waits for the first of three events: the run reached an end (a limit, a failed trainer), an end was
-requested (cancel, time limit, drain), or `play` returned.
+An agent's code is arbitrary: it may raise anything, swallow any exception, or never return. Each of its methods therefore runs in
+a task of its own. While `setup` or `play` runs, the driver waits for the first of three events: the run reached an end (a limit, a
+failed trainer), an end was requested (cancel, time limit, drain), or the method returned.
+
+A rollout without a `cleanup` gets its outcome as soon as its end is decided. With one, the outcome waits for it and has its
+warning: first the agent's cancelled tasks have `GRACE_SECONDS` to end, then `cleanup` has its time limit.
 """
 
 from __future__ import annotations
@@ -14,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_server.core.outcome import Category, End, Failure, RewardResult, Stop
+from rollout_server.core.outcome import Category, End, Failure, RewardResult, Stop, Warned
 from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.ports import OpenSampler
@@ -31,10 +35,20 @@ _T = TypeVar("_T")
 
 GRACE_SECONDS = 5.0
 """How long an agent's tasks may continue after the end of their rollout."""
+CLEANUP_FAILED = "cleanup_failed"
+"""Code of the warning about a cleanup that failed or did not return."""
 
 
 class _Crashed(Exception):
     """An agent raised SystemExit or KeyboardInterrupt, which asyncio would pass on to the event loop."""
+
+
+def seconds_to_end(agent: AgentProtocol) -> float:
+    """Return the seconds within which a rollout of the agent ends once its end is requested.
+
+    The last second is a reserve: the rollout's timers start a little after its end is requested.
+    """
+    return GRACE_SECONDS + (agent.cleanup_seconds + 1.0 if agent.overrides("cleanup") else 0.0)
 
 
 async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources) -> None:
@@ -49,7 +63,7 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
         with _time_limit(rollout):
             run = _open(rollout, open_sampler, tool_resources)
             end = (
-                await _run_play(rollout, run, tasks)
+                await _run_to_end(rollout, run, tasks)
                 if run is not None
                 else _failure(rollout, "sampler could not be opened")
             )
@@ -58,13 +72,17 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
             elif run is not None:
                 reward = rollout.ending.reward
     finally:
-        # Reached on every path, also when the driver itself is cancelled: a rollout always gets an outcome. The tasks are
-        # cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that ignores its
-        # cancellation. What such a task still does is rejected, because the machine has its outcome.
-        tasks += [task for task in run.under_way if task not in tasks] if run is not None else []
-        for task in tasks:
-            task.cancel()
-        rollout.record(Ended(end, reward, 1000 * (rollout.clock.monotonic() - started), queued_ms))
+        # Reached on every path, also when the driver itself is cancelled: a rollout always gets an outcome. Without a cleanup,
+        # the tasks are cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that
+        # ignores its cancellation. What such a task still does is rejected, because the end is decided.
+        rollout.ending.decide(end)
+        ended = Ended(end, reward, 1000 * (rollout.clock.monotonic() - started), queued_ms)
+        _cancel(run, tasks)
+        try:
+            if run is not None and rollout.agent.overrides("cleanup"):
+                ended = replace(ended, warnings=await _run_cleanup(rollout, run, tasks))
+        finally:
+            rollout.record(ended)
     await _await_cancelled(tasks)
 
 
@@ -72,7 +90,7 @@ def _open(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResou
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
         return Run(
-            RunContext(rollout, tool_resources.threads),
+            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads),
             rollout.machine.main,
             sampler,
             ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),
@@ -82,23 +100,34 @@ def _open(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResou
         return None
 
 
-async def _run_play(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> End:
-    play = _start(rollout.agent.perform(run), f"play {rollout.uid}", tasks)
-    ending = rollout.ending
-    await _first_of(play, ending.requested, ending.reached)
-    if ending.reached.done():
-        # `play` may still compute what the reward needs, so it gets some time to return.
-        await _first_of(play, ending.requested, within=GRACE_SECONDS)
-        _log_other_errors(rollout, play)
-        return ending.reached.result()
-    if not play.done():
-        return _early_end(rollout, "play", play)
-    if play.cancelled() or play.exception() is not None:
-        return _agent_failure(rollout, "play", play)
+async def _run_to_end(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> End:
+    agent, end = rollout.agent, None
+    if agent.overrides("setup"):
+        end = await _run_part(rollout, "setup", agent.run_setup(run), tasks)
+    end = end or await _run_part(rollout, "play", agent.perform(run.latest), tasks)
+    if end is not None:
+        return end
     for task in run.under_way:
         text = "agent %s: play() returned while a task it started was still running%s; the task is cancelled"
         _log.warning(text, rollout.agent.name, waits_at(task), extra=_log_fields(rollout))
     return _natural_stop(rollout)
+
+
+async def _run_part(
+    rollout: Rollout, part: str, work: Coroutine[Any, Any, None], tasks: list[asyncio.Task[Any]]
+) -> End | None:
+    """Run the agent's `setup` or `play`. Return the end of the rollout, or None if the method returned without one."""
+    running = _start(work, f"{part} {rollout.uid}", tasks)
+    ending = rollout.ending
+    await _first_of(running, ending.requested, ending.reached)
+    if ending.reached.done():
+        # The method may still compute what the reward needs, so it gets some time to return.
+        await _first_of(running, ending.requested, within=GRACE_SECONDS)
+        _log_other_errors(rollout, part, running)
+        return ending.reached.result()
+    if not running.done():
+        return _early_end(rollout, part, running)
+    return _agent_failure(rollout, part, running) if _has_failed(running) else None
 
 
 def _early_end(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> End:
@@ -133,9 +162,43 @@ async def _run_reward(
     await _first_of(judge, rollout.ending.requested)
     if not judge.done():
         return _early_end(rollout, "reward", judge), RewardResult()
-    if judge.cancelled() or judge.exception() is not None:
+    if _has_failed(judge):
         return _agent_failure(rollout, "reward", judge), RewardResult()
     return stop, judge.result()
+
+
+async def _run_cleanup(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> tuple[Warned, ...]:
+    """Run the agent's `cleanup` after its other tasks have ended or are abandoned. Return the warning if it fails."""
+    await _await_cancelled(tasks)
+    tasks.clear()
+    agent = rollout.agent
+    cleanup = _start(agent.run_cleanup(run.latest), f"cleanup {rollout.uid}", tasks)
+    try:
+        await asyncio.wait({cleanup}, timeout=agent.cleanup_seconds)
+    finally:
+        _cancel(run, tasks)
+    if not cleanup.done():
+        what = f"did not return within {agent.cleanup_seconds:g} s"
+        where = _location(rollout, "cleanup"), waits_at(cleanup)
+        _log.error("agent %s: cleanup()%s %s%s", agent.name, where[0], what, where[1], extra=_log_fields(rollout))
+    elif _has_failed(cleanup):
+        what = "failed"
+        _log_failure(rollout, "cleanup", cleanup)
+    else:
+        return ()
+    text = f"The agent's cleanup {what}; the server's log has the reason under rollout {rollout.uid}"
+    return (Warned(CLEANUP_FAILED, text, rollout.machine.turn),)
+
+
+def _has_failed(ended: asyncio.Task[Any]) -> bool:
+    return ended.cancelled() or ended.exception() is not None
+
+
+def _cancel(run: Run | None, tasks: list[asyncio.Task[Any]]) -> None:
+    """Cancel the agent's tasks, and add to them those that it started itself."""
+    tasks += [task for task in run.under_way if task not in tasks] if run is not None else []
+    for task in tasks:
+        task.cancel()
 
 
 def _start(work: Coroutine[Any, Any, _T], name: str, tasks: list[asyncio.Task[Any]]) -> asyncio.Task[_T]:
@@ -178,12 +241,16 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
 
 
 def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
+    _log_failure(rollout, part, task)
+    return _failure(rollout, f"agent's {part} failed")
+
+
+def _log_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
     location = (raised_at(error) if error is not None else "") or _location(rollout, part)
     _log.error(
         "agent %s: %s() failed%s", rollout.agent.name, part, location, exc_info=error, extra=_log_fields(rollout)
     )
-    return _failure(rollout, f"agent's {part} failed")
 
 
 def _calls_under_way(rollout: Rollout) -> str:
@@ -205,14 +272,14 @@ def _location(rollout: Rollout, part: str) -> str:
     return written_at(function) if callable(function) else ""
 
 
-def _log_other_errors(rollout: Rollout, play: asyncio.Task[Any]) -> None:
+def _log_other_errors(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
     """Log an agent's own error while its rollout ended. `RolloutEnded` is expected and not logged."""
-    error = play.exception() if play.done() and not play.cancelled() else None
+    error = task.exception() if task.done() and not task.cancelled() else None
     others = error.split(RolloutEnded)[1] if isinstance(error, BaseExceptionGroup) else error
     if others is not None and not isinstance(others, RolloutEnded):
         location = raised_at(others)
-        text = "agent %s: play() failed while its rollout was ending%s"
-        _log.error(text, rollout.agent.name, location, exc_info=others, extra=_log_fields(rollout))
+        text = "agent %s: %s() failed while its rollout was ending%s"
+        _log.error(text, rollout.agent.name, part, location, exc_info=others, extra=_log_fields(rollout))
 
 
 def _failure(rollout: Rollout, what: str) -> Failure:

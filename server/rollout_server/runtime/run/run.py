@@ -99,7 +99,7 @@ class Run:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The agent's own data about this rollout, shared by its conversations and its reward. The server does not read it."""
+        """The agent's own data about this rollout, shared by all its methods and conversations. The server does not read it."""
         return self._context.state
 
     @property
@@ -253,7 +253,7 @@ class Run:
         return await once(self._context, self._conversation, function)
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
-        """Await a coroutine from a synchronous `play` or `reward`, which runs in a thread: `run.wait(run.sample())`.
+        """Await a coroutine from a synchronous method of the agent, which runs in a thread: `run.wait(run.sample())`.
 
         Raises what `work` raises, and `AgentMistake` if it is not a coroutine or if called on the event loop.
         """

@@ -106,8 +106,8 @@ def _cancelled_result(intent: ToolStarted) -> ToolResult:
 
 
 def _return(context: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:
-    """Record a result, unless the rollout has ended: then its messages are final."""
-    if context.machine.outcome is not None:
+    """Record a result, unless the end of the rollout was decided: then its messages are final."""
+    if context.ending.decided is not None:
         return
     elapsed, message = 1000 * (context.rollout.clock.monotonic() - began), result.message()
     context.record(

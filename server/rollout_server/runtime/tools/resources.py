@@ -46,6 +46,7 @@ class ToolResources:
         self.processes = processes
         self.measure = measure
         self.threads = Slots(self.limits.threads)
+        self.cleanup_threads = Slots(self.limits.threads)
         self.results = ResultCache(self.limits.cache_entries, self.limits.cache_bytes)
         self._slots: dict[Hashable, Slots] = {}
         self._warned: set[Hashable] = set()
