@@ -19,7 +19,7 @@ from rollout_server.runtime.run.messages import Reply
 from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.exceptions import OsmosisValidationError
 from rollout_server.sdk.core.schemas import MessageDict
-from rollout_server.sdk.history_diff import ConversationHistory, MessageList
+from rollout_server.sdk.history_diff import ConversationHistory, SerializedMessages
 from rollout_server.sdk.run_access import append_results
 
 
@@ -41,7 +41,7 @@ class LoopConversation:
     is_taken: bool = False
     is_closed: bool = False
 
-    async def append(self, messages: MessageList, stop: int, tool_ms: float) -> None:
+    async def append(self, messages: SerializedMessages, stop: int, tool_ms: float) -> None:
         """Append the new messages of a list that continues this conversation.
 
         Args:
@@ -62,7 +62,7 @@ class LoopConversation:
         """Return a new conversation that continues from the current end of this one."""
         return LoopConversation(await self.run.fork(), copy(self.history), self.calls)
 
-    def append_completion(self, messages: MessageList, reply: Reply) -> None:
+    def append_completion(self, messages: SerializedMessages, reply: Reply) -> None:
         """Add the completion of this list."""
         self.history.append_completion(messages, reply.message)
         self.calls = reply.tool_calls
@@ -70,7 +70,7 @@ class LoopConversation:
 
 @dataclass(slots=True, eq=False)
 class _Chat:
-    messages: MessageList
+    messages: SerializedMessages
     conversation: LoopConversation | None = None
 
 
@@ -96,7 +96,7 @@ class Conversations:
         """Add the latency of a tool that the loop ran. Its result arrives with a later list."""
         self._tool_ms += max(0.0, milliseconds)
 
-    async def take(self, messages: MessageList) -> LoopConversation:
+    async def take(self, messages: SerializedMessages) -> LoopConversation:
         """Return a conversation that holds this list, reserved for one chat. The caller resets `is_taken`.
 
         Raises `RolloutEnded` if the list needs another conversation and the trainer supports only one. Raises
@@ -119,7 +119,7 @@ class Conversations:
                 self._waiting.remove(chat)
         return found
 
-    async def conclude(self, messages: MessageList) -> bool:
+    async def conclude(self, messages: SerializedMessages) -> bool:
         """Make the loop's final list the main conversation. Return False if the list continues no known conversation."""
         usable = [each for each in self._all if each is self.main or each.history.has_completion]
         found = self._find(messages, (each for each in usable if not each.is_taken))
@@ -151,7 +151,7 @@ class Conversations:
         chat.conversation = shared
         return shared
 
-    async def _open(self, messages: MessageList) -> LoopConversation:
+    async def _open(self, messages: SerializedMessages) -> LoopConversation:
         """Open a conversation for a list that continues none. It replaces the latest one unless a chat still needs that."""
         if not messages:
             raise OsmosisValidationError("messages is empty; pass at least one message", 400)
@@ -163,7 +163,7 @@ class Conversations:
         self._all.append(opened)
         return opened
 
-    async def _replace(self, closed: LoopConversation, messages: MessageList) -> LoopConversation:
+    async def _replace(self, closed: LoopConversation, messages: SerializedMessages) -> LoopConversation:
         opened = LoopConversation(await closed.run.fork(messages, kind="compaction"), ConversationHistory(messages))
         closed.is_closed = True
         self._all.append(opened)
@@ -171,7 +171,7 @@ class Conversations:
         self.main = opened if closed is self.main else self.main
         return opened
 
-    def _find(self, messages: MessageList, candidates: Iterable[LoopConversation]) -> LoopConversation | None:
+    def _find(self, messages: SerializedMessages, candidates: Iterable[LoopConversation]) -> LoopConversation | None:
         """Return the conversation that this list continues: the longest one, and of several the main one."""
         found = [each for each in candidates if each.history.follows(messages)]
         return max(found, key=lambda each: (each.history.known, each is self.main), default=None)

@@ -20,7 +20,7 @@ from rollout_server.sdk.core.schemas import MessageDict
 _COMPARED_KEYS = ("role", "content", "tool_calls")
 
 
-class MessageList(list[MessageDict]):
+class SerializedMessages(list[MessageDict]):
     """A message list of a loop. `texts` holds each message in normalised form, computed once for comparisons."""
 
     def __init__(self, messages: Sequence[MessageDict]) -> None:
@@ -59,7 +59,7 @@ class ConversationHistory:
 
 
 def _texts(messages: Sequence[MessageDict]) -> list[str]:
-    return messages.texts if isinstance(messages, MessageList) else [_text(message) for message in messages]
+    return messages.texts if isinstance(messages, SerializedMessages) else [_text(message) for message in messages]
 
 
 def _is_same(completion: Mapping[str, Any], message: Mapping[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from rollout_server.sdk.core.exceptions import (
     OsmosisValidationError,
 )
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics, RolloutRequest, copy_message
-from rollout_server.sdk.history_diff import MessageList
+from rollout_server.sdk.history_diff import SerializedMessages
 from rollout_server.sdk.request_view import own_sampling
 from rollout_server.sdk.run_access import usage_of
 
@@ -100,7 +100,7 @@ class RunClient:
             await main.run.finish(reason)
 
     async def _sample(
-        self, conversation: LoopConversation, messages: MessageList, own: SamplingOptions
+        self, conversation: LoopConversation, messages: SerializedMessages, own: SamplingOptions
     ) -> CompletionsResult:
         try:
             reply = await conversation.run.sample(**own)
@@ -148,7 +148,7 @@ def sdk_error(failure: Failure) -> OsmosisRolloutError:
             return OsmosisRolloutError(text)
 
 
-def _check_messages(messages: object) -> MessageList:
+def _check_messages(messages: object) -> SerializedMessages:
     """Return copies, because the loop may change its list later. Raises `OsmosisValidationError` naming the message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
         raise OsmosisValidationError(f"messages must be a list of dicts, not {type(messages).__name__}", 400)
@@ -164,4 +164,4 @@ def _check_messages(messages: object) -> MessageList:
             found.append(copy_message(message))
         except (TypeError, ValueError, RecursionError) as error:
             raise OsmosisValidationError(f"{where} is not JSON: {error}", 400) from None
-    return MessageList(found)
+    return SerializedMessages(found)

@@ -25,7 +25,7 @@ _UNITS = (("d", 86400), ("h", 3600), ("m", 60))
 
 
 class StateChoice(StrEnum):
-    """Values of `--state`."""
+    """States of a rollout, as `--state` takes them."""
 
     QUEUED = "queued"
     RUNNING = "running"

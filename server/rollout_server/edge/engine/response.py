@@ -17,7 +17,7 @@ from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logp
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message
-from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_values
+from rollout_server.edge.trainer.response_limits import decode_response
 from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -135,14 +135,9 @@ def malformed_response(turn: int, what: str) -> RolloutFailed:
 
 def _parse(body: bytes, turn: int) -> _EngineBody:
     try:
-        check_values(body, ANSWER_VALUES)
-        parsed = _decoder.decode(body)
+        parsed = decode_response(_decoder, body)
     except MalformedMessage as error:
         raise malformed_response(turn, str(error)) from None
-    except msgspec.ValidationError as error:
-        raise malformed_response(turn, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise malformed_response(turn, f"it is not JSON: {error}") from None
     if not parsed.choices:
         raise malformed_response(turn, "`choices` is empty")
     return parsed

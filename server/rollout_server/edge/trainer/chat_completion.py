@@ -18,7 +18,7 @@ from rollout_server.core.message import JSON, MalformedMessage, Message, parse_o
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.segment import Plane
 from rollout_server.edge.offload import offload_response
-from rollout_server.edge.trainer.response_limits import ANSWER_VALUES, check_message, check_values
+from rollout_server.edge.trainer.response_limits import check_message, decode_response
 from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -115,14 +115,9 @@ class RequestWriter:
 def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_calls: int) -> ChatCompletion:
     """Parse and check a completion. Raises `RolloutFailed` (VALIDATION) with the turn and the field."""
     try:
-        check_values(body, ANSWER_VALUES)
-        parsed = _decoder.decode(body)
+        parsed = decode_response(_decoder, body)
     except MalformedMessage as error:
         raise _malformed(turn, str(error)) from None
-    except msgspec.ValidationError as error:
-        raise _malformed(turn, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(turn, f"it is not JSON: {error}") from None
     if not parsed.choices:
         raise _malformed(turn, "`choices` is empty")
     choice = parsed.choices[0]

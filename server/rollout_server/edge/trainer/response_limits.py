@@ -6,7 +6,7 @@ control, so every response, over HTTP and gRPC, is checked here first.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -32,6 +32,18 @@ class _ToolCallList(msgspec.Struct):
 
 
 _calls_decoder: Final = msgspec.json.Decoder(_ToolCallList)
+_T = TypeVar("_T")
+
+
+def decode_response(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
+    """Decode a response. Raise `MalformedMessage` if it has too many values, is not JSON, or has another shape."""
+    check_values(body, ANSWER_VALUES)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise MalformedMessage(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"it is not JSON: {error}") from None
 
 
 def check_values(data: bytes, most: int) -> None:

@@ -12,8 +12,8 @@ from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.read_only import ReadDict, ReadList, read_only
 from rollout_server.runtime.tools.protocols import ToolContext, ToolFailed
 
-MOST_BYTES = 4 * 1024 * 1024
-"""Maximum size of a rollout's state as JSON. The event loop serialises it."""
+MOST_BYTES = 1024 * 1024
+"""Maximum size of a rollout's state as JSON. The event loop serialises it, which takes about 10 ms for so much."""
 
 _COPY = (
     "its process has a copy of the rollout's state and metadata, and changes to the copy would be lost; return what changed "
