@@ -115,6 +115,29 @@ async def test_a_short_form_that_differs_is_dropped_before_it_is_used(ours, plai
     assert len(dropped) == 1
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param("first | length", id="its length"),
+        pytest.param("first[:1]", id="its beginning"),
+        pytest.param("'long' if first | length > 29 else 'short'", id="whether it is long"),
+    ],
+)
+async def test_questions_that_resemble_each_other_prove_nothing(ours, plain, first) -> None:
+    """The template shows something of the first question, which is at first equal to that of the last one."""
+    shown = "{{- '<|im_start|>assistant' -}}{%- set first = messages[0].content -%}{{- " + first + " -}}"
+    loaded = ours("toy", CHATML.replace("{{- '<|im_start|>assistant\n' -}}", shown))
+    assert loaded.probed.short_form
+    renderer, messages = Renderer(loaded, [], {}), packed({"role": "user", "content": "Hello"})
+    await renderer.append(messages, None, 0)
+    for content in ("Hello", "Hello", "Hello", "Another question, which is long", "More"):
+        asked = len(messages)
+        messages += packed(SAID, {"role": "user", "content": content})
+        last = answered(SAID, plain("toy").ids("<|im_end|>"))
+        found = await renderer.append(messages, last, asked)
+        assert found.predicted == (await Renderer(loaded, [], {}).predict(messages, last, asked)).predicted
+
+
 async def test_what_the_template_leaves_out_is_named(ours, plain) -> None:
     silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
     loaded, naive = ours("toy", silent), plain("toy")

@@ -570,3 +570,20 @@ def test_no_place_where_the_head_quotes_what_stands_behind_an_empty_answer(lengt
         return template(head=lambda _: f"({quoted}){STOP}")(messages, generation_prompt)
 
     assert environment(render, ASKED, {**SAID, "content": ""}, {**SAID, "content": "And twice that?"}) is None
+
+
+def test_a_part_that_is_not_last_does_not_tell_the_end() -> None:
+    """The mark makes the content longer, and the next message says so: only the reasoning in front of it can be marked."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        text, before = "", ""
+        for message in messages:
+            thoughts = f"thoughts:{message['reasoning']}{STOP}" if "reasoning" in message else ""
+            much = "(You said much.) " if len(before) > 20 else ""
+            text += f"{thoughts}{message['role']}:{much}{message['content']}{STOP}\n"
+            before = message["content"]
+        return text + ("assistant:" if generation_prompt else "")
+
+    thought = {**SAID, "reasoning": "Five and three."}
+    found = environment(render, ASKED, thought, MORE)
+    assert found in (None, f"\nuser:And twice that?{STOP}\nassistant:")

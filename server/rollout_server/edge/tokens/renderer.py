@@ -241,11 +241,19 @@ class Renderer:
         rendered = self._appended(found, last, unseen_messages(full, found.text))
         if likely is None:
             return rendered
-        if likely == found:
+        if likely == found and self._is_independent(fields, answered, found):
             self._proof.equal()
             return rendered
         self._proof.differs()
         return replace(rendered, short_form_dropped=True)
+
+    def _is_independent(self, fields: Sequence[Fields], answered: int, found: _EnvironmentText) -> bool:
+        """Return whether the environment stays the same if the dropped messages have other texts."""
+        try:
+            text = self._render(self._proof.varied(fields, answered), True)
+        except RolloutFailed:
+            return True  # the template refuses such texts
+        return text.endswith(f"{found.stop.text if found.stop else ''}{found.text}")
 
     def _full_turn(self, turn: TurnToRender, fields: Sequence[Fields]) -> RenderedTurn:
         """Render the whole conversation. The text of the last prompt is reused if the previous turn was rendered in full."""

@@ -4,6 +4,10 @@ The text that a template writes after a completion usually depends only on the s
 and the completion. So the environment can be rendered after a short conversation, at a cost that does not grow with the
 history. A template may break this: it may count messages, or search early messages for a word. A short form is therefore used
 only after it was compared, in the same rollout, with the full rendering of a conversation of the same shape.
+
+Equal texts alone do not show that the dropped messages have no influence: they may resemble the kept ones. The first and the last
+question may have the same length, for example, and the template prints the length of the first. So the comparison also renders
+the conversation with other texts in the dropped messages (`ShortFormProof.varied`), and the environment must stay the same.
 """
 
 from __future__ import annotations
@@ -19,15 +23,19 @@ from typing import Final, TypeAlias
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.rendering_form import Fields, strings
+from rollout_server.edge.tokens.turn_boundary import new_mark
 
 _SYSTEM: Final = ("system", "developer")
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _FIRST_TURNS: Final = 2
 _EVERY: Final = 16
 _MANY: Final = 3
+_LONGEST_TEXT: Final = 4096
 
 Kind: TypeAlias = tuple[object, ...]
 """The properties of a message that a template can test without reading its text."""
+_Found: TypeAlias = tuple[str, bool, bool]
+"""A literal that occurs in a text, and whether the text begins and ends with it, apart from white space."""
 
 
 def short_history(roles: Sequence[str], answered: int) -> list[int]:
@@ -61,8 +69,8 @@ class ShortFormProof:
 
     - the kinds of the message before the completion, of the completion, and of the messages after it;
     - the kinds of the messages that the short history drops;
-    - which string literals of the template occur in which role: among the dropped messages, after the completion, and in the
-      kept user message;
+    - which string literals of the template occur in which role, and whether a text begins or ends with them: among the dropped
+      messages, after the completion, and in the kept user message;
     - which integer literals of the template the number of messages has reached or passed;
     - the number of messages of each role modulo each constant that the template divides by.
 
@@ -75,17 +83,18 @@ class ShortFormProof:
         self.usable = True
         self._literals = literals
         self._dropped: set[object] = set()
-        self._latest: dict[tuple[str, str], int] = {}
+        self._latest: dict[tuple[str, _Found], int] = {}
         self._roles: Counter[str] = Counter()
         self._following: set[object] = set()
         self._looked_at = 0
         self._leading = 0
         self._user: Fields | None = None
-        self._asked: frozenset[str] = frozenset()
+        self._asked: frozenset[_Found] = frozenset()
         self._proved: set[object] = set()
         self._shape: object = None
         self._turns = 0
         self._since = 0
+        self._long_texts = False
 
     def due(self, messages: Sequence[Fields], answered: int) -> bool:
         """Return whether the short form of this turn must be compared. Call this exactly once per turn that follows a completion.
@@ -121,6 +130,19 @@ class ShortFormProof:
         )
         return self._turns <= _FIRST_TURNS or self._since >= _EVERY or self._shape not in self._proved
 
+    def varied(self, messages: Sequence[Fields], answered: int) -> list[Fields]:
+        """Return the conversation with other texts in the messages that the short history drops.
+
+        The texts are short and long in turn, because a template may compare lengths with the numbers in it. Blank texts stay,
+        because many templates test whether there is a text.
+        """
+        self._long_texts = not self._long_texts
+        mark, longest = new_mark(), min(max(self._literals.numbers, default=0), _LONGEST_TEXT)
+        text = mark * (1 + longest // len(mark)) if self._long_texts else "q"
+        kept = {*short_history([_role(message) for message in messages[:answered]], answered)}
+        dropped = [index not in kept and index < answered for index in range(len(messages))]
+        return [_with_text(each, text) if drop else each for each, drop in zip(messages, dropped, strict=True)]
+
     def equal(self) -> None:
         """Record that the short form of this turn equals the full rendering."""
         self._proved.add(self._shape)
@@ -155,7 +177,7 @@ class ShortFormProof:
                     self._latest |= dict.fromkeys(((role, word) for word in self._literals_in(message)), index)
                 yield message
 
-    def _order(self) -> tuple[frozenset[tuple[str, str]], ...]:
+    def _order(self) -> tuple[frozenset[tuple[str, _Found]], ...]:
         """Return the literals of dropped system and user messages, ordered by their last occurrence."""
         latest = sorted(self._latest.items(), key=itemgetter(1))
         return tuple(frozenset(word for word, _ in group) for _, group in groupby(latest, key=itemgetter(1)))
@@ -172,14 +194,32 @@ class ShortFormProof:
         yield kind
         yield from ((kind[0], word) for word in self._literals_in(message))
 
-    def _literals_in(self, message: Fields | None) -> frozenset[str]:
+    def _literals_in(self, message: Fields) -> frozenset[_Found]:
         """Return the template's string literals that occur in the message."""
-        texts = [] if message is None else list(strings(message))
-        return frozenset(word for word in self._literals.strings if any(word in text for text in texts))
+        texts = [(text, text.strip()) for text in strings(message)]
+        return frozenset(
+            (word, stripped.startswith(word), stripped.endswith(word))
+            for word in self._literals.strings
+            for text, stripped in texts
+            if word in text
+        )
 
 
 def _role(message: Fields) -> str:
     return str(message.get("role"))
+
+
+def _with_text(message: Fields, text: str) -> Fields:
+    content = message.get("content")
+    if isinstance(content, list):
+        parts: list[JSON] = [_with_part_text(part, text) for part in content]
+        return {**message, "content": parts}
+    return {**message, "content": text} if isinstance(content, str) and content.strip() else message
+
+
+def _with_part_text(part: JSON, text: str) -> JSON:
+    known = part.get("text") if isinstance(part, Mapping) else None
+    return {**part, "text": text} if isinstance(part, Mapping) and isinstance(known, str) and known.strip() else part
 
 
 def _kind(message: Fields, completion: Fields | None) -> Kind:

@@ -210,18 +210,22 @@ def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
     """
     mark = new_mark()
     completion = turn.messages[turn.answered]
+    reached = 0  # the completion extends at least to here
     for marked, syntax in _marked_completions(completion, mark):
         if calls_only and completion.get("tool_calls") and marked["tool_calls"] is completion["tool_calls"]:
             break
         text = turn.with_message(turn.answered, marked)
-        if text is None or text.count(mark) != 1:  # more than one: the template quotes the completion elsewhere
+        if text is None or mark not in text:
             continue
         at = text.find(mark)
         place = common_prefix(text, turn.full)
         same_end = common_prefix(text[::-1], turn.full[::-1])
-        # Otherwise the mark changed text before the completion, or replaced more than white space.
-        if at - syntax <= place and not turn.full[place : len(turn.full) - same_end].strip():
+        # More than one mark: the template quotes the completion elsewhere. The other conditions: the mark changed no text before
+        # the completion and replaced only white space, and no part of the completion that the template shows lies behind it.
+        alone = text.count(mark) == 1 and at - syntax <= place
+        if alone and place >= reached and not turn.full[place : len(turn.full) - same_end].strip():
             return place
+        reached = max(reached, min(at, place))
     return None
 
 
