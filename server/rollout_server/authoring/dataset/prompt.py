@@ -64,7 +64,7 @@ def prompt_messages(name: str, prompt: object, images: Sequence[PromptImage] = (
     if len(left) == len(images):
         _prepend(name, messages, left)
     elif left:
-        raise InvalidPrompt(f"{name} has places for {len(images) - len(left)} images, and the row has {len(images)}")
+        raise InvalidPrompt(f"{name} has places for {len(images) - len(left)} of the row's {len(images)} images")
     if messages[-1]["role"] == "assistant":
         text = "the last message is the assistant's; a prompt ends where the model continues, so remove it"
         raise InvalidPrompt(f"{name}[{len(messages) - 1}]: {text}, or name another column with --column prompt=NAME")

@@ -27,6 +27,7 @@ _MAX_STATE_BYTES: Final = 16 * 1024 * 1024
 _SPLITS_FILE: Final = "dataset_dict.json"
 _STATE_FILE: Final = "state.json"
 _INFO_FILE: Final = "dataset_info.json"
+_NO_SPLITS: Final = (_SPLITS_FILE, _STATE_FILE, _INFO_FILE, "dataset_infos.json")
 _SHARD: Final = re.compile(r"(?P<split>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 
 
@@ -130,7 +131,7 @@ def _split_files(path: Path) -> dict[str, list[Path]]:
     for number, file in enumerate(sorted(path.iterdir())):
         if number >= MAX_FILES:
             raise AuthorError(f"contains more than {MAX_FILES:,} files; name a file", str(path))
-        if file.suffix.lower() in FORMS and file.is_file() and not file.name.startswith("."):
+        if file.suffix.lower() in FORMS and file.name not in _NO_SPLITS and file.is_file() and file.name[0] != ".":
             shard = _SHARD.fullmatch(file.stem)
             splits.setdefault(shard["split"] if shard else file.stem, []).append(file)
     for name, files in splits.items():
