@@ -245,6 +245,13 @@ def test_an_arrow_file_with_invalid_offsets_is_refused(tmp_path: Path) -> None:
         read_rows(path)
 
 
+def test_columns_with_equal_names_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"])
+    pq.write_table(table, tmp_path / "d.parquet")
+    with pytest.raises(AuthorError, match=r"d\.parquet: more than one column is called 'prompt'; rename one"):
+        read_rows(tmp_path / "d.parquet")
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(AuthorError, match=r"pipe\.jsonl: is neither a file nor a directory"):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_server import Image
 from rollout_server.authoring.author_traceback import AuthorError
 from rollout_server.authoring.dataset import read_rows
@@ -143,6 +146,29 @@ def test_wrong_prompts_name_the_place(prompt: object, given: list[PromptImage], 
     with pytest.raises(InvalidPrompt) as caught:
         prompt_messages("prompt", prompt, given)
     assert str(caught.value).startswith(said)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.sampled_from(["user", "<image>", LINK])
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image", "image_url", "audio"])},
+    optional={"text": JSON, "image": JSON, "image_url": JSON | st.fixed_dictionaries({"url": SCALARS}), "url": SCALARS},
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "system", "assistant", " "]) | SCALARS},
+    optional={"content": JSON | st.lists(PART, max_size=3), "tool_calls": JSON, "name": JSON},
+)
+
+
+@given(JSON | st.lists(MESSAGE, max_size=3), st.lists(st.sampled_from([LINK, PNG]) | JSON, max_size=2))
+def test_a_prompt_is_refused_or_converted_once(prompt: object, given_images: list[object]) -> None:
+    try:
+        messages = prompt_messages("prompt", prompt, images(*given_images))
+    except InvalidPrompt:
+        return
+    assert json.loads(json.dumps(messages)) == messages
+    assert prompt_messages("prompt", messages) == messages
+    assert json.dumps(messages).count('"image_url": {"url"') >= len(given_images)
 
 
 def test_images_of_tables(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
         with pq.ParquetFile(path) as file:
-            decode = _decoder(file.schema_arrow)
+            decode = _decoder(_checked(file.schema_arrow, path))
             for batch in file.iter_batches(batch_size=_BATCH):
                 yield from _rows(batch, decode)
 
@@ -34,7 +34,7 @@ def arrow_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             reader = pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
-            decode = _decoder(reader.schema)
+            decode = _decoder(_checked(reader.schema, path))
             batches = (reader.get_batch(n) for n in range(reader.num_record_batches)) if is_file else reader
             for batch in batches:
                 batch.validate(full=True)  # reading invalid offsets would read foreign memory
@@ -59,6 +59,14 @@ def _readable(path: Path, form: str) -> Iterator[None]:
 def _rows(batch: Any, decode: Mapping[str, _Decoder]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     for fields in batch.to_pylist():
         yield 0, {name: decode[name](value) if name in decode else value for name, value in fields.items()}
+
+
+def _checked(schema: Any, path: Path) -> Any:
+    """Return a schema whose names are unique; of equal names, rows would only have the last one."""
+    doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if doubled:
+        raise AuthorError(f"more than one column is called {', '.join(map(repr, doubled))}; rename one", str(path))
+    return schema
 
 
 def _decoder(schema: Any) -> dict[str, _Decoder]:

@@ -67,7 +67,8 @@ def csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
             names = next(reader, [])
             doubled = sorted({name for name in names if names.count(name) > 1})
             if doubled:
-                raise AuthorError(f"more than one column is called {', '.join(map(repr, doubled))}", str(path), 1)
+                text = f"more than one column is called {', '.join(map(repr, doubled))}; rename one"
+                raise AuthorError(text, str(path), 1)
             for values in reader:
                 if not values:
                     continue
