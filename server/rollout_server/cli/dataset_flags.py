@@ -24,7 +24,7 @@ class DatasetFlags:
     dataset: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DATASET]",
+            metavar="DATASET",
             help="FILE.jsonl, .json, .csv, .parquet or .arrow, or a directory of splits. Default: the agent's own dataset.",
             show_default=False,
         ),
