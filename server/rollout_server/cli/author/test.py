@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollout_server.cli.dataset_flags import DatasetFlags, load_rows
 from rollout_server.cli.demo_output import plural
 from rollout_server.cli.errors import Interrupted, quiet_transformers, report_errors
 from rollout_server.cli.flags import CompletionFlags, accept_flags, pick_flags
@@ -27,24 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TestFlags:
-    """Arguments and flags of `rollout test`, without those of `CompletionFlags`."""
+    """Arguments and flags of `rollout test`, without those of `DatasetFlags` and `CompletionFlags`."""
 
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
-    dataset: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DATASET", help="FILE.jsonl, .csv or .parquet with system_prompt, user_prompt, ground_truth."
-        ),
-    ]
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COLUMN=NAME",
-            help="Name of a column in the file, repeatable. Empty NAME: the file has no such column.",
-        ),
-    ] = None
     repeats: Annotated[int, typer.Option("-n", "--repeats", min=1, max=10_000, help="Rollouts per row.")] = 1
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N rows.")] = None
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Concurrent rollouts.")] = 8
     threshold: Annotated[float, typer.Option(help="Minimum reward of a rollout that passes.")] = 1.0
     min_pass_rate: Annotated[
@@ -68,26 +55,27 @@ class TestFlags:
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
-    @property
-    def results_file(self) -> Path:
-        """Path of the results file."""
-        return self.results or Path(f"{self.dataset.stem}.results.jsonl")
 
-    @property
-    def report_file(self) -> Path:
-        """Path of the HTML report."""
-        return self.report or Path(f"{self.dataset.stem}.report.html")
+@dataclass(frozen=True, slots=True)
+class EvaluationFiles:
+    """The dataset that an evaluation reads, and the files that it writes."""
+
+    dataset: str
+    results: Path
+    report: Path
 
 
-@accept_flags(TestFlags, CompletionFlags)
+@accept_flags(TestFlags, DatasetFlags, CompletionFlags)
 def test(**values: Any) -> None:
     """Evaluate an agent on a dataset: pass rate, rewards, tokens, latency, HTML report.
 
-    The dataset needs the columns system_prompt, user_prompt and ground_truth;
-    --column maps other names. The agent reads all other columns from
-    run.metadata. The command starts the server in its own process and writes
-    each result as soon as its rollout ends. After an interruption, --resume
-    continues.
+    The prompt of a row is its column user_prompt, prompt, question or
+    messages, a text or a list of messages; system_prompt and ground_truth or
+    answer are optional. --column maps other names. The agent reads all other
+    columns from run.metadata. Without DATASET, the agent provides its own.
+
+    The command starts the server in its own process and writes each result as
+    soon as its rollout ends. After an interruption, --resume continues.
 
     The exit code is 1 if a rollout failed or --min-pass-rate is not reached.
 
@@ -96,23 +84,31 @@ def test(**values: Any) -> None:
     "files": {"results", "report"}}. The results themselves are in the file.
     """
     quiet_transformers()
-    flags, completion = pick_flags(TestFlags, values), pick_flags(CompletionFlags, values)
+    flags, data = pick_flags(TestFlags, values), pick_flags(DatasetFlags, values)
+    completion = pick_flags(CompletionFlags, values)
     with report_errors("test"), open_output(as_json=flags.as_json) as output:
         from rich.console import Console
 
         from rollout_server.authoring.agent_loader import find_agents
+        from rollout_server.authoring.results_file import jobs_of
 
         console = Console(highlight=False)
-        jobs = _jobs(flags)
         [agent] = find_agents([flags.target])
-        evaluation = _Evaluation(agent, flags, completion, console)
+        jobs = jobs_of(load_rows(data, agent), flags.repeats)
+        stem = data.stem(agent.name)
+        paths = EvaluationFiles(
+            str(data.dataset or f"of agent {agent.name}"),
+            flags.results or Path(f"{stem}.results.jsonl"),
+            flags.report or Path(f"{stem}.report.html"),
+        )
+        evaluation = _Evaluation(agent, flags, completion, console, paths)
         try:
             run_loop(evaluation.run(jobs))
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; --resume continues {flags.results_file}") from None
+            raise Interrupted(f"interrupted; --resume continues {paths.results}") from None
         summary = evaluation.sum_up()
         unmet = _unmet(summary, flags, complete=evaluation.complete)
-        files = {"results": str(flags.results_file), "report": str(flags.report_file)}
+        files = {"results": str(paths.results), "report": str(paths.report)}
         output.write({"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files})
         _show(console, summary, unmet, files)
     raise typer.Exit(1 if unmet else 0)
@@ -121,11 +117,14 @@ def test(**values: Any) -> None:
 class _Evaluation:
     """One evaluation: its flags, its results so far and its summary."""
 
-    def __init__(self, agent: Agent, flags: TestFlags, completion: CompletionFlags, console: Console) -> None:
+    def __init__(
+        self, agent: Agent, flags: TestFlags, completion: CompletionFlags, console: Console, files: EvaluationFiles
+    ) -> None:
         self._agent = agent
         self._flags = flags
         self._completion = completion
         self._console = console
+        self._files = files
         self._facts: Mapping[str, Any] = {}
         self._results: Sequence[Result] = ()
         self.complete = True
@@ -139,8 +138,8 @@ class _Evaluation:
                 self._facts = self._evaluation_facts(server)
                 file = self._open(jobs)
                 left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
-                self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
-                self._flags.report_file.open("ab").close()  # fail before the rollouts if the report cannot be written
+                self._files.report.parent.mkdir(parents=True, exist_ok=True)
+                self._files.report.open("ab").close()  # fail before the rollouts if the report cannot be written
                 self._print_start(server, jobs, left)
                 with file.open(anew=not self._flags.resume):
                     try:
@@ -154,8 +153,8 @@ class _Evaluation:
         from rollout_server.authoring.summary import summary_of
 
         summary = summary_of(self._results, self._flags.threshold)
-        facts = {**self._facts, "dataset": str(self._flags.dataset), "rows": summary.rows}
-        self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
+        facts = {**self._facts, "dataset": self._files.dataset, "rows": summary.rows}
+        self._files.report.write_text(report(facts, summary, self._results), encoding="utf-8")
         return summary
 
     async def _evaluate(self, server: LocalServer, left: Sequence[Job], file: ResultsFile) -> None:
@@ -178,7 +177,7 @@ class _Evaluation:
         from rollout_server.authoring.author_traceback import AuthorError
         from rollout_server.authoring.results_file import ResultsFile
 
-        path = self._flags.results_file
+        path = self._files.results
         if self._flags.resume and self._flags.overwrite:
             raise AuthorError("--resume and --overwrite exclude each other")
         file = ResultsFile(path, self._facts)
@@ -200,14 +199,6 @@ class _Evaluation:
         if server.model_stub is not None and server.model_stub.name == MOCK:
             text = "a mock model completes; use --model-url URL for a real model or --script FILE for your own mock"
             self._console.print(text, markup=False, soft_wrap=True, style="yellow")
-
-
-def _jobs(flags: TestFlags) -> list[Job]:
-    from rollout_server.authoring.dataset import column_names, read_rows
-    from rollout_server.authoring.results_file import jobs_of
-
-    rows = read_rows(flags.dataset, column_names(flags.column or []))
-    return jobs_of(rows[: flags.limit], flags.repeats)
 
 
 def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
