@@ -12,8 +12,8 @@ from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.evaluation import RolloutStart, run_rollout
 from rollout_server.authoring.schema import advice, example_arguments, faults
+from rollout_server.authoring.single_rollout import RolloutStart, run_rollout
 from rollout_server.runtime.run.driver import CLEANUP_FAILED
 from rollout_server.testing.script import ScriptedReply, tool_call
 

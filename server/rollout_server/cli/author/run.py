@@ -77,7 +77,7 @@ async def _run(
 ) -> bool:
     from rich.console import Console
 
-    from rollout_server.authoring.evaluation import RolloutStart, run_rollout
+    from rollout_server.authoring.single_rollout import RolloutStart, run_rollout
     from rollout_server.cli.local_server import print_server_log, serve_for_command
     from rollout_server.cli.progress import Progress, show_result
 

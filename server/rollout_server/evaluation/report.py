@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from rollout_server.authoring.plots import Plot, bar_chart, histogram
 from rollout_server.authoring.rollout_result import Result
-from rollout_server.authoring.summary import Summary
+from rollout_server.evaluation.plots import Plot, bar_chart, histogram
+from rollout_server.evaluation.summary import Summary
 from rollout_server.inspection.escape import EMPTY, visible
 
 MOST_TRANSCRIPTS = 1000
@@ -44,7 +44,7 @@ def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[Result]
     """
     from jinja2 import Environment, StrictUndefined
 
-    text = (resources.files("rollout_server.authoring") / "report.html.jinja").read_text(encoding="utf-8")
+    text = (resources.files("rollout_server.evaluation") / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = _visible
     chosen = sorted(results, key=lambda result: _urgency(result, summary.threshold))[:MOST_TRANSCRIPTS]

@@ -1,4 +1,4 @@
-"""`rollout test`: evaluate an agent on a dataset."""
+"""`rollout eval`: evaluate an agent on a dataset."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rollout_server.agent import Agent
-    from rollout_server.authoring.results_file import Job, ResultsFile
     from rollout_server.authoring.rollout_result import Result
-    from rollout_server.authoring.summary import Summary
     from rollout_server.cli.local_server import LocalServer
+    from rollout_server.evaluation.results_file import Job, ResultsFile
+    from rollout_server.evaluation.summary import Summary
 
 
 @dataclass(frozen=True, slots=True)
-class TestFlags:
-    """Arguments and flags of `rollout test`, without those of `CompletionFlags`."""
+class EvalFlags:
+    """Arguments and flags of `rollout eval`, without those of `CompletionFlags`."""
 
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
     dataset: Annotated[
@@ -79,8 +79,8 @@ class TestFlags:
         return self.report or Path(f"{self.dataset.stem}.report.html")
 
 
-@accept_flags(TestFlags, CompletionFlags)
-def test(**values: Any) -> None:
+@accept_flags(EvalFlags, CompletionFlags)
+def evaluate(**values: Any) -> None:
     """Evaluate an agent on a dataset: pass rate, rewards, tokens, latency, HTML report.
 
     The dataset needs the columns system_prompt, user_prompt and ground_truth;
@@ -96,8 +96,8 @@ def test(**values: Any) -> None:
     "files": {"results", "report"}}. The results themselves are in the file.
     """
     quiet_transformers()
-    flags, completion = pick_flags(TestFlags, values), pick_flags(CompletionFlags, values)
-    with report_errors("test"), open_output(as_json=flags.as_json) as output:
+    flags, completion = pick_flags(EvalFlags, values), pick_flags(CompletionFlags, values)
+    with report_errors("eval"), open_output(as_json=flags.as_json) as output:
         from rich.console import Console
 
         from rollout_server.authoring.agent_loader import find_agents
@@ -121,7 +121,7 @@ def test(**values: Any) -> None:
 class _Evaluation:
     """One evaluation: its flags, its results so far and its summary."""
 
-    def __init__(self, agent: Agent, flags: TestFlags, completion: CompletionFlags, console: Console) -> None:
+    def __init__(self, agent: Agent, flags: EvalFlags, completion: CompletionFlags, console: Console) -> None:
         self._agent = agent
         self._flags = flags
         self._completion = completion
@@ -150,8 +150,8 @@ class _Evaluation:
 
     def sum_up(self) -> Summary:
         """Write the HTML report and return its figures."""
-        from rollout_server.authoring.report import report
-        from rollout_server.authoring.summary import summary_of
+        from rollout_server.evaluation.report import report
+        from rollout_server.evaluation.summary import summary_of
 
         summary = summary_of(self._results, self._flags.threshold)
         facts = {**self._facts, "dataset": str(self._flags.dataset), "rows": summary.rows}
@@ -161,7 +161,7 @@ class _Evaluation:
     async def _evaluate(self, server: LocalServer, left: Sequence[Job], file: ResultsFile) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from rollout_server.authoring.evaluation import Plan, evaluate
+        from rollout_server.evaluation.runner import Plan, run_plan
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
@@ -172,11 +172,11 @@ class _Evaluation:
                 bar.advance(task)
 
             plan = Plan(left, self._agent.name, self._flags.concurrency, self._flags.max_failures)
-            self.complete = await evaluate(server.client, server.endpoint, plan, on_result)
+            self.complete = await run_plan(server.client, server.endpoint, plan, on_result)
 
     def _open(self, jobs: Sequence[Job]) -> ResultsFile:
         from rollout_server.authoring.author_traceback import AuthorError
-        from rollout_server.authoring.results_file import ResultsFile
+        from rollout_server.evaluation.results_file import ResultsFile
 
         path = self._flags.results_file
         if self._flags.resume and self._flags.overwrite:
@@ -202,15 +202,15 @@ class _Evaluation:
             self._console.print(text, markup=False, soft_wrap=True, style="yellow")
 
 
-def _jobs(flags: TestFlags) -> list[Job]:
+def _jobs(flags: EvalFlags) -> list[Job]:
     from rollout_server.authoring.dataset import column_names, read_rows
-    from rollout_server.authoring.results_file import jobs_of
+    from rollout_server.evaluation.results_file import jobs_of
 
     rows = read_rows(flags.dataset, column_names(flags.column or []))
     return jobs_of(rows[: flags.limit], flags.repeats)
 
 
-def _unmet(summary: Summary, flags: TestFlags, *, complete: bool) -> list[str]:
+def _unmet(summary: Summary, flags: EvalFlags, *, complete: bool) -> list[str]:
     """Return the reasons for exit code 1; empty if all is well."""
     failed = summary.rollouts - summary.finished
     unmet = [f"{failed} of {plural(summary.rollouts, 'rollout')} failed"] if failed else []

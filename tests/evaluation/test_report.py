@@ -6,9 +6,9 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from rollout_server.authoring.report import MOST_TRANSCRIPTS, report
 from rollout_server.authoring.rollout_result import Result, Times, Tokens
-from rollout_server.authoring.summary import summary_of
+from rollout_server.evaluation.report import MOST_TRANSCRIPTS, report
+from rollout_server.evaluation.summary import summary_of
 
 HOSTILE = (
     '</pre><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}{% raw %}"\' onload="x\x1b[2J\u202e\x00'

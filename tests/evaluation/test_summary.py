@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 from rollout_server.authoring.rollout_result import Result, Times
-from rollout_server.authoring.summary import pass_at_k, percentile, summary_of
+from rollout_server.evaluation.summary import pass_at_k, percentile, summary_of
 
 
 def result(row: int, reward: float | None, end: str = "stop", reason: str = "stop", ms: float = 1000.0) -> Result:
