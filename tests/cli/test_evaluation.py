@@ -1,4 +1,4 @@
-"""`rollout test`: run an agent on a dataset, through the real server."""
+"""`rollout eval`: run an agent on a dataset, through the real server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.conftest import Invoke, complaint, document
 
-SCRIPTED = ("test", "agent.py", "dataset.jsonl", "--script", "scripted.py")
+SCRIPTED = ("eval", "agent.py", "dataset.jsonl", "--script", "scripted.py")
 COUNTED = """
 from pathlib import Path
 from scripted import ScriptedModel
@@ -71,7 +71,7 @@ def test_a_dataset_is_played_and_summed_up(project: Path, invoke: Invoke) -> Non
 def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> None:
     """`--resume` runs only changed rows, and rows whose result line is truncated."""
     (project / "counted.py").write_text(COUNTED)
-    asked = ("test", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
+    asked = ("eval", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
     assert invoke(*asked).exit_code == 0
     assert (project / "asked").read_text() == "x" * 6
     assert "use --resume to continue it" in complaint(invoke(*asked))
@@ -92,7 +92,8 @@ def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> Non
 
 def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: Invoke) -> None:
     assert invoke(*SCRIPTED).exit_code == 0
-    assert "endpoint was" in complaint(invoke(*SCRIPTED, "--resume", "--temperature", "0.5"))
+    changed = complaint(invoke(*SCRIPTED, "--resume", "--temperature", "0.5"))
+    assert "endpoint.sampling.temperature was not set and is 0.5 in this run" in changed
     assert "exclude each other" in complaint(invoke(*SCRIPTED, "--resume", "--overwrite"))
     assert invoke(*SCRIPTED, "--overwrite", "--temperature", "0.5").exit_code == 0
     assert "is not a results file" in complaint(invoke(*SCRIPTED, "--resume", "--results", "dataset.jsonl"))
@@ -101,26 +102,26 @@ def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: I
 def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invoke) -> None:
     (project / "sometimes.py").write_text(SOMETIMES)
     written(project / "d.jsonl", [row(1.0), row(0.25), row(0, "none"), row(0, "raises"), row(0, "raises")])
-    told = invoke("test", "sometimes.py", "d.jsonl", "--json")
+    told = invoke("eval", "sometimes.py", "d.jsonl", "--json")
     found = document(told)
     assert (told.exit_code, found["passed"]) == (1, False)
     assert found["unmet"] == ["2 of 5 rollouts failed"]
     summary = found["summary"]
-    assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.25)
+    assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.5)
     assert summary["failures"] == {"internal": 2}
     assert told.stderr.count("LookupError: no such thing") == 1
     assert "sometimes.py:11" in told.stderr
     assert results("d.results.jsonl")[0]["scores"] in ({"style": 0.5}, {})
     (project / "sometimes.py").write_text(SOMETIMES.replace("raise LookupError", "return 1.0  #"))
     del sys.modules["sometimes"]
-    mended = document(invoke("test", "sometimes.py", "d.jsonl", "--resume", "--json"))
+    mended = document(invoke("eval", "sometimes.py", "d.jsonl", "--resume", "--json"))
     assert (mended["passed"], mended["summary"]["finished"]) == (True, 5)
 
 
 def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Invoke) -> None:
     (project / "sometimes.py").write_text(SOMETIMES)
     written(project / "d.jsonl", [row(1.0), row(0.5)])
-    asked = ("test", "sometimes.py", "d.jsonl", "--overwrite")
+    asked = ("eval", "sometimes.py", "d.jsonl", "--overwrite")
     assert invoke(*asked, "--min-pass-rate", "0.5").exit_code == 0
     told = invoke(*asked, "--min-pass-rate", "0.6")
     assert told.exit_code == 1
@@ -133,7 +134,7 @@ def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Inv
 
 def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke) -> None:
     nobody = ("--model-url", "grpc://127.0.0.1:9", "--concurrency", "1", "--max-failures", "2")
-    told = invoke("test", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
+    told = invoke("eval", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
     found = document(told)
     assert (told.exit_code, found["summary"]["failures"]) == (1, {"network": 2})
     assert "stopped early: --max-failures 2 is reached" in found["unmet"]
@@ -144,13 +145,13 @@ def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: I
     (project / "d.csv").write_text("question,truth,kind\nhi,1,none\nho,2,none\n")
     mapped = ("--column", "user_prompt=question", "--column", "ground_truth=truth", "--column", "system_prompt=")
     told = invoke(
-        "test", "sometimes.py", "d.csv", *mapped, "--limit", "1", "--results", "out/r", "--report", "out/h", "--json"
+        "eval", "sometimes.py", "d.csv", *mapped, "--limit", "1", "--results", "out/r", "--report", "out/h", "--json"
     )
     assert document(told)["files"] == {"results": "out/r", "report": "out/h"}
     [line] = results("out/r")
     assert line["messages"][0] == {"role": "user", "content": "hi"}
     assert "the columns system_prompt, user_prompt, ground_truth are missing" in complaint(
-        invoke("test", "sometimes.py", "d.csv")
+        invoke("eval", "sometimes.py", "d.csv")
     )
 
 

@@ -2,43 +2,78 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
-from rollout_server.authoring.rollout_result import Result, Times
-from rollout_server.evaluation.summary import pass_at_k, percentile, summary_of
+from rollout_server.authoring.author_traceback import AuthorError
+from rollout_server.authoring.dataset import DatasetRow
+from rollout_server.authoring.rollout_result import Times
+from rollout_server.evaluation.estimators import Estimate
+from rollout_server.evaluation.row_result import RowResult
+from rollout_server.evaluation.summary import MISSING, MOST_GROUPS, labels_of, summary_of
 
 
-def result(row: int, reward: float | None, end: str = "stop", reason: str = "stop", ms: float = 1000.0) -> Result:
-    return Result("r", end, reason, reward=reward, row=row, ms=Times(ms))
+def result(row: int, reward: float | None, end: str = "stop", reason: str = "stop", ms: float = 1000.0) -> RowResult:
+    return RowResult("r", end, reason, reward=reward, row=row, ms=Times(ms))
 
 
-@pytest.mark.parametrize("passed", range(6))
-def test_pass_at_k_is_the_share_of_draws_with_a_pass(passed: int) -> None:
-    rollouts = [True] * passed + [False] * (5 - passed)
-    for k in range(1, 6):
-        draws = list(combinations(rollouts, k))
-        assert pass_at_k(5, passed, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-    with pytest.raises(ValueError, match="k must be from 1 to 5"):
-        pass_at_k(5, passed, 6)
+def failed(row: int, kind: str = "network", failure_class: str = "") -> RowResult:
+    return RowResult("r", "failure", kind, reward=0.0, scores={"style": 0.0}, row=row, failure_class=failure_class)
 
 
-def test_percentiles_are_values_that_came() -> None:
-    values = [4.0, 1.0, 3.0, 2.0]
-    assert [percentile(values, percent) for percent in (0, 25, 26, 50, 99, 100)] == [1, 1, 2, 2, 4, 4]
-    with pytest.raises(ValueError, match="at least one value"):
-        percentile([], 50)
-
-
-def test_what_went_wrong_did_not_pass_and_what_nobody_judged_does_not_count() -> None:
-    found = summary_of(
-        [result(1, 1.0), result(1, 0.5), result(2, None), result(2, 0.0, "failure", "network"), result(3, None)], 1.0
-    )
+def test_a_failure_is_not_a_reward_and_what_nobody_judged_does_not_count() -> None:
+    found = summary_of([result(1, 1.0), result(1, 0.5), result(2, None), failed(2), result(3, None)], 1.0)
     assert (found.rows, found.rollouts, found.finished, found.judged, found.passed) == (3, 5, 4, 2, 1)
-    assert found.pass_rate == pytest.approx(1 / 3)
-    assert found.mean_reward == 0.75
-    assert found.failures == {"network": 1}
-    assert found.pass_at == {"1": pytest.approx((0.5 + 0.0) / 2), "2": 1.0}
+    assert (found.pass_rate, found.mean_reward) == (0.5, 0.75)
+    assert (found.failures, found.failure_classes, found.scores) == ({"network": 1}, {}, {})
+    assert (found.pass_at, found.pass_hat) == ({"1": 0.5, "2": 1.0}, {"1": 0.5, "2": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("failure_class", "rate"),
+    [("policy", 0.5), ("deadline", 0.5)]
+    + [(each, 1.0) for each in ("environment", "tool", "engine", "trainer", "server", "")],
+)
+def test_only_failures_of_the_model_count_as_not_passed(failure_class: str, rate: float) -> None:
+    found = summary_of([result(1, 1.0), failed(1, "timeout", failure_class)], 1.0)
+    assert (found.pass_rate, found.mean_reward) == (rate, 1.0)
+    assert found.failure_classes == ({failure_class: 1} if failure_class else {})
+
+
+def test_each_score_has_a_mean_over_the_rollouts_that_have_it() -> None:
+    results = [
+        RowResult("r", "stop", "stop", reward=1.0, row=row, scores=scores)
+        for row, scores in enumerate([{"a": 1.0}, {"a": 0.0, "b": 0.5}, {}, {"a": 0.5}], start=1)
+    ]
+    found = summary_of([*results, failed(5)], 1.0).scores
+    assert found == {"a": Estimate(0.5, pytest.approx((0.25 / 3) ** 0.5), 3), "b": Estimate(0.5, None, 1)}
+
+
+def row(number: int, **metadata: object) -> DatasetRow:
+    return DatasetRow(number, "", "hi", metadata, str(number))
+
+
+def test_a_column_divides_the_rows() -> None:
+    rows = [row(1, level=10, info={"a.b": 1, "c": {"d": "x"}}), row(2, level=9), row(3, level=None)]
+    labels = labels_of(rows, ["level", "info.c.d"])
+    found = summary_of([result(1, 1.0), result(1, 0.0), failed(2), result(3, 0.5)], 1.0, labels).by
+    assert list(found["level"]) == ["9", "10", MISSING]
+    ten, nine = found["level"]["10"], found["level"]["9"]
+    assert (ten.rollouts, ten.pass_rate, ten.reward) == (2, 0.5, Estimate(0.5, None, 2))
+    assert (nine.rollouts, nine.finished, nine.pass_rate, nine.reward, nine.failures) == (
+        1,
+        0,
+        None,
+        None,
+        {"network": 1},
+    )
+    assert {label: figures.rollouts for label, figures in found["info.c.d"].items()} == {MISSING: 2, "x": 2}
+    assert labels_of(rows, ["info.a.b"])["info.a.b"] == {1: "1", 2: MISSING, 3: MISSING}
+
+
+def test_a_column_that_divides_nothing_is_refused() -> None:
+    with pytest.raises(AuthorError, match="--by levle: no row has this metadata column; columns: level, kind"):
+        labels_of([row(1, level=1), row(2, kind="a")], ["levle"])
+    with pytest.raises(AuthorError, match=f"has {MOST_GROUPS + 1} different values; at most {MOST_GROUPS}"):
+        labels_of([row(number, id=number) for number in range(MOST_GROUPS + 1)], ["id"])
 
 
 def test_without_rewards_there_is_no_rate() -> None:

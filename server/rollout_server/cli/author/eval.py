@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,18 +14,24 @@ import typer
 
 from rollout_server.cli.demo_output import plural
 from rollout_server.cli.errors import Interrupted, quiet_transformers, report_errors
+from rollout_server.cli.eval_output import show_progress, show_summary
 from rollout_server.cli.flags import CompletionFlags, accept_flags, pick_flags
 from rollout_server.cli.json_output import open_output
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rollout_client import TrainingSample
 
     from rollout_server.agent import Agent
-    from rollout_server.authoring.rollout_result import Result
+    from rollout_server.authoring.dataset import DatasetRow
     from rollout_server.cli.local_server import LocalServer
-    from rollout_server.evaluation.results_file import Job, ResultsFile
-    from rollout_server.evaluation.summary import Summary
+    from rollout_server.evaluation.results_file import ResultsFile
+    from rollout_server.evaluation.row_result import Job, RowResult
+    from rollout_server.evaluation.samples_file import SamplesFile
+    from rollout_server.evaluation.summary import Labels, Summary
+
+_MOST_LISTED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +52,16 @@ class EvalFlags:
             help="Name of a column in the file, repeatable. Empty NAME: the file has no such column.",
         ),
     ] = None
-    repeats: Annotated[int, typer.Option("-n", "--repeats", min=1, max=10_000, help="Rollouts per row.")] = 1
+    repeats: Annotated[int, typer.Option("-n", "--n", "--repeats", min=1, max=10_000, help="Rollouts per row.")] = 1
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N rows.")] = None
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Concurrent rollouts.")] = 8
     threshold: Annotated[float, typer.Option(help="Minimum reward of a rollout that passes.")] = 1.0
+    by: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN", help="Also show figures by this metadata column, repeatable; info.level is nested."
+        ),
+    ] = None
     min_pass_rate: Annotated[
         float | None, typer.Option(min=0, max=1, help="Exit with 1 if the pass rate is lower.")
     ] = None
@@ -62,6 +77,10 @@ class EvalFlags:
         bool, typer.Option("--resume", help="Keep the results in the file; run missing, failed and changed rows.")
     ] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the results file.")] = False
+    samples: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Training samples, FILE.jsonl or .parquet: token ids, masks, logprobs."),
+    ] = None
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="HTML report. Default: ./DATASET.report.html."),
@@ -78,10 +97,15 @@ class EvalFlags:
         """Path of the HTML report."""
         return self.report or Path(f"{self.dataset.stem}.report.html")
 
+    def files(self) -> dict[str, str]:
+        """Return the paths of the files that the evaluation writes, by kind."""
+        samples = {"samples": str(self.samples)} if self.samples else {}
+        return {"results": str(self.results_file), "report": str(self.report_file), **samples}
+
 
 @accept_flags(EvalFlags, CompletionFlags)
 def evaluate(**values: Any) -> None:
-    """Evaluate an agent on a dataset: pass rate, rewards, tokens, latency, HTML report.
+    """Evaluate an agent on a dataset: rewards, pass@k, scores, tokens, HTML report.
 
     The dataset needs the columns system_prompt, user_prompt and ground_truth;
     --column maps other names. The agent reads all other columns from
@@ -91,9 +115,11 @@ def evaluate(**values: Any) -> None:
 
     The exit code is 1 if a rollout failed or --min-pass-rate is not reached.
 
-    With --json: {"summary": {"rollouts", "pass_rate", "mean_reward", "pass_at",
-    "tokens", "seconds", "failures", ...}, "passed": bool,
-    "files": {"results", "report"}}. The results themselves are in the file.
+    With --json: {"summary": {"rollouts", "pass_rate", "reward", "scores",
+    "pass_at", "pass_hat", "tokens", "seconds", "failures", "by", ...},
+    "passed": bool, "files": {"results", "report", "samples"}, "resumed":
+    {"results", "changed_rows", "code_changed"}}. The results themselves are in
+    the file.
     """
     quiet_transformers()
     flags, completion = pick_flags(EvalFlags, values), pick_flags(CompletionFlags, values)
@@ -101,20 +127,23 @@ def evaluate(**values: Any) -> None:
         from rich.console import Console
 
         from rollout_server.authoring.agent_loader import find_agents
+        from rollout_server.evaluation.summary import labels_of
 
         console = Console(highlight=False)
-        jobs = _jobs(flags)
         [agent] = find_agents([flags.target])
+        rows = _rows(flags)
+        labels = labels_of(rows, flags.by or [])
         evaluation = _Evaluation(agent, flags, completion, console)
         try:
-            run_loop(evaluation.run(jobs))
+            run_loop(evaluation.run(rows))
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; --resume continues {flags.results_file}") from None
-        summary = evaluation.sum_up()
+        summary = evaluation.sum_up(labels)
         unmet = _unmet(summary, flags, complete=evaluation.complete)
-        files = {"results": str(flags.results_file), "report": str(flags.report_file)}
-        output.write({"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files})
-        _show(console, summary, unmet, files)
+        files = flags.files()
+        document = {"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files}
+        output.write({**document, "resumed": evaluation.resumed})
+        show_summary(console, summary, unmet, files)
     raise typer.Exit(1 if unmet else 0)
 
 
@@ -127,69 +156,92 @@ class _Evaluation:
         self._completion = completion
         self._console = console
         self._facts: Mapping[str, Any] = {}
-        self._results: Sequence[Result] = ()
+        self._results: Sequence[RowResult] = ()
+        self._samples: SamplesFile | None = None
         self.complete = True
+        self.resumed: Mapping[str, Any] | None = None
 
-    async def run(self, jobs: Sequence[Job]) -> None:
-        """Run all jobs that have no result yet."""
+    async def run(self, rows: Sequence[DatasetRow]) -> None:
+        """Run all rollouts that have no result yet."""
         from rollout_server.cli.local_server import print_server_log, serve_for_command
+        from rollout_server.evaluation.row_result import jobs_of
 
+        jobs = jobs_of(rows, self._flags.repeats)
         with print_server_log(self._console):
             async with serve_for_command([self._agent], self._completion, self._flags.concurrency) as server:
                 self._facts = self._evaluation_facts(server)
-                file = self._open(jobs)
+                file, samples = await asyncio.to_thread(self._open, jobs)
                 left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
                 self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
                 self._flags.report_file.open("ab").close()  # fail before the rollouts if the report cannot be written
                 self._print_start(server, jobs, left)
-                with file.open(anew=not self._flags.resume):
+                anew = not self._flags.resume
+                with samples.open(anew=anew) if samples else nullcontext(), file.open(anew=anew):
                     try:
-                        await self._evaluate(server, left, file)
+                        await self._evaluate(server, left, file, samples)
                     finally:
-                        self._results = sorted(file.results.values(), key=lambda each: (each.row, each.repeat))
+                        self._results = list(file.results.values())
+        self._samples = samples
 
-    def sum_up(self) -> Summary:
-        """Write the HTML report and return its figures."""
+    def sum_up(self, labels: Labels) -> Summary:
+        """Complete the samples file, write the HTML report and return its figures."""
         from rollout_server.evaluation.report import report
         from rollout_server.evaluation.summary import summary_of
 
-        summary = summary_of(self._results, self._flags.threshold)
+        if self._samples is not None:
+            self._samples.finish()
+        summary = summary_of(self._results, self._flags.threshold, labels)
         facts = {**self._facts, "dataset": str(self._flags.dataset), "rows": summary.rows}
         self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
         return summary
 
-    async def _evaluate(self, server: LocalServer, left: Sequence[Job], file: ResultsFile) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+    async def _evaluate(
+        self, server: LocalServer, left: Sequence[Job], file: ResultsFile, samples: SamplesFile | None
+    ) -> None:
+        from rollout_server.evaluation.progress import RunningFigures
         from rollout_server.evaluation.runner import Plan, run_plan
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bar:
-            task = bar.add_task("rollouts", total=len(left))
+        total = len(left) + len(file.results)
+        figures = RunningFigures(total, file.results.values(), time.monotonic)
+        with show_progress(self._console, figures) as shown:
 
-            def on_result(result: Result) -> None:
+            def on_result(result: RowResult, found: Sequence[TrainingSample]) -> None:
+                if samples is not None:  # before the result, so that the samples of each result are complete
+                    samples.write(found)
                 file.write(result)
-                bar.advance(task)
+                figures.add(result)
+                shown()
 
-            plan = Plan(left, self._agent.name, self._flags.concurrency, self._flags.max_failures)
+            flags = self._flags
+            plan = Plan(left, self._agent.name, flags.concurrency, flags.max_failures, samples is not None)
             self.complete = await run_plan(server.client, server.endpoint, plan, on_result)
 
-    def _open(self, jobs: Sequence[Job]) -> ResultsFile:
+    def _open(self, jobs: Sequence[Job]) -> tuple[ResultsFile, SamplesFile | None]:
+        from rollout_server.authoring.agent_loader import code_digest
         from rollout_server.authoring.author_traceback import AuthorError
         from rollout_server.evaluation.results_file import ResultsFile
+        from rollout_server.evaluation.samples_file import SamplesFile
 
-        path = self._flags.results_file
-        if self._flags.resume and self._flags.overwrite:
+        flags = self._flags
+        if flags.resume and flags.overwrite:
             raise AuthorError("--resume and --overwrite exclude each other")
-        file = ResultsFile(path, self._facts)
-        if self._flags.resume:
+        file = ResultsFile(flags.results_file, self._facts, code_digest(flags.target))
+        samples = SamplesFile(flags.samples) if flags.samples else None
+        if not flags.resume and not flags.overwrite and file.exists():
+            raise AuthorError(f"{file.path} already exists; use --resume to continue it or --overwrite to replace it")
+        if samples and samples.exists() and not flags.overwrite and not file.exists():
+            raise AuthorError(f"{samples.path} already exists, without {file.path}; --overwrite replaces it")
+        if flags.resume:
             file.resume(jobs)
-        elif path.exists() and not self._flags.overwrite:
-            raise AuthorError(f"{path} already exists; use --resume to continue it or --overwrite to replace it")
-        return file
+            if samples:
+                file.results = samples.resume(file.results)
+            changed = {"changed_rows": file.changed_rows, "code_changed": file.code_changed}
+            self.resumed = {"results": len(file.results), **changed}
+        return file, samples
 
     def _evaluation_facts(self, server: LocalServer) -> Mapping[str, Any]:
-        return {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
+        facts = {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
+        return {**facts, "samples": str(self._flags.samples)} if self._flags.samples else facts
 
     def _print_start(self, server: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
         from rollout_server.authoring.model_stubs import MOCK
@@ -197,17 +249,30 @@ class _Evaluation:
         again = f", {len(jobs) - len(left)} of them already in the results file" if len(left) < len(jobs) else ""
         text = f"agent {self._agent.name}, {server.endpoint.title}: {plural(len(jobs), 'rollout')}{again}"
         self._console.print(text, markup=False, soft_wrap=True)
+        notes = []
+        if self.resumed and self.resumed["changed_rows"]:
+            notes.append(
+                f"changed since the earlier results, so they run again: rows {_listed(self.resumed['changed_rows'])}"
+            )
+        if self.resumed and self.resumed["code_changed"] and self.resumed["results"]:
+            notes.append("the agent's code changed since the earlier results, which stay; --overwrite starts again")
         if server.model_stub is not None and server.model_stub.name == MOCK:
-            text = "a mock model completes; use --model-url URL for a real model or --script FILE for your own mock"
-            self._console.print(text, markup=False, soft_wrap=True, style="yellow")
+            notes.append(
+                "a mock model completes; use --model-url URL for a real model or --script FILE for your own mock"
+            )
+        for note in notes:
+            self._console.print(note, markup=False, soft_wrap=True, style="yellow")
 
 
-def _jobs(flags: EvalFlags) -> list[Job]:
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    return shown if len(numbers) <= _MOST_LISTED else f"{shown} and {len(numbers) - _MOST_LISTED} more"
+
+
+def _rows(flags: EvalFlags) -> list[DatasetRow]:
     from rollout_server.authoring.dataset import column_names, read_rows
-    from rollout_server.evaluation.results_file import jobs_of
 
-    rows = read_rows(flags.dataset, column_names(flags.column or []))
-    return jobs_of(rows[: flags.limit], flags.repeats)
+    return read_rows(flags.dataset, column_names(flags.column or []))[: flags.limit]
 
 
 def _unmet(summary: Summary, flags: EvalFlags, *, complete: bool) -> list[str]:
@@ -224,44 +289,3 @@ def _unmet(summary: Summary, flags: EvalFlags, *, complete: bool) -> list[str]:
         )
         unmet.append(f"the pass rate is {rate}; --min-pass-rate requires {flags.min_pass_rate:g}")
     return unmet
-
-
-def _show(console: Console, summary: Summary, unmet: Sequence[str], files: Mapping[str, str]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from rollout_server.inspection.escape import visible
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _figures(summary):
-        table.add_row(Text(name, "dim"), Text(visible(value)))
-    console.print(table)
-    for text in unmet:
-        console.print(Text(text, "red"), soft_wrap=True)
-    for kind, text in summary.examples.items():
-        console.print(Text(visible(f"  {kind}: {text}"), "red"), soft_wrap=True)
-    console.print(
-        f"next: open {files['report']}; each rollout is a line of {files['results']}", markup=False, soft_wrap=True
-    )
-
-
-def _figures(summary: Summary) -> list[tuple[str, str]]:
-    rate = "no rewards" if summary.pass_rate is None else f"{summary.pass_rate:.1%} (reward >= {summary.threshold:g})"
-    reward = "no rewards" if summary.mean_reward is None else f"{summary.mean_reward:.4g}"
-    times = ", ".join(f"{name} {value:.3g} s" for name, value in summary.seconds.items())
-    errors = ", ".join(f"{name} {count}" for name, count in summary.tool_errors.items())
-    found = [
-        (
-            "rollouts",
-            f"{summary.finished}/{summary.rollouts} completed, {plural(summary.rows, 'row')}",
-        ),
-        ("pass rate", rate),
-        *((f"pass@{k}", f"{value:.1%}") for k, value in summary.pass_at.items()),
-        ("mean reward", reward),
-        ("tokens", f"{summary.tokens['generated']:.0f} generated, {summary.tokens['generated_mean']:.1f} per rollout"),
-        ("time", times or "-"),
-        ("tool calls", f"{summary.tool_calls}" + (f", errors: {errors}" if errors else ", no errors")),
-    ]
-    if summary.failures:
-        found.append(("failures", ", ".join(f"{name} {count}" for name, count in summary.failures.items())))
-    return found
