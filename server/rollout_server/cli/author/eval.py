@@ -225,6 +225,9 @@ class _Evaluation:
         flags = self._flags
         if flags.resume and flags.overwrite:
             raise AuthorError("--resume and --overwrite exclude each other")
+        files = flags.files()
+        if len({Path(each).resolve() for each in files.values()}) < len(files):
+            raise AuthorError("--results, --report and --samples must name different files")
         file = ResultsFile(flags.results_file, self._facts, code_digest(flags.target))
         samples = SamplesFile(flags.samples) if flags.samples else None
         if not flags.resume and not flags.overwrite and file.exists():
