@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_client.export import read_jsonl
 
 from tests.cli.conftest import Invoke, complaint, document
 
@@ -160,3 +161,72 @@ def test_numbers_out_of_range_are_refused(project: Path, invoke: Invoke, flags: 
     told = invoke(*SCRIPTED, *flags, "--json")
     assert (told.exit_code, document(told)["error"]["kind"]) == (2, "usage")
     assert flags[0] in document(told)["error"]["message"]
+
+
+def test_the_earlier_name_and_the_earlier_flag_still_work(project: Path, invoke: Invoke) -> None:
+    for number, (name, flag) in enumerate((("test", "-n"), ("eval", "--repeats"), ("eval", "--n"))):
+        told = invoke(name, *SCRIPTED[1:], flag, "2", "--results", f"{number}.jsonl", "--json")
+        assert (told.exit_code, document(told)["summary"]["rollouts"]) == (0, 6)
+    assert " test " not in invoke("--help").stdout
+
+
+def test_results_have_their_row_and_columns_divide_the_figures(project: Path, invoke: Invoke) -> None:
+    (project / "sometimes.py").write_text(SOMETIMES)
+    rows = [row(1.0, "good"), row(0.0, "good"), row(0.5, "raises"), row(2.0)]
+    rows[0]["info"] = {"level": "easy", "note": "x" * 100_000}
+    written(project / "d.jsonl", rows)
+    told = invoke("eval", "sometimes.py", "d.jsonl", "--by", "kind", "--by", "info.level", "--json")
+    found = document(told)["summary"]
+    assert {kind: (each["rollouts"], each["pass_rate"]) for kind, each in found["by"]["kind"].items()} == {
+        "(empty)": (1, 1.0),
+        "good": (2, 0.5),
+        "raises": (1, None),
+    }
+    assert set(found["by"]["info.level"]) == {"(no value)", "easy"}
+    assert found["reward"] == {"mean": 1.0, "error": pytest.approx((2 / 2 / 3) ** 0.5), "count": 3}
+    assert found["scores"] == {"style": {"mean": 0.5, "error": 0.0, "count": 3}}
+    first = min(results("d.results.jsonl"), key=lambda line: int(line["row"]))
+    assert (first["prompt"], first["ground_truth"]) == ([{"role": "user", "content": "hi"}], 1.0)
+    assert (first["metadata"]["kind"], first["metadata"]["info"]["level"]) == ("good", "easy")
+    assert first["metadata"]["info"]["note"].endswith("(34464 more characters)")
+    assert "<h2>By info.level</h2>" in Path("d.report.html").read_text()
+    wrong = complaint(invoke("eval", "sometimes.py", "d.jsonl", "--by", "colour", "--overwrite"))
+    assert "--by colour: no row has this metadata column; columns: ground_truth, kind, info" in wrong
+    assert len(results("d.results.jsonl")) == 4
+
+
+def test_samples_are_those_of_the_rollouts(project: Path, invoke: Invoke) -> None:
+    asked = (*SCRIPTED, "--n", "2", "--samples", "s.jsonl", "--json")
+    found = document(invoke(*asked))
+    assert found["files"]["samples"] == "s.jsonl"
+    lines = {line["uid"]: line for line in results()}
+    samples = list(read_jsonl("s.jsonl"))
+    assert sorted(sample.uid for sample in samples) == sorted(lines)
+    for sample in samples:
+        line = lines[sample.uid]
+        assert (sample.rollout_id, sample.group_id) == (line["rollout_id"], f"row-{line['row']}")
+        assert (sample.reward, line["samples"], sample.verified) == (1.0, 1, True)
+        assert sum(sample.response_mask) == line["tokens"]["generated"]
+        assert sample.logprobs is not None
+    assert "already exists" in complaint(invoke(*SCRIPTED, "--results", "other.jsonl", "--samples", "s.jsonl"))
+    assert 'samples was "s.jsonl" and is not set in this run' in complaint(invoke(*SCRIPTED, "--resume"))
+    same = complaint(invoke(*SCRIPTED, "--overwrite", "--results", "s.jsonl", "--samples", "s.jsonl"))
+    assert "must name different files" in same
+    Path("s.jsonl").unlink()
+    again = document(invoke(*asked, "--resume"))
+    assert (again["resumed"]["results"], again["summary"]["rollouts"]) == (0, 6)
+    assert len(list(read_jsonl("s.jsonl"))) == 6
+
+
+def test_what_changed_is_named_before_it_runs_again(project: Path, invoke: Invoke) -> None:
+    assert invoke(*SCRIPTED).exit_code == 0
+    data, agent = Path("dataset.jsonl"), Path("agent.py")
+    data.write_text(data.read_text().replace("mississippi", "missouri").replace('"4"', '"2"'))
+    agent.write_text(f"{agent.read_text()}\n# changed\n")
+    sys.modules.pop("agent", None)
+    told = invoke(*SCRIPTED, "--resume")
+    assert "changed since the earlier results, so they run again: rows 2\n" in told.stdout
+    assert "the agent's code changed since the earlier results, which stay; --overwrite starts again" in told.stdout
+    assert "3/3 · mean reward 1.000 · 0 failed" in told.stdout
+    resumed = document(invoke(*SCRIPTED, "--resume", "--json"))["resumed"]
+    assert resumed == {"results": 3, "changed_rows": [], "code_changed": True}

@@ -137,5 +137,5 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
             "it has no limits, so only the server's defaults stop a model that calls tools forever; set limits = Limits(turns=...)"
         )
     if type(agent).reward is Agent.reward:
-        found.append("it has no reward, so `rollout test` has no pass rate; define async def reward(self, run)")
+        found.append("it has no reward, so `rollout eval` has no pass rate; define async def reward(self, run)")
     return found

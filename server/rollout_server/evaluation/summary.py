@@ -123,7 +123,7 @@ def _label(metadata: Mapping[str, Any], path: str) -> str:
         value = None
     if value is None:
         return MISSING
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
+    text = (value or "(empty)") if isinstance(value, str) else json.dumps(value, ensure_ascii=False, sort_keys=True)
     return text if len(text) <= _LONGEST_LABEL else f"{text[:_LONGEST_LABEL]}…"
 
 
