@@ -130,7 +130,7 @@ def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Inv
     assert invoke(*asked, "--min-pass-rate", "0.6", "--threshold", "0.5").exit_code == 0
     written(project / "d.jsonl", [row(0, "none")])
     told = invoke(*asked, "--min-pass-rate", "0")
-    assert (told.exit_code, "the agent returned no rewards" in told.stdout) == (1, True)
+    assert (told.exit_code, "no rollout has a reward" in told.stdout) == (1, True)
 
 
 def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke) -> None:

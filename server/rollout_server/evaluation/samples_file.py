@@ -53,16 +53,17 @@ class SamplesFile:
 
         Raises `AuthorError` if the file does not contain samples.
         """
+        rest = self.lines_path.with_name(f"{self.lines_path.name}.part")
         if not self.lines_path.exists() and self.path.exists():
             try:
-                write_jsonl(read_parquet(self.path), self.lines_path)
+                write_jsonl(read_parquet(self.path), rest)
             except ValueError as error:
                 raise AuthorError(f"{error}; --overwrite starts again") from None
+            os.replace(rest, self.lines_path)
         found = Counter(uid for uid, _ in self._lines()) if self.lines_path.exists() else Counter()
         complete = {key: result for key, result in results.items() if found[result.uid] == result.samples}
         uids = {result.uid for result in complete.values()}
         if self.lines_path.exists():
-            rest = self.lines_path.with_name(f"{self.lines_path.name}.part")
             with rest.open("wb") as file:
                 file.writelines(line for uid, line in self._lines() if uid in uids)
             os.replace(rest, self.lines_path)

@@ -87,20 +87,21 @@ class EvalFlags:
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
-    @property
-    def results_file(self) -> Path:
-        """Path of the results file."""
-        return self.results or Path(f"{self.dataset.stem}.results.jsonl")
+
+@dataclass(frozen=True, slots=True)
+class EvaluationFiles:
+    """The dataset that an evaluation reads, and the files that it writes."""
+
+    dataset: str
+    results: Path
+    report: Path
+    samples: Path | None
 
     @property
-    def report_file(self) -> Path:
-        """Path of the HTML report."""
-        return self.report or Path(f"{self.dataset.stem}.report.html")
-
-    def files(self) -> dict[str, str]:
-        """Return the paths of the files that the evaluation writes, by kind."""
-        samples = {"samples": str(self.samples)} if self.samples else {}
-        return {"results": str(self.results_file), "report": str(self.report_file), **samples}
+    def written(self) -> dict[str, str]:
+        """Paths of the files that are written, by kind."""
+        named = {"results": self.results, "report": self.report, "samples": self.samples}
+        return {kind: str(path) for kind, path in named.items() if path is not None}
 
 
 @accept_flags(EvalFlags, CompletionFlags)
@@ -133,28 +134,31 @@ def evaluate(**values: Any) -> None:
         [agent] = find_agents([flags.target])
         rows = _rows(flags)
         labels = labels_of(rows, flags.by or [])
-        evaluation = _Evaluation(agent, flags, completion, console)
+        files = _files(flags)
+        evaluation = _Evaluation(agent, flags, completion, console, files)
         try:
             run_loop(evaluation.run(rows))
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; --resume continues {flags.results_file}") from None
+            raise Interrupted(f"interrupted; --resume continues {files.results}") from None
         summary = evaluation.sum_up(labels)
         unmet = _unmet(summary, flags, complete=evaluation.complete)
-        files = flags.files()
-        document = {"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files}
+        document = {"summary": asdict(summary), "passed": not unmet, "unmet": unmet, "files": files.written}
         output.write({**document, "resumed": evaluation.resumed})
-        show_summary(console, summary, unmet, files)
+        show_summary(console, summary, unmet, files.written)
     raise typer.Exit(1 if unmet else 0)
 
 
 class _Evaluation:
     """One evaluation: its flags, its results so far and its summary."""
 
-    def __init__(self, agent: Agent, flags: EvalFlags, completion: CompletionFlags, console: Console) -> None:
+    def __init__(
+        self, agent: Agent, flags: EvalFlags, completion: CompletionFlags, console: Console, files: EvaluationFiles
+    ) -> None:
         self._agent = agent
         self._flags = flags
         self._completion = completion
         self._console = console
+        self._files = files
         self._facts: Mapping[str, Any] = {}
         self._results: Sequence[RowResult] = ()
         self._samples: SamplesFile | None = None
@@ -172,8 +176,8 @@ class _Evaluation:
                 self._facts = self._evaluation_facts(server)
                 file, samples = await asyncio.to_thread(self._open, jobs)
                 left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
-                self._flags.report_file.parent.mkdir(parents=True, exist_ok=True)
-                self._flags.report_file.open("ab").close()  # fail before the rollouts if the report cannot be written
+                self._files.report.parent.mkdir(parents=True, exist_ok=True)
+                self._files.report.open("ab").close()  # fail before the rollouts if the report cannot be written
                 self._print_start(server, jobs, left)
                 anew = not self._flags.resume
                 with samples.open(anew=anew) if samples else nullcontext(), file.open(anew=anew):
@@ -191,8 +195,8 @@ class _Evaluation:
         if self._samples is not None:
             self._samples.finish()
         summary = summary_of(self._results, self._flags.threshold, labels)
-        facts = {**self._facts, "dataset": str(self._flags.dataset), "rows": summary.rows}
-        self._flags.report_file.write_text(report(facts, summary, self._results), encoding="utf-8")
+        facts = {**self._facts, "dataset": self._files.dataset, "rows": summary.rows}
+        self._files.report.write_text(report(facts, summary, self._results), encoding="utf-8")
         return summary
 
     async def _evaluate(
@@ -222,14 +226,13 @@ class _Evaluation:
         from rollout_server.evaluation.results_file import ResultsFile
         from rollout_server.evaluation.samples_file import SamplesFile
 
-        flags = self._flags
+        flags, files = self._flags, self._files
         if flags.resume and flags.overwrite:
             raise AuthorError("--resume and --overwrite exclude each other")
-        files = flags.files()
-        if len({Path(each).resolve() for each in files.values()}) < len(files):
+        if len({Path(each).resolve() for each in files.written.values()}) < len(files.written):
             raise AuthorError("--results, --report and --samples must name different files")
-        file = ResultsFile(flags.results_file, self._facts, code_digest(flags.target))
-        samples = SamplesFile(flags.samples) if flags.samples else None
+        file = ResultsFile(files.results, self._facts, code_digest(flags.target))
+        samples = SamplesFile(files.samples) if files.samples else None
         if not flags.resume and not flags.overwrite and file.exists():
             raise AuthorError(f"{file.path} already exists; use --resume to continue it or --overwrite to replace it")
         if samples and samples.exists() and not flags.overwrite and not file.exists():
@@ -244,7 +247,7 @@ class _Evaluation:
 
     def _evaluation_facts(self, server: LocalServer) -> Mapping[str, Any]:
         facts = {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
-        return {**facts, "samples": str(self._flags.samples)} if self._flags.samples else facts
+        return {**facts, "samples": str(self._files.samples)} if self._files.samples else facts
 
     def _print_start(self, server: LocalServer, jobs: Sequence[Job], left: Sequence[Job]) -> None:
         from rollout_server.authoring.model_stubs import MOCK
@@ -278,6 +281,12 @@ def _rows(flags: EvalFlags) -> list[DatasetRow]:
     return read_rows(flags.dataset, column_names(flags.column or []))[: flags.limit]
 
 
+def _files(flags: EvalFlags) -> EvaluationFiles:
+    stem = flags.dataset.stem
+    results, report = Path(f"{stem}.results.jsonl"), Path(f"{stem}.report.html")
+    return EvaluationFiles(str(flags.dataset), flags.results or results, flags.report or report, flags.samples)
+
+
 def _unmet(summary: Summary, flags: EvalFlags, *, complete: bool) -> list[str]:
     """Return the reasons for exit code 1; empty if all is well."""
     failed = summary.rollouts - summary.finished
@@ -285,10 +294,6 @@ def _unmet(summary: Summary, flags: EvalFlags, *, complete: bool) -> list[str]:
     if not complete:
         unmet.append(f"stopped early: --max-failures {flags.max_failures} is reached")
     if flags.min_pass_rate is not None and (summary.pass_rate is None or summary.pass_rate < flags.min_pass_rate):
-        rate = (
-            "unknown, because the agent returned no rewards"
-            if summary.pass_rate is None
-            else f"{summary.pass_rate:.4g}"
-        )
+        rate = "unknown, because no rollout has a reward" if summary.pass_rate is None else f"{summary.pass_rate:.4g}"
         unmet.append(f"the pass rate is {rate}; --min-pass-rate requires {flags.min_pass_rate:g}")
     return unmet
