@@ -11,7 +11,6 @@ import pytest
 from rollout_client import TrainingSample
 from rollout_client.export import read_jsonl, read_parquet, write_jsonl
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.authoring.dataset import DatasetRow
 from rollout_server.authoring.rollout_result import Result
 from rollout_server.evaluation.results_file import ResultsFile
 from rollout_server.evaluation.row_result import (
@@ -25,11 +24,9 @@ from rollout_server.evaluation.row_result import (
 )
 from rollout_server.evaluation.samples_file import SamplesFile
 
+from tests.evaluation.dataset_rows import rows_of
+
 EVALUATION = {"agent": "a", "endpoint": {"name": "m", "sampling": {"temperature": 0.5}}}
-
-
-def row(number: int, **metadata: Any) -> DatasetRow:
-    return DatasetRow(number, "", f"question {number}", metadata, f"content {number}")
 
 
 def done(job: Job, **changes: Any) -> RowResult:
@@ -46,7 +43,7 @@ def written(path: Path, results: list[RowResult], code: str = "1") -> None:
 
 
 def test_what_was_written_is_read_again(tmp_path: Path) -> None:
-    jobs = jobs_of([row(1, ground_truth=2**70, text="\ud800", info={"level": [1, None]}), row(2)], 2)
+    jobs = jobs_of(rows_of(tmp_path, {"ground_truth": 2**70, "text": "Zürich", "info": {"level": [1, None]}}, {}), 2)
     written(tmp_path / "r", [done(job) for job in jobs])
     file = ResultsFile(tmp_path / "r", EVALUATION, "1")
     file.resume(jobs)
@@ -54,14 +51,14 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
         ((job.row.number, job.repeat), job.row.messages) for job in jobs
     ]
     first = file.results[1, 1]
-    assert (first.ground_truth, first.metadata) == (2**70, {"text": "?", "info": {"level": [1, None]}})
+    assert (first.ground_truth, first.metadata) == (2**70, {"text": "Zürich", "info": {"level": [1, None]}})
     assert (file.changed_rows, file.code_changed) == ([], False)
 
 
 def test_rows_that_changed_are_named_and_the_last_line_decides(tmp_path: Path) -> None:
-    one, two, three = jobs_of([row(1), row(2), row(3)], 1)
+    one, two, three, nine = jobs_of(rows_of(tmp_path, {}, {}, {}, {}), 1)
     failed = done(two, end="failure", reason="network")
-    written(tmp_path / "r", [failed, done(one, fingerprint="other"), done(three), done(two), done(Job(row(9), 1))])
+    written(tmp_path / "r", [failed, done(one, fingerprint="other"), done(three), done(two), done(nine)])
     file = ResultsFile(tmp_path / "r", EVALUATION, "2")
     file.resume([one, two, three])
     assert (sorted(file.results), file.changed_rows, file.code_changed) == ([(2, 1), (3, 1)], [1], True)
@@ -124,7 +121,7 @@ def test_samples_without_a_result_and_results_without_samples_are_dropped(tmp_pa
     file = run_until_killed(tmp_path / name, ["a", "b", "c", "orphan"])
     content = file.lines_path.read_bytes()
     file.lines_path.write_bytes(content[: content.rindex(b"\n", 0, -1) + 40])  # half a line
-    jobs = jobs_of([row(number) for number in range(5)], 1)
+    jobs = jobs_of(rows_of(tmp_path, *[{}] * 5), 1)
     counts = {"a": 2, "b": 2, "c": 3, "gone": 2, "no samples": 0}
     results = {uid: done(job, uid=uid, samples=n) for job, (uid, n) in zip(jobs, counts.items(), strict=True)}
     assert list(SamplesFile(tmp_path / name).resume(results)) == ["a", "b", "no samples"]
@@ -137,10 +134,11 @@ def test_a_parquet_file_is_complete_or_not_there(tmp_path: Path) -> None:
     assert (path.exists(), file.lines_path.name) == (False, "s.parquet.jsonl")
     file.finish()
     assert read_parquet(path) == [sample("a"), sample("a", "1")]
-    assert [each.name for each in tmp_path.iterdir()] == ["s.parquet"]
+    assert not file.lines_path.exists()
 
     again = SamplesFile(path)
-    result = done(Job(row(1), 1), uid="a", samples=2)
+    [job] = jobs_of(rows_of(tmp_path, {}), 1)
+    result = done(job, uid="a", samples=2)
     assert again.resume({"key": result}) == {"key": result}
     with again.open(anew=False):
         again.write([sample("b")])

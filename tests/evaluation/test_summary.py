@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.authoring.dataset import DatasetRow
 from rollout_server.authoring.rollout_result import Times
 from rollout_server.evaluation.estimators import Estimate
 from rollout_server.evaluation.row_result import RowResult
 from rollout_server.evaluation.summary import MISSING, MOST_GROUPS, labels_of, summary_of
+
+from tests.evaluation.dataset_rows import rows_of
 
 
 def result(row: int, reward: float | None, end: str = "stop", reason: str = "stop", ms: float = 1000.0) -> RowResult:
@@ -47,12 +50,8 @@ def test_each_score_has_a_mean_over_the_rollouts_that_have_it() -> None:
     assert found == {"a": Estimate(0.5, pytest.approx((0.25 / 3) ** 0.5), 3), "b": Estimate(0.5, None, 1)}
 
 
-def row(number: int, **metadata: object) -> DatasetRow:
-    return DatasetRow(number, "", "hi", metadata, str(number))
-
-
-def test_a_column_divides_the_rows() -> None:
-    rows = [row(1, level=10, info={"a.b": 1, "c": {"d": "x"}}), row(2, level=9), row(3, level=None)]
+def test_a_column_divides_the_rows(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, {"level": 10, "info": {"a.b": 1, "c": {"d": "x"}}}, {"level": 9}, {"level": None})
     labels = labels_of(rows, ["level", "info.c.d"])
     found = summary_of([result(1, 1.0), result(1, 0.0), failed(2), result(3, 0.5)], 1.0, labels).by
     assert list(found["level"]) == ["9", "10", MISSING]
@@ -69,11 +68,13 @@ def test_a_column_divides_the_rows() -> None:
     assert labels_of(rows, ["info.a.b"])["info.a.b"] == {1: "1", 2: MISSING, 3: MISSING}
 
 
-def test_a_column_that_divides_nothing_is_refused() -> None:
-    with pytest.raises(AuthorError, match="--by levle: no row has this metadata column; columns: level, kind"):
-        labels_of([row(1, level=1), row(2, kind="a")], ["levle"])
+def test_a_column_that_divides_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        AuthorError, match="--by levle: no row has this metadata column; columns: ground_truth, level, kind"
+    ):
+        labels_of(rows_of(tmp_path, {"level": 1}, {"kind": "a"}), ["levle"])
     with pytest.raises(AuthorError, match=f"has {MOST_GROUPS + 1} different values; at most {MOST_GROUPS}"):
-        labels_of([row(number, id=number) for number in range(MOST_GROUPS + 1)], ["id"])
+        labels_of(rows_of(tmp_path, *({"id": number} for number in range(MOST_GROUPS + 1))), ["id"])
 
 
 def test_without_rewards_there_is_no_rate() -> None:

@@ -96,8 +96,7 @@ def _cut(value: Any, budget: list[int]) -> Any:
     if isinstance(value, str):
         most = max(0, min(LONGEST_TEXT, budget[0]))
         budget[0] -= min(len(value), most) + _ITEM
-        text = value.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON allows, cannot be written
-        return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
+        return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} more characters)"
     budget[0] -= _ITEM
     if isinstance(value, Mapping):
         cut: dict[str, Any] = {}
