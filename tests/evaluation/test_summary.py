@@ -27,7 +27,18 @@ def test_a_failure_is_not_a_reward_and_what_nobody_judged_does_not_count() -> No
     assert (found.rows, found.rollouts, found.finished, found.judged, found.passed) == (3, 5, 4, 2, 1)
     assert (found.pass_rate, found.mean_reward) == (0.5, 0.75)
     assert (found.failures, found.failure_classes, found.scores) == ({"network": 1}, {}, {})
-    assert (found.pass_at, found.pass_hat) == ({"1": 0.5, "2": 1.0}, {"1": 0.5, "2": 0.0})
+    assert (found.pass_at, found.pass_hat, found.pass_rows) == (
+        {"1": 0.5, "2": 1.0},
+        {"1": 0.5, "2": 0.0},
+        {"1": 1, "2": 1},
+    )
+
+
+def test_rows_with_too_few_rollouts_are_left_out_for_a_large_k() -> None:
+    found = summary_of([result(1, 1.0), result(1, 0.0), result(1, 0.0), result(2, 1.0), failed(2), failed(2)], 1.0)
+    assert found.pass_rows == {"1": 2, "2": 1, "3": 1}
+    assert found.pass_at == pytest.approx({"1": (1 / 3 + 1) / 2, "2": 2 / 3, "3": 1.0})
+    assert found.pass_hat == pytest.approx({"1": (1 / 3 + 1) / 2, "2": 0.0, "3": 0.0})
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("rollouts", f"{summary.finished}/{summary.rollouts} completed, {plural(summary.rows, 'row')}"),
         ("pass rate", f"{_rate(summary)} (reward >= {summary.threshold:g})"),
         *(
-            (name, ", ".join(f"{value:.1%} (k={k})" for k, value in values.items()))
+            (name, ", ".join(f"{value:.1%} (k={k}{_rows(summary, k)})" for k, value in values.items()))
             for name, values in (("pass@k", summary.pass_at), ("pass^k", summary.pass_hat))
             if values
         ),
@@ -94,6 +94,12 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
     if summary.failure_classes:
         found.append(("failure classes", _counts(summary.failure_classes)))
     return found
+
+
+def _rows(summary: Summary, k: str) -> str:
+    """Return the number of rows that an estimate is about, if some have too few rollouts for it."""
+    rows = summary.pass_rows[k]
+    return f", {plural(rows, 'row')}" if rows < summary.rows else ""
 
 
 def _by_lines(column: str, parts: Mapping[str, Figures]) -> Iterator[str]:

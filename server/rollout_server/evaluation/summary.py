@@ -62,6 +62,8 @@ class Summary(Figures):
         threshold: the reward at which a rollout passes.
         pass_at: by k, the unbiased estimate of pass@k, averaged over the rows with at least k rollouts that count.
         pass_hat: by k, the same of pass^k.
+        pass_rows: by k, the number of these rows. It is lower for a large k if rollouts failed, so the figures of different k
+            may be about different rows.
         mean_reward: `reward.mean`, or None.
         turns: mean per rollout.
         tokens: sums "prompt" and "generated", and "generated_mean" per rollout.
@@ -75,6 +77,7 @@ class Summary(Figures):
     threshold: float = 1.0
     pass_at: dict[str, float] = field(default_factory=dict)
     pass_hat: dict[str, float] = field(default_factory=dict)
+    pass_rows: dict[str, int] = field(default_factory=dict)
     mean_reward: float | None = None
     turns: float = 0.0
     tokens: dict[str, float] = field(default_factory=dict)
@@ -142,8 +145,7 @@ def summary_of(results: Sequence[RowResult], threshold: float, labels: Labels | 
     return Summary(
         **{name: getattr(figures, name) for name in Figures.__dataclass_fields__},
         threshold=threshold,
-        pass_at=_over_rows(pass_at_k, results, threshold),
-        pass_hat=_over_rows(pass_hat_k, results, threshold),
+        **_pass_figures(results, threshold),
         mean_reward=figures.reward.mean if figures.reward else None,
         turns=_mean([result.turns for result in results]),
         tokens={
@@ -164,8 +166,7 @@ def figures_of(results: Sequence[RowResult], threshold: float) -> Figures:
     finished = [result for result in results if result.finished]
     wrong = [result for result in results if not result.finished]
     judged = [result for result in finished if result.reward is not None]
-    counted = [result for result in results if result.counts]
-    rate = estimate(_by_row(counted, lambda result: float(result.passes(threshold))))
+    rate = estimate(_passes(results, threshold))
     scores = {name: _score(finished, name) for result in finished for name in result.scores}
     return Figures(
         rows=len({result.row for result in results}),
@@ -215,19 +216,22 @@ def _label_order(label: str) -> tuple[bool, float, str]:
         return True, 0.0, label
 
 
-def _over_rows(
-    estimator: Callable[[int, int, int], float], results: Sequence[RowResult], threshold: float
-) -> dict[str, float]:
-    """Return the mean of an estimate over the rows, by k: the powers of two and the largest number of rollouts of a row."""
-    rows = _by_row((result for result in results if result.counts), lambda result: float(result.passes(threshold)))
-    most = max(map(len, rows.values()), default=0)
-    if most < 2:
-        return {}
-    powers = [2**power for power in range(most.bit_length()) if 2**power < most]
+def _pass_figures(results: Sequence[RowResult], threshold: float) -> dict[str, Any]:
+    """Return `pass_at`, `pass_hat` and `pass_rows`. The ks are the powers of two and the most rollouts of a row; none below 2."""
+    counts = [(len(found), int(sum(found))) for found in _passes(results, threshold).values()]
+    most = max((rollouts for rollouts, _ in counts), default=0)
+    ks = [*(2**power for power in range(most.bit_length()) if 2**power < most), most] if most > 1 else []
+    enough = {k: [each for each in counts if each[0] >= k] for k in ks}
     return {
-        str(k): _mean([estimator(len(found), int(sum(found)), k) for found in rows.values() if len(found) >= k])
-        for k in [*powers, most]
+        "pass_at": {str(k): _mean([pass_at_k(*each, k) for each in rows]) for k, rows in enough.items()},
+        "pass_hat": {str(k): _mean([pass_hat_k(*each, k) for each in rows]) for k, rows in enough.items()},
+        "pass_rows": {str(k): len(rows) for k, rows in enough.items()},
     }
+
+
+def _passes(results: Sequence[RowResult], threshold: float) -> dict[int, list[float]]:
+    """Return 1.0 or 0.0 for each rollout that counts, by row."""
+    return _by_row((result for result in results if result.counts), lambda result: float(result.passes(threshold)))
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
