@@ -12,7 +12,7 @@ from rollout_client.samples import TrainingSample
 
 
 def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) -> int:
-    """Write samples to a Parquet file, replacing its content, and return how many were written.
+    """Write samples to a Parquet file, replacing its content, and return how many were written: all, with `trainable`.
 
     Token ids are stored as int32, the mask as int8, and logprobs as float32, the precision in which the server sends them.
 
@@ -75,6 +75,9 @@ def _schema(arrow: Any) -> Any:
         "scores": arrow.list_(arrow.struct([("name", text), ("value", number)])),
         "completion_ms": number,
         "tool_ms": number,
+        "failure_class": text,
+        "trainable": arrow.bool_(),
+        "untrainable_reason": text,
     }
     return arrow.schema(columns)
 
