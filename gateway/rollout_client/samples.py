@@ -247,8 +247,8 @@ def failure_class_of(outcome: Outcome) -> str:
 
 
 def _is_trainable(sample: Sample, outcome: Outcome) -> bool:
-    """Return the server's verdict. A server that sends none is an old one: then only completed rollouts train."""
-    return sample.trainable if sample.HasField("trainable") else outcome.HasField("stop")
+    """Return the server's verdict. A server that sends none is an old one: then a failed or cancelled rollout does not train."""
+    return sample.trainable if sample.HasField("trainable") else not failure_class_of(outcome)
 
 
 def _end(outcome: Outcome) -> tuple[str, str]:

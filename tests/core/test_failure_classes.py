@@ -89,7 +89,7 @@ ENDS: Mapping[FailureClass, End] = {
 
 def test_every_class_has_an_end() -> None:
     assert set(ENDS) == set(FailureClass)
-    assert TRAIN_BY_DEFAULT == {FailureClass.POLICY, FailureClass.DEADLINE}
+    assert {FailureClass.POLICY, FailureClass.DEADLINE} == TRAIN_BY_DEFAULT
 
 
 @pytest.mark.parametrize(("of", "wanted"), list(product(FailureClass, [None, *FailureClass])))
