@@ -92,11 +92,9 @@ class FieldForm:
         if self.name.endswith("_json"):
             return bytes(text).decode()
         kind = self.field.message_type and self.field.message_type.name
-        if kind in _PARSERS:
-            return _PARSERS[kind](value, text)
         if kind in _SPARSE:
             return message_fields(vars(value), self.field.message_type, parts_of(text))
-        return value
+        return _PARSERS[kind](value, text) if kind in _PARSERS else value
 
 
 def message_fields(

@@ -273,7 +273,7 @@ class Run:
         self._context.end(Stop(checked_reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End, reward: RewardResult | None = None) -> None:
-        """End the run: no further commands are possible, also not for a reward. `reward` is the reward of a failure."""
+        """End the run: no further commands are possible, also not for a reward. `reward` holds the `extra_json` of a failure."""
         self.ending.reach(end, reward)
 
     @property
