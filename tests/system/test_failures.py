@@ -154,7 +154,7 @@ INJECTIONS = {
 
 
 @asynccontextmanager
-async def place(injection: Injection, *tools: Any) -> AsyncIterator[Place]:
+async def place(injection: Injection, *tools: Any, agent: Agent | None = None) -> AsyncIterator[Place]:
     endpoint = FaultyEndpoint()
     hangs = injection.respond is None and not injection.fault and not injection.fields
     misbehave = endpoint.hang if hangs else injection.respond
@@ -172,7 +172,7 @@ async def place(injection: Injection, *tools: Any) -> AsyncIterator[Place]:
     )
     async with (
         serve(endpoint),
-        Server([Fragile(*tools)], settings) as server,
+        Server([agent or Fragile(*tools)], settings) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         yield Place(server, client, endpoint)
@@ -270,6 +270,22 @@ async def test_a_fault(fault: str, tools: list[Any]) -> None:
     kept, dropped = only_trainable([sample for member in MEMBERS for sample in samples(rollouts[member])])
     assert len(kept) == (3 if verdict == "trains" else 2)
     assert dropped == ({} if verdict in ("trains", "none") else {verdict: 1})
+
+
+class Unjudged(Agent):
+    """Has no reward function."""
+
+    name = "unjudged"
+
+
+async def test_a_rollout_that_nobody_judged_has_no_reward() -> None:
+    async with place(Injection(), agent=Unjudged()) as at:
+        uid = await at.start("member 0", engine=True)
+        rollout = await at.client.wait(uid, timeout=60, view="samples")
+    raise_for_failure(rollout)
+    assert never_judged(rollout.outcome)
+    (sample,) = samples(rollout)
+    assert (sample.trainable, sample.reward, to_verl(sample)["reward_score"]) == (True, None, None)
 
 
 @pytest.mark.parametrize(
