@@ -16,7 +16,7 @@ _ROW_GROUP: Final = 1024
 
 
 def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) -> int:
-    """Write samples to a Parquet file, replacing its content, and return how many were written.
+    """Write samples to a Parquet file, replacing its content, and return how many were written: all, with `trainable`.
 
     Token ids are stored as int32, the mask as int8, and logprobs as float32, the precision in which the server sends them. Samples
     are written in row groups as the iterable yields them. If it raises, earlier samples stay in the file.
@@ -82,6 +82,9 @@ def _schema(arrow: Any) -> Any:
         "scores": arrow.list_(arrow.struct([("name", text), ("value", number)])),
         "completion_ms": number,
         "tool_ms": number,
+        "failure_class": text,
+        "trainable": arrow.bool_(),
+        "untrainable_reason": text,
     }
     return arrow.schema(columns)
 
