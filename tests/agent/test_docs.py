@@ -18,6 +18,7 @@ from careful import Careful
 from coder import Coder
 from moody import Moody
 from numbers_ import Numbers
+from squares import Squares
 
 
 def test_a_loop_of_its_own(serving, scripted_model):
@@ -53,12 +54,18 @@ def test_tools_by_request(serving, scripted_model):
     model = scripted_model.calls("shout", text="a").says("Done.")
     assert stage.play("?", model).tool_results == ["A"]
     assert "Unknown function" in stage.play("?", model, metadata={"quiet": True}).tool_results[0]
+
+
+def test_rows_of_the_agent(serving, scripted_model):
+    row = next(Squares().dataset("test"))
+    truth = {"ground_truth": row["ground_truth"]}
+    assert serving(Squares()).play(row["prompt"], scripted_model.says("10000"), metadata=truth).reward == 1.0
 """
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("shop", "numbers_", "basket", "careful", "coder", "moody", "test_shop")
+    names = ("shop", "numbers_", "basket", "careful", "coder", "moody", "squares", "test_shop")
     for name, block in zip(names, BLOCKS, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     (tmp_path / "test_played.py").write_text(PLAYED)
@@ -69,4 +76,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "7 passed" in done.stdout
+    assert "8 passed" in done.stdout

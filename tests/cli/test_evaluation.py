@@ -151,8 +151,9 @@ def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: I
     assert document(told)["files"] == {"results": "out/r", "report": "out/h"}
     [line] = results("out/r")
     assert line["messages"][0] == {"role": "user", "content": "hi"}
-    assert "the columns system_prompt, user_prompt, ground_truth are missing" in complaint(
-        invoke("eval", "sometimes.py", "d.csv")
+    wrong = invoke("eval", "sometimes.py", "d.csv", "--column", "prompt=text")
+    assert "d.csv:2: --column prompt=text: the row has no such column (columns: question, truth, kind)" in complaint(
+        wrong
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from logging import Logger, LoggerAdapter
 from random import Random
@@ -70,6 +70,9 @@ class Asynchronous(Agent):
 
     async def stop(self) -> None: ...
 
+    async def dataset(self, split: str) -> AsyncIterator[Mapping[str, Any]]:
+        yield {"prompt": split}
+
     def choose_tools(self, request: Request) -> Sequence[Tool]:
         assert_type(request.metadata, Mapping[str, Any])
         assert_type(request.labels, Mapping[str, str])
@@ -121,6 +124,9 @@ class Plain(Agent):
 
     def cleanup(self, run: Run) -> None: ...
 
+    def dataset(self, split: str) -> Iterator[dict[str, str]]:
+        yield {"prompt": split}
+
     def play(self, run: Run) -> None:
         reply = run.wait(run.sample())
         assert_type(reply, Reply)
@@ -135,12 +141,24 @@ class OfPlain(Plain):
 
     name = "of-plain"
 
+    def dataset(self, split: str) -> Any:
+        return f"{split}.jsonl"
+
     def reward(self, run: Run) -> float:
         return 1.0
 
 
 assert_type(Asynchronous("corpus"), Asynchronous)
 serve(Asynchronous(), Plain(), http_port=0)
+
+
+class Awaited(Agent):
+    """A dataset may be awaited."""
+
+    name = "awaited"
+
+    async def dataset(self, split: str) -> list[dict[str, str]]:
+        return [{"prompt": split}]
 
 
 class Wrong(Agent):
@@ -158,6 +176,9 @@ class Wrong(Agent):
 
     async def choose_tools(self, request: Request) -> Sequence[Tool]:  # type: ignore[override]
         return ()
+
+    def dataset(self, split: str) -> int:  # type: ignore[override]
+        return 5
 
 
 async def misuse(run: Run, reply: Reply) -> None:

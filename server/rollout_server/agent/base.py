@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 from abc import ABCMeta
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult
@@ -20,6 +21,8 @@ from rollout_server.runtime.run.run import Run
 from rollout_server.tool import FunctionTool, tool
 
 _T = TypeVar("_T")
+Rows: TypeAlias = "Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]] | str | os.PathLike[str]"
+"""What `Agent.dataset` returns: rows, or the path of a dataset."""
 
 _METHODS = {
     "setup": ("run",),
@@ -29,6 +32,7 @@ _METHODS = {
     "start": (),
     "stop": (),
     "choose_tools": ("request",),
+    "dataset": ("split",),
 }
 """The arguments, besides `self`, that each method is called with."""
 _CHECKED = ("name", "version", "description", "tools", "limits", "replayable", "cleanup_seconds")
@@ -107,6 +111,7 @@ class Agent(metaclass=_AgentClass):
         def cleanup(self, run: Run) -> Any: ...
         def start(self) -> Any: ...
         def stop(self) -> Any: ...
+        def dataset(self, split: str) -> Rows | Awaitable[Rows]: ...
 
     else:
 
@@ -157,6 +162,20 @@ class Agent(metaclass=_AgentClass):
             It has 10 seconds. An exception is logged and does not stop the shutdown.
             """
 
+        def dataset(self, split: str) -> Rows:
+            """Return the rows for `rollout eval` without DATASET, or the path of a dataset. By default an agent has none.
+
+            Called once, before the server starts and before `start`. It may be a plain `def` or `async def`, and may `yield`
+            rows, which are then read as they are needed.
+
+            Args:
+                split: the split of `--split`, by default "test".
+
+            Returns:
+                Rows as dictionaries, with the columns that a file would have, or the path of a file or directory.
+            """
+            return ()
+
     def choose_tools(self, request: Request) -> Sequence[Tool]:
         """Return the tools of one rollout; by default all of `tools`. Only these are in the chat template and can be called.
 
@@ -169,7 +188,7 @@ class Agent(metaclass=_AgentClass):
         return self.tools
 
     def overrides(self, method: str) -> bool:
-        """Return whether the agent has a `setup` or `cleanup` of its own; the runtime does not call the default ones."""
+        """Return whether the agent has a `setup`, `cleanup` or `dataset` of its own; the default ones are not called."""
         return getattr(getattr(self, method), "__func__", None) is not getattr(Agent, method)
 
     async def run_setup(self, run: object) -> None:
@@ -229,7 +248,7 @@ def _check_method(cls: type[Agent], name: str) -> None:
     if not callable(method):
         raise TypeError(f"{owner} must be a method, it is {method!r}")
     where = written_at(method)
-    if inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method):
+    if name != "dataset" and (inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method)):
         raise TypeError(f"{owner} must not be a generator: it contains `yield`; return the result{where}")
     if name == "choose_tools" and inspect.iscoroutinefunction(method):
         raise TypeError(f"{owner} must be a plain `def`: the server calls it while it accepts the request{where}")

@@ -9,8 +9,7 @@ from typing import Any
 
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import messages
-from rollout_client.proto_fields import enum_values
-from rollout_client.samples import category_of
+from rollout_client.samples import category_of, failure_class_of
 
 REFUSED = "refused"
 """`Result.end` of a rollout that the server refused to start."""
@@ -88,7 +87,7 @@ def result_of(rollout_id: str, uid: str, outcome: outcome_pb2.Outcome, tool_erro
         end=end,
         reason=reasons.get(end) or category_of(outcome.failure),
         message=outcome.failure.message if end == "failure" else "",
-        failure_class=_class_of(outcome.failure) if end == "failure" else "",
+        failure_class=failure_class_of(outcome) if end == "failure" else "",
         reward=outcome.reward if outcome.HasField("reward") else None,
         scores=dict(outcome.scores),
         turns=used.turns,
@@ -99,15 +98,6 @@ def result_of(rollout_id: str, uid: str, outcome: outcome_pb2.Outcome, tool_erro
         warnings=_unique(f"{each.code}: {each.message}" for each in outcome.warnings),
         messages=_utf8_messages(messages(outcome)),
     )
-
-
-def _class_of(failure: outcome_pb2.Failure) -> str:
-    """Return the name of a failure's class, or an empty text if the contract or the server has none."""
-    field = failure.DESCRIPTOR.fields_by_name.get("failure_class")
-    if field is None or field.enum_type is None:
-        return ""
-    names = {number: name for name, number in enum_values(field.enum_type).items()}
-    return names.get(getattr(failure, field.name), "")
 
 
 def _unique(texts: Iterable[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollout_server.cli.dataset_flags import DatasetFlags, load_rows
 from rollout_server.cli.demo_output import plural
 from rollout_server.cli.errors import Interrupted, quiet_transformers, report_errors
 from rollout_server.cli.eval_output import show_progress, show_summary
@@ -36,24 +37,10 @@ _MOST_LISTED = 20
 
 @dataclass(frozen=True, slots=True)
 class EvalFlags:
-    """Arguments and flags of `rollout eval`, without those of `CompletionFlags`."""
+    """Arguments and flags of `rollout eval`, without those of `DatasetFlags` and `CompletionFlags`."""
 
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Agent: MODULE[:OBJECT] or FILE.py[:OBJECT].")]
-    dataset: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DATASET", help="FILE.jsonl, .csv or .parquet with system_prompt, user_prompt, ground_truth."
-        ),
-    ]
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COLUMN=NAME",
-            help="Name of a column in the file, repeatable. Empty NAME: the file has no such column.",
-        ),
-    ] = None
     repeats: Annotated[int, typer.Option("-n", "--n", "--repeats", min=1, max=10_000, help="Rollouts per row.")] = 1
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N rows.")] = None
     concurrency: Annotated[int, typer.Option(min=1, max=10_000, help="Concurrent rollouts.")] = 8
     threshold: Annotated[float, typer.Option(help="Minimum reward of a rollout that passes.")] = 1.0
     by: Annotated[
@@ -104,15 +91,17 @@ class EvaluationFiles:
         return {kind: str(path) for kind, path in named.items() if path is not None}
 
 
-@accept_flags(EvalFlags, CompletionFlags)
+@accept_flags(EvalFlags, DatasetFlags, CompletionFlags)
 def evaluate(**values: Any) -> None:
     """Evaluate an agent on a dataset: rewards, pass@k, scores, tokens, HTML report.
 
-    The dataset needs the columns system_prompt, user_prompt and ground_truth;
-    --column maps other names. The agent reads all other columns from
-    run.metadata. The command starts the server in its own process and writes
-    each result as soon as its rollout ends. After an interruption, --resume
-    continues.
+    The prompt of a row is its column user_prompt, prompt, question or
+    messages, a text or a list of messages; system_prompt and ground_truth or
+    answer are optional. --column maps other names. The agent reads all other
+    columns from run.metadata. Without DATASET, the agent provides its own.
+
+    The command starts the server in its own process and writes each result as
+    soon as its rollout ends. After an interruption, --resume continues.
 
     The exit code is 1 if a rollout failed or --min-pass-rate is not reached.
 
@@ -123,7 +112,8 @@ def evaluate(**values: Any) -> None:
     the file.
     """
     quiet_transformers()
-    flags, completion = pick_flags(EvalFlags, values), pick_flags(CompletionFlags, values)
+    flags, data = pick_flags(EvalFlags, values), pick_flags(DatasetFlags, values)
+    completion = pick_flags(CompletionFlags, values)
     with report_errors("eval"), open_output(as_json=flags.as_json) as output:
         from rich.console import Console
 
@@ -132,9 +122,9 @@ def evaluate(**values: Any) -> None:
 
         console = Console(highlight=False)
         [agent] = find_agents([flags.target])
-        rows = _rows(flags)
+        rows = load_rows(data, agent)
         labels = labels_of(rows, flags.by or [])
-        files = _files(flags)
+        files = _files(flags, data, agent)
         evaluation = _Evaluation(agent, flags, completion, console, files)
         try:
             run_loop(evaluation.run(rows))
@@ -275,16 +265,11 @@ def _listed(numbers: Sequence[int]) -> str:
     return shown if len(numbers) <= _MOST_LISTED else f"{shown} and {len(numbers) - _MOST_LISTED} more"
 
 
-def _rows(flags: EvalFlags) -> list[DatasetRow]:
-    from rollout_server.authoring.dataset import column_names, read_rows
-
-    return read_rows(flags.dataset, column_names(flags.column or []))[: flags.limit]
-
-
-def _files(flags: EvalFlags) -> EvaluationFiles:
-    stem = flags.dataset.stem
+def _files(flags: EvalFlags, data: DatasetFlags, agent: Agent) -> EvaluationFiles:
+    stem = data.stem(agent.name)
+    dataset = str(data.dataset or f"of agent {agent.name}")
     results, report = Path(f"{stem}.results.jsonl"), Path(f"{stem}.report.html")
-    return EvaluationFiles(str(flags.dataset), flags.results or results, flags.report or report, flags.samples)
+    return EvaluationFiles(dataset, flags.results or results, flags.report or report, flags.samples)
 
 
 def _unmet(summary: Summary, flags: EvalFlags, *, complete: bool) -> list[str]:
