@@ -91,6 +91,15 @@ ROOMS: dict[str, set[str]] = {
         "osmosis",
         THIRD,
     },
+    # Rollouts of an agent on a dataset, their results and statistics.
+    "rollout_server.evaluation": {
+        "rollout_server.authoring",
+        "rollout_server.evaluation",
+        "rollout_server.inspection.escape",
+        "rollout_client",
+        "osmosis",
+        THIRD,
+    },
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},

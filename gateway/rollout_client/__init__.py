@@ -1,7 +1,8 @@
 """gRPC client of a rollout server: `Client` for synchronous code, `AsyncClient` for asyncio.
 
 The package depends only on grpcio, protobuf and googleapis-common-protos, so it fits into a trainer's environment. Calls return
-protobuf messages of the package `osmosis.rollout.v1`. A call that fails raises `RolloutError`.
+protobuf messages of the package `osmosis.rollout.v1`. A call that fails raises `RolloutError`. A rollout that fails raises
+nothing until `raise_for_failure` is called with it.
 
     with Client("localhost:50051") as client:
         started = client.start(messages=[...], completions="http://localhost:9001", tokenizer="Qwen/Qwen3-8B")
@@ -34,6 +35,7 @@ from rollout_client.errors import (
     NotPossible,
     PermissionDenied,
     RolloutError,
+    RolloutFailed,
     ServerFault,
     TooLarge,
     Unauthenticated,
@@ -42,7 +44,7 @@ from rollout_client.errors import (
 from rollout_client.event_cursor import Started
 from rollout_client.requests import SelectionFields
 from rollout_client.retry import Retry
-from rollout_client.samples import SampleSpan, TrainingSample, samples
+from rollout_client.samples import SampleSpan, TrainingSample, only_trainable, raise_for_failure, samples
 from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer
 
 __all__ = [
@@ -71,6 +73,7 @@ __all__ = [
     "Rollout",
     "RolloutError",
     "RolloutEvent",
+    "RolloutFailed",
     "RolloutSpec",
     "RunStream",
     "SampleSpan",
@@ -89,5 +92,7 @@ __all__ = [
     "Unauthenticated",
     "Unavailable",
     "messages",
+    "only_trainable",
+    "raise_for_failure",
     "samples",
 ]

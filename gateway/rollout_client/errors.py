@@ -39,7 +39,7 @@ class FieldError:
 
 
 class RolloutError(Exception):
-    """A failed call. A rollout that was accepted and fails later raises no exception: its outcome has a `failure`.
+    """A failed call. A rollout that was accepted and fails later is no failed call: see `raise_for_failure`.
 
     Args:
         code: gRPC status code.
@@ -105,6 +105,30 @@ def _unpickled(kind: type[RolloutError], message: str, state: Mapping[str, objec
     error = kind.__new__(kind, message)
     error.__dict__.update(state)
     return error
+
+
+class RolloutFailed(Exception):
+    """A rollout that failed or was cancelled. Raised by `raise_for_failure`, and by no call.
+
+    Args:
+        message: what was wrong, where, and what to do; for a cancelled rollout its reason.
+        failure_class: who has to act, such as "engine"; "cancelled" for a cancelled rollout.
+        category: the kind of failure, such as "network"; empty for a cancelled rollout.
+        turn: the turn in which the rollout failed, from 1; 0: before the first, or cancelled.
+        uid: the server's id of the rollout; empty if unknown.
+    """
+
+    def __init__(self, message: str, failure_class: str, category: str = "", turn: int = 0, uid: str = "") -> None:
+        super().__init__(message, failure_class, category, turn, uid)
+        self.message = message
+        self.failure_class = failure_class
+        self.category = category
+        self.turn = turn
+        self.uid = uid
+
+    def __str__(self) -> str:
+        where = " ".join(filter(None, (self.failure_class, self.category, self.uid and f"rollout {self.uid}")))
+        return f"{self.message} [{where}]"
 
 
 class InvalidRequest(RolloutError):

@@ -22,7 +22,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message as AnyMessage
 from google.protobuf.message_factory import GetMessageClass
 from osmosis.rollout.v1.message_pb2 import ChatMessage, Message
-from osmosis.rollout.v1.spec_pb2 import Target, Tokenizer
+from osmosis.rollout.v1.spec_pb2 import Target, Tokenizer, TrainOn
 
 _JSON: Final = "_json"
 _UNSPECIFIED: Final = "UNSPECIFIED"
@@ -114,6 +114,8 @@ def _message(kind: type[AnyMessage], value: object, where: str) -> AnyMessage:
         return duration(value, where)
     if kind is Message:
         return _chat(value, where)
+    if kind is TrainOn:
+        return _train_on(value, where)
     name = kind.DESCRIPTOR.full_name
     if isinstance(value, str) and name in _NAMED:
         return build(kind, {_NAMED[name]: value}, where + ".")
@@ -123,6 +125,13 @@ def _message(kind: type[AnyMessage], value: object, where: str) -> AnyMessage:
         return build(kind, value, where + ".")
     forms = " a str," if name in _NAMED else ""
     raise TypeError(f"{where} must be{forms} a mapping of its fields or a {kind.__name__}, not {_kind(value)}")
+
+
+def _train_on(value: object, where: str) -> TrainOn:
+    """Convert a collection of failure classes, such as ["policy", "deadline"]. An empty one is set, too: nothing trains."""
+    field = TrainOn.DESCRIPTOR.fields_by_name["classes"]
+    listed = enumerate(_list(field, value, where))
+    return TrainOn(classes=[cast(int, _item(field, each, f"{where}[{index}]")) for index, each in listed])  # type: ignore[misc]
 
 
 def _chat(value: object, where: str) -> Message:

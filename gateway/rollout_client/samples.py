@@ -6,17 +6,19 @@ none of them can reach the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from google.protobuf.descriptor import EnumDescriptor
-from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, Outcome
+from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, FailureClass, Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.token_pb2 import Author, MaskReason, Sample, Segment, SegmentKind
 from osmosis.rollout.v1.token_pb2 import SampleSpan as SpanProto
 
+from rollout_client.errors import RolloutFailed
 from rollout_client.proto_fields import enum_values
 
 MODEL: Final = "model"
@@ -34,6 +36,8 @@ AUTHORS: Final = _enum_names(Author.DESCRIPTOR)
 MASK_REASONS: Final = _enum_names(MaskReason.DESCRIPTOR)
 SEGMENT_KINDS: Final = _enum_names(SegmentKind.DESCRIPTOR)
 _CATEGORIES: Final = _enum_names(FailureCategory.DESCRIPTOR)
+_CLASSES: Final = _enum_names(FailureClass.DESCRIPTOR)
+_CANCELLED: Final = _CLASSES[FailureClass.FAILURE_CLASS_CANCELLED]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,10 @@ class TrainingSample:
         scores: named components of the reward.
         completion_ms: time the rollout waited for completions, in milliseconds.
         tool_ms: time the rollout waited for tools, in milliseconds.
+        failure_class: who has to act if the rollout failed, such as "engine"; "cancelled" if it was cancelled, empty if it
+            completed. docs/failures.md lists them.
+        trainable: whether to train on the sample. The mask does not depend on it.
+        untrainable_reason: why not, as a stable word such as "failure_engine" or "cancelled"; empty if it is trainable.
 
     Raises ValueError if lengths, mask, logprobs and spans contradict each other.
     """
@@ -116,6 +124,9 @@ class TrainingSample:
     scores: Mapping[str, float] = field(default_factory=dict)
     completion_ms: float = 0.0
     tool_ms: float = 0.0
+    failure_class: str = ""
+    trainable: bool = True
+    untrainable_reason: str = ""
 
     def __post_init__(self) -> None:
         for fault in (_fault_of_lists(self), _fault_of_spans(self)):
@@ -129,8 +140,8 @@ def samples(source: Outcome | Rollout) -> list[TrainingSample]:
         for sample in samples(client.wait(uid, view="samples")):
             assert len(sample.response_ids) == len(sample.response_mask)
 
-    A rollout that failed or was cancelled has samples of everything before that point. A segment without generated tokens has no
-    sample.
+    A rollout that failed or was cancelled has samples of everything before that point. Whether one may be trained on is in its
+    `trainable`; `only_trainable` drops the others. A segment without generated tokens has no sample.
 
     Args:
         source: an outcome or rollout in view "samples" or "full"; other views contain no samples.
@@ -144,6 +155,18 @@ def samples(source: Outcome | Rollout) -> list[TrainingSample]:
     if not source.HasField("outcome"):
         raise ValueError(f"rollout {source.uid!r} has not finished, so it has no samples; wait for it first")
     return _samples(source.outcome, source)
+
+
+def only_trainable(samples: Iterable[TrainingSample]) -> tuple[list[TrainingSample], Mapping[str, int]]:
+    """Return the samples that may be trained on, and the number of the others by `untrainable_reason`.
+
+        kept, dropped = only_trainable(samples(rollout))  # dropped: {"failure_engine": 2}
+
+    Samples are dropped one by one: the other rollouts of a group keep theirs.
+    """
+    found = list(samples)
+    dropped = Counter(each.untrainable_reason for each in found if not each.trainable)
+    return [each for each in found if each.trainable], dict(dropped)
 
 
 def _samples(outcome: Outcome, rollout: Rollout) -> list[TrainingSample]:
@@ -178,12 +201,54 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
         scores=dict(outcome.scores),
         completion_ms=outcome.metrics.completion_ms,
         tool_ms=outcome.metrics.tool_ms,
+        failure_class=failure_class_of(outcome),
+        trainable=_is_trainable(sample, outcome),
+        untrainable_reason=sample.untrainable_reason,
     )
+
+
+def raise_for_failure(source: Rollout | Outcome, *, uid: str = "") -> None:
+    """Raise `RolloutFailed` if a rollout failed or was cancelled; do nothing if it completed.
+
+        rollout = client.wait(uid, timeout=600)
+        raise_for_failure(rollout)
+
+    Args:
+        source: a finished rollout, or an outcome, for example of `run`.
+        uid: the server's id of the rollout, for the exception. A rollout has its own.
+
+    Raises:
+        RolloutFailed: with class, category, turn and uid.
+        ValueError: the rollout has not finished.
+    """
+    if isinstance(source, Rollout) and not source.HasField("outcome"):
+        raise ValueError(f"rollout {source.uid!r} has not finished; wait for it first")
+    outcome, uid = (source, uid) if isinstance(source, Outcome) else (source.outcome, source.uid)
+    found, failure = failure_class_of(outcome), outcome.failure
+    if outcome.HasField("failure"):
+        raise RolloutFailed(failure.message, found, category_of(failure), failure.turn, uid)
+    if found:
+        raise RolloutFailed(f"the rollout was cancelled: {outcome.cancellation.reason}", found, uid=uid)
 
 
 def category_of(failure: Failure) -> str:
     """Return the name of a failure's category, such as "tool". A category of a newer server is "internal"."""
     return _CATEGORIES.get(failure.category, _CATEGORIES[FailureCategory.FAILURE_CATEGORY_INTERNAL])
+
+
+def failure_class_of(outcome: Outcome) -> str:
+    """Return who has to act on a failed rollout, such as "engine"; "cancelled" for a cancelled one, empty if it completed.
+
+    A failure of a server that sends no classes, or a class of a newer server, is "unspecified".
+    """
+    if outcome.HasField("failure"):
+        return _CLASSES.get(outcome.failure.failure_class, _OTHER)
+    return _CANCELLED if outcome.HasField("cancellation") else ""
+
+
+def _is_trainable(sample: Sample, outcome: Outcome) -> bool:
+    """Return the server's verdict. A server that sends none is an old one: then a failed or cancelled rollout does not train."""
+    return sample.trainable if sample.HasField("trainable") else not failure_class_of(outcome)
 
 
 def _end(outcome: Outcome) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal, TypeAlias, TypedDict
@@ -13,6 +13,9 @@ from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 
 from rollout_client.proto_fields import fill
 
+FailureClass: TypeAlias = Literal[
+    "policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"
+]
 Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
 MessageLike: TypeAlias = Mapping[str, Any] | str | message_pb2.Message | message_pb2.ChatMessage
 JsonLike: TypeAlias = Mapping[str, Any] | str
@@ -125,6 +128,8 @@ class SpecFields(TypedDict, total=False):
         priority: queued rollouts with a higher value start first.
         metadata: mapping or str with a JSON object, for agents and tools.
         labels: str to str, for selecting rollouts.
+        train_on: failure classes whose samples are trainable; an empty list: only completed rollouts train. None: "policy" and
+            "deadline".
     """
 
     rollout_id: str
@@ -144,6 +149,7 @@ class SpecFields(TypedDict, total=False):
     priority: int | None
     metadata: JsonLike | None
     labels: Mapping[str, str] | None
+    train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
 
 
 class StartFields(SpecFields, total=False):

@@ -1,4 +1,4 @@
-"""Flags of `rollout test` for its dataset, through the real server."""
+"""Flags of `rollout eval` for its dataset, through the real server."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_images_reach_the_endpoint_as_content_parts(
     project: Path, invoke: Invoke, chat: ChatServer, endpoint: tuple[str, ...]
 ) -> None:
     flags = ("--dialect", *endpoint, "--concurrency", "1", "--json")
-    told = invoke("test", "agent.py", str(GOLDEN / "images"), "--model-url", chat.url, *flags)
+    told = invoke("eval", "agent.py", str(GOLDEN / "images"), "--model-url", chat.url, *flags)
     assert told.exit_code == 0, told.stderr
     assert document(told)["summary"]["finished"] == 2
     assert "images: 2 rows; prompt from 'prompt', images from 'images', ground_truth from 'answer'" in told.stderr
@@ -103,19 +103,19 @@ def test_images_reach_the_endpoint_as_content_parts(
 
 def test_the_agents_own_dataset_is_run(project: Path, invoke: Invoke) -> None:
     (project / "provider.py").write_text(PROVIDER)
-    told = invoke("test", "provider.py", "--json")
+    told = invoke("eval", "provider.py", "--json")
     assert document(told)["summary"]["mean_reward"] == 1.0
     assert "dataset of agent provider [test]: 3 rows" in told.stderr
     assert document(told)["files"] == {"results": "provider.results.jsonl", "report": "provider.report.html"}
     assert sorted(prompts("provider.results.jsonl")) == ["test 0", "test 1", "test 2"]
-    assert invoke("test", "provider.py", "--split", "train", "--limit", "1").exit_code == 0
+    assert invoke("eval", "provider.py", "--split", "train", "--limit", "1").exit_code == 0
     assert prompts("provider-train.results.jsonl") == ["train 0"]
-    assert "DATASET is missing, and agent letter-counter provides none" in complaint(invoke("test", "agent.py"))
+    assert "DATASET is missing, and agent letter-counter provides none" in complaint(invoke("eval", "agent.py"))
 
 
 def test_rows_are_chosen_and_resumed(project: Path, invoke: Invoke) -> None:
     """A row keeps its number when the rows are shuffled, so another choice of rows can continue the results."""
-    asked = ("test", "agent.py", str(GOLDEN / "conversations"), "--split", "train", "--concurrency", "1")
+    asked = ("eval", "agent.py", str(GOLDEN / "conversations"), "--split", "train", "--concurrency", "1")
     shuffled = (*asked, "--shuffle", "5", "--offset", "1", "--limit", "2")
     assert invoke(*shuffled).exit_code == 0
     chosen = prompts("conversations-train.results.jsonl")
@@ -131,7 +131,7 @@ def test_rows_are_chosen_and_resumed(project: Path, invoke: Invoke) -> None:
 def test_a_system_prompt_is_a_text_or_a_file(project: Path, invoke: Invoke) -> None:
     Path("d.csv").write_text("question\nhi\n")
     Path("system.txt").write_text("\ufeffBe brief.\n")
-    asked = ("test", "agent.py", "d.csv", "--overwrite", "--system-prompt")
+    asked = ("eval", "agent.py", "d.csv", "--overwrite", "--system-prompt")
     for value, system in (("Be long.", "Be long."), ("@system.txt", "Be brief.\n")):
         told = invoke(*asked, value)
         assert "prompt from 'question', system_prompt from --system-prompt" in told.stdout
@@ -145,9 +145,9 @@ def test_a_system_prompt_is_a_text_or_a_file(project: Path, invoke: Invoke) -> N
 
 def test_a_wrong_row_is_an_error_with_file_and_line(project: Path, invoke: Invoke) -> None:
     Path("d.jsonl").write_text('{"prompt": "a"}\n{"prompt": [{"role": "user"}]}\n')
-    told = invoke("test", "agent.py", "d.jsonl", "--json")
+    told = invoke("eval", "agent.py", "d.jsonl", "--json")
     assert document(told)["error"] == {
-        "command": "test",
+        "command": "eval",
         "kind": "failed",
         "message": "d.jsonl:2: prompt[0].content must be a text or a list of parts, not null",
         "file": "d.jsonl",

@@ -1,4 +1,4 @@
-"""`rollout test`: run an agent on a dataset, through the real server."""
+"""`rollout eval`: run an agent on a dataset, through the real server."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rollout_client.export import read_jsonl
 
 from tests.cli.conftest import Invoke, complaint, document
 
-SCRIPTED = ("test", "agent.py", "dataset.jsonl", "--script", "scripted.py")
+SCRIPTED = ("eval", "agent.py", "dataset.jsonl", "--script", "scripted.py")
 COUNTED = """
 from pathlib import Path
 from scripted import ScriptedModel
@@ -71,7 +72,7 @@ def test_a_dataset_is_played_and_summed_up(project: Path, invoke: Invoke) -> Non
 def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> None:
     """`--resume` runs only changed rows, and rows whose result line is truncated."""
     (project / "counted.py").write_text(COUNTED)
-    asked = ("test", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
+    asked = ("eval", "agent.py", "dataset.jsonl", "--script", "counted.py:Counting")
     assert invoke(*asked).exit_code == 0
     assert (project / "asked").read_text() == "x" * 6
     assert "use --resume to continue it" in complaint(invoke(*asked))
@@ -92,7 +93,8 @@ def test_what_is_there_is_not_played_again(project: Path, invoke: Invoke) -> Non
 
 def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: Invoke) -> None:
     assert invoke(*SCRIPTED).exit_code == 0
-    assert "endpoint was" in complaint(invoke(*SCRIPTED, "--resume", "--temperature", "0.5"))
+    changed = complaint(invoke(*SCRIPTED, "--resume", "--temperature", "0.5"))
+    assert "endpoint.sampling.temperature was not set and is 0.5 in this run" in changed
     assert "exclude each other" in complaint(invoke(*SCRIPTED, "--resume", "--overwrite"))
     assert invoke(*SCRIPTED, "--overwrite", "--temperature", "0.5").exit_code == 0
     assert "is not a results file" in complaint(invoke(*SCRIPTED, "--resume", "--results", "dataset.jsonl"))
@@ -101,26 +103,26 @@ def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: I
 def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invoke) -> None:
     (project / "sometimes.py").write_text(SOMETIMES)
     written(project / "d.jsonl", [row(1.0), row(0.25), row(0, "none"), row(0, "raises"), row(0, "raises")])
-    told = invoke("test", "sometimes.py", "d.jsonl", "--json")
+    told = invoke("eval", "sometimes.py", "d.jsonl", "--json")
     found = document(told)
     assert (told.exit_code, found["passed"]) == (1, False)
     assert found["unmet"] == ["2 of 5 rollouts failed"]
     summary = found["summary"]
-    assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.25)
+    assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.5)
     assert summary["failures"] == {"internal": 2}
     assert told.stderr.count("LookupError: no such thing") == 1
     assert "sometimes.py:11" in told.stderr
     assert results("d.results.jsonl")[0]["scores"] in ({"style": 0.5}, {})
     (project / "sometimes.py").write_text(SOMETIMES.replace("raise LookupError", "return 1.0  #"))
     del sys.modules["sometimes"]
-    mended = document(invoke("test", "sometimes.py", "d.jsonl", "--resume", "--json"))
+    mended = document(invoke("eval", "sometimes.py", "d.jsonl", "--resume", "--json"))
     assert (mended["passed"], mended["summary"]["finished"]) == (True, 5)
 
 
 def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Invoke) -> None:
     (project / "sometimes.py").write_text(SOMETIMES)
     written(project / "d.jsonl", [row(1.0), row(0.5)])
-    asked = ("test", "sometimes.py", "d.jsonl", "--overwrite")
+    asked = ("eval", "sometimes.py", "d.jsonl", "--overwrite")
     assert invoke(*asked, "--min-pass-rate", "0.5").exit_code == 0
     told = invoke(*asked, "--min-pass-rate", "0.6")
     assert told.exit_code == 1
@@ -128,12 +130,12 @@ def test_a_pass_rate_that_is_not_reached_is_a_failure(project: Path, invoke: Inv
     assert invoke(*asked, "--min-pass-rate", "0.6", "--threshold", "0.5").exit_code == 0
     written(project / "d.jsonl", [row(0, "none")])
     told = invoke(*asked, "--min-pass-rate", "0")
-    assert (told.exit_code, "the agent returned no rewards" in told.stdout) == (1, True)
+    assert (told.exit_code, "no rollout has a reward" in told.stdout) == (1, True)
 
 
 def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke) -> None:
     nobody = ("--model-url", "grpc://127.0.0.1:9", "--concurrency", "1", "--max-failures", "2")
-    told = invoke("test", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
+    told = invoke("eval", "agent.py", "dataset.jsonl", *nobody, "--json", ROLLOUT_RETRIES="0")
     found = document(told)
     assert (told.exit_code, found["summary"]["failures"]) == (1, {"network": 2})
     assert "stopped early: --max-failures 2 is reached" in found["unmet"]
@@ -144,12 +146,12 @@ def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: I
     (project / "d.csv").write_text("question,truth,kind\nhi,1,none\nho,2,none\n")
     mapped = ("--column", "user_prompt=question", "--column", "ground_truth=truth", "--column", "system_prompt=")
     told = invoke(
-        "test", "sometimes.py", "d.csv", *mapped, "--limit", "1", "--results", "out/r", "--report", "out/h", "--json"
+        "eval", "sometimes.py", "d.csv", *mapped, "--limit", "1", "--results", "out/r", "--report", "out/h", "--json"
     )
     assert document(told)["files"] == {"results": "out/r", "report": "out/h"}
     [line] = results("out/r")
     assert line["messages"][0] == {"role": "user", "content": "hi"}
-    wrong = invoke("test", "sometimes.py", "d.csv", "--column", "prompt=text")
+    wrong = invoke("eval", "sometimes.py", "d.csv", "--column", "prompt=text")
     assert "d.csv:2: --column prompt=text: the row has no such column (columns: question, truth, kind)" in complaint(
         wrong
     )
@@ -160,3 +162,72 @@ def test_numbers_out_of_range_are_refused(project: Path, invoke: Invoke, flags: 
     told = invoke(*SCRIPTED, *flags, "--json")
     assert (told.exit_code, document(told)["error"]["kind"]) == (2, "usage")
     assert flags[0] in document(told)["error"]["message"]
+
+
+def test_the_earlier_name_and_the_earlier_flag_still_work(project: Path, invoke: Invoke) -> None:
+    for number, (name, flag) in enumerate((("test", "-n"), ("eval", "--repeats"), ("eval", "--n"))):
+        told = invoke(name, *SCRIPTED[1:], flag, "2", "--results", f"{number}.jsonl", "--json")
+        assert (told.exit_code, document(told)["summary"]["rollouts"]) == (0, 6)
+    assert " test " not in invoke("--help").stdout
+
+
+def test_results_have_their_row_and_columns_divide_the_figures(project: Path, invoke: Invoke) -> None:
+    (project / "sometimes.py").write_text(SOMETIMES)
+    rows = [row(1.0, "good"), row(0.0, "good"), row(0.5, "raises"), row(2.0)]
+    rows[0]["info"] = {"level": "easy", "note": "x" * 100_000}
+    written(project / "d.jsonl", rows)
+    told = invoke("eval", "sometimes.py", "d.jsonl", "--by", "kind", "--by", "info.level", "--json")
+    found = document(told)["summary"]
+    assert {kind: (each["rollouts"], each["pass_rate"]) for kind, each in found["by"]["kind"].items()} == {
+        "(empty)": (1, 1.0),
+        "good": (2, 0.5),
+        "raises": (1, None),
+    }
+    assert set(found["by"]["info.level"]) == {"(no value)", "easy"}
+    assert found["reward"] == {"mean": 1.0, "error": pytest.approx((2 / 2 / 3) ** 0.5), "count": 3}
+    assert found["scores"] == {"style": {"mean": 0.5, "error": 0.0, "count": 3}}
+    first = min(results("d.results.jsonl"), key=lambda line: int(line["row"]))
+    assert (first["prompt"], first["ground_truth"]) == ([{"role": "user", "content": "hi"}], 1.0)
+    assert (first["metadata"]["kind"], first["metadata"]["info"]["level"]) == ("good", "easy")
+    assert first["metadata"]["info"]["note"].endswith("(34464 more characters)")
+    assert "<h2>By info.level</h2>" in Path("d.report.html").read_text()
+    wrong = complaint(invoke("eval", "sometimes.py", "d.jsonl", "--by", "colour", "--overwrite"))
+    assert "--by colour: no row has this metadata column; columns: ground_truth, kind, info" in wrong
+    assert len(results("d.results.jsonl")) == 4
+
+
+def test_samples_are_those_of_the_rollouts(project: Path, invoke: Invoke) -> None:
+    asked = (*SCRIPTED, "--n", "2", "--samples", "s.jsonl", "--json")
+    found = document(invoke(*asked))
+    assert found["files"]["samples"] == "s.jsonl"
+    lines = {line["uid"]: line for line in results()}
+    samples = list(read_jsonl("s.jsonl"))
+    assert sorted(sample.uid for sample in samples) == sorted(lines)
+    for sample in samples:
+        line = lines[sample.uid]
+        assert (sample.rollout_id, sample.group_id) == (line["rollout_id"], f"row-{line['row']}")
+        assert (sample.reward, line["samples"], sample.verified) == (1.0, 1, True)
+        assert sum(sample.response_mask) == line["tokens"]["generated"]
+        assert sample.logprobs is not None
+    assert "already exists" in complaint(invoke(*SCRIPTED, "--results", "other.jsonl", "--samples", "s.jsonl"))
+    assert 'samples was "s.jsonl" and is not set in this run' in complaint(invoke(*SCRIPTED, "--resume"))
+    same = complaint(invoke(*SCRIPTED, "--overwrite", "--results", "s.jsonl", "--samples", "s.jsonl"))
+    assert "must name different files" in same
+    Path("s.jsonl").unlink()
+    again = document(invoke(*asked, "--resume"))
+    assert (again["resumed"]["results"], again["summary"]["rollouts"]) == (0, 6)
+    assert len(list(read_jsonl("s.jsonl"))) == 6
+
+
+def test_what_changed_is_named_before_it_runs_again(project: Path, invoke: Invoke) -> None:
+    assert invoke(*SCRIPTED).exit_code == 0
+    data, agent = Path("dataset.jsonl"), Path("agent.py")
+    data.write_text(data.read_text().replace("mississippi", "missouri").replace('"4"', '"2"'))
+    agent.write_text(f"{agent.read_text()}\n# changed\n")
+    sys.modules.pop("agent", None)
+    told = invoke(*SCRIPTED, "--resume")
+    assert "changed since the earlier results, so they run again: rows 2\n" in told.stdout
+    assert "the agent's code changed since the earlier results, which stay; --overwrite starts again" in told.stdout
+    assert "3/3 · mean reward 1.000 · 0 failed" in told.stdout
+    resumed = document(invoke(*SCRIPTED, "--resume", "--json"))["resumed"]
+    assert resumed == {"results": 3, "changed_rows": [], "code_changed": True}

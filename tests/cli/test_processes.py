@@ -14,10 +14,11 @@ from typing import Any
 import httpx
 import pytest
 from rollout_client import AsyncClient
+from rollout_client.export import read_parquet, to_dict
 from rollout_server.authoring.project import make_project
 
 from tests.cli.conftest import Invoke, document
-from tests.support.processes import ANY_PORTS, COMMAND, environment
+from tests.support.processes import ANY_PORTS, COMMAND, command, environment
 from tests.testing.conftest import KeyedCaller
 
 AGENT = "from rollout_server import Agent\n\n\nclass A(Agent):\n    name = '{}'\n"
@@ -144,6 +145,94 @@ async def test_the_trainer_tells_each_outcome(tmp_path: Path) -> None:
         assert (verdict["outcome"]["reward"], verdict["outcome"]["finish_reason"]) == (None, "\ud800")
         trainer.process.terminate()
         assert await trainer.rest() == ("", 0)
+
+
+GRADED = """
+from hashlib import sha256
+from rollout_server import Agent, RewardResult, Run
+
+
+class Graded(Agent):
+    name = "graded"
+
+    async def reward(self, run: Run):
+        digest = sha256(run.request.rollout_id.encode()).digest()
+        if digest[0] % 4 == 0:
+            raise LookupError("no hidden tests")
+        return RewardResult(digest[1] % 2, {"style": digest[2] / 255})
+"""
+LOGGED = """
+from pathlib import Path
+from rollout_server.testing.script import ScriptedReply
+
+
+class Logged:
+    def reply(self, messages):
+        text = messages[-1]["content"]
+        with Path("asked").open("a") as file:
+            file.write(text + chr(10))
+        return ScriptedReply(content=text.upper(), delay=60 if text in Path("slow").read_text().split() else 0)
+"""
+
+
+def graded_folder(folder: Path, slow: str) -> None:
+    folder.mkdir()
+    rows = [{"question": f"q{number}", "ground_truth": number, "level": number % 2} for number in range(8)]
+    (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "agent.py").write_text(GRADED)
+    (folder / "logged.py").write_text(LOGGED)
+    (folder / "slow").write_text(slow)
+
+
+def samples_of(path: Path) -> list[dict[str, Any]]:
+    """The samples, without what differs between two runs of the same rollouts."""
+    differs = {"uid", "completion_ms", "tool_ms"}
+    found = [{key: value for key, value in to_dict(each).items() if key not in differs} for each in read_parquet(path)]
+    return sorted(found, key=lambda each: str(each["rollout_id"]))
+
+
+async def test_an_evaluation_that_is_killed_at_half_goes_on_to_the_same_figures(tmp_path: Path) -> None:
+    columns = ("--column", "user_prompt=question", "--column", "system_prompt=")
+    asked = ("eval", "agent.py", "d.jsonl", *columns, "--script", "logged.py", "--n", "2", "--by", "level", "--json")
+    flags = (*asked, "--samples", "s.parquet", "--concurrency", "2")
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    graded_folder(killed, slow="q4 q5")
+    async with running(*flags, cwd=killed) as evaluating:
+        results = killed / "d.results.jsonl"
+        while not results.exists() or results.read_bytes().count(b"\n") < 5 or len(questions(killed)) < 6:
+            assert evaluating.process.returncode is None
+            await asyncio.sleep(0.02)
+        evaluating.process.kill()
+        await evaluating.process.communicate()
+    assert (evaluating.process.returncode, (killed / "s.parquet").exists()) == (-signal.SIGKILL, False)
+    assert questions(killed) == [f"q{number}" for number in range(6)]
+    with results.open("ab") as file:  # as if the kill had come while a line was written
+        file.write(b'{"rollout_id":"row-5-1","end')
+    failed = sum(json.loads(line)["end"] == "failure" for line in results.read_bytes().splitlines()[1:5])
+
+    (killed / "slow").write_text("")
+    (killed / "asked").unlink()
+    resumed = await command(*flags, "--resume", cwd=killed)
+    graded_folder(undisturbed, slow="")
+    whole = await command(*flags, cwd=undisturbed)
+
+    assert len(questions(killed)) == 16 - (4 - failed)
+    assert len(questions(undisturbed)) == 16
+    summaries = [json.loads(each.out)["summary"] for each in (resumed, whole)]
+    assert [summary.pop("seconds").keys() for summary in summaries] == [{"mean", "p50", "p90", "p95", "p99"}] * 2
+    examples = [summary.pop("examples").keys() for summary in summaries]  # their texts contain uids
+    assert examples[0] == examples[1]
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["failures"]
+    assert summaries[0]["scores"]["style"]["error"] > 0
+    assert samples_of(killed / "s.parquet") == samples_of(undisturbed / "s.parquet")
+    assert json.loads(resumed.out)["resumed"] == {"results": 4 - failed, "changed_rows": [], "code_changed": False}
+
+
+def questions(folder: Path) -> list[str]:
+    """What the mock model was asked, sorted."""
+    path = folder / "asked"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
 
 
 async def test_an_evaluation_that_is_interrupted_goes_on(here: Path, invoke: Invoke) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
+from rich.console import Console
+from rollout_server.cli.eval_output import show_progress, show_summary
+from rollout_server.evaluation.progress import RunningFigures
+from rollout_server.evaluation.row_result import RowResult
+from rollout_server.evaluation.summary import summary_of
 from rollout_server.inspection.escape import visible_lines
 
 from tests.cli.conftest import Invoke
@@ -43,10 +49,40 @@ def test_log_lines() -> None:
 
 
 def test_complaints(invoke: Invoke) -> None:
-    for command in ("run", "validate", "inspect", "test"):
+    for command in ("run", "validate", "inspect", "eval"):
         result = invoke(command, f"no\x1b[2J\u202e{EVIL}.py:Agent")
         assert result.exit_code
         check(result.stderr)
+
+
+def test_the_summary_of_an_evaluation() -> None:
+    failed = RowResult("r", "failure", EVIL, EVIL, row=1, failure_class=EVIL)
+    scored = [RowResult("r", "stop", EVIL, reward=1.0, scores={EVIL: 0.5}, row=row) for row in (2, 3)]
+    summary = summary_of([failed, *scored], 1.0, {EVIL: {1: EVIL, 2: EVIL, 3: "3"}})
+    out = io.StringIO()
+    show_summary(Console(file=out, width=60), summary, ["1 of 3 failed"], {"results": "r", "report": "h"})
+    check(out.getvalue())
+    assert "0.5 ± 0" in out.getvalue()
+
+
+def test_a_terminal_has_one_line_of_progress_and_a_file_has_some() -> None:
+    shown = {}
+    for terminal in (True, False):
+        out = io.StringIO()
+        console = Console(file=out, width=100, force_terminal=terminal)
+        figures = RunningFigures(100, [], lambda: 0.0)
+        with show_progress(console, figures) as update:
+            for row in range(100):
+                figures.add(RowResult("r", "stop", "stop", reward=row % 2, row=row))
+                update()
+        shown[terminal] = out.getvalue()
+    assert "100/100 · mean reward 0.500 · 0 failed" in shown[True]
+    lines = shown[False].splitlines()
+    assert (len(lines), lines[0], lines[-1]) == (
+        10,
+        "10/100 · mean reward 0.500 · 0 failed · 0:00 left",
+        "100/100 · mean reward 0.500 · 0 failed",
+    )
 
 
 def test_a_tokenizer_that_is_not_there(invoke: Invoke) -> None:

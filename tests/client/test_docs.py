@@ -19,7 +19,8 @@ from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "client.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = (DOCS / "client.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SAID = {
     "Start a rollout": r"5 plus 3 equals 8\. .*16.*\n\d+ \d+ of \d+\n",
@@ -69,6 +70,17 @@ async def test_a_snippet(title: str, addresses: dict[str, str], tmp_path: Path) 
     assert process.returncode == 0, errors.decode()
     assert re.match(SAID[title], output.decode()), output.decode()
     assert "hush" not in output.decode()
+
+
+async def test_the_snippet_about_failures(addresses: dict[str, str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "failures.md").read_text(), flags=re.DOTALL)
+    for written, real in addresses.items():
+        code = code.replace(written, real)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    output, errors = await process.communicate()
+    assert (output.decode(), errors.decode()) == ("1 samples train; dropped: {}\n", "")
 
 
 def test_every_snippet_is_run() -> None:

@@ -79,6 +79,9 @@ def test_the_rollout_stands_on_each_sample(rollout: pb.Rollout) -> None:
         assert (sample.end, sample.reason) == (end, "network" if end == "failure" else outcome.stop.reason)
         assert sample.reward == (outcome.reward if outcome.HasField("reward") else None)
         assert sample.scores == dict(outcome.scores)
+        failed = ("server", False, "failure_server")  # ENDS names no source of its failure
+        verdict = sample.failure_class, sample.trainable, sample.untrainable_reason
+        assert verdict == (failed if end == "failure" else ("", True, ""))
         assert sample.spans is not None
         assert sample.truncated == (outcome.stop.truncated and sample.spans[-1].turn == outcome.metrics.turns)
 
@@ -121,8 +124,10 @@ def test_a_failure_of_an_unknown_kind_is_internal_and_a_cancellation_has_its_wor
     outcome = outcome_of(span("prompt", 1), span("model", 1))
     outcome.failure.category = 99  # type: ignore[assignment]
     assert (samples(outcome)[0].end, samples(outcome)[0].reason) == ("failure", "internal")
+    assert (samples(outcome)[0].failure_class, samples(outcome)[0].trainable) == ("unspecified", False)
     outcome.cancellation.reason = "diverged"
     assert (samples(outcome)[0].end, samples(outcome)[0].reason) == ("cancellation", "diverged")
+    assert (samples(outcome)[0].failure_class, samples(outcome)[0].trainable) == ("cancelled", False)
 
 
 def test_nothing_known_is_no_sample_and_an_unfinished_rollout_an_error() -> None:

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message as AnyMessage
-from osmosis.rollout.v1 import event_pb2, message_pb2, spec_pb2
+from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
 from rollout_client.proto_fields import build, duration, duration_seconds, enum_values, keywords
@@ -99,6 +99,7 @@ def test_every_field_of_a_spec_arrives() -> None:
         priority=-1,
         metadata={"b": [1, None], "a": "ü"},
         labels={"run": "7"},
+        train_on={"engine"},
     )
     assert spec == spec_pb2.RolloutSpec(
         rollout_id="r/1",
@@ -134,7 +135,15 @@ def test_every_field_of_a_spec_arrives() -> None:
         priority=-1,
         metadata_json='{"b": [1, null], "a": "ü"}',
         labels={"run": "7"},
+        train_on=spec_pb2.TrainOn(classes=[outcome_pb2.FAILURE_CLASS_ENGINE]),
     )
+
+
+def test_no_class_is_set_and_a_message_is_taken_as_it_is() -> None:
+    assert rollout_spec({"train_on": []}).HasField("train_on")
+    assert not rollout_spec({"train_on": None}).HasField("train_on")
+    given = spec_pb2.TrainOn(classes=[outcome_pb2.FAILURE_CLASS_TOOL])
+    assert rollout_spec({"train_on": given}).train_on == given == rollout_spec({"train_on": "tool"}).train_on
 
 
 def test_zero_is_a_value_and_none_is_none() -> None:
@@ -242,6 +251,8 @@ HALF = "half \ud83d"
         ({"on_drift": "unspecified"}, ValueError, "on_drift must be one of warn, fail"),
         ({"metadata": {"x": object()}}, TypeError, "metadata: "),
         ({"metadata": [1]}, TypeError, "metadata"),
+        ({"train_on": 7}, TypeError, "train_on must be a list"),
+        ({"train_on": ["policy", "unspecified"]}, ValueError, r"train_on\[1\] must be one of policy"),
         ({"labels": {"a": 1}}, TypeError, r"labels\['a'\]"),
         ({"labels": {1: "a"}}, TypeError, "a key of labels"),
         ({"labels": ["a"]}, TypeError, "labels"),

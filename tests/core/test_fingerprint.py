@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rollout_server.core.fingerprint import VERSION, fingerprint
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, Message
+from rollout_server.core.outcome import FailureClass
 from rollout_server.core.spec import Dialect, DriftPolicy, Sampling, Spec, Target, TokenizerName
 
 USER = Message.parse('{"role": "user", "content": "5 + 3?"}')
@@ -87,6 +88,7 @@ OTHERS: dict[str, list[object]] = {
         '{"a": {"b": 1, "c": 2.5}, "d": null}',
         '{"a": {"b": 1}, "c": 2, "d": null}',
     ],
+    "train_on": [frozenset(), frozenset({FailureClass.POLICY}), frozenset(FailureClass)],
     "labels": [{}, {"team": "x"}, {"team": "y", "run": "x"}, {"team": "x", "run": "y", "z": ""}],
 }
 WITHOUT_EFFECT = {"cancel_after_detach", "source_json"}

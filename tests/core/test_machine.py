@@ -152,7 +152,7 @@ class TestOutcome:
         takes_turn(machine, 5)
         assert machine.outcome is None
 
-    @pytest.mark.parametrize("end", [Stop("max_turns", True), Stop("own word"), Cancellation("enough")])
+    @pytest.mark.parametrize("end", [Stop("max_turns", True), Stop("own word")])
     def test_it_holds_the_end_and_the_verdict_as_they_came(self, end: End) -> None:
         machine = fresh()
         takes_turn(machine, 5)
@@ -161,6 +161,13 @@ class TestOutcome:
         assert outcome.end is end
         assert outcome.reward_result is verdict
         assert machine.state is State.ENDED
+
+    @pytest.mark.parametrize("end", [Failure(Category.TIMEOUT, "late", 1), Cancellation("enough")])
+    def test_without_a_stop_there_is_no_reward_and_no_score(self, end: End) -> None:
+        machine = fresh()
+        takes_turn(machine, 5)
+        outcome = ends(machine, Ended(end, RewardResult(0.0, {"style": 0.5}, '{"a": 1}')))
+        assert (outcome.end, outcome.reward_result) == (end, RewardResult(None, None, '{"a": 1}'))
 
     @pytest.mark.parametrize("turns", [0, 2])
     def test_a_failure_knows_its_turn(self, turns: int) -> None:

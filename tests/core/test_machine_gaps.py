@@ -59,7 +59,11 @@ def test_a_turn_without_ids_is_in_no_sample_and_the_next_opens_a_segment() -> No
     ]
     outcome = ends(machine, STOP)
     assert outcome.warnings == (
-        Warned("tokens_unknown", "turn 2: the trainer sent no token_ids, so no training sample contains the turn", 2),
+        Warned(
+            "tokens_unknown",
+            "turn 2: the completion came without token_ids, so no training sample contains the turn",
+            2,
+        ),
     )
     assert outcome.metrics.generated_tokens == 3
 
@@ -70,7 +74,7 @@ def test_a_turn_whose_prompt_is_unknown_is_in_no_sample_either() -> None:
     assert len(takes_turn(machine, 6, predicted=None)) == 1
     assert len(machine.ledger.segments[0]) == 2
     assert [warned.message for warned in ends(machine, STOP).warnings] == [
-        "turn 2: the trainer sent no prompt_token_ids, so no training sample contains the turn"
+        "turn 2: the completion came without prompt_token_ids, so no training sample contains the turn"
     ]
 
 

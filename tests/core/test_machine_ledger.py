@@ -126,9 +126,9 @@ class TestLedger:
         takes_turn(machine, 5, reported=ids(7, 8))
         takes_turn(machine, 6, reported=ids(7, 8, 9, 9))
         assert ends(machine, STOP).warnings == (
-            Warned("token_drift", "turn 1: the trainer's prompt differs from the prediction at token 0 (prompt)", 1, 0),
+            Warned("token_drift", "turn 1: the reported prompt differs from the prediction at token 0 (prompt)", 1, 0),
             Warned(
-                "token_drift", "turn 2: the trainer's prompt differs from the prediction at token 2 (retokenised)", 2, 2
+                "token_drift", "turn 2: the reported prompt differs from the prediction at token 2 (retokenised)", 2, 2
             ),
         )
 

@@ -106,6 +106,16 @@ async def test_an_error_of_the_sdk_may_be_raised(
     assert told["extra_fields"]["error_category"] == category
 
 
+async def test_an_error_has_no_reward(open_place: OpenPlace) -> None:
+    async def play(ctx: RolloutContext) -> RolloutResult:
+        messages, _ = await say(ctx)
+        return RolloutResult("ERROR", messages, "error", "gone", reward=0.5)
+
+    place = await open_place(Loop(play))
+    told = await place.plain("unjudged")
+    assert (told["error_message"], told.get("reward")) == ("gone", None)
+
+
 async def test_any_other_exception_is_in_the_log_and_not_in_the_outcome(
     open_place: OpenPlace, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,11 +12,13 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.core.ledger import ConversationLedger, Ledger, Origin, Plane, SegmentKind, pack_logprobs
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, RewardResult, Stop
+from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.wire.outcome import outcome_to_proto
 
 from tests.support.machine_records import draw_turn
 
 LEAST = -1e30
+SPEC = Spec("r/1", (), Target("http://trainer", Dialect.HTTP_PLAIN), group_id="g")
 ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWORK, "the trainer is away", 2, None))
 
 
@@ -56,7 +58,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
     return pb.Rollout(
         uid="u1",
         spec=spec_pb2.RolloutSpec(rollout_id="r/1", group_id="g"),
-        outcome=outcome_to_proto(outcome, typed=False, messages=True, samples=True, segments=True),
+        outcome=outcome_to_proto(outcome, SPEC, messages=True, samples=True, segments=True),
     )
 
 

@@ -27,6 +27,18 @@ def to_dict(sample: TrainingSample) -> dict[str, Any]:
     return found
 
 
+def trained_mask(sample: TrainingSample) -> list[int]:
+    """Return the mask that a trainer may use: all 0 if the sample is not trainable."""
+    return list(sample.response_mask) if sample.trainable else [0] * len(sample.response_mask)
+
+
+def trained_logprobs(sample: TrainingSample) -> list[float] | None:
+    """Return the logprobs, 0.0 where `trained_mask` is 0."""
+    if sample.logprobs is None or sample.trainable:
+        return None if sample.logprobs is None else list(sample.logprobs)
+    return [0.0] * len(sample.logprobs)
+
+
 def from_dict(values: Mapping[str, Any]) -> TrainingSample:
     """Create a sample from a dictionary of `to_dict`. Fields with a default may be missing.
 
@@ -118,13 +130,14 @@ _SPAN: Final[Mapping[str, _Reader]] = MappingProxyType(
 _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
         **dict.fromkeys(("segment_id", "kind", "parent_id", "uid", "rollout_id", "group_id", "end", "reason"), _text),
+        **dict.fromkeys(("failure_class", "untrainable_reason"), _text),
         **dict.fromkeys(("prompt_ids", "response_ids", "response_mask"), _ids),
         **dict.fromkeys(("completion_ms", "tool_ms"), _number),
         "logprobs": _or_none(_numbers),
         "spans": _or_none(_spans),
         "parent_tokens": _count,
         "verified": _or_none(_flag),
-        "truncated": _flag,
+        **dict.fromkeys(("truncated", "trainable"), _flag),
         "reward": _or_none(_number),
         "scores": _scores,
     }
@@ -132,7 +145,7 @@ _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
 
 
 def write_jsonl(samples: Iterable[TrainingSample], path: str | PathLike[str], *, append: bool = False) -> int:
-    """Write samples to a JSON Lines file and return how many were written.
+    """Write samples to a JSON Lines file and return how many were written: all of them, with `trainable` and its reason.
 
     Args:
         samples: the samples.

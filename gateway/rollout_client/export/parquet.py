@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Final
 
 from rollout_client.export.json_lines import from_dict, to_dict
 from rollout_client.samples import TrainingSample
 
+_ROW_GROUP: Final = 1024
+"""Most samples of one row group; they are in memory together."""
+
 
 def write_parquet(samples: Iterable[TrainingSample], path: str | PathLike[str]) -> int:
-    """Write samples to a Parquet file, replacing its content, and return how many were written.
+    """Write samples to a Parquet file, replacing its content, and return how many were written: all, with `trainable`.
 
-    Token ids are stored as int32, the mask as int8, and logprobs as float32, the precision in which the server sends them.
+    Token ids are stored as int32, the mask as int8, and logprobs as float32, the precision in which the server sends them. Samples
+    are written in row groups as the iterable yields them. If it raises, earlier samples stay in the file.
 
     Raises ImportError that names the extra if pyarrow is missing.
     """
     arrow = _arrow()
-    rows = [_row(sample) for sample in samples]
-    table = arrow.Table.from_pylist(rows, schema=_schema(arrow))
-    importlib.import_module("pyarrow.parquet").write_table(table, fspath(path))
-    return len(rows)
+    schema, rows, count = _schema(arrow), map(_row, samples), 0
+    with importlib.import_module("pyarrow.parquet").ParquetWriter(fspath(path), schema) as file:
+        while group := list(islice(rows, _ROW_GROUP)):
+            file.write_table(arrow.Table.from_pylist(group, schema=schema))
+            count += len(group)
+    return count
 
 
 def read_parquet(path: str | PathLike[str]) -> list[TrainingSample]:
@@ -75,6 +82,9 @@ def _schema(arrow: Any) -> Any:
         "scores": arrow.list_(arrow.struct([("name", text), ("value", number)])),
         "completion_ms": number,
         "tool_ms": number,
+        "failure_class": text,
+        "trainable": arrow.bool_(),
+        "untrainable_reason": text,
     }
     return arrow.schema(columns)
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypedDict
 
+from rollout_client.export.json_lines import trained_logprobs, trained_mask
 from rollout_client.samples import TrainingSample
 
 
@@ -17,7 +18,8 @@ class TrlOutput(TypedDict):
         completion_ids: token ids (int) of each response, environment tokens included.
         logprobs: natural logarithms (float), one per id in `completion_ids`, 0.0 where `env_mask` is 0. None: some are unknown.
         env_mask: one int per id in `completion_ids`: 1 for a generated token that trains, otherwise 0. TRL applies it as
-            `tool_mask`, but only if the GRPOTrainer has no tools.
+            `tool_mask`, but only if the GRPOTrainer has no tools. All 0 for a sample that is not trainable.
+        rollout_untrainable: why a sample is not trainable, such as "failure_engine"; empty if it is.
         rollout_uid, rollout_end, rollout_truncated, rollout_reward: `uid`, `end`, `truncated` and `reward` of each sample. TRL
             passes these keys to reward functions as keyword arguments.
     """
@@ -26,6 +28,7 @@ class TrlOutput(TypedDict):
     completion_ids: list[list[int]]
     logprobs: list[list[float]] | None
     env_mask: list[list[int]]
+    rollout_untrainable: list[str]
     rollout_uid: list[str]
     rollout_end: list[str]
     rollout_truncated: list[bool]
@@ -36,6 +39,9 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
     """Convert samples to the return value of a `rollout_func`.
 
         return to_trl(samples_of_these_prompts)  # one sample per prompt
+
+    A sample that is not trainable keeps its row, because TRL assigns rows to groups by position, but its mask is 0 throughout. Its
+    reward is None unless the agent gave one: a reward function should return None for it, not 0.
 
     `logprobs` is None for all rows if one sample has none, because TRL has no value for a row without logprobs.
 
@@ -51,12 +57,13 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
     uid, count = next(iter(counted.most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"rollout {uid!r} has {count} samples, but TRL takes one row per prompt; choose one of them")
-    known = [list(row.logprobs) for row in rows if row.logprobs is not None]
+    known = [logprobs for row in rows if (logprobs := trained_logprobs(row)) is not None]
     return TrlOutput(
         prompt_ids=[list(row.prompt_ids) for row in rows],
         completion_ids=[list(row.response_ids) for row in rows],
         logprobs=known if len(known) == len(rows) else None,
-        env_mask=[list(row.response_mask) for row in rows],
+        env_mask=[trained_mask(row) for row in rows],
+        rollout_untrainable=[row.untrainable_reason for row in rows],
         rollout_uid=[row.uid for row in rows],
         rollout_end=[row.end for row in rows],
         rollout_truncated=[row.truncated for row in rows],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any, TypedDict
 
-from rollout_client.export.json_lines import to_dict
+from rollout_client.export.json_lines import to_dict, trained_logprobs, trained_mask
 from rollout_client.samples import ENVIRONMENT, MODEL, TrainingSample
 
 
@@ -22,7 +22,7 @@ class VerlOutput(TypedDict):
     Keys:
         prompt_ids: token ids (int) of the prompt.
         response_ids: T token ids (int): completions and environment tokens.
-        response_mask: T values (int): 1 for a generated token that trains, otherwise 0.
+        response_mask: T values (int): 1 for a generated token that trains, otherwise 0. All 0 if the sample is not trainable.
         response_logprobs: T natural logarithms (float), 0.0 where the mask is 0. None: not known.
         reward_score: reward of the rollout. None: verl computes its own.
         num_turns: number of chat turns as verl counts them: prompt, completions, and environment messages in between.
@@ -45,6 +45,9 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
 
         return AgentLoopOutput(**to_verl(sample))
 
+    verl needs an output for every prompt, so a sample that is not trainable has one too, with mask 0 throughout. To leave such
+    samples out, and count why, use `only_trainable` first.
+
     Ids are not truncated to verl's configured lengths. If a rollout has several samples, each has the reward and times of the whole
     rollout.
     """
@@ -54,8 +57,8 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
     return VerlOutput(
         prompt_ids=list(sample.prompt_ids),
         response_ids=list(sample.response_ids),
-        response_mask=list(sample.response_mask),
-        response_logprobs=None if sample.logprobs is None else list(sample.logprobs),
+        response_mask=trained_mask(sample),
+        response_logprobs=trained_logprobs(sample),
         reward_score=sample.reward,
         num_turns=_turns(sample),
         metrics=VerlMetrics(generate_sequences=sample.completion_ms / 1000, tool_calls=sample.tool_ms / 1000),

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 from rollout_client.chat_messages import messages
-from rollout_client.samples import TrainingSample, samples
+from rollout_client.samples import TrainingSample, failure_class_of, raise_for_failure, samples
 from rollout_client.spec import MessageLike
 from rollout_client.trainer.rollout_records import Record
 from rollout_client.trainer.verify import Mismatch, find_mismatch
@@ -41,6 +41,8 @@ class Finished:
     Args:
         rollout: the rollout with its outcome, as the server delivered it.
         samples: training samples, usually one. Empty on a mismatch.
+        untrainable: samples that must not be trained on, because their rollout failed or was cancelled; their
+            `untrainable_reason` says why. `train_on` of the request decides.
         mismatch: first difference between the server's samples and the tokens that this trainer generated. None: they are equal.
         checked: every token of the samples was compared. False if part of the ledger came from the server: after a restart of
             either side, or if more rollouts ran than `remembered`.
@@ -50,6 +52,7 @@ class Finished:
     samples: Sequence[TrainingSample] = field(repr=False)
     mismatch: Mismatch | None
     checked: bool
+    untrainable: Sequence[TrainingSample] = field(default=(), repr=False)
 
     @property
     def uid(self) -> str:
@@ -76,6 +79,15 @@ class Finished:
     def error(self) -> str:
         """Error message of a failed rollout; otherwise empty."""
         return self.rollout.outcome.failure.message
+
+    @property
+    def failure_class(self) -> str:
+        """Who has to act if the rollout failed, such as "engine"; "cancelled" for a cancelled one, empty if it completed."""
+        return failure_class_of(self.rollout.outcome)
+
+    def raise_for_failure(self) -> None:
+        """Raise `RolloutFailed` if the rollout failed or was cancelled."""
+        raise_for_failure(self.rollout)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -116,11 +128,15 @@ def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     except ValueError as error:
         wrong = Mismatch("", "segment", None, "consistent samples", str(error))
         return Finished(rollout, (), wrong, True)
+    trained = [each for each in found if each.trainable]
+    rest = [each for each in found if not each.trainable]
     if record is None:
-        return Finished(rollout, found, None, checked=not found)
+        return Finished(rollout, trained, None, not found, rest)
     wrong_at = find_mismatch(record, found, turns=rollout.outcome.metrics.turns)
     checked = all(ledger.complete for _, ledger in record.ledgers())
-    return Finished(rollout, () if wrong_at else found, wrong_at, checked)
+    if wrong_at:
+        return Finished(rollout, (), wrong_at, checked)
+    return Finished(rollout, trained, None, checked, rest)
 
 
 def to_prompt(given: PromptLike) -> Prompt:

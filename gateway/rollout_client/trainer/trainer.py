@@ -15,7 +15,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
-from rollout_client.spec import Limits, Sampling, Target, Tokenizer
+from rollout_client.spec import FailureClass, Limits, Sampling, Target, Tokenizer
 from rollout_client.trainer.completion import Parse, plain
 from rollout_client.trainer.generation import Decode, Generate
 from rollout_client.trainer.prompts import Render
@@ -77,6 +77,7 @@ class RolloutFields(TypedDict, total=False):
     on_interrupt: Literal["resume", "fail"] | None
     priority: int | None
     labels: Mapping[str, str] | None
+    train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
     metadata: Mapping[str, Any] | None
 
 
@@ -146,6 +147,8 @@ class Trainer:
         self, prompts: Iterable[PromptLike], *, n: int = 4, at_once: int = 64, **fields: Unpack[RolloutFields]
     ) -> AsyncGenerator[Group, None]:
         """Yield one group of `n` finished rollouts per prompt, in the order in which the groups finish.
+
+        A rollout that fails stays in its group, with the samples that may be trained on; the others are in `untrainable`.
 
         Leaving the loop cancels the remaining rollouts. After a `break` this happens when the generator is closed, so wrap it in
         `contextlib.aclosing`, or leave the Trainer.

@@ -115,6 +115,9 @@ class StartRollout(_Strict):
     )
     metadata: Object = Field(None, description="Passed to the agent and its tools.")
     labels: dict[str, str] | None = Field(None, max_length=64, description="For selecting rollouts later.")
+    train_on: list[enums.FailureClass] | None = Field(
+        None, max_length=8, description="Failure classes whose samples train; policy and deadline if absent."
+    )
 
 
 class CancelRollouts(_Strict):

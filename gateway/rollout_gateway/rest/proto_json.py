@@ -91,14 +91,10 @@ class FieldForm:
             )
         if self.name.endswith("_json"):
             return bytes(text).decode()
-        match self.field.message_type and self.field.message_type.name:
-            case "Duration":
-                return duration(value)
-            case "Message":
-                return [{"json": each} for each in texts_of(text)]
-            case "Target" | "Sampling" | "Limits" | "Tokenizer":
-                return message_fields(vars(value), self.field.message_type, parts_of(text))
-        return value
+        kind = self.field.message_type and self.field.message_type.name
+        if kind in _SPARSE:
+            return message_fields(vars(value), self.field.message_type, parts_of(text))
+        return _PARSERS[kind](value, text) if kind in _PARSERS else value
 
 
 def message_fields(
@@ -226,11 +222,18 @@ def duration(seconds: float) -> Duration:
     return Duration(seconds=whole, nanos=rest)
 
 
+_CLASSES: Final = outcome_pb2.FailureClass.DESCRIPTOR
+_PARSERS: Final[Mapping[str, Callable[[Any, msgspec.Raw], Any]]] = {
+    "Duration": lambda value, _: duration(value),
+    "Message": lambda _, text: [{"json": each} for each in texts_of(text)],
+    "TrainOn": lambda value, _: {"classes": [enums.value_of(_CLASSES, each) for each in value]},
+}
 _MESSAGES: Final[Mapping[str, Callable[[Any, int], Any]]] = {
     "Timestamp": _time,
     "Duration": lambda value, _: (value.seconds * 10**9 + value.nanos) / 10**9,
     "Message": lambda value, _: message_json(value),
     "Tool": lambda value, _: tool_json(value),
     "Logprobs": lambda value, _: list(value.values),
+    "TrainOn": lambda value, _: [enums.names(_CLASSES).get(each, enums.OTHER) for each in value.classes],
     "Outcome": outcome_json,
 }

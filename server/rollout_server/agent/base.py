@@ -163,7 +163,7 @@ class Agent(metaclass=_AgentClass):
             """
 
         def dataset(self, split: str) -> Rows:
-            """Return the rows for `rollout test` without DATASET, or the path of a dataset. By default an agent has none.
+            """Return the rows for `rollout eval` without DATASET, or the path of a dataset. By default an agent has none.
 
             Called once, before the server starts and before `start`. It may be a plain `def` or `async def`, and may `yield`
             rows, which are then read as they are needed.

@@ -6,6 +6,7 @@ Importing runs the author's code, so any exception may occur. Errors report the 
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -82,6 +83,14 @@ def all_agents(text: str) -> list[Agent]:
     if reference.name:
         return [_load_agent(module, reference)]
     return [_load_agent(module, reference.of(name)) for name in _agents_in(module, reference)]
+
+
+def code_digest(text: str) -> str:
+    """Return a hash of the file that a reference names, to tell whether it changed; empty if there is no such file."""
+    reference = Reference.parse(text)
+    spec = None if reference.is_file else importlib.util.find_spec(reference.source)
+    file = Path(reference.source if reference.is_file else (spec and spec.origin) or "")
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else ""
 
 
 def get_object(module: ModuleType, reference: Reference) -> object:

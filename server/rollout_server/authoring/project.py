@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollout_server.authoring.author_traceback import AuthorError
 
-NEXT = ("python -m pytest", "rollout test agent.py dataset.jsonl --script scripted.py")
+NEXT = ("python -m pytest", "rollout eval agent.py dataset.jsonl --script scripted.py")
 """Commands to run in a new project."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")

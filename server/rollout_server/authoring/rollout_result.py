@@ -9,7 +9,7 @@ from typing import Any
 
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import messages
-from rollout_client.samples import category_of
+from rollout_client.samples import category_of, failure_class_of
 
 REFUSED = "refused"
 """`Result.end` of a rollout that the server refused to start."""
@@ -47,9 +47,7 @@ class Result:
         warnings: texts of warnings.
         messages: the conversation.
         uid: the server's id; empty if refused.
-        row: row of the dataset from 1; 0 without a dataset.
-        repeat: repetition of the row, from 1.
-        fingerprint: hash of the row's content.
+        failure_class: class of the failure, such as "policy" or "engine"; empty if it did not fail or the class is unknown.
     """
 
     rollout_id: str
@@ -66,9 +64,7 @@ class Result:
     warnings: list[str] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     uid: str = ""
-    row: int = 0
-    repeat: int = 1
-    fingerprint: str = ""
+    failure_class: str = ""
 
     @property
     def finished(self) -> bool:
@@ -91,6 +87,7 @@ def result_of(rollout_id: str, uid: str, outcome: outcome_pb2.Outcome, tool_erro
         end=end,
         reason=reasons.get(end) or category_of(outcome.failure),
         message=outcome.failure.message if end == "failure" else "",
+        failure_class=failure_class_of(outcome) if end == "failure" else "",
         reward=outcome.reward if outcome.HasField("reward") else None,
         scores=dict(outcome.scores),
         turns=used.turns,

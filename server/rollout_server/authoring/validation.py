@@ -12,8 +12,8 @@ from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
 from rollout_server.authoring.endpoint import Endpoint
-from rollout_server.authoring.evaluation import RolloutStart, run_rollout
 from rollout_server.authoring.schema import advice, example_arguments, faults
+from rollout_server.authoring.single_rollout import RolloutStart, run_rollout
 from rollout_server.runtime.run.driver import CLEANUP_FAILED
 from rollout_server.testing.script import ScriptedReply, tool_call
 
@@ -137,5 +137,5 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
             "it has no limits, so only the server's defaults stop a model that calls tools forever; set limits = Limits(turns=...)"
         )
     if type(agent).reward is Agent.reward:
-        found.append("it has no reward, so `rollout test` has no pass rate; define async def reward(self, run)")
+        found.append("it has no reward, so `rollout eval` has no pass rate; define async def reward(self, run)")
     return found

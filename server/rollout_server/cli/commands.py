@@ -11,10 +11,10 @@ import typer
 from typer.core import TyperGroup
 
 from rollout_server.cli.author.demo import demo
+from rollout_server.cli.author.eval import evaluate
 from rollout_server.cli.author.inspect import inspect
 from rollout_server.cli.author.new import new
 from rollout_server.cli.author.run import run
-from rollout_server.cli.author.test import test
 from rollout_server.cli.author.tokens import tokens
 from rollout_server.cli.author.validate import validate
 from rollout_server.cli.json_output import AsJson, error_document, json_mode
@@ -89,8 +89,9 @@ def rollout(
     """Options that precede a subcommand."""
 
 
-for command in (new, serve, validate, run, test, ps, start, watch, cancel, inspect, gateway, trainer, demo, config):
-    app.command()(command)
+for command in (new, serve, validate, run, evaluate, ps, start, watch, cancel, inspect, gateway, trainer, demo, config):
+    app.command("eval" if command is evaluate else None)(command)
+app.command("test", hidden=True)(evaluate)  # the earlier name of `eval`
 app.add_typer(keys, name="keys")
 app.add_typer(tokens, name="tokens")
 

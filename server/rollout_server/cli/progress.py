@@ -76,7 +76,7 @@ class Progress:
             case "drift_found":
                 self._line(
                     "drift",
-                    f"the trainer's prompt differs from the prediction at token {event.drift_found.index}",
+                    f"the reported prompt differs from the prediction at token {event.drift_found.index}",
                     "red",
                 )
             case "note":

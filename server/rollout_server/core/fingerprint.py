@@ -26,7 +26,9 @@ def fingerprint(spec: Spec) -> str:
 
 def _canonical_spec(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
+    trained = {} if spec.train_on is None else {"train_on": sorted(each.value for each in spec.train_on)}
     return {
+        **trained,
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
         "agent": spec.agent,

@@ -25,7 +25,7 @@ from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import Ledger, Origin, SegmentKind, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import Failure, Metrics, Outcome, Stop, Warned
+from rollout_server.core.outcome import Failure, Metrics, Outcome, RewardResult, Stop, Warned
 from rollout_server.core.record import (
     RESAMPLED,
     Accepted,
@@ -265,7 +265,9 @@ class Machine:
     def _skip(self, conversation: Conversation, record: Answered) -> None:
         if conversation.line.segment is not None and not conversation.line.gap:
             missing = "token_ids" if record.token_ids is None else "prompt_token_ids"
-            self._warn_of_gap(record.turn, f"the trainer sent no {missing}, so no training sample contains the turn")
+            self._warn_of_gap(
+                record.turn, f"the completion came without {missing}, so no training sample contains the turn"
+            )
         conversation.line.gap = True
 
     def _warn_of_gap(self, turn: int, text: str) -> None:
@@ -344,7 +346,7 @@ class Machine:
             messages=tuple(self.main.messages),
             segments=self.ledger.segments,
             metrics=self.metrics,
-            reward_result=record.reward_result,
+            reward_result=_reward_of(record),
             warnings=(*self._warnings, *record.warnings),
         )
 
@@ -361,6 +363,13 @@ class Machine:
         if not fits:
             conversation = conversation or self.main
             raise IllegalRecord(f"{record!r} in state {conversation.state.value}, turn {conversation.turn}")
+
+
+def _reward_of(ended: Ended) -> RewardResult:
+    """Return the result of the reward. Only a rollout that completed has a reward and scores: a failure is not a low reward."""
+    if isinstance(ended.end, Stop):
+        return ended.reward_result
+    return RewardResult(extra_json=ended.reward_result.extra_json)
 
 
 def _compact(record: Answered, length: int) -> Answered:

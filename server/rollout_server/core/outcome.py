@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 from rollout_server.core.ledger import Segment
 from rollout_server.core.message import Message
@@ -30,6 +31,48 @@ class Category(Enum):
     ENGINE_CLIENT = "engine_client"
 
 
+class FailureClass(Enum):
+    """Who has to act on a failure, and whether its samples train. `FailureClass` in the proto file describes the values."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+    TOOL = "tool"
+    ENGINE = "engine"
+    TRAINER = "trainer"
+    SERVER = "server"
+    DEADLINE = "deadline"
+    CANCELLED = "cancelled"
+
+
+POSSIBLE_CLASSES: Final[Mapping[Category, tuple[FailureClass, ...]]] = MappingProxyType(
+    {
+        Category.TOKENIZER: (FailureClass.SERVER,),
+        Category.NETWORK: (FailureClass.TRAINER, FailureClass.ENGINE),
+        Category.RATE_LIMITED: (FailureClass.TRAINER, FailureClass.ENGINE),
+        Category.TRAINER_SERVER: (FailureClass.TRAINER,),
+        Category.TRAINER_CLIENT: (FailureClass.TRAINER,),
+        Category.TOOL: (FailureClass.TOOL,),
+        Category.VALIDATION: (
+            FailureClass.TRAINER,
+            FailureClass.ENGINE,
+            FailureClass.ENVIRONMENT,
+            FailureClass.POLICY,
+        ),
+        Category.INTERNAL: (FailureClass.ENVIRONMENT, FailureClass.SERVER),
+        Category.TIMEOUT: (FailureClass.DEADLINE, FailureClass.TRAINER, FailureClass.ENGINE),
+        Category.INTERRUPTED: (FailureClass.SERVER,),
+        Category.TOKEN_DRIFT: (FailureClass.TRAINER, FailureClass.ENGINE),
+        Category.NOT_REPLAYABLE: (FailureClass.ENVIRONMENT,),
+        Category.ENGINE_SERVER: (FailureClass.ENGINE,),
+        Category.ENGINE_CLIENT: (FailureClass.ENGINE,),
+    }
+)
+"""The classes of each category. If there are several, the place that creates the `Failure` names one as its `source`."""
+
+TRAIN_BY_DEFAULT: Final = frozenset({FailureClass.POLICY, FailureClass.DEADLINE})
+"""The classes whose samples train if the request says nothing else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """The rollout completed.
@@ -52,12 +95,20 @@ class Failure:
         message: what was wrong, where, and what to do; without internals of the server.
         turn: the turn in which it happened; 0 before the first.
         http_status: the status that a trainer or engine answered with, if that was the cause.
+        source: the class of the failure; None if the category leaves no choice (`POSSIBLE_CLASSES`).
     """
 
     category: Category
     message: str
     turn: int = 0
     http_status: int | None = None
+    source: FailureClass | None = None
+
+    @property
+    def failure_class(self) -> FailureClass:
+        """Who has to act. An ambiguous category without a `source` is a bug of this server, so its class is SERVER."""
+        possible = POSSIBLE_CLASSES[self.category]
+        return self.source or (possible[0] if len(possible) == 1 else FailureClass.SERVER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +119,13 @@ class Cancellation:
 
 
 End: TypeAlias = "Stop | Failure | Cancellation"
+
+
+def failure_class_of(end: End) -> FailureClass | None:
+    """Return the class of an end; None for a rollout that completed."""
+    if isinstance(end, Stop):
+        return None
+    return FailureClass.CANCELLED if isinstance(end, Cancellation) else end.failure_class
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +180,17 @@ class Outcome:
     metrics: Metrics
     reward_result: RewardResult
     warnings: tuple[Warned, ...]
+
+
+def training_verdict(outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None) -> tuple[bool, str]:
+    """Return whether the sample of a segment trains, and why not: a stable word, empty if it trains.
+
+    Args:
+        outcome: the rollout's outcome.
+        segment: one of its segments.
+        train_on: the classes whose samples train, by the request; None: `TRAIN_BY_DEFAULT`.
+    """
+    failed = failure_class_of(outcome.end)
+    if failed is None or failed in (TRAIN_BY_DEFAULT if train_on is None else train_on):
+        return True, ""
+    return False, "cancelled" if failed is FailureClass.CANCELLED else f"failure_{failed.value}"

@@ -202,7 +202,7 @@ class DriftFound:
     def text(self) -> str:
         """A description of the drift, for people."""
         drift, (expected, reported) = self.drift, self.around
-        text = f"turn {self.turn}: the trainer's prompt differs from the prediction at token {drift.index} ({drift.kind.value})"
+        text = f"turn {self.turn}: the reported prompt differs from the prediction at token {drift.index} ({drift.kind.value})"
         return f"{text}: expected {expected!r}, reported {reported!r}" if expected or reported else text
 
 

@@ -8,6 +8,7 @@ from enum import Enum
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
+from rollout_server.core.outcome import FailureClass
 
 
 class Dialect(Enum):
@@ -52,6 +53,11 @@ class Target:
     dialect: Dialect
     replays_turn_keys: bool = False
     model: str = ""
+
+    @property
+    def failure_class(self) -> FailureClass:
+        """The class of a failure that this endpoint causes when it generates completions."""
+        return FailureClass.ENGINE if self.dialect in ENGINES else FailureClass.TRAINER
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,7 @@ class Spec:
         metadata_json: data for the agent, as one JSON object, or empty.
         labels: keys and values for selecting rollouts.
         source_json: fields of an HTTP request that no other field keeps verbatim, as one JSON object, or empty.
+        train_on: the failure classes whose samples train; None is the default, `TRAIN_BY_DEFAULT`.
     """
 
     rollout_id: str
@@ -127,3 +134,4 @@ class Spec:
     metadata_json: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     source_json: str = ""
+    train_on: frozenset[FailureClass] | None = None

@@ -63,6 +63,8 @@ def _outcome(value: Fields) -> outcome_pb2.Outcome:
             found.cancellation.reason = value["reason"]
         case "failure":
             found.failure.category = _number(outcome_pb2.FailureCategory.DESCRIPTOR, value["category"])
+            if "failure_class" in value:
+                found.failure.failure_class = _number(outcome_pb2.FailureClass.DESCRIPTOR, value["failure_class"])
             found.failure.message, found.failure.turn = value["message"], value["turn"]
             if value.get("http_status") is not None:
                 found.failure.http_status = value["http_status"]
@@ -81,6 +83,8 @@ def _sample(value: Fields) -> token_pb2.Sample:
         spans=[_sample_span(span) for span in value["spans"]],
         origin=_origin(value["origin"]),
         verified=value["verified"],
+        trainable=value.get("trainable"),
+        untrainable_reason=value.get("untrainable_reason", ""),
     )
 
 

@@ -59,5 +59,5 @@ def _add_spans(
 
 def _warning(event: event_pb2.RolloutEvent) -> outcome_pb2.Warning:
     index = event.drift_found.index
-    text = f"the trainer's prompt differs from the prediction at token {index}"
+    text = f"the reported prompt differs from the prediction at token {index}"
     return outcome_pb2.Warning(code="token_drift", message=text, turn=event.turn, index=index)

@@ -183,7 +183,7 @@ def _logprobs(run: TokenRun, token: TokenText) -> str:
 
 def _drift_lines(drift: TranscriptDrift, options: ViewOptions) -> Iterator[TranscriptLine]:
     message = (
-        drift.message or f"turn {drift.turn}: the trainer's prompt differs from the prediction at token {drift.index}"
+        drift.message or f"turn {drift.turn}: the reported prompt differs from the prediction at token {drift.index}"
     )
     yield TranscriptLine("!", drift.index, visible(message))
     if drift.was is not None:

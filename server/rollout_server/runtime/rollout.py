@@ -48,7 +48,7 @@ class RolloutEnding:
         requested: the end that was requested.
         reached: the end that the run reached. After it the run can issue no more commands.
         decided: the end of the outcome; None until it is decided.
-        reward: the reward of a reached failure. The reward of a stop is computed afterwards.
+        reward: further results of a reached failure (`extra_json`). The reward of a stop is computed afterwards.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from rollout_server.agent import Agent
 from rollout_server.core.message import JSON
-from rollout_server.core.outcome import Category, Failure, RewardResult
+from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import ToolError
@@ -149,7 +149,8 @@ class LoopAgent(Agent):
             text = result.error_message or "the agent loop returned an error without an error_message"
             # The outcome of a failed rollout carries final_messages only if the loop returned some.
             extra = _messages_json(run, messages) if messages else ""
-            run.close(Failure(Category.INTERNAL, text, run.turn), RewardResult(reward, extra_json=extra))
+            failure = Failure(Category.INTERNAL, text, run.turn, source=FailureClass.ENVIRONMENT)
+            run.close(failure, RewardResult(extra_json=extra))
             return
         if not known:
             run.note(
@@ -208,9 +209,9 @@ def _messages_json(run: Run, messages: Sequence[MessageDict]) -> str:
 
 def _failure(error: OsmosisRolloutError, turn: int) -> Failure:
     """Return the failure for an SDK error that the loop raised. The caller of the rollout receives its text."""
-    category = Category.INTERNAL
+    category, failure_class = Category.INTERNAL, FailureClass.ENVIRONMENT
     if isinstance(error, ToolExecutionError):
-        category = Category.TOOL
+        category, failure_class = Category.TOOL, FailureClass.TOOL
     elif isinstance(error, OsmosisValidationError):
         category = Category.VALIDATION
-    return Failure(category, str(error) or type(error).__name__, turn)
+    return Failure(category, str(error) or type(error).__name__, turn, source=failure_class)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from rollout_client import AsyncClient, RolloutError
+from rollout_client import AsyncClient, RolloutError, RolloutFailed
 from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, Trainer, parsers
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
@@ -125,6 +125,32 @@ async def test_a_failing_model_fails_its_rollout_alone(address: str) -> None:
     assert (ill.end, ill.mismatch) == ("failure", None)
     assert "generate failed in the trainer" in ill.error
     assert "secret" not in ill.error
+
+
+@pytest.mark.parametrize(("train_on", "trains"), [(None, False), (["trainer"], True)])
+async def test_a_group_keeps_its_members_when_one_fails(address: str, train_on: Any, trains: bool) -> None:
+    model = ToyModel()
+    failing = iter([True])
+
+    async def generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
+        if "</tool_response>" in decode(prompt_ids) and next(failing, False):
+            raise ValueError("out of memory")
+        return await model(prompt_ids, sampling)
+
+    async with Trainer(address, generate=generate, decode=decode, parse=parsers.hermes, end_ids={END}) as trainer:
+        (group,) = [each async for each in trainer.rollouts([QUESTION], n=3, tokenizer="toy", train_on=train_on)]
+    assert sorted(each.end for each in group.rollouts) == ["failure", "stop", "stop"]
+    (ill,) = (each for each in group.rollouts if each.end == "failure")
+    assert (ill.failure_class, ill.reward, ill.mismatch, ill.checked) == ("trainer", None, None, True)
+    assert [len(ill.samples), len(ill.untrainable)] == ([1, 0] if trains else [0, 1])
+    for sample in (*ill.samples, *ill.untrainable):
+        assert (sample.trainable, sample.untrainable_reason) == (trains, "" if trains else "failure_trainer")
+    with pytest.raises(RolloutFailed, match="generate failed in the trainer"):
+        ill.raise_for_failure()
+    for well in group.rollouts:
+        if well is not ill:
+            well.raise_for_failure()
+            assert [len(well.samples), len(well.untrainable), well.failure_class] == [1, 0, ""]
 
 
 async def test_thinking_and_parallel_calls_agree(address: str) -> None:

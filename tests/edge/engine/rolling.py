@@ -104,13 +104,15 @@ def target(engine: Engine, **fields: Any) -> Target:
 
 
 async def roll(client: AsyncClient, engine: Engine, **spec: Any) -> outcome_pb2.Outcome:
-    """Run one rollout to its end."""
+    """Run one rollout to its end. What the engine causes is never called the trainer's: there is none."""
     spec = {"completions": target(engine), "messages": [{"role": "user", "content": "5 plus 3?"}], **spec}
     run = client.run(**spec)
     async for _ in run:
         pass
-    rollout = await client.get(run.uid, view="full")
-    return rollout.outcome
+    outcome = (await client.get(run.uid, view="full")).outcome
+    assert outcome.failure.failure_class != outcome_pb2.FAILURE_CLASS_TRAINER
+    assert [said for said in (outcome.failure.message, *map(str, outcome.warnings)) if "the trainer" in said] == []
+    return outcome
 
 
 def warned(outcome: outcome_pb2.Outcome) -> list[str]:

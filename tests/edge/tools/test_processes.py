@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from rollout_server import tool
 from rollout_server.core.message import JSON, ToolCall
+from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 from rollout_server.runtime.tools.resources import ToolResources
@@ -265,6 +267,7 @@ import asyncio
 from rollout_server import tool
 from rollout_server.core.message import ToolCall
 from rollout_server.edge.tools.pool import ProcessPool
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.tools.executor import ToolExecutor
 from rollout_server.runtime.tools.resources import ToolResources
@@ -300,4 +303,7 @@ async def test_a_module_that_cannot_be_imported_is_told_of(tmp_path: Path, run: 
         sys.modules.pop("broken_tools", None)
     module.write_text("raise LookupError('no such table')", encoding="utf-8")
     run.box = run.box.with_tools((broken_tools.f,))
-    assert (await run("f")).text == "Error: The tool could not be imported: no such table"
+    with pytest.raises(RolloutFailed) as failed:
+        await run("f")
+    text = "tool f cannot be run: The tool could not be imported: no such table"
+    assert failed.value.failure == Failure(Category.TOOL, text)

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from hypothesis import given
 from hypothesis import strategies as st
-from osmosis.rollout.v1 import event_pb2, spec_pb2
+from osmosis.rollout.v1 import event_pb2, outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.json_body import read_body
 from rollout_gateway.rest import body, enums
@@ -73,6 +73,7 @@ BODIES = st.fixed_dictionaries(
         "priority": st.integers(1, 2**31 - 1) | st.integers(-(2**31), -1),
         "metadata": OBJECTS,
         "labels": st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=3),
+        "train_on": st.lists(st.sampled_from(get_args(enums.FailureClass)), max_size=8),
     },
 )
 
@@ -118,6 +119,7 @@ def test_a_text_on_one_line_is_the_same_json(value: dict[str, Any], ascii_only: 
         (enums.TokenMode, spec_pb2.TokenMode),
         (enums.DriftPolicy, spec_pb2.DriftPolicy),
         (enums.InterruptPolicy, spec_pb2.InterruptPolicy),
+        (enums.FailureClass, outcome_pb2.FailureClass),
         (enums.State, pb.RolloutState),
         (enums.DeliveryState, pb.DeliveryState),
         (enums.View, pb.RolloutView),

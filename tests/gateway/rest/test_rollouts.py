@@ -69,7 +69,7 @@ def finished() -> pb.Rollout:
         stop=outcome_pb2.Stop(reason="max_turns", truncated=True),
         messages=[message_pb2.Message(json=TEXT)],
         segments=[segment],
-        samples=[sample, token_pb2.Sample(segment_id="1")],
+        samples=[sample, token_pb2.Sample(segment_id="1", trainable=False, untrainable_reason="failure_engine")],
         metrics=outcome_pb2.Metrics(total_ms=1.5, turns=1),
         reward=0.0,
         scores={"b": 1.0, "a": 0.5},
@@ -135,9 +135,11 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
     ]
     from_drift = {"parent_id": "9", "parent_tokens": 1, "kind": "drift"}
     nowhere = {"parent_id": "", "parent_tokens": 0, "kind": "unspecified"}
+    no_verdict = {"trainable": None, "untrainable_reason": ""}
+    untrainable = {"trainable": False, "untrainable_reason": "failure_engine"}
     samples = [
-        {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True},
-        {**empty, "logprobs": None, "spans": [], "origin": nowhere, "verified": False},
+        {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True, **no_verdict},
+        {**empty, "logprobs": None, "spans": [], "origin": nowhere, "verified": False, **untrainable},
     ]
     span: dict[str, Any] = {"turn": 1, "logprobs": None, "policy_version": ""}
     spans = [
@@ -178,22 +180,38 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
     }
 
 
+NETWORK = outcome_pb2.Failure(
+    category=outcome_pb2.FAILURE_CATEGORY_NETWORK,
+    failure_class=outcome_pb2.FAILURE_CLASS_ENGINE,
+    message="m",
+    turn=2,
+)
+FAILED = {
+    "end": "failure",
+    "category": "internal",
+    "failure_class": "unspecified",
+    "message": "",
+    "turn": 0,
+    "http_status": None,
+}
+
+
 @pytest.mark.parametrize(
     ("end", "told"),
     [
         (
-            {"failure": outcome_pb2.Failure(category=outcome_pb2.FAILURE_CATEGORY_NETWORK, message="m", turn=2)},
-            {"end": "failure", "category": "network", "message": "m", "turn": 2, "http_status": None},
+            {"failure": NETWORK},
+            {**FAILED, "category": "network", "failure_class": "engine", "message": "m", "turn": 2},
         ),
         (
             {"failure": outcome_pb2.Failure(category=99, http_status=503)},  # type: ignore[arg-type]
-            {"end": "failure", "category": "internal", "message": "", "turn": 0, "http_status": 503},
+            {**FAILED, "http_status": 503},
         ),
         (
             {"cancellation": outcome_pb2.Cancellation(reason="detached")},
             {"end": "cancellation", "reason": "detached"},
         ),
-        ({}, {"end": "failure", "category": "internal", "message": "", "turn": 0, "http_status": None}),
+        ({}, FAILED),
     ],
 )
 async def test_other_ends(plain: Plain, end: dict[str, Any], told: dict[str, Any]) -> None:

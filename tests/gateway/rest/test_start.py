@@ -30,7 +30,7 @@ WHOLE = (
     '"bytes": 5}, '
     '"tokenizer": {"name": "n", "revision": "r", "template_kwargs": {"think" : false}}, '
     '"token_mode": "messages", "on_drift": "fail", "on_interrupt": "resume", "cancel_after_detach_seconds": 0.25, '
-    '"priority": -3, "metadata": {"k" : [1e400]}, "labels": {"x": "", "é": "=é"}}'
+    '"priority": -3, "metadata": {"k" : [1e400]}, "labels": {"x": "", "é": "=é"}, "train_on": []}'
 )
 ASKED = pb.StartRolloutRequest(
     request_id="q",
@@ -69,6 +69,7 @@ ASKED = pb.StartRolloutRequest(
         priority=-3,
         metadata_json='{"k" : [1e400]}',
         labels={"x": "", "é": "=é"},
+        train_on=spec_pb2.TrainOn(),
     ),
     credentials=spec_pb2.Credentials(
         completions_bearer="hush-completions", outcome_bearer="hush-outcome", tools_bearer="hush-tools"
@@ -184,6 +185,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"on_drift": ""}, ["on_drift"]),
     ({"cancel_after_detach_seconds": -1}, ["cancel_after_detach_seconds"]),
     ({"priority": 2**31}, ["priority"]),
+    ({"train_on": ["nobody"]}, ["train_on[0]"]),
+    ({"train_on": ["policy"] * 9}, ["train_on"]),
     ({"metadata": [1]}, ["metadata"]),
     ({"metadata": "{}"}, ["metadata"]),
     ({"labels": {"a": 1}}, ["labels.a"]),

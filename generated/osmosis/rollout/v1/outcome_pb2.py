@@ -26,7 +26,7 @@ from osmosis.rollout.v1 import message_pb2 as osmosis_dot_rollout_dot_v1_dot_mes
 from osmosis.rollout.v1 import token_pb2 as osmosis_dot_rollout_dot_v1_dot_token__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n osmosis/rollout/v1/outcome.proto\x12\x12osmosis.rollout.v1\x1a osmosis/rollout/v1/message.proto\x1a\x1eosmosis/rollout/v1/token.proto\")\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\ttruncated\x18\x02 \x01(\x08\"\x89\x01\n\x07\x46\x61ilure\x12\x35\n\x08\x63\x61tegory\x18\x01 \x01(\x0e\x32#.osmosis.rollout.v1.FailureCategory\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x18\n\x0bhttp_status\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_http_status\"\x1e\n\x0c\x43\x61ncellation\x12\x0e\n\x06reason\x18\x01 \x01(\t\"T\n\x07Warning\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x12\n\x05index\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_index\"\xfa\x01\n\x07Metrics\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x15\n\rcompletion_ms\x18\x02 \x01(\x01\x12\x0f\n\x07tool_ms\x18\x03 \x01(\x01\x12\r\n\x05turns\x18\x04 \x01(\r\x12\x12\n\ntool_calls\x18\x05 \x01(\r\x12\x15\n\rtool_failures\x18\x06 \x01(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x1a\n\x12max_context_tokens\x18\t \x01(\x04\x12\x1b\n\x13\x63ompletion_attempts\x18\n \x01(\r\x12\x11\n\tqueued_ms\x18\x0b \x01(\x01\"\xa8\x04\n\x07Outcome\x12(\n\x04stop\x18\x01 \x01(\x0b\x32\x18.osmosis.rollout.v1.StopH\x00\x12.\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1b.osmosis.rollout.v1.FailureH\x00\x12\x38\n\x0c\x63\x61ncellation\x18\x03 \x01(\x0b\x32 .osmosis.rollout.v1.CancellationH\x00\x12-\n\x08messages\x18\x04 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12-\n\x08segments\x18\x05 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Segment\x12+\n\x07samples\x18\x06 \x03(\x0b\x32\x1a.osmosis.rollout.v1.Sample\x12,\n\x07metrics\x18\x07 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Metrics\x12\x13\n\x06reward\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x37\n\x06scores\x18\t \x03(\x0b\x32\'.osmosis.rollout.v1.Outcome.ScoresEntry\x12\x12\n\nextra_json\x18\n \x01(\t\x12-\n\x08warnings\x18\x0b \x03(\x0b\x32\x1b.osmosis.rollout.v1.Warning\x1a-\n\x0bScoresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x05\n\x03\x65ndB\t\n\x07_reward*\x88\x04\n\x0f\x46\x61ilureCategory\x12 \n\x1c\x46\x41ILURE_CATEGORY_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46\x41ILURE_CATEGORY_TOKENIZER\x10\x01\x12\x1c\n\x18\x46\x41ILURE_CATEGORY_NETWORK\x10\x02\x12!\n\x1d\x46\x41ILURE_CATEGORY_RATE_LIMITED\x10\x03\x12#\n\x1f\x46\x41ILURE_CATEGORY_TRAINER_SERVER\x10\x04\x12#\n\x1f\x46\x41ILURE_CATEGORY_TRAINER_CLIENT\x10\x05\x12\x19\n\x15\x46\x41ILURE_CATEGORY_TOOL\x10\x06\x12\x1f\n\x1b\x46\x41ILURE_CATEGORY_VALIDATION\x10\x07\x12\x1d\n\x19\x46\x41ILURE_CATEGORY_INTERNAL\x10\x08\x12\x1c\n\x18\x46\x41ILURE_CATEGORY_TIMEOUT\x10\t\x12 \n\x1c\x46\x41ILURE_CATEGORY_INTERRUPTED\x10\n\x12 \n\x1c\x46\x41ILURE_CATEGORY_TOKEN_DRIFT\x10\x0b\x12#\n\x1f\x46\x41ILURE_CATEGORY_NOT_REPLAYABLE\x10\x0c\x12\"\n\x1e\x46\x41ILURE_CATEGORY_ENGINE_SERVER\x10\r\x12\"\n\x1e\x46\x41ILURE_CATEGORY_ENGINE_CLIENT\x10\x0e\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n osmosis/rollout/v1/outcome.proto\x12\x12osmosis.rollout.v1\x1a osmosis/rollout/v1/message.proto\x1a\x1eosmosis/rollout/v1/token.proto\")\n\x04Stop\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x11\n\ttruncated\x18\x02 \x01(\x08\"\xc2\x01\n\x07\x46\x61ilure\x12\x35\n\x08\x63\x61tegory\x18\x01 \x01(\x0e\x32#.osmosis.rollout.v1.FailureCategory\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x18\n\x0bhttp_status\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x37\n\rfailure_class\x18\x05 \x01(\x0e\x32 .osmosis.rollout.v1.FailureClassB\x0e\n\x0c_http_status\"\x1e\n\x0c\x43\x61ncellation\x12\x0e\n\x06reason\x18\x01 \x01(\t\"T\n\x07Warning\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x12\n\x05index\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_index\"\xfa\x01\n\x07Metrics\x12\x10\n\x08total_ms\x18\x01 \x01(\x01\x12\x15\n\rcompletion_ms\x18\x02 \x01(\x01\x12\x0f\n\x07tool_ms\x18\x03 \x01(\x01\x12\r\n\x05turns\x18\x04 \x01(\r\x12\x12\n\ntool_calls\x18\x05 \x01(\r\x12\x15\n\rtool_failures\x18\x06 \x01(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x1a\n\x12max_context_tokens\x18\t \x01(\x04\x12\x1b\n\x13\x63ompletion_attempts\x18\n \x01(\r\x12\x11\n\tqueued_ms\x18\x0b \x01(\x01\"\xa8\x04\n\x07Outcome\x12(\n\x04stop\x18\x01 \x01(\x0b\x32\x18.osmosis.rollout.v1.StopH\x00\x12.\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x1b.osmosis.rollout.v1.FailureH\x00\x12\x38\n\x0c\x63\x61ncellation\x18\x03 \x01(\x0b\x32 .osmosis.rollout.v1.CancellationH\x00\x12-\n\x08messages\x18\x04 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12-\n\x08segments\x18\x05 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Segment\x12+\n\x07samples\x18\x06 \x03(\x0b\x32\x1a.osmosis.rollout.v1.Sample\x12,\n\x07metrics\x18\x07 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Metrics\x12\x13\n\x06reward\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x37\n\x06scores\x18\t \x03(\x0b\x32\'.osmosis.rollout.v1.Outcome.ScoresEntry\x12\x12\n\nextra_json\x18\n \x01(\t\x12-\n\x08warnings\x18\x0b \x03(\x0b\x32\x1b.osmosis.rollout.v1.Warning\x1a-\n\x0bScoresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x05\n\x03\x65ndB\t\n\x07_reward*\x88\x04\n\x0f\x46\x61ilureCategory\x12 \n\x1c\x46\x41ILURE_CATEGORY_UNSPECIFIED\x10\x00\x12\x1e\n\x1a\x46\x41ILURE_CATEGORY_TOKENIZER\x10\x01\x12\x1c\n\x18\x46\x41ILURE_CATEGORY_NETWORK\x10\x02\x12!\n\x1d\x46\x41ILURE_CATEGORY_RATE_LIMITED\x10\x03\x12#\n\x1f\x46\x41ILURE_CATEGORY_TRAINER_SERVER\x10\x04\x12#\n\x1f\x46\x41ILURE_CATEGORY_TRAINER_CLIENT\x10\x05\x12\x19\n\x15\x46\x41ILURE_CATEGORY_TOOL\x10\x06\x12\x1f\n\x1b\x46\x41ILURE_CATEGORY_VALIDATION\x10\x07\x12\x1d\n\x19\x46\x41ILURE_CATEGORY_INTERNAL\x10\x08\x12\x1c\n\x18\x46\x41ILURE_CATEGORY_TIMEOUT\x10\t\x12 \n\x1c\x46\x41ILURE_CATEGORY_INTERRUPTED\x10\n\x12 \n\x1c\x46\x41ILURE_CATEGORY_TOKEN_DRIFT\x10\x0b\x12#\n\x1f\x46\x41ILURE_CATEGORY_NOT_REPLAYABLE\x10\x0c\x12\"\n\x1e\x46\x41ILURE_CATEGORY_ENGINE_SERVER\x10\r\x12\"\n\x1e\x46\x41ILURE_CATEGORY_ENGINE_CLIENT\x10\x0e*\x86\x02\n\x0c\x46\x61ilureClass\x12\x1d\n\x19\x46\x41ILURE_CLASS_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46\x41ILURE_CLASS_POLICY\x10\x01\x12\x1d\n\x19\x46\x41ILURE_CLASS_ENVIRONMENT\x10\x02\x12\x16\n\x12\x46\x41ILURE_CLASS_TOOL\x10\x03\x12\x18\n\x14\x46\x41ILURE_CLASS_ENGINE\x10\x04\x12\x19\n\x15\x46\x41ILURE_CLASS_TRAINER\x10\x05\x12\x18\n\x14\x46\x41ILURE_CLASS_SERVER\x10\x06\x12\x1a\n\x16\x46\x41ILURE_CLASS_DEADLINE\x10\x07\x12\x1b\n\x17\x46\x41ILURE_CLASS_CANCELLED\x10\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,20 +35,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_OUTCOME_SCORESENTRY']._loaded_options = None
   _globals['_OUTCOME_SCORESENTRY']._serialized_options = b'8\001'
-  _globals['_FAILURECATEGORY']._serialized_start=1232
-  _globals['_FAILURECATEGORY']._serialized_end=1752
+  _globals['_FAILURECATEGORY']._serialized_start=1289
+  _globals['_FAILURECATEGORY']._serialized_end=1809
+  _globals['_FAILURECLASS']._serialized_start=1812
+  _globals['_FAILURECLASS']._serialized_end=2074
   _globals['_STOP']._serialized_start=122
   _globals['_STOP']._serialized_end=163
   _globals['_FAILURE']._serialized_start=166
-  _globals['_FAILURE']._serialized_end=303
-  _globals['_CANCELLATION']._serialized_start=305
-  _globals['_CANCELLATION']._serialized_end=335
-  _globals['_WARNING']._serialized_start=337
-  _globals['_WARNING']._serialized_end=421
-  _globals['_METRICS']._serialized_start=424
-  _globals['_METRICS']._serialized_end=674
-  _globals['_OUTCOME']._serialized_start=677
-  _globals['_OUTCOME']._serialized_end=1229
-  _globals['_OUTCOME_SCORESENTRY']._serialized_start=1166
-  _globals['_OUTCOME_SCORESENTRY']._serialized_end=1211
+  _globals['_FAILURE']._serialized_end=360
+  _globals['_CANCELLATION']._serialized_start=362
+  _globals['_CANCELLATION']._serialized_end=392
+  _globals['_WARNING']._serialized_start=394
+  _globals['_WARNING']._serialized_end=478
+  _globals['_METRICS']._serialized_start=481
+  _globals['_METRICS']._serialized_end=731
+  _globals['_OUTCOME']._serialized_start=734
+  _globals['_OUTCOME']._serialized_end=1286
+  _globals['_OUTCOME_SCORESENTRY']._serialized_start=1223
+  _globals['_OUTCOME_SCORESENTRY']._serialized_end=1268
 # @@protoc_insertion_point(module_scope)

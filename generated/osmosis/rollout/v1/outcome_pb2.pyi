@@ -93,6 +93,56 @@ FAILURE_CATEGORY_ENGINE_CLIENT: FailureCategory.ValueType  # 14
 """An inference engine refused the request with a 4xx other than 429."""
 Global___FailureCategory: _TypeAlias = FailureCategory  # noqa: Y015
 
+class _FailureClass:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FailureClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureClass.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FAILURE_CLASS_UNSPECIFIED: _FailureClass.ValueType  # 0
+    """A server that sends no classes."""
+    FAILURE_CLASS_POLICY: _FailureClass.ValueType  # 1
+    """The model: its conversation exceeds the context, or a completion has too many tool calls. Trains by default."""
+    FAILURE_CLASS_ENVIRONMENT: _FailureClass.ValueType  # 2
+    """The agent's code and the world that it runs, or what the request gave them: messages and parameters."""
+    FAILURE_CLASS_TOOL: _FailureClass.ValueType  # 3
+    """A tool could not be run at all."""
+    FAILURE_CLASS_ENGINE: _FailureClass.ValueType  # 4
+    """The inference engine that generates the completions."""
+    FAILURE_CLASS_TRAINER: _FailureClass.ValueType  # 5
+    """The trainer that generates the completions."""
+    FAILURE_CLASS_SERVER: _FailureClass.ValueType  # 6
+    """This server: it stopped, has a bug, or cannot use the tokenizer."""
+    FAILURE_CLASS_DEADLINE: _FailureClass.ValueType  # 7
+    """The time limit of the rollout expired. Trains by default."""
+    FAILURE_CLASS_CANCELLED: _FailureClass.ValueType  # 8
+    """The rollout was cancelled. Never in `Failure`, because such a rollout ends with `Cancellation`."""
+
+class FailureClass(_FailureClass, metaclass=_FailureClassEnumTypeWrapper):
+    """Who has to act on a failure, and whether the samples of the rollout train: see docs/failures.md. Readers treat a value that they do
+    not know as SERVER.
+    """
+
+FAILURE_CLASS_UNSPECIFIED: FailureClass.ValueType  # 0
+"""A server that sends no classes."""
+FAILURE_CLASS_POLICY: FailureClass.ValueType  # 1
+"""The model: its conversation exceeds the context, or a completion has too many tool calls. Trains by default."""
+FAILURE_CLASS_ENVIRONMENT: FailureClass.ValueType  # 2
+"""The agent's code and the world that it runs, or what the request gave them: messages and parameters."""
+FAILURE_CLASS_TOOL: FailureClass.ValueType  # 3
+"""A tool could not be run at all."""
+FAILURE_CLASS_ENGINE: FailureClass.ValueType  # 4
+"""The inference engine that generates the completions."""
+FAILURE_CLASS_TRAINER: FailureClass.ValueType  # 5
+"""The trainer that generates the completions."""
+FAILURE_CLASS_SERVER: FailureClass.ValueType  # 6
+"""This server: it stopped, has a bug, or cannot use the tokenizer."""
+FAILURE_CLASS_DEADLINE: FailureClass.ValueType  # 7
+"""The time limit of the rollout expired. Trains by default."""
+FAILURE_CLASS_CANCELLED: FailureClass.ValueType  # 8
+"""The rollout was cancelled. Never in `Failure`, because such a rollout ends with `Cancellation`."""
+Global___FailureClass: _TypeAlias = FailureClass  # noqa: Y015
+
 @_typing.final
 class Stop(_message.Message):
     """The rollout completed."""
@@ -131,6 +181,7 @@ class Failure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     TURN_FIELD_NUMBER: _builtins.int
     HTTP_STATUS_FIELD_NUMBER: _builtins.int
+    FAILURE_CLASS_FIELD_NUMBER: _builtins.int
     category: Global___FailureCategory.ValueType
     """The kind of failure."""
     message: _builtins.str
@@ -139,6 +190,8 @@ class Failure(_message.Message):
     """The turn in which the rollout failed, from 1; 0: before the first."""
     http_status: _builtins.int
     """The HTTP status that the trainer returned, if any."""
+    failure_class: Global___FailureClass.ValueType
+    """Who has to act, and whether the samples train by default."""
     def __init__(
         self,
         *,
@@ -146,10 +199,11 @@ class Failure(_message.Message):
         message: _builtins.str = ...,
         turn: _builtins.int = ...,
         http_status: _builtins.int | None = ...,
+        failure_class: Global___FailureClass.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_http_status", b"_http_status", "http_status", b"http_status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_http_status", b"_http_status", "category", b"category", "http_status", b"http_status", "message", b"message", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_http_status", b"_http_status", "category", b"category", "failure_class", b"failure_class", "http_status", b"http_status", "message", b"message", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__http_status: _TypeAlias = _typing.Literal["http_status"]  # noqa: Y015
     _WhichOneofArgType__http_status: _TypeAlias = _typing.Literal["_http_status", b"_http_status"]  # noqa: Y015

@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from osmosis.rollout.v1 import message_pb2 as _message_pb2
+from osmosis.rollout.v1 import outcome_pb2 as _outcome_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -352,6 +353,30 @@ class Tokenizer(_message.Message):
 Global___Tokenizer: _TypeAlias = Tokenizer  # noqa: Y015
 
 @_typing.final
+class TrainOn(_message.Message):
+    """Which rollouts that did not complete have samples that train. Samples of a completed rollout do not depend on it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLASSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedScalarFieldContainer[_outcome_pb2.FailureClass.ValueType]:
+        """The classes whose samples train, at most 8; CANCELLED stands for cancelled rollouts. None: only completed rollouts train."""
+
+    def __init__(
+        self,
+        *,
+        classes: _abc.Iterable[_outcome_pb2.FailureClass.ValueType] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["classes", b"classes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainOn: _TypeAlias = TrainOn  # noqa: Y015
+
+@_typing.final
 class RolloutSpec(_message.Message):
     """The description of a rollout. It is fingerprinted, stored and shown, so it must not contain secrets: see Credentials."""
 
@@ -395,6 +420,7 @@ class RolloutSpec(_message.Message):
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     SOURCE_JSON_FIELD_NUMBER: _builtins.int
+    TRAIN_ON_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """The caller's name for the rollout, which is sent to trainers. 1 to 256 characters, not blank."""
     group_id: _builtins.str
@@ -453,6 +479,10 @@ class RolloutSpec(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels for selecting rollouts. At most 64; keys and values have at most 256 characters."""
 
+    @_builtins.property
+    def train_on(self) -> Global___TrainOn:
+        """The failures whose samples train. Unset: POLICY and DEADLINE."""
+
     def __init__(
         self,
         *,
@@ -474,10 +504,11 @@ class RolloutSpec(_message.Message):
         metadata_json: _builtins.str = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         source_json: _builtins.str = ...,
+        train_on: Global___TrainOn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

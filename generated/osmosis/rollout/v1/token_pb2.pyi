@@ -375,12 +375,20 @@ class Sample(_message.Message):
     SPANS_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
+    TRAINABLE_FIELD_NUMBER: _builtins.int
+    UNTRAINABLE_REASON_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """Id of the segment."""
     response_mask: _builtins.bytes
     """One byte, 0 or 1, per response token. 1 if and only if the model wrote the token and its span has no mask reason."""
     verified: _builtins.bool
     """False if the trainer never reported its prompts. The prompt and environment tokens are then the server's own rendering."""
+    trainable: _builtins.bool
+    """Whether to train on the sample. The mask does not depend on it: it always says which tokens the model wrote. Unset: a server
+    that sends no verdicts.
+    """
+    untrainable_reason: _builtins.str
+    """Why not, as a stable word such as "failure_engine" or "cancelled"; empty if it is trainable."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the first prompt. All have mask 0."""
@@ -412,12 +420,16 @@ class Sample(_message.Message):
         spans: _abc.Iterable[Global___SampleSpan] | None = ...,
         origin: Global___SegmentOrigin | None = ...,
         verified: _builtins.bool = ...,
+        trainable: _builtins.bool | None = ...,
+        untrainable_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "origin", b"origin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "segment_id", b"segment_id", "spans", b"spans", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__trainable: _TypeAlias = _typing.Literal["trainable"]  # noqa: Y015
+    _WhichOneofArgType__trainable: _TypeAlias = _typing.Literal["_trainable", b"_trainable"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trainable) -> _WhichOneofReturnType__trainable | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015
 

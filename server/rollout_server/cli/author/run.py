@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rollout_client import Rollout, RolloutEvent
 
     from rollout_server.agent import Agent
-    from rollout_server.authoring.rollout_result import Result
     from rollout_server.core.limits import Limits
 
 
@@ -77,7 +76,7 @@ async def _run(
 ) -> bool:
     from rich.console import Console
 
-    from rollout_server.authoring.evaluation import RolloutStart, run_rollout
+    from rollout_server.authoring.single_rollout import RolloutStart, run_rollout
     from rollout_server.cli.local_server import print_server_log, serve_for_command
     from rollout_server.cli.progress import Progress, show_result
 
@@ -102,7 +101,7 @@ async def _run(
             rollout = await server.client.get(result.uid, view="full") if result.uid else None
     authors = _authors(rollout) if rollout is not None else None
     show_result(console, result, authors)
-    fields = {"agent": agent.name, "endpoint": server.endpoint.description(), **_result_fields(result)}
+    fields = {"agent": agent.name, "endpoint": server.endpoint.description(), **asdict(result)}
     output.line({"rollout": {**fields, "authors": authors}})
     if rollout is not None and flags.out is not None:
         flags.out.write_bytes(rollout.SerializeToString())
@@ -121,10 +120,6 @@ def _show_next(console: Console, flags: RunFlags, completion: CompletionFlags) -
         steps.append("save the rollout with --out FILE, then `rollout inspect FILE` shows every token")
     for step in steps:
         console.print(f"next: {step}", markup=False, soft_wrap=True, style="dim")
-
-
-def _result_fields(result: Result) -> dict[str, Any]:
-    return {key: value for key, value in asdict(result).items() if key not in ("row", "repeat", "fingerprint")}
 
 
 def _authors(rollout: Rollout) -> Mapping[str, int] | None:

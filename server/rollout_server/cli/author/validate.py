@@ -139,4 +139,4 @@ def _next(named: str, reports: Sequence[AgentReport], *, valid: bool, called: bo
         return "fix the errors above and validate again"
     if not called and any(report.tools for report in reports):
         return f"rollout validate {target} --call-tools calls each tool once; rollout run {target} --prompt TEXT runs a rollout"
-    return f"rollout run {target} --prompt TEXT runs a rollout; rollout test {target} DATASET evaluates the agent"
+    return f"rollout run {target} --prompt TEXT runs a rollout; rollout eval {target} DATASET evaluates the agent"

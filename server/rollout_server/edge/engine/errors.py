@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from rollout_server.core.message import MalformedMessage, parse_object
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.http_client import HttpResponse
 from rollout_server.edge.trainer.http_errors import error_text
 
@@ -29,10 +29,10 @@ _TOO_LONG: Final = (
 
 def engine_failure(response: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
     """Return the failure for a status other than 200, or for an error body. `hint` replaces the default hint of the status."""
-    message = error_text(response, secrets)
+    message, source = error_text(response, secrets), FailureClass.ENGINE
     hint = hint or _HINTS.get(response.status, "")
     if exceeds_context(response):
-        category, hint = Category.VALIDATION, _TOO_LONG
+        category, hint, source = Category.VALIDATION, _TOO_LONG, FailureClass.POLICY
     elif response.status == 429:
         category = Category.RATE_LIMITED
     elif response.status >= 500:
@@ -44,7 +44,7 @@ def engine_failure(response: HttpResponse, turn: int, secrets: Sequence[str], hi
     else:
         category, hint = Category.VALIDATION, "a completion must have status 200, and redirects are not followed"
     text = f"turn {turn}: the engine answered {response.status}" + (f" ({hint})" if hint else "")
-    return Failure(category, f"{text}: {message}" if message else text, turn, response.status)
+    return Failure(category, f"{text}: {message}" if message else text, turn, response.status, source)
 
 
 def is_error(response: HttpResponse) -> bool:

@@ -15,9 +15,9 @@ import msgspec
 
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import MalformedMessage, Message
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message
-from rollout_server.edge.trainer.response_limits import decode_response
+from rollout_server.edge.trainer.response_limits import class_of_response_error, decode_response
 from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -123,14 +123,16 @@ def read_completion(body: bytes, turn: int, most_calls: int) -> ChatCompletion:
     try:
         message, calls = read_message(raw, most_calls)
     except MalformedMessage as error:
-        raise malformed_response(turn, f"`choices[0].message`: {error}") from None
+        raise malformed_response(turn, f"`choices[0].message`: {error}", error) from None
     sampled = _sampled(parsed)
     return sampled.completion(message, calls, sampled.finish_reason)
 
 
-def malformed_response(turn: int, what: str) -> RolloutFailed:
+def malformed_response(turn: int, what: str, error: MalformedMessage | None = None) -> RolloutFailed:
     """Return the failure of a turn whose response cannot be used."""
-    return RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: the engine's response is malformed: {what}", turn))
+    text = f"turn {turn}: the engine's response is malformed: {what}"
+    source = class_of_response_error(error, FailureClass.ENGINE)
+    return RolloutFailed(Failure(Category.VALIDATION, text, turn, source=source))
 
 
 def _parse(body: bytes, turn: int) -> _EngineBody:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec
 from rollout_server.edge.engine.completion_client import Chat, CompletionClient, Generation
@@ -173,4 +173,4 @@ def _missing_ids(turn: int, dialect: Dialect) -> Failure:
     text = (
         f"turn {turn}: the engine sent no ids of its completion, and token mode cannot continue without them; {since}"
     )
-    return Failure(Category.VALIDATION, text, turn)
+    return Failure(Category.VALIDATION, text, turn, source=FailureClass.ENGINE)

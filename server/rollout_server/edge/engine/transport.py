@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.engine.errors import abort_failure, engine_failure, is_error
 from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.offload import offload_response
@@ -54,6 +54,7 @@ async def post(access: Access, url: str, body: bytes, request: CompletionRequest
         request.asked.turn,
         request.deadline,
         who="the engine",
+        source=FailureClass.ENGINE,
         unreachable="check that it is running, and that completions.url names its host and port",
         again_on=_PASSING,
     )
@@ -93,4 +94,5 @@ def encode_request(turn: int, write: Callable[[], bytes]) -> bytes:
     try:
         return write()
     except WrongParameter as error:
-        raise RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+        text = f"turn {turn}: {error}; nothing was sent"
+        raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=FailureClass.ENVIRONMENT)) from None

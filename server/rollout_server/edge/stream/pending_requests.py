@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.grpc_client import Rejection, TrainerTokens, TurnCall
 from rollout_server.edge.wire.completion import Request, Response
 from rollout_server.runtime.errors import RolloutFailed
@@ -44,9 +44,9 @@ class PendingCompletion:
     def fail(self, category: Category, text: str) -> None:
         """Fail the completion, and with it the rollout."""
         if not self.response.done():
-            self.response.set_exception(
-                RolloutFailed(Failure(category, f"turn {self.call.turn}: {text}", self.call.turn))
-            )
+            turn = self.call.turn
+            failure = Failure(category, f"turn {turn}: {text}", turn, source=FailureClass.TRAINER)
+            self.response.set_exception(RolloutFailed(failure))
 
     def _time_out(self, seconds: float) -> None:
         text = (

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.spec import Spec
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.tokens.cache import Tokenizers
@@ -69,5 +69,5 @@ class StreamCompletionClient:
         stream_rollout = self.streams.stream_rollout(self.uid)
         if stream_rollout is None:
             text = f"turn {call.turn}: the rollout is not on a stream any more, so there is no trainer to complete the turn"
-            raise RolloutFailed(Failure(Category.NETWORK, text, call.turn))
+            raise RolloutFailed(Failure(Category.NETWORK, text, call.turn, source=FailureClass.TRAINER))
         return await stream_rollout.complete(request, call)

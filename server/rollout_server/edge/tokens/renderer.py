@@ -22,7 +22,7 @@ from datetime import datetime
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import JSON, Message
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.encoding import Encoded
@@ -137,7 +137,7 @@ class Renderer:
         """
         if reserved := sorted(_RESERVED & template_kwargs.keys()):
             reason = f"chat template arguments cannot be named {', '.join(reserved)}"
-            raise RolloutFailed(Failure(Category.VALIDATION, reason))
+            raise RolloutFailed(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT))
         self.loaded = loaded.switched(template_kwargs)
         self.form = form or RenderingForm(arguments=self.loaded.probed.preferred)
         self._tools = tools

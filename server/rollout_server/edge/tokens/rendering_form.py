@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from rollout_server.core.message import JSON, Message
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.runtime.errors import RolloutFailed
 
 Fields: TypeAlias = Mapping[str, JSON]
@@ -98,7 +98,7 @@ def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = str(part.get("type", "untyped"))[:40] if isinstance(part, Mapping) else type(part).__name__
             reason = f"messages[{index}].content[{place}] is not text ({kind}); only text content can be tokenized"
-            raise RolloutFailed(Failure(Category.VALIDATION, reason))
+            raise RolloutFailed(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT))
     calls = fields.get("tool_calls")
     if arguments is Arguments.PARSED and isinstance(calls, list):
         return {**fields, "tool_calls": [_with_object(call) for call in calls]}

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from rollout_server.core.ledger import Tokens, pack_tokens
 from rollout_server.core.message import JSON
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.tokens.chat_template import Options, Templated, Templates
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
 from rollout_server.edge.tokens.rendering_form import Fields
@@ -220,4 +220,4 @@ def _surrogates_refused() -> Iterator[None]:
         reason = (
             "the conversation contains an unpaired surrogate (\\ud800 to \\udfff), which cannot be tokenized; remove it"
         )
-        raise RolloutFailed(Failure(Category.VALIDATION, reason)) from error
+        raise RolloutFailed(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT)) from error

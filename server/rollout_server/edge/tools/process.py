@@ -17,7 +17,7 @@ from rollout_server.edge.tools.supervisor import hide_memory
 from rollout_server.runtime.errors import ArgumentError, ToolError
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import CPU_SECONDS, MEMORY_BYTES, ToolPolicy
-from rollout_server.runtime.tools.protocols import ToolDefinition, ToolFailed, Unwritable
+from rollout_server.runtime.tools.protocols import ToolDefinition, ToolFailed, ToolUnavailable, Unwritable
 
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[2:]; from rollout_server.edge.tools.worker import main; main(int(sys.argv[1]))"
@@ -44,7 +44,10 @@ class ToolProcess:
 
     @classmethod
     async def start(cls, variables: Iterable[str] = ()) -> ToolProcess:
-        """Start a process that has not imported the tool yet. It inherits these environment `variables`. Raise `ToolFailed`."""
+        """Start a process that has not imported the tool yet. It inherits these environment `variables`.
+
+        Raise `ToolUnavailable`.
+        """
         hide_memory()  # the server's environment and memory contain its API keys, which a tool could read in /proc
         ours, theirs = socket.socketpair()
         streams = await asyncio.open_connection(sock=ours)
@@ -62,7 +65,8 @@ class ToolProcess:
             except BaseException as error:
                 streams[1].close()
                 if isinstance(error, OSError):
-                    raise ToolFailed(f"The tool's process could not be started: {error.strerror}", "OSError") from error
+                    text = f"The tool's process could not be started: {error.strerror}"
+                    raise ToolUnavailable(text, "OSError") from error
                 raise
         return cls(process, streams)
 
@@ -107,7 +111,7 @@ class ToolProcess:
             await asyncio.wait({self._ended})
 
     async def load(self, definition: ToolDefinition, policy: ToolPolicy, seconds: float) -> None:
-        """Import the tool's module within `seconds`. Raise `ToolFailed`."""
+        """Import the tool's module within `seconds`. Raise `ToolUnavailable`."""
         opening = {
             "module": definition.module,
             "file": definition.file,
@@ -119,18 +123,18 @@ class ToolProcess:
             async with asyncio.timeout(seconds):
                 response = await self._request(opening)
         except TimeoutError:
-            raise ToolFailed(f"The tool could not be imported within {seconds:g} s", "TimeoutError") from None
+            raise ToolUnavailable(f"The tool could not be imported within {seconds:g} s", "TimeoutError") from None
         except (BadFrame, EOFError, OSError):
             self.kill()
             text, kind = _end(await self._ended)
-            raise ToolFailed(f"The tool could not be imported. {text}", f"{kind} as it was imported") from None
+            raise ToolUnavailable(f"The tool could not be imported. {text}", f"{kind} as it was imported") from None
         if "error" in response:
             location = str(response.get("place", ""))
             text, kind = (
                 f"The tool could not be imported: {response.get('text')}",
                 f"{response.get('kind')} as it was imported",
             )
-            raise ToolFailed(text, kind, location)
+            raise ToolUnavailable(text, kind, location)
 
     async def _request(self, request: Mapping[str, object]) -> Mapping[str, JSON]:
         """Send a request and return the response. Raise EOFError if the process has ended.

@@ -15,10 +15,10 @@ import msgspec
 
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.segment import Plane
 from rollout_server.edge.offload import offload_response
-from rollout_server.edge.trainer.response_limits import check_message, decode_response
+from rollout_server.edge.trainer.response_limits import check_message, class_of_response_error, decode_response
 from rollout_server.runtime.errors import RolloutFailed
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -130,7 +130,7 @@ def parse_chat_completion(body: bytes, turn: int, *, ids_needed: bool, most_call
     try:
         message, calls = read_message(choice.message, most_calls)
     except MalformedMessage as error:
-        raise _malformed(turn, f"`choices[0].message`: {error}") from None
+        raise _malformed(turn, f"`choices[0].message`: {error}", error) from None
     return ChatCompletion(
         message=message,
         tool_calls=calls,
@@ -190,7 +190,7 @@ def _logprobs(raw: msgspec.Raw, length: int) -> Logprobs | None:
     return packed if len(packed) == length and all(map(isfinite, packed)) else None
 
 
-def _malformed(turn: int, what: str) -> RolloutFailed:
-    return RolloutFailed(
-        Failure(Category.VALIDATION, f"turn {turn}: the trainer's completion is malformed: {what}", turn)
-    )
+def _malformed(turn: int, what: str, error: MalformedMessage | None = None) -> RolloutFailed:
+    text = f"turn {turn}: the trainer's completion is malformed: {what}"
+    source = class_of_response_error(error, FailureClass.TRAINER)
+    return RolloutFailed(Failure(Category.VALIDATION, text, turn, source=source))

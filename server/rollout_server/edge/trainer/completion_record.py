@@ -57,7 +57,7 @@ def completion_warnings(
         return
     length, limit = len(token_ids), sampling.max_tokens
     if logprobs is None and sampling.logprobs is not False:
-        text = f"turn {turn}: the trainer did not send one finite logprob for each of its {length} tokens"
+        text = f"turn {turn}: the completion came without one finite logprob for each of its {length} tokens"
         yield "logprobs_missing", text
     if logprobs is not None and (highest := max(logprobs, default=0.0)) > _ROUNDING:
         index = list(logprobs).index(highest)
@@ -70,7 +70,7 @@ def completion_warnings(
         index = list(token_ids).index(largest)
         text = (
             f"turn {turn}: token_ids[{index}] is {largest}, but the tokenizer's ids are below {vocabulary}; "
-            "the trainer may use a different tokenizer than the rollout names"
+            "the model may use a different tokenizer than the rollout names"
         )
         yield "token_unknown", text
 

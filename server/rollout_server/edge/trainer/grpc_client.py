@@ -16,7 +16,7 @@ import grpc
 
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import Author, Tokens
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.trainer.http_errors import redact
@@ -158,7 +158,10 @@ class GrpcTrainerClient:
             try:
                 return await _once(self, request, call)
             except TargetRefused as error:
-                raise RolloutFailed(Failure(Category.VALIDATION, f"turn {call.turn}: {error}", call.turn)) from error
+                text = f"turn {call.turn}: {error}"
+                raise RolloutFailed(
+                    Failure(Category.VALIDATION, text, call.turn, source=FailureClass.TRAINER)
+                ) from error
             except OSError as error:  # no connection was established, so nothing was generated
                 pause = _pause(call, self.retries, once_more=True)
                 if pause is None:
@@ -206,7 +209,12 @@ def rejection_error(rejection: Rejection, call: TurnCall, advice: str = "") -> E
     message = redact(rejection.text.encode("utf-8", "replace"), call.credentials.secrets())
     text = f"turn {call.turn}: the trainer answered {rejection.code.name}: {message}{advice}"
     category = _CATEGORIES.get(rejection.code, Category.TRAINER_CLIENT)
-    return RolloutFailed(Failure(Category.VALIDATION if _too_large(rejection) else category, text, call.turn))
+    if _too_large(rejection):
+        category = Category.VALIDATION
+    # The deadline of a call is at most that of the rollout. If that has passed, the trainer is not to blame.
+    over = call.deadline is not None and time.monotonic() >= call.deadline
+    source = FailureClass.DEADLINE if category is Category.TIMEOUT and over else FailureClass.TRAINER
+    return RolloutFailed(Failure(category, text, call.turn, source=source))
 
 
 async def _once(client: GrpcTrainerClient, request: Request, call: TurnCall) -> Response:
@@ -274,7 +282,7 @@ def _unreachable(error: OSError, call: TurnCall) -> Failure:
         f"turn {call.turn}: the trainer could not be reached in {call.attempts} attempts: {error}; check that it is running, and "
         "that the target names its host and port"
     )
-    return Failure(Category.NETWORK, text, call.turn)
+    return Failure(Category.NETWORK, text, call.turn, source=FailureClass.TRAINER)
 
 
 def _metadata(bearer: str) -> tuple[tuple[str, str], ...]:

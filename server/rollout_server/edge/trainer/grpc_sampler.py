@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import MAX_TOKEN_ID, Prediction, SegmentKind, Tokens, pack_tokens
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
@@ -33,6 +33,7 @@ from rollout_server.edge.trainer.grpc_client import (
     TurnCall,
 )
 from rollout_server.edge.trainer.http_errors import redact
+from rollout_server.edge.trainer.response_limits import class_of_response_error
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.trainer.trainer_digest import (
     PromptDelta,
@@ -137,7 +138,8 @@ class CompletionSampler:
             raise RolloutFailed(await self._mismatch(request, spans, mismatch.checkpoints)) from None
         except MalformedCompletion as error:
             text = f"turn {turn}: the trainer's completion is malformed: {error}"
-            raise RolloutFailed(Failure(Category.VALIDATION, text, turn)) from None
+            source = class_of_response_error(error.__cause__, FailureClass.TRAINER)
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=source)) from None
 
     async def _send(
         self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
@@ -188,13 +190,13 @@ class CompletionSampler:
         turn, ids = request.asked.turn, completion.token_ids
         if ids is None:
             text = f"turn {turn}: `token_ids` is missing; a trainer in token mode must return the sampled token ids"
-            raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=FailureClass.TRAINER))
         if not completion.shows_prompt and completion.after is None:
             text = (
                 f"turn {turn}: `prompt_checkpoint` and `after` are missing, so the trainer's prompt cannot be verified; "
                 "a trainer in token mode must send both"
             )
-            raise RolloutFailed(Failure(Category.VALIDATION, text, turn))
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=FailureClass.TRAINER))
         same = completion.reported is None or completion.reported == delta.tokens
         after = self._digest.add(delta, turn, ids)
         if not (same and agree(delta.prompt, completion.prompt) and agree(after, completion.after)):
@@ -213,7 +215,7 @@ class CompletionSampler:
         if not self._digest.confirms(delta, turn, ids, completion.after, whole=self._whole):
             if self._digest.repeats is not None:
                 text = f"turn {turn}: the trainer repeated the prompt and completion of turn {self._digest.repeats}"
-                raise RolloutFailed(Failure(Category.TOKEN_DRIFT, text, turn))
+                raise RolloutFailed(_drift_failure(text, turn))
             raise RolloutFailed(await self._mismatch(request, delta.segment(request, ids)))
         if not self._digest.unsure:
             return answered
@@ -230,12 +232,12 @@ class CompletionSampler:
         if ledger is None:
             since = self._digest.first_mismatch(checkpoints) if checkpoints is not None else None
             where = f", since turn {since}" if since is not None else ""
-            return Failure(Category.TOKEN_DRIFT, f"{message}{where}; its ledger is not available (ReadLedger)", turn)
+            return _drift_failure(f"{message}{where}; its ledger is not available (ReadLedger)", turn)
         ids, authors = ledger
         difference = await asyncio.to_thread(first_other_token, spans, ids, authors)
         if difference is None:
             text = f"{message} according to its digest, but its ledger holds the same tokens: it computes digests differently"
-            return Failure(Category.TOKEN_DRIFT, text, turn)
+            return _drift_failure(text, turn)
         index, since = difference
         secrets = request.credentials.secrets()
         expected = pack_tokens(token for span in spans for token in span.ids)
@@ -245,7 +247,7 @@ class CompletionSampler:
         ]
         where = f"since turn {since}, from token {index} on"
         text = f"{message}, {where}: this server has {expected_text}, the trainer has {trainer_text}"
-        return Failure(Category.TOKEN_DRIFT, text, turn)
+        return _drift_failure(text, turn)
 
     async def _text(self, ids: Tokens) -> str:
         """Return tokens as readable text. A trainer may report ids that no tokenizer has; these are shown as numbers."""
@@ -278,3 +280,7 @@ class CompletionSampler:
             yield "policy_stale", redact(text.encode("utf-8", "replace"), secrets)
         elif version and version not in self._policies:
             self._policies.append(version)
+
+
+def _drift_failure(text: str, turn: int) -> Failure:
+    return Failure(Category.TOKEN_DRIFT, text, turn, source=FailureClass.TRAINER)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from rollout_server.core.message import MalformedMessage, parse_object
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.http_client import HttpResponse
 
 TRAINER_TEXT = 500
@@ -32,7 +32,7 @@ def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) 
     else:
         category = Category.VALIDATION
         message = "; a completion must have status 200, and redirects are not followed"
-    return Failure(category, f"turn {turn}: the trainer answered {status}{message}", turn, status)
+    return Failure(category, f"turn {turn}: the trainer answered {status}{message}", turn, status, FailureClass.TRAINER)
 
 
 def error_text(response: HttpResponse, secrets: Sequence[str]) -> str:

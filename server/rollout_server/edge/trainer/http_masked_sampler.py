@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollout_server.core.ledger import SegmentKind
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
@@ -84,7 +84,7 @@ class MaskedSampler:
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
             "For several conversations use a gRPC trainer, or one that derives masks itself (POST /v1/rollout/init)"
         )
-        raise RolloutFailed(Failure(Category.VALIDATION, text))
+        raise RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
 
     async def _fetch(
         self, request: CompletionRequest, renderer: Renderer, rendered: Rendered
@@ -169,4 +169,4 @@ def _negative_mask_failure(turn: int, length: int) -> Failure:
         "trainer's tokenizer or template is not the one of tokenizer_name, or the template rewrites earlier messages; the trainer "
         "would accept no mask, so nothing was sent"
     )
-    return Failure(Category.TOKEN_DRIFT, text, turn)
+    return Failure(Category.TOKEN_DRIFT, text, turn, source=FailureClass.TRAINER)

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from rollout_server.core.ledger import SegmentKind
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Spec
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_chat_completion
@@ -75,7 +75,7 @@ class PlainSampler:
                 "the agent forked a conversation with different tools, but over HTTP the trainer receives the agent's tools only "
                 "once, when the rollout begins. Fork with the same tools, or use a gRPC trainer"
             )
-            raise RolloutFailed(Failure(Category.VALIDATION, text))
+            raise RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
         other = PlainSampler(self._trainers, self._spec)
         # A compaction before the first request replaces a conversation that the trainer never saw: it is the first for the trainer.
         other._unnamed = self._requested or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
@@ -86,7 +86,8 @@ class PlainSampler:
         try:
             parameters = plain_parameters(request.sampling)
         except WrongParameter as error:
-            raise RolloutFailed(Failure(Category.VALIDATION, f"turn {turn}: {error}; nothing was sent", turn)) from None
+            text = f"turn {turn}: {error}; nothing was sent"
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=FailureClass.ENVIRONMENT)) from None
         return self._writer.plain(request.messages[: request.asked.messages], parameters)
 
     def _warnings(

@@ -12,6 +12,7 @@ import msgspec
 
 from rollout_server.core.limits import CALLS_READ
 from rollout_server.core.message import MalformedMessage, has_more_values
+from rollout_server.core.outcome import FailureClass
 
 ANSWER_BYTES: Final = 32 * 1024 * 1024
 """Bytes of one response: four times the JSON size of a million prompt ids and a million characters of text."""
@@ -21,6 +22,10 @@ MESSAGE_BYTES: Final = 2 * 1024 * 1024
 """Bytes of a completion's message. Tokenizing the rendered message takes some hundred bytes of memory per byte."""
 MESSAGE_VALUES: Final = 2**16
 """JSON values of a completion's message. Later readers parse it again on the event loop."""
+
+
+class TooManyCalls(MalformedMessage):
+    """The model made more tool calls than are read: the model's fault, and not that of the endpoint that returned them."""
 
 
 class _AnyObject(msgspec.Struct, gc=False):
@@ -72,7 +77,12 @@ def check_size(size: int) -> None:
 
 
 def check_calls(calls: int, most: int) -> None:
-    """Raise `MalformedMessage` for too many tool calls."""
+    """Raise `TooManyCalls` for too many tool calls."""
     if calls > most:
         where = f"{CALLS_READ} times `limits.calls_per_turn`, which the request or the agent sets"
-        raise MalformedMessage(f"tool_calls contains {calls} calls; at most {most} are read: {where}")
+        raise TooManyCalls(f"tool_calls contains {calls} calls; at most {most} are read: {where}")
+
+
+def class_of_response_error(error: BaseException | None, source: FailureClass) -> FailureClass:
+    """Return the class of a response that cannot be used: POLICY if the model is at fault, otherwise the endpoint's `source`."""
+    return FailureClass.POLICY if isinstance(error, TooManyCalls) else source

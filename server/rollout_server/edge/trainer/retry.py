@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.http_client import (
     ConnectionLost,
     ConnectionRefused,
@@ -55,6 +55,7 @@ class CompletionFetch:
         turn: the turn's number, for messages.
         deadline: the last useful time for a response, on the monotonic clock; None: no limit.
         who: the target's name in messages.
+        source: the class of its failures.
         unreachable: advice in the message if the target cannot be reached.
         again_on: further statuses that are retried like 5xx.
     """
@@ -63,6 +64,7 @@ class CompletionFetch:
     turn: int
     deadline: float | None = None
     who: str = "the trainer"
+    source: FailureClass = FailureClass.TRAINER
     unreachable: str = "check that it is running, and that server_url names its host and port"
     again_on: tuple[int, ...] = ()
 
@@ -169,18 +171,17 @@ def _is_worth_waiting(response: HttpResponse, fetch: CompletionFetch) -> bool:
 
 def _unreachable_failure(error: ConnectionRefused, fetch: CompletionFetch, attempts: int) -> Failure:
     text = f"turn {fetch.turn}: {fetch.who} at {fetch.request.host} {error} in {attempts} attempts; {fetch.unreachable}"
-    return Failure(Category.NETWORK, text, fetch.turn)
+    return Failure(Category.NETWORK, text, fetch.turn, source=fetch.source)
 
 
 def _lost_failure(error: ConnectionLost, fetch: CompletionFetch, then: str) -> Failure:
     if error.timeout:
         text = f"turn {fetch.turn}: timeout: {fetch.who}: {error} (HTTP_CLIENT_TIMEOUT){then}"
-        return Failure(Category.TIMEOUT, text, fetch.turn)
-    return Failure(
-        Category.NETWORK, f"turn {fetch.turn}: {fetch.who} at {fetch.request.host}: {error}{then}", fetch.turn
-    )
+        return Failure(Category.TIMEOUT, text, fetch.turn, source=fetch.source)
+    text = f"turn {fetch.turn}: {fetch.who} at {fetch.request.host}: {error}{then}"
+    return Failure(Category.NETWORK, text, fetch.turn, source=fetch.source)
 
 
 def _unusable_failure(error: ResponseTooLarge | TargetForbidden, fetch: CompletionFetch) -> Failure:
     text = f"turn {fetch.turn}: {fetch.who} at {fetch.request.host}: {error}"
-    return Failure(Category.VALIDATION, text, fetch.turn)
+    return Failure(Category.VALIDATION, text, fetch.turn, source=fetch.source)

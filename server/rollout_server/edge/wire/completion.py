@@ -216,7 +216,7 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
         check_size(utf8_length(message.text))
         calls = len(tool_calls(message.fields()))
     except MalformedMessage as error:
-        raise MalformedCompletion(f"message: {error}") from None
+        raise MalformedCompletion(f"message: {error}") from error
     if message.role != "assistant":
         # The error does not quote the role: a trainer may echo the API key that it received there.
         raise MalformedCompletion('message: its role is not "assistant"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 from osmosis.rollout.v1 import event_pb2, outcome_pb2, rollout_service_pb2, spec_pb2, token_pb2
 
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
-from rollout_server.core.outcome import Category
+from rollout_server.core.outcome import Category, FailureClass
 from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.rollout import RolloutState
@@ -58,3 +58,4 @@ DRIFT_KINDS = {
     DriftKind.PROMPT: event_pb2.DRIFT_KIND_PROMPT,
 }
 CATEGORIES = {category: outcome_pb2.FailureCategory.Value(f"FAILURE_CATEGORY_{category.name}") for category in Category}
+FAILURE_CLASSES = {each: outcome_pb2.FailureClass.Value(f"FAILURE_CLASS_{each.name}") for each in FailureClass}

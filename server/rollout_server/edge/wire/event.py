@@ -169,7 +169,7 @@ class _View:
         outcome: Outcome | None = self._rollout.outcome
         if outcome is not None:
             shown = outcome_to_proto(
-                outcome, typed=self._typed, messages=self._messages, samples=self._full, segments=self._full
+                outcome, self._rollout.spec, messages=self._messages, samples=self._full, segments=self._full
             )
             proto.finished.CopyFrom(event_pb2.Finished(outcome=shown))
 

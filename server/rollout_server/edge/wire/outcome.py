@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 
 from rollout_server.core.ledger import Origin, Segment, Span
-from rollout_server.core.outcome import Cancellation, Failure, Metrics, Outcome, Stop, Warned
+from rollout_server.core.outcome import (
+    Cancellation,
+    Failure,
+    FailureClass,
+    Metrics,
+    Outcome,
+    Stop,
+    Warned,
+    training_verdict,
+)
+from rollout_server.core.spec import Spec
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto, utf8
 
 
 def outcome_to_proto(
-    outcome: Outcome, *, typed: bool, messages: bool, samples: bool, segments: bool
+    outcome: Outcome, spec: Spec, *, messages: bool, samples: bool, segments: bool
 ) -> outcome_pb2.Outcome:
-    """Return the proto of an outcome. The flags select its optional parts; `typed` is the form of its messages."""
+    """Return the proto of the outcome of a rollout with this spec. The flags select its optional parts."""
     result = outcome.reward_result
     proto = outcome_pb2.Outcome(
-        messages=messages_to_proto(outcome.messages, typed=typed) if messages else (),
+        messages=messages_to_proto(outcome.messages, typed=spec.typed) if messages else (),
         segments=[segment_to_proto(segment) for segment in outcome.segments] if segments else (),
-        samples=[_sample(segment) for segment in outcome.segments] if samples else (),
+        samples=[_sample(outcome, segment, spec.train_on) for segment in outcome.segments] if samples else (),
         metrics=metrics_to_proto(outcome.metrics),
         reward=result.reward,
         scores={utf8(name): score for name, score in (result.scores or {}).items()},
@@ -28,10 +40,14 @@ def outcome_to_proto(
     match outcome.end:
         case Stop(reason, truncated):
             proto.stop.CopyFrom(outcome_pb2.Stop(reason=utf8(reason), truncated=truncated))
-        case Failure(category, message, turn, http_status):
+        case Failure(category, message, turn, http_status) as failure:
             proto.failure.CopyFrom(
                 outcome_pb2.Failure(
-                    category=enums.CATEGORIES[category], message=utf8(message), turn=turn, http_status=http_status
+                    category=enums.CATEGORIES[category],
+                    message=utf8(message),
+                    turn=turn,
+                    http_status=http_status,
+                    failure_class=enums.FAILURE_CLASSES[failure.failure_class],
                 )
             )
         case Cancellation(reason):
@@ -87,8 +103,9 @@ def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
     )
 
 
-def _sample(segment: Segment) -> token_pb2.Sample:
+def _sample(outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None) -> token_pb2.Sample:
     sample = segment.sample()
+    trainable, reason = training_verdict(outcome, segment, train_on)
     return token_pb2.Sample(
         segment_id=sample.segment_id,
         prompt_ids=sample.prompt_ids,
@@ -98,6 +115,8 @@ def _sample(segment: Segment) -> token_pb2.Sample:
         spans=[_sample_span(span) for span in segment.spans],
         origin=origin_to_proto(segment.origin),
         verified=segment.verified,
+        trainable=trainable,
+        untrainable_reason=reason,
     )
 
 

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
+from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2, spec_pb2
 
 from rollout_server.core.error import Forbidden, InvalidRequest, Violation
 from rollout_server.core.spec import Target
@@ -30,6 +30,7 @@ class _EnumType(Protocol):
 _STATES = {value: state for state, value in enums.STATES.items()}
 _DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items()}
 MAX_SELECTED = 1000
+_MOST_CLASSES = len(enums.FAILURE_CLASSES)
 
 
 def start_request(
@@ -82,8 +83,22 @@ def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> li
     wrong = [
         Violation(f"spec.{name}.dialect", text) for name, target in targets if target.dialect == spec_pb2.DIALECT_STREAM
     ]
+    fields += [
+        (f"spec.train_on.classes[{index}]", value, outcome_pb2.FailureClass)
+        for index, value in enumerate(spec.train_on.classes[:_MOST_CLASSES])
+    ]
+    wrong += _train_on_violations(spec.train_on)
     unknown = [(where, value) for where, value, kind in fields if value not in kind.values()]
     return wrong + [Violation(where, f"{value} is unknown to this server") for where, value in unknown]
+
+
+def _train_on_violations(train_on: spec_pb2.TrainOn) -> list[Violation]:
+    where, classes = "spec.train_on.classes", train_on.classes
+    if len(classes) > _MOST_CLASSES:
+        return [Violation(where, f"has {len(classes)} entries, at most {_MOST_CLASSES} are allowed")]
+    if outcome_pb2.FAILURE_CLASS_UNSPECIFIED in classes:
+        return [Violation(where, "must not contain UNSPECIFIED; name the failure classes whose samples train")]
+    return []
 
 
 def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection:

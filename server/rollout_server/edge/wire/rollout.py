@@ -40,7 +40,7 @@ def rollout_to_proto(rollout: Rollout, view: int) -> rollout_service_pb2.Rollout
         proto.outcome.CopyFrom(
             outcome_to_proto(
                 outcome,
-                typed=rollout.spec.typed,
+                rollout.spec,
                 messages=messages,
                 samples=view >= rollout_service_pb2.ROLLOUT_VIEW_SAMPLES,
                 segments=view >= rollout_service_pb2.ROLLOUT_VIEW_FULL,

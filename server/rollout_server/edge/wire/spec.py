@@ -9,12 +9,14 @@ from osmosis.rollout.v1 import spec_pb2
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
+from rollout_server.core.outcome import FailureClass
 from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto
 
 _DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
 _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
+_FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
 
 def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
@@ -39,6 +41,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         metadata_json=spec.metadata_json,
         labels=spec.labels,
         source_json=spec.source_json,
+        train_on=_train_on_to_proto(spec.train_on) if spec.train_on is not None else None,
     )
 
 
@@ -71,7 +74,16 @@ def spec_from_proto(
         metadata_json=proto.metadata_json,
         labels=dict(proto.labels),
         source_json=proto.source_json,
+        train_on=_train_on_from_proto(proto.train_on) if proto.HasField("train_on") else None,
     )
+
+
+def _train_on_to_proto(classes: frozenset[FailureClass]) -> spec_pb2.TrainOn:
+    return spec_pb2.TrainOn(classes=sorted(enums.FAILURE_CLASSES[each] for each in classes))
+
+
+def _train_on_from_proto(proto: spec_pb2.TrainOn) -> frozenset[FailureClass]:
+    return frozenset(_FAILURE_CLASSES[each] for each in proto.classes if each in _FAILURE_CLASSES)
 
 
 def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:

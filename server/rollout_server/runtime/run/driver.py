@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from rollout_server.core.outcome import Category, End, Failure, RewardResult, Stop, Warned
+from rollout_server.core.outcome import Category, End, Failure, FailureClass, RewardResult, Stop, Warned
 from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import AgentProtocol
@@ -65,7 +65,7 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
             end = (
                 await _run_to_end(rollout, run, tasks)
                 if run is not None
-                else _failure(rollout, "sampler could not be opened")
+                else _failure(rollout, "sampler could not be opened", FailureClass.SERVER)
             )
             if isinstance(end, Stop) and run is not None:
                 end, reward = await _run_reward(rollout, run, end, tasks)
@@ -237,12 +237,12 @@ def _time_limit(rollout: Rollout) -> Iterator[None]:
 def _time_over(rollout: Rollout, seconds: float) -> None:
     turn = rollout.machine.turn
     text = f"timeout: the rollout's time limit of {seconds:g} s expired in turn {turn}; request a longer limit if it needs more"
-    rollout.ending.request(Failure(Category.TIMEOUT, text, turn))
+    rollout.ending.request(Failure(Category.TIMEOUT, text, turn, source=FailureClass.DEADLINE))
 
 
 def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     _log_failure(rollout, part, task)
-    return _failure(rollout, f"agent's {part} failed")
+    return _failure(rollout, f"agent's {part} failed", FailureClass.ENVIRONMENT)
 
 
 def _log_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
@@ -282,10 +282,10 @@ def _log_other_errors(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> N
         _log.error(text, rollout.agent.name, part, location, exc_info=others, extra=_log_fields(rollout))
 
 
-def _failure(rollout: Rollout, what: str) -> Failure:
+def _failure(rollout: Rollout, what: str, failure_class: FailureClass) -> Failure:
     turn = rollout.machine.turn
     text = f"The {what} in turn {turn}; the server's log has the reason under rollout {rollout.uid}"
-    return Failure(Category.INTERNAL, text, turn)
+    return Failure(Category.INTERNAL, text, turn, source=failure_class)
 
 
 async def _await_cancelled(tasks: list[asyncio.Task[Any]]) -> None:

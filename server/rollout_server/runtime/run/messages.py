@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, tool_calls
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered, DriftFound, Record
 from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 
@@ -25,15 +25,15 @@ class Reply:
     sampled: Answered | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of(cls, answered: Answered) -> Reply:
-        """Return the reply for a logged completion. Raise `RolloutFailed` for a malformed message."""
+    def of(cls, answered: Answered, source: FailureClass) -> Reply:
+        """Return the reply for a logged completion. Raise `RolloutFailed` of the class `source` for a malformed message."""
         turn = answered.turn
         try:
             fields = answered.message.fields()
             return cls(fields, tool_calls(fields), answered.finish_reason, turn, answered)
         except MalformedMessage as error:
-            text = f"turn {turn}: the trainer's message is malformed: {error}"
-            raise RolloutFailed(Failure(Category.VALIDATION, text, turn)) from None
+            text = f"turn {turn}: the completion's message is malformed: {error}"
+            raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=source)) from None
 
     @property
     def content(self) -> str:
@@ -63,8 +63,11 @@ def text_of(content: JSON) -> str:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-def drift_failure(logged: Iterable[Record]) -> Failure | None:
-    """Return the failure of a rollout with `on_drift: fail`, or None if the completion showed no drift."""
+def drift_failure(logged: Iterable[Record], source: FailureClass) -> Failure | None:
+    """Return the failure of a rollout with `on_drift: fail`, or None if the completion showed no drift.
+
+    `source` is the class of the endpoint that reported the prompt.
+    """
     for record in logged:
         if isinstance(record, DriftFound):
             drift = record.drift
@@ -72,7 +75,7 @@ def drift_failure(logged: Iterable[Record]) -> Failure | None:
                 f"{record.text}. It has {drift.reported} tokens, {drift.expected} were expected: its template, tools or "
                 'tokenizer differ from the server\'s; with on_drift "warn" the rollout continues in a new segment'
             )
-            return Failure(Category.TOKEN_DRIFT, text, record.turn)
+            return Failure(Category.TOKEN_DRIFT, text, record.turn, source=source)
     return None
 
 

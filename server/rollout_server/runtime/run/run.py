@@ -16,7 +16,7 @@ from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
-from rollout_server.core.outcome import Category, End, Failure, Metrics, RewardResult, Stop
+from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
 from rollout_server.core.record import Appended, GivenUp, Masked, Note
 from rollout_server.core.spec import DriftPolicy
 from rollout_server.runtime.agent_protocol import Request
@@ -148,11 +148,12 @@ class Run:
             self._abandon_turn(asked.turn)
             raise
         logged = self._context.record(answered)
-        drift = drift_failure(logged) if spec.on_drift is DriftPolicy.FAIL else None
+        source = spec.completions.failure_class
+        drift = drift_failure(logged, source) if spec.on_drift is DriftPolicy.FAIL else None
         if drift is not None:
             self._context.end(drift)
         try:
-            return Reply.of(answered)
+            return Reply.of(answered, source)
         except RolloutFailed as failed:
             self._context.end(failed.failure)
 
@@ -272,7 +273,7 @@ class Run:
         self._context.end(Stop(checked_reason(reason, "finish"), stop.truncated))
 
     def close(self, end: End, reward: RewardResult | None = None) -> None:
-        """End the run: no further commands are possible, also not for a reward. `reward` is the reward of a failure."""
+        """End the run: no further commands are possible, also not for a reward. `reward` holds the `extra_json` of a failure."""
         self.ending.reach(end, reward)
 
     @property
@@ -307,7 +308,7 @@ class Run:
             f"turn {turn}: the agent cancelled the completion request. The trainer may have generated the turn, so the rollout "
             "cannot continue without it"
         )
-        self.ending.reach(Failure(Category.INTERNAL, text, turn))
+        self.ending.reach(Failure(Category.INTERNAL, text, turn, source=FailureClass.ENVIRONMENT))
 
     async def _check_growth(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # an agent that only appends or forks in a loop must not block the event loop

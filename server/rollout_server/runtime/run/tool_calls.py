@@ -10,7 +10,7 @@ from typing import TypeAlias
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.tools.executor import ToolResult
 
@@ -98,7 +98,10 @@ async def _run(context: RunContext, execute: Execute, intent: ToolStarted) -> To
     if limit is not None and intent.index >= limit:
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
         return ToolResult(intent.call, text, failed=True)
-    return await execute(intent.call)
+    try:
+        return await execute(intent.call)
+    except RolloutFailed as failed:
+        context.end(failed.failure)
 
 
 def _cancelled_result(intent: ToolStarted) -> ToolResult:

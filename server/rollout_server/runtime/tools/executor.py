@@ -1,4 +1,4 @@
-"""Executes tool calls. Failures become error texts for the model, and the rollout continues."""
+"""Executes tool calls. The errors of a tool become texts for the model. A tool that cannot be run at all ends the rollout."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
+from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.errors import ArgumentError, RolloutEnded, ToolError
+from rollout_server.runtime.errors import ArgumentError, RolloutEnded, RolloutFailed, ToolError
 from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.tools.policy import ToolPolicy
-from rollout_server.runtime.tools.protocols import ServerRunTool, ToolContext, ToolFailed, ToolRunner, Unwritable
+from rollout_server.runtime.tools.protocols import (
+    ServerRunTool,
+    ToolContext,
+    ToolFailed,
+    ToolRunner,
+    ToolUnavailable,
+    Unwritable,
+)
 from rollout_server.runtime.tools.resources import ToolResources
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
@@ -74,7 +82,8 @@ class ToolExecutor:
     async def run(self, call: ToolCall, context: ToolContext | None = None) -> ToolResult:
         """Run one call for the rollout `context`.
 
-        Raise only `RolloutEnded` and the caller's own cancellation, which no tool can delay.
+        Raise only `RolloutEnded`, the caller's own cancellation, which no tool can delay, and `RolloutFailed` if the tool cannot
+        be run at all. The model could not have done better, so it gets no error text then.
         """
         tool = self._tools.get(call.name)
         try:
@@ -85,6 +94,9 @@ class ToolExecutor:
             return ToolResult(call, limited, failed=False)
         except (asyncio.CancelledError, RolloutEnded):
             raise
+        except ToolUnavailable as error:
+            self._warn_author(call.name, tool, error)
+            raise RolloutFailed(Failure(Category.TOOL, f"tool {call.name} cannot be run: {error}")) from error
         except BaseException as error:  # the boundary to a tool author's code
             self._warn_author(call.name, tool, error)
             return ToolResult(call, await self._output_limit(tool).cut(f"Error: {_error_text(error)}"), failed=True)

@@ -38,6 +38,10 @@ class ToolFailed(Exception):
         self.location = location
 
 
+class ToolUnavailable(ToolFailed):
+    """A tool could not be run at all: its process did not start, or could not import it. Ends the rollout as a failure."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
     """Source location of a tool's function, from which another process can import it."""

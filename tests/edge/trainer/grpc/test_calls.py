@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.trainer.grpc_client import GrpcTrainerClient, TurnCall
+from rollout_server.edge.trainer.grpc_client import GrpcTrainerClient, Rejection, TurnCall, rejection_error
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.runtime.errors import RolloutFailed
 
@@ -27,6 +29,11 @@ from tests.support.talking_agent import Talk, connected, noop
 
 TURNS = 4
 ANSWER = (56, 264, 13, 793)
+TRAINER_OR_LIMIT = (
+    outcome_pb2.FAILURE_CLASS_TRAINER,
+    outcome_pb2.FAILURE_CLASS_DEADLINE,
+    outcome_pb2.FAILURE_CLASS_POLICY,
+)
 SECRET = "s3cr3t-s3cr3t"
 TOOLS_UNKNOWN = Fault(grpc.StatusCode.FAILED_PRECONDITION, "no tools", (info("TOOLS_UNKNOWN"),))
 
@@ -42,7 +49,9 @@ async def roll(client: AsyncClient, trainer: GrpcTrainer, *, replays: bool = Fal
     run = client.run(messages=[{"role": "user", "content": "Go."}], **fields)
     async for _ in run:
         pass
-    return (await client.get(run.uid, view="full")).outcome
+    outcome = (await client.get(run.uid, view="full")).outcome
+    assert outcome.failure.failure_class in (outcome_pb2.FAILURE_CLASS_UNSPECIFIED, *TRAINER_OR_LIMIT)
+    return outcome
 
 
 def before_turn_three(trainer: GrpcTrainer, faults: Sequence[Fault]) -> None:
@@ -111,6 +120,28 @@ async def test_a_trainer_that_wants_to_be_asked_after_the_end_is_not_asked(clien
     assert "defers the retry by 3600 s, which is longer than the rollout waits" in outcome.failure.message
     assert "may have been generated" not in outcome.failure.message
     assert len(trainer.requests) == 1
+
+
+@pytest.mark.parametrize(("left", "blamed"), [(None, "trainer"), (3600.0, "trainer"), (0.0, "deadline")])
+def test_a_call_that_the_rollouts_own_limit_ended_is_not_the_trainers_fault(left: float | None, blamed: str) -> None:
+    late = Rejection(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+    failed = rejection_error(late, TurnCall(1, None if left is None else time.monotonic() + left))
+    assert isinstance(failed, RolloutFailed)
+    assert (failed.failure.category, failed.failure.failure_class.value) == (Category.TIMEOUT, blamed)
+
+
+async def test_too_many_calls_are_the_models_fault(client: AsyncClient) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = json.dumps({"role": "assistant", "content": None, "tool_calls": [call] * 9})
+
+    def overdo(request: pb.CompleteRequest, response: pb.CompleteResponse) -> None:
+        response.message.json = message
+
+    async with serving(GrpcTrainer(ANSWER, lies={2: overdo})) as trainer:
+        outcome = await roll(client, trainer, limits={"calls_per_turn": 1})
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_VALIDATION
+    assert outcome.failure.failure_class == outcome_pb2.FAILURE_CLASS_POLICY
+    assert [each.trainable for each in samples(outcome)] == [True]
 
 
 async def test_a_target_that_the_rules_refuse_is_not_asked_again() -> None:

@@ -6,9 +6,10 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-from rollout_server.authoring.report import MOST_TRANSCRIPTS, report
-from rollout_server.authoring.rollout_result import Result, Times, Tokens
-from rollout_server.authoring.summary import summary_of
+from rollout_server.authoring.rollout_result import Times, Tokens
+from rollout_server.evaluation.report import MOST_TRANSCRIPTS, report
+from rollout_server.evaluation.row_result import RowResult
+from rollout_server.evaluation.summary import summary_of
 
 HOSTILE = (
     '</pre><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}{% raw %}"\' onload="x\x1b[2J\u202e\x00'
@@ -24,6 +25,7 @@ class Tags(HTMLParser):
         self.open: list[str] = []
         self.seen: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.words: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append((tag, dict(attrs)))
@@ -38,9 +40,10 @@ class Tags(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+        self.words += data.split()
 
 
-def hostile(row: int, **changes: Any) -> Result:
+def hostile(row: int, **changes: Any) -> RowResult:
     call = {"id": HOSTILE, "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
     fields: dict[str, Any] = {
         "end": "failure",
@@ -52,13 +55,16 @@ def hostile(row: int, **changes: Any) -> Result:
         "tokens": Tokens(1, 2, 3),
         "ms": Times(10.0),
         "warnings": [HOSTILE],
+        "failure_class": HOSTILE,
+        "ground_truth": HOSTILE,
+        "metadata": {HOSTILE: {HOSTILE: [HOSTILE]}},
         "messages": [
             {"role": HOSTILE, "content": HOSTILE, "reasoning_content": HOSTILE},
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "user", "content": [{"type": "text", "text": HOSTILE}]},
         ],
     }
-    return Result(HOSTILE, row=row, **(fields | changes))
+    return RowResult(HOSTILE, row=row, **(fields | changes))
 
 
 def read(page: str) -> Tags:
@@ -68,8 +74,9 @@ def read(page: str) -> Tags:
     return tags
 
 
-def made(results: list[Result]) -> str:
-    return report({"agent": HOSTILE, "endpoint": {"name": HOSTILE}}, summary_of(results, 1.0), results)
+def made(results: list[RowResult]) -> str:
+    labels = {HOSTILE: {result.row: HOSTILE for result in results}}
+    return report({"agent": HOSTILE, "endpoint": {"name": HOSTILE}}, summary_of(results, 1.0, labels), results)
 
 
 def test_hostile_texts_are_texts() -> None:
@@ -108,18 +115,45 @@ def test_what_did_not_pass_does_not_look_as_if_it_had() -> None:
     marks = [
         str(attributes["class"]).split() for tag, attributes in tags.seen if tag == "span" and "class" in attributes
     ]
-    assert [mark for mark in marks if mark != ["dim"]] == [["passed"], ["not-passed"], ["no-reward"], ["failed"]]
+    assert [mark for mark in marks if mark != ["dim"]] == [["failed"], ["not-passed"], ["no-reward"], ["passed"]]
 
 
 def test_what_a_rollout_came_to_reads_as_a_sentence() -> None:
     tokens = Tokens(1, 2, 1)
     results = [
-        Result("a", end="stop", reason="stop", reward=1.0, turns=1, tokens=tokens, ms=Times(10.0), row=1),
-        Result("a", end="stop", reason="stop", reward=None, turns=2, tokens=Tokens(), ms=Times(10.0), row=2),
+        RowResult("a", end="stop", reason="stop", reward=1.0, turns=1, tokens=tokens, ms=Times(10.0), row=1),
+        RowResult("a", end="stop", reason="stop", reward=None, turns=2, tokens=Tokens(), ms=Times(10.0), row=2),
     ]
     text = " ".join(read(made(results)).text.split())
     assert f"row 1, rollout 1: passed, reward 1, stop, 1 turn, {tokens.generated} token" in text
     assert "row 2, rollout 1: no reward, stop, 2 turns, 0 tokens, 0.01 s" in text
+
+
+def test_a_rollout_shows_its_row_and_its_scores() -> None:
+    fields: dict[str, Any] = {
+        "ground_truth": 42,
+        "metadata": {"level": "hard", "info": {"a": [1]}},
+        "scores": {"style": 0.25},
+        "warnings": [],
+    }
+    [refused] = [
+        hostile(1, end="refused", messages=[], prompt=[{"role": "user", "content": "What is 6 * 7?"}], **fields)
+    ]
+    text = " ".join(read(made([refused])).words)
+    assert 'score style 0.25 ground truth 42 level hard info {"a": [1]} user What is 6 * 7?' in text
+
+
+def test_every_score_has_its_error_and_failures_come_first() -> None:
+    scored: list[dict[str, Any]] = [{"scores": {"style": style}, "reward": style} for style in (0.0, 0.5, 1.0)]
+    passed = [hostile(row, end="stop", reason="stop", **each) for row, each in enumerate(scored, 1)]
+    failures = [
+        hostile(row, failure_class="engine", reason="engine_server", message="503", reward=None) for row in (4, 5)
+    ]
+    text = " ".join(read(made([*passed, *failures])).words)
+    assert "engine engine_server 2 503" in text
+    assert "reward 0.5 ± 0.29 3 style 0.5 ± 0.29 3" in text
+    rows = [int(row) for row in re.findall(r"row (\d), rollout", text)]
+    assert rows == [4, 5, 1, 2, 3]
 
 
 def test_a_message_without_text_is_shown_as_one() -> None:
