@@ -143,7 +143,7 @@ INJECTIONS = {
     "the engine returns malformed JSON": Injection(text("[1, 2"), engine=True),
     "the conversation exceeds the engine's context": Injection(status(400, TOO_LONG), engine=True),
     "the model calls too many tools at once": Injection(call_many(9), fields={"limits": {"calls_per_turn": 1}}),
-    "a tool's process cannot import it": Injection(call_many(1)),
+    "a tool's process cannot import it": Injection(call_many(2)),
     "the agent raises in `play`": Injection(fault="play", turn=1),
     "the agent raises in `reward`": Injection(fault="reward"),
     "the time limit of the rollout expires": Injection(fault="time", fields={"limits": {"time": 0.5}}, turn=1),
