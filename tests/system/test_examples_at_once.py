@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from threading import Event, Semaphore
+from threading import Event
 from typing import Any
 
 import pytest
@@ -231,32 +231,31 @@ async def test_100_of_200_are_cancelled(example: Example, monkeypatch: pytest.Mo
             expected[row].check(rollout)
             stage.hooks.check(rollout_id, *METHODS)
     ends = Counter(rollout.outcome.WhichOneof("end") for rollout in played)
-    print("ENDS", example.agent.name, ends)
     assert ends["cancellation"] > 0, ends
 
 
-class Stalling:
-    """A model that stops to reply after a number of completions, until the gate opens."""
+class GatedModel:
+    """A model in a trainer's one thread. It waits for the gate, gives a number of replies, and waits for the end."""
 
     def __init__(self, model: Model, replies: int) -> None:
-        self._model, self._free, self._gate = model, Semaphore(replies), Event()
-        self.stalled = Event()
+        self._model, self._left = model, replies
+        self.gate, self.replied, self.end = Event(), Event(), Event()
 
     def reply(self, messages: Sequence[Any]) -> ScriptedReply:
-        if not self._free.acquire(blocking=False):
-            self.stalled.set()
-            self._gate.wait()
+        self.gate.wait()
+        if not self._left:
+            self.replied.set()
+            self.end.wait()
+        else:
+            self._left -= 1
         return self._model.reply(messages)
-
-    def open(self) -> None:
-        self._gate.set()
 
 
 async def test_a_server_is_stopped_midway(example: Example, here: Path) -> None:
-    """SIGTERM interrupts those of 200 rollouts that still run. Each that was set up is cleaned up."""
+    """SIGTERM interrupts 200 rollouts that have been set up, while some run tools. Each is cleaned up."""
     stub, calls = example.flags.model_stub(), here / "calls"
     assert stub is not None
-    model = Stalling(stub.model, MANY)
+    model = GatedModel(stub.model, random.Random(example.agent.name).randrange(MANY // 4, MANY))
     settings = {"ROLLOUT_DRAIN_SECONDS": "0", "ROLLOUT_MAX_RUNNING": str(MANY), "EXAMPLE_CALLS": str(calls)}
     async with (
         StrictTrainer(model=model, script=stub.script) as trainer,
@@ -265,21 +264,25 @@ async def test_a_server_is_stopped_midway(example: Example, here: Path) -> None:
     ):
         endpoint = Endpoint(f"grpc://{trainer.grpc_target}", "grpc", tokenizer="toy", limits=example.flags.limits)
         stage = Stage(example, client, endpoint, trainer, Hooks())
-        plays = [asyncio.create_task(stage.play(each, example.rows[row])) for each, row in stage.jobs("together")]
+        jobs = dict(stage.jobs("together"))
+        plays = [asyncio.create_task(stage.play(each, example.rows[row])) for each, row in jobs.items()]
         try:
-            await asyncio.to_thread(model.stalled.wait)
+            while calls.read_text().count(" setup ended\n") < MANY:
+                assert not any(play.done() for play in plays)
+                await asyncio.sleep(0.02)
+            model.gate.set()
+            await asyncio.to_thread(model.replied.wait)
             server.send(signal.SIGTERM)
             assert await server.ended() == 0
         finally:
-            model.open()
+            for event in (model.gate, model.replied, model.end):
+                event.set()
             for task in plays:
                 task.cancel()
             await asyncio.gather(*plays, return_exceptions=True)
     assert "Traceback" not in server.text
     lines = Counter(calls.read_text().splitlines())
-    for line in lines:
-        assert lines[line] == 1, line
-        rollout_id, name = line.split(" ", 1)
-        if name == "setup":
-            assert lines[f"{rollout_id} cleanup ended"] == 1, rollout_id
-    assert sum(line.endswith(" setup") for line in lines) > sum(line.endswith(" reward") for line in lines)
+    assert set(lines.values()) == {1}
+    once = {f"{each} {name}" for each in jobs for name in ("setup", "setup ended", "cleanup", "cleanup ended")}
+    assert once <= lines.keys()
+    assert not {f"{each} reward" for each in jobs} <= lines.keys()
