@@ -25,6 +25,7 @@ from rollout_client.export import to_trl, to_verl
 from rollout_server import Run
 from rollout_server.authoring.dataset import DatasetRow
 from rollout_server.authoring.endpoint import Endpoint
+from rollout_server.authoring.model_stubs import ModelStub
 from rollout_server.cli.local_server import serve_for_command
 from rollout_server.testing.model.calculator import Model
 from rollout_server.testing.script import ScriptedReply
@@ -251,6 +252,19 @@ class GatedModel:
         return self._model.reply(messages)
 
 
+@asynccontextmanager
+async def further_models(stub: ModelStub) -> AsyncIterator[dict[str, str]]:
+    """The settings of a server whose agent calls further models by name: those of the example's script, if it has some."""
+    models = getattr(stub, "further", {})
+    if not models:
+        yield {}
+        return
+    from rollout_server.testing.http.mock_engine import MockEngine
+
+    async with MockEngine(models) as engine:
+        yield {"ROLLOUT_MODELS": ",".join(engine.entries)}
+
+
 async def test_a_server_is_stopped_midway(example: Example, here: Path) -> None:
     """SIGTERM interrupts 200 rollouts that have been set up, while some run tools. Each is cleaned up."""
     stub, calls = example.flags.model_stub(), here / "calls"
@@ -259,7 +273,8 @@ async def test_a_server_is_stopped_midway(example: Example, here: Path) -> None:
     settings = {"ROLLOUT_DRAIN_SECONDS": "0", "ROLLOUT_MAX_RUNNING": str(MANY), "EXAMPLE_CALLS": str(calls)}
     async with (
         StrictTrainer(model=model, script=stub.script) as trainer,
-        serve(str(COUNTED), cwd=here, **settings) as server,
+        further_models(stub) as models,
+        serve(str(COUNTED), cwd=here, **settings, **models) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         endpoint = Endpoint(f"grpc://{trainer.grpc_target}", "grpc", tokenizer="toy", limits=example.flags.limits)
