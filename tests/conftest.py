@@ -19,7 +19,8 @@ THOROUGH = re.compile(
     r"""tests/(?:
       hostile/test_(?:bursts|fuzz|http|templates|tools)\.py                       # attacks, each on a server of its own
     | (?:edge/rpc/test_proto|gateway/test_openapi)_fuzz\.py                        # fuzzers
-    | edge/rpc/test_bursts\.py | system/test_many_rollouts\.py | .*::test_250_rollouts_at_once  # hundreds and thousands
+    | edge/rpc/test_bursts\.py | system/test_(?:many_rollouts|examples_at_once)\.py  # hundreds and thousands
+    | .*::test_250_rollouts_at_once
     | exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
     | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
     | test_bench\.py

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -12,18 +10,22 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Invoke, here, invoke
+from tests.support.examples import EXAMPLES, FOLDERS, readme_command
 from tests.support.processes import environment
 
 __all__ = ["here", "invoke"]
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/agent.py"))
 # The README's command, without installed plugins that cost each process a second.
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest")
 
 
 def test_there_are_examples() -> None:
-    assert {"calculator", "python", "search"} <= set(FOLDERS)
+    assert {"calculator", "python", "search", "shop", "sandboxed_code"} <= set(FOLDERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_it_is_short(folder: str) -> None:
+    assert len((EXAMPLES / folder / "agent.py").read_text().splitlines()) <= 60
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
@@ -44,8 +46,5 @@ def test_its_tests_pass(folder: str) -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_its_one_command(folder: str, here: Path, invoke: Invoke) -> None:
     shutil.copytree(EXAMPLES / folder, here, dirs_exist_ok=True)
-    (block,) = re.findall(r"```sh\n(.*?)\n```", (here / "README.md").read_text(), re.DOTALL)
-    program, *arguments = shlex.split(block)
-    assert program == "rollout"
-    told = invoke(*arguments)
+    told = invoke(*readme_command(here))
     assert (told.exit_code, "100.0%" in told.stdout) == (0, True), told.stdout + told.stderr

@@ -30,11 +30,20 @@ def test_the_thousandth_prime(serving, scripted_model: ScriptedModel) -> None:
     ],
 )
 def test_whatever_the_model_writes(code: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.CPU_SECONDS", 1)
-    monkeypatch.setattr("agent.SECONDS", 1 if "sleep" in code else 30)
+    monkeypatch.setattr("limited.CPU_SECONDS", 1)
+    monkeypatch.setattr("limited.SECONDS", 1 if "sleep" in code else 30)
     assert expected in asyncio.run(run_python(code))
 
 
 def test_the_servers_environment_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_KEY", "secret")
     assert "HUB_KEY" not in asyncio.run(run_python("import os; print(os.environ)"))
+
+
+@pytest.mark.parametrize(
+    "start", ["os.fork()", "os.system('true')", "subprocess.run(['true'])", "multiprocessing.Pool(1)"]
+)
+def test_a_program_starts_no_processes(start: str) -> None:
+    printed = asyncio.run(run_python(f"import multiprocessing, os, subprocess\n{start}\nprint('started')"))
+    assert "may not start processes" in printed
+    assert not printed.endswith("started\n")

@@ -36,11 +36,7 @@ class Search(Agent):
         return [{"title": title, "excerpt": excerpt} for title, excerpt in found]
 
     def read(self, title: str) -> str:
-        """Read a whole page.
-
-        Args:
-            title: as a search returned it.
-        """
+        """Read the whole page with a title that a search returned."""
         row = self._index.execute("SELECT text FROM pages WHERE title = ?", (title,)).fetchone()
         if row is None:
             raise ToolError(f"there is no page {title!r}; search returns titles")

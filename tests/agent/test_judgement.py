@@ -44,7 +44,8 @@ async def test_what_is_a_judgement(judgement: object, verdict: RewardResult) -> 
 @pytest.mark.parametrize(
     ("judgement", "error", "shown"),
     [
-        (True, TypeError, "returned True"),
+        (True, TypeError, "returned True; convert it to a number with float()"),
+        (RewardResult(scores={"short": False}), TypeError, "score 'short', returned False; convert it"),
         ("1", TypeError, "returned '1'"),
         (Decimal(1), TypeError, "returned Decimal('1')"),
         ([1.0], TypeError, "returned [1.0]"),

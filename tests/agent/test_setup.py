@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 from rollout_server import Agent, Run
-from rollout_server.core.outcome import Stop
+from rollout_server.core.outcome import Cancellation, Stop
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 
-from tests.support.runtime_harness import FOREVER, RuntimeHarness, Say, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, RuntimeHarness, Say, outcome_of
 
 
 class Threaded(Agent):
@@ -64,3 +66,32 @@ async def test_a_cleanup_waits_for_no_thread_of_another_rollout(new_world: type[
     finally:
         free.set()
     await outcome_of(busy)
+
+
+async def test_a_cleanup_sees_what_the_thread_of_a_cancelled_setup_opened(new_world: type[RuntimeHarness]) -> None:
+    """The thread ends after the cancellation. Without the wait, nothing would close what it opens."""
+    begun, free = threading.Event(), threading.Event()
+    cleaned: list[object] = []
+
+    class Opening(Agent):
+        name = "opening"
+
+        def setup(self, run: Run) -> None:
+            begun.set()
+            free.wait()
+            run.state["opened"] = "a sandbox"
+
+        def cleanup(self, run: Run) -> None:
+            cleaned.append(run.state.get("opened"))
+
+    world = new_world(Opening())
+    rollout = world.start(Say("8"))
+    await asyncio.to_thread(begun.wait)
+    world.roster.cancel(Selection(ME), "not needed")
+    try:
+        await asyncio.sleep(0.2)
+        assert cleaned == []
+    finally:
+        free.set()
+    assert (await outcome_of(rollout)).end == Cancellation("not needed")
+    assert cleaned == ["a sandbox"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -293,6 +294,28 @@ async def test_what_ignores_its_cancellation_is_abandoned(
     agent.free.set()
     await asyncio.sleep(5)
     assert check_log(rollout) == outcome
+
+
+async def test_a_cleanup_does_not_wait_for_ever_for_a_thread(
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
+) -> None:
+    free = threading.Event()
+
+    class Stuck(Sandboxed):
+        def setup(self, run: Run) -> None:  # type: ignore[override]
+            free.wait()
+
+    agent = Stuck()
+    try:
+        before = asyncio.get_running_loop().time()
+        outcome = await outcome_of(start(new_world(agent)))
+        assert asyncio.get_running_loop().time() - before == pytest.approx(60 + 5)
+    finally:
+        free.set()
+    assert isinstance(outcome.end, Failure)
+    assert (outcome.end.category, outcome.warnings) == (Category.TIMEOUT, ())
+    assert agent.told == {"u1": ["cleanup"]}
+    assert "is still running in its thread and is abandoned" in caplog.text
 
 
 async def test_a_drain_waits_for_cleanups(new_world: type[RuntimeHarness]) -> None:

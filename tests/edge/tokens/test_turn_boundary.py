@@ -255,6 +255,21 @@ def test_answers_that_end_with_the_token_of_the_next_message() -> None:
     assert probed.inside == {4}
 
 
+@pytest.mark.parametrize(
+    ("refused", "accepted"), [((), set(Arguments)), (str, {Arguments.PARSED}), (dict, {Arguments.RECEIVED})]
+)
+def test_calls_that_are_not_shown_may_be_closed_by_a_token_of_their_own(refused: Any, accepted: set[Arguments]) -> None:
+    def each(message: Fields) -> str:
+        calls = message.get("tool_calls") or ()
+        if any(isinstance(called["function"]["arguments"], refused) for called in calls):
+            raise RolloutFailed(Failure(Category.TOKENIZER, "not these arguments"))
+        return f"{message['role']}:{message['content']}{'</call>' if calls else STOP}\n"
+
+    probed = probe(template(each), {7: "</call>", 8: STOP})
+    assert (probed.final, probed.calls) == (StopToken(STOP, 8), StopToken("</call>", 7))
+    assert probed.arguments == accepted
+
+
 def test_a_generation_prompt_that_ends_as_answers_do() -> None:
     closed = template(lambda m: f"{m['content'] or m['tool_calls']}</call>{STOP}", prompt=f"assistant:{STOP}")
     assert probe(closed, {7: "</call>", 8: STOP}).final == StopToken(STOP, 8)

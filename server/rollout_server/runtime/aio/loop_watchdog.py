@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, repeat
@@ -47,6 +48,7 @@ class LoopWatch:
         self._watched = 0
         self._timer: asyncio.TimerHandle | None = None
         self._found: tuple[float, traceback.StackSummary] | None = None
+        self._stacks = MostFrequentStack()
         self._reported_beat = 0.0
         self._reported: dict[tuple[str, str], float] = {}
 
@@ -82,7 +84,7 @@ class LoopWatch:
             if frame is None or any(part in frame.f_code.co_filename for part in _WAITING):
                 continue
             stack = _stack(frame)
-            self._found = (beat, stack)
+            self._found = (beat, self._stacks.add(beat, stack))
             if late > _LONG * self._seconds and beat != self._reported_beat:
                 self._reported_beat = beat
                 self._report(stack, f"has been blocked for {1000 * late:.0f} ms")
@@ -91,7 +93,7 @@ class LoopWatch:
         frames = _relevant_frames(stack)
         authors = authors_frames(frames)
         holder = (authors or frames)[-1]
-        holder_key, now = (holder.filename, holder.name), time.monotonic()
+        holder_key, now = _holder_key(holder), time.monotonic()
         if now - self._reported.get(holder_key, now - _QUIET_SECONDS) < _QUIET_SECONDS:
             return
         if len(self._reported) >= _REMEMBERED:
@@ -103,6 +105,35 @@ class LoopWatch:
         # A warning only if an author's code blocks. On a busy machine, library code may be found here by chance.
         level = logging.WARNING if authors else logging.INFO
         _log.log(level, "the event loop %s at %s; %s:\n%s", what, where, advice, text)
+
+
+class MostFrequentStack:
+    """Chooses among the stacks that were found during one heartbeat: the one of the function that was found most often.
+
+    The last stack would often be of code that runs for a moment after the blocking code, before the next heartbeat.
+    """
+
+    def __init__(self) -> None:
+        self._beat = 0.0
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._key = ("", "")
+        self._chosen = traceback.StackSummary()
+
+    def add(self, beat: float, stack: traceback.StackSummary) -> traceback.StackSummary:
+        """Count a stack, and return the chosen one of this heartbeat."""
+        if beat != self._beat:
+            self._beat = beat
+            self._counts.clear()
+        frames = _relevant_frames(stack)
+        key = _holder_key((authors_frames(frames) or frames)[-1])
+        self._counts[key] += 1
+        if key == self._key or self._counts[key] > self._counts[self._key]:
+            self._key, self._chosen = key, stack
+        return self._chosen
+
+
+def _holder_key(holder: traceback.FrameSummary) -> tuple[str, str]:
+    return holder.filename, holder.name
 
 
 def _stack(frame: FrameType) -> traceback.StackSummary:

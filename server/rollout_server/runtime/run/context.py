@@ -43,6 +43,7 @@ class RunContext:
         self._cleanup_threads = cleanup_threads
         self._ignored = 0
         self._waiting: set[asyncio.Task[object]] = set()
+        self._abandoned: list[ToolTask] = []
 
     async def check(self, conversation: Conversation, *allowed: State) -> None:
         """Raise `RolloutEnded` after the end, and `AgentMistake` if the conversation is in none of the given states."""
@@ -130,8 +131,14 @@ class RunContext:
             await asyncio.wait({task})
         except asyncio.CancelledError:
             work.cancel()
+            self._abandoned.append(work)
             raise
         return cast("_T", task.result())
+
+    async def threads_ended(self) -> None:
+        """Wait until the abandoned threads have ended."""
+        for work in self._abandoned:
+            await work.ended.wait()
 
     def end(self, end: End) -> NoReturn:
         """End the rollout: set its end and raise `RolloutEnded`."""

@@ -5,7 +5,7 @@ a task of its own. While `setup` or `play` runs, the driver waits for the first 
 failed trainer), an end was requested (cancel, time limit, drain), or the method returned.
 
 A rollout without a `cleanup` gets its outcome as soon as its end is decided. With one, the outcome waits for it and has its
-warning: first the agent's cancelled tasks have `GRACE_SECONDS` to end, then `cleanup` has its time limit.
+warning: first the agent's cancelled tasks and its threads have `GRACE_SECONDS` to end, then `cleanup` has its time limit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -168,8 +168,12 @@ async def _run_reward(
 
 
 async def _run_cleanup(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> tuple[Warned, ...]:
-    """Run the agent's `cleanup` after its other tasks have ended or are abandoned. Return the warning if it fails."""
+    """Run the agent's `cleanup` after its other tasks and threads have ended or are abandoned. Return the warning if it fails."""
+    until = asyncio.get_running_loop().time() + GRACE_SECONDS
     await _await_cancelled(tasks)
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            await run.threads_ended()  # a cancelled `setup` in a thread may still open what `cleanup` closes
     tasks.clear()
     agent = rollout.agent
     cleanup = _start(agent.run_cleanup(run.latest), f"cleanup {rollout.uid}", tasks)

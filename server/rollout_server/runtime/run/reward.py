@@ -53,7 +53,9 @@ def checked_reward(reward: object, where: str) -> RewardResult:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool):
+        raise TypeError(f"{where} returned {value!r}; convert it to a number with float()")
+    if not isinstance(value, Real):
         raise TypeError(f"{where} returned {value!r}; it must return a finite number, a RewardResult or None")
     try:
         number = float(cast("float", value))

@@ -293,6 +293,10 @@ class Run:
         """Run a synchronous function of the agent in a thread. On cancellation the thread is abandoned."""
         return await self._context.run_in_thread(name, function)
 
+    async def threads_ended(self) -> None:
+        """Wait until the threads of the agent that were abandoned have ended."""
+        await self._context.threads_ended()
+
     def _abandon_turn(self, turn: int) -> None:
         """Record that the agent stopped waiting for a completion.
 

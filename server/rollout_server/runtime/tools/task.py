@@ -37,7 +37,7 @@ class ToolTask:
     ) -> None:
         """Take ownership of `slots`. `label` names the function in the log, such as "tool add (agent.py:3)".
 
-        `context` is the rollout that calls the tool.
+        `context` is the rollout that calls the tool. `ended` is set once its task and its threads have ended.
         """
         self._label = label
         self._slots = slots
@@ -48,6 +48,7 @@ class ToolTask:
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._lost = False
+        self.ended = asyncio.Event()
 
     def start(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Start the call. Call once."""
@@ -120,6 +121,7 @@ class ToolTask:
             self._timer.cancel()
         for slots in self._slots:
             slots.recover() if self._lost else slots.release()
+        self.ended.set()
 
 
 async def _contain(coroutine: Coroutine[Any, Any, _T]) -> _T:
