@@ -75,6 +75,10 @@ def _schema(arrow: Any) -> Any:
         "scores": arrow.list_(arrow.struct([("name", text), ("value", number)])),
         "completion_ms": number,
         "tool_ms": number,
+        "role": text,
+        "trainable": arrow.bool_(),
+        "untrainable_reason": text,
+        "turn_rewards": arrow.list_(arrow.struct([("turn", integer), ("value", number)])),
     }
     return arrow.schema(columns)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -105,11 +106,37 @@ class RewardResult:
         reward: a finite number, or None for no reward.
         scores: up to 1,000 named numbers, for example the components of the reward. Names have at most 256 characters.
         extra_json: further results as one JSON object of at most 1 MiB characters; empty for none.
+        roles: up to 1,000 finite numbers by role, such as `{"agent": 1.0, "critic": 0.5}`, for the samples of each role. Needs
+            `reward_rule = "own"`. A role without a conversation in the rollout is ignored.
     """
 
     reward: float | None = None
     scores: Mapping[str, float] | None = None
     extra_json: str = ""
+    roles: Mapping[str, float] | None = None
+
+
+class RewardRule(Enum):
+    """How the rewards of a rollout reach its samples. `RewardRule` in the proto file describes the values."""
+
+    COPY = "copy"
+    SPLIT = "split"
+    OWN = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """The reward of one turn.
+
+    Args:
+        turn: the turn, from 1.
+        value: the sum of what the agent gave the turn.
+        segment_id: the segment that holds the turn's completion; empty if the tokens of the turn are unknown.
+    """
+
+    turn: int
+    value: float
+    segment_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +149,37 @@ class Outcome:
     metrics: Metrics
     reward_result: RewardResult
     warnings: tuple[Warned, ...]
+    turn_rewards: tuple[TurnReward, ...] = ()
+    reward_rule: RewardRule = RewardRule.COPY
+
+
+def untrainable_reason(segment: Segment) -> str:
+    """Return why the sample of a segment does not train; empty if it does."""
+    if not segment.role.trainable:
+        return f"the agent declared this conversation (role {segment.role.name!r}) as not trainable"
+    if not any(span.trains for span in segment.spans):
+        return "no token of it trains: the agent masked all completions out, or none has a token"
+    return ""
+
+
+def segment_rewards(outcome: Outcome) -> Mapping[str, float]:
+    """Return the reward of each segment by its id, according to the rule. A segment without a reward is missing.
+
+    Only a segment that trains has a reward, and none has one in a rollout that was not judged: a rollout that failed or was
+    cancelled, unless the agent returned a reward for it.
+    """
+    result, trained = outcome.reward_result, [each for each in outcome.segments if not untrainable_reason(each)]
+    if outcome.reward_rule is RewardRule.OWN and isinstance(outcome.end, Stop):
+        given = {each.id: _own_rewards(outcome, each) for each in trained}
+        return {segment_id: math.fsum(values) for segment_id, values in given.items() if values}
+    if result.reward is None or outcome.reward_rule is RewardRule.OWN:
+        return {}
+    parts = len(trained) if outcome.reward_rule is RewardRule.SPLIT else 1
+    return {each.id: result.reward / parts for each in trained}
+
+
+def _own_rewards(outcome: Outcome, segment: Segment) -> list[float]:
+    """Return what was given to the turns of a segment and to its role."""
+    values = [each.value for each in outcome.turn_rewards if each.segment_id == segment.id]
+    role = (outcome.reward_result.roles or {}).get(segment.role.name)
+    return values if role is None else [*values, role]

@@ -5,7 +5,16 @@ from __future__ import annotations
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 
 from rollout_server.core.ledger import Origin, Segment, Span
-from rollout_server.core.outcome import Cancellation, Failure, Metrics, Outcome, Stop, Warned
+from rollout_server.core.outcome import (
+    Cancellation,
+    Failure,
+    Metrics,
+    Outcome,
+    Stop,
+    Warned,
+    segment_rewards,
+    untrainable_reason,
+)
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto, utf8
 
@@ -14,16 +23,23 @@ def outcome_to_proto(
     outcome: Outcome, *, typed: bool, messages: bool, samples: bool, segments: bool
 ) -> outcome_pb2.Outcome:
     """Return the proto of an outcome. The flags select its optional parts; `typed` is the form of its messages."""
-    result = outcome.reward_result
+    result, rewards = outcome.reward_result, segment_rewards(outcome)
     proto = outcome_pb2.Outcome(
         messages=messages_to_proto(outcome.messages, typed=typed) if messages else (),
-        segments=[segment_to_proto(segment) for segment in outcome.segments] if segments else (),
-        samples=[_sample(segment) for segment in outcome.segments] if samples else (),
+        segments=[segment_to_proto(segment, rewards.get(segment.id)) for segment in outcome.segments]
+        if segments
+        else (),
+        samples=[_sample(segment, rewards.get(segment.id)) for segment in outcome.segments] if samples else (),
         metrics=metrics_to_proto(outcome.metrics),
         reward=result.reward,
         scores={utf8(name): score for name, score in (result.scores or {}).items()},
         extra_json=utf8(result.extra_json),
         warnings=[_warning(warned) for warned in outcome.warnings],
+        turn_rewards=[
+            outcome_pb2.TurnReward(turn=each.turn, value=each.value, segment_id=each.segment_id)
+            for each in outcome.turn_rewards
+        ],
+        reward_rule=enums.REWARD_RULES[outcome.reward_rule],
     )
     match outcome.end:
         case Stop(reason, truncated):
@@ -56,13 +72,16 @@ def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
     )
 
 
-def segment_to_proto(segment: Segment) -> token_pb2.Segment:
+def segment_to_proto(segment: Segment, reward: float | None = None) -> token_pb2.Segment:
     """Return the proto of a segment with its spans."""
     return token_pb2.Segment(
         id=segment.id,
         origin=origin_to_proto(segment.origin),
         spans=[span_to_proto(segment, span) for span in segment.spans],
         verified=segment.verified,
+        role=utf8(segment.role.name),
+        trainable=segment.role.trainable,
+        reward=reward,
     )
 
 
@@ -87,8 +106,8 @@ def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
     )
 
 
-def _sample(segment: Segment) -> token_pb2.Sample:
-    sample = segment.sample()
+def _sample(segment: Segment, reward: float | None) -> token_pb2.Sample:
+    sample, untrainable = segment.sample(), untrainable_reason(segment)
     return token_pb2.Sample(
         segment_id=sample.segment_id,
         prompt_ids=sample.prompt_ids,
@@ -98,6 +117,10 @@ def _sample(segment: Segment) -> token_pb2.Sample:
         spans=[_sample_span(span) for span in segment.spans],
         origin=origin_to_proto(segment.origin),
         verified=segment.verified,
+        trainable=not untrainable,
+        untrainable_reason=utf8(untrainable),
+        role=utf8(segment.role.name),
+        reward=reward,
     )
 
 
