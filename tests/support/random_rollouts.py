@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -35,7 +36,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
     """Finished rollouts in view "full".
 
     They contain any turns: drift of each kind, gaps, closing tokens, missing logprobs, forks in several roles, completions that
-    the author masked out, rewards of turns and roles, and token planes.
+    the author masked out, rewards of turns and roles, and token planes. `extra_json` has the rewards of the roles.
     """
     ledger, data = Ledger(), draw(st.data())
     lines, turns = [ledger.main], draw(st.integers(0, 6))
@@ -67,7 +68,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         (Message.write({"role": "user", "content": "Go."}),),
         ledger.segments,
         Metrics(completion_ms=1500.0, tool_ms=250.0, turns=turns),
-        RewardResult(reward, scores, roles=roles),
+        RewardResult(reward, scores, json.dumps({"roles": roles}), roles),
         (),
         tuple(TurnReward(turn, value, homes.get(turn, "")) for turn, value in sorted(turn_rewards.items())),
         draw(st.sampled_from(RewardRule)),

@@ -114,9 +114,9 @@ def _as_step(value: object, where: str) -> tuple[Sequence[Mapping[str, JSON]], A
     if not isinstance(value, tuple) or len(value) != len(Step._fields):
         raise TypeError(f"{where} returned {value!r:.100}; it must return a Step or a tuple (messages, reward, done)")
     messages, reward, done = value
-    if not isinstance(done, bool):
+    if done not in (True, False):  # NumPy's booleans are not `bool`
         raise TypeError(f"{where} returned done={done!r:.100}; it must be True or False")
-    return _as_messages(messages, where), reward, done
+    return _as_messages(messages, where), reward, bool(done)
 
 
 def _as_messages(spoken: object, where: str) -> Sequence[Mapping[str, JSON]]:
