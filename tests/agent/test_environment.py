@@ -212,3 +212,37 @@ def test_what_a_subclass_inherits() -> None:
 
     assert (Silent().replayable, Repeatable().replayable, Silent().description) == (False, True, "")
     assert Countdown().description.startswith("Count down")
+
+
+class Helpdesk(Environment):
+    """A simulated user, whose own completions do not train."""
+
+    name = "helpdesk"
+    reward_rule = "split"
+
+    async def step(self, run: Run, reply: Reply) -> Step:
+        user = run.state.get("user")
+        if user is None:
+            goal = {"role": "system", "content": "You want a refund. Say DONE once you have it."}
+            user = run.state["user"] = await run.fork([goal], role="user", trainable=False)
+        await user.append({"role": "user", "content": reply.content})
+        said = (await user.sample()).content
+        return Step(said, reward=1.0, done=True) if "DONE" in said else Step(said)
+
+
+def test_a_simulated_user_does_not_train_and_its_mask_says_who_wrote_it(
+    serving: Serving, scripted_model: ScriptedModel
+) -> None:
+    model = scripted_model.says("Hello.").says("A refund, please.").says("Here it is.").says("DONE")
+    rollout = serving(Helpdesk()).play("Hi.", model)
+    agent, user = rollout.samples
+    assert (agent.role, agent.trainable, agent.reward, rollout.reward) == ("agent", True, 1.0, 1.0)
+    assert (user.role, user.trainable, user.reward, user.kind) == ("user", False, None, "subagent")
+    assert user.untrainable_reason == "the agent declared this conversation (role 'user') as not trainable"
+    assert agent.turn_scores == [0.0, 1.0]
+    assert user.spans is not None
+    written = [span for span in user.spans if span.author == "model"]
+    assert [span.trains for span in written] == [True, True]
+    assert sum(user.response_mask) == sum(span.stop - span.start for span in written)
+    (forked,) = [event.forked for event in rollout.events if event.HasField("forked")]
+    assert (forked.role, forked.trainable) == ("user", False)

@@ -86,6 +86,10 @@ class Environment(Agent):
                 whether the episode is over. The messages are appended in either case.
             """
 
+        async def reward(self, run: Run) -> RewardValue:
+            """Return the sum of the rewards of the rollout's turns; None if no turn has one."""
+            return sum(run.turn_rewards.values()) if run.turn_rewards else None
+
     async def play(self, run: Run) -> None:
         """Run one episode."""
         first = await call_method(self.reset, f"reset() of agent {self.name}", run)
@@ -104,10 +108,6 @@ class Environment(Agent):
                     run.give_reward(reward)
                 run = run.latest  # `step` may have replaced the conversation by a compaction
                 await run.append(*messages)
-
-    async def reward(self, run: Run) -> RewardValue:
-        """Return the sum of the rewards of the rollout's turns; None if no turn has one."""
-        return sum(run.turn_rewards.values()) if run.turn_rewards else None
 
 
 def _as_step(value: object, where: str) -> tuple[Sequence[Mapping[str, JSON]], Any, bool]:
