@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from google.protobuf.descriptor import EnumDescriptor
-from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, FailureClass, Outcome
+from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, FailureClass, Outcome, RewardRule
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.token_pb2 import Author, MaskReason, Sample, Segment, SegmentKind
 from osmosis.rollout.v1.token_pb2 import SampleSpan as SpanProto
@@ -68,6 +68,14 @@ class SampleSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnReward:
+    """The reward that the agent gave to a turn: its number, from 1, and the sum of what was given."""
+
+    turn: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One training sample: a masked prompt and the response after it, which ends with a generated token.
 
@@ -92,14 +100,17 @@ class TrainingSample:
         end: how the rollout ended: "stop", "failure" or "cancellation"; empty: unknown.
         reason: details of `end`: the stop reason, the category of the failure, or the reason of the cancellation.
         truncated: the sample ends with the last completion of the rollout, and that completion was cut by length.
-        reward: reward of the whole rollout. None: the agent gave none.
+        reward: reward of the sample, by the rule that the agent declares (docs/samples.md). By default, that of the whole rollout.
+            None: it has none.
         scores: named components of the reward.
         completion_ms: time the rollout waited for completions, in milliseconds.
         tool_ms: time the rollout waited for tools, in milliseconds.
         failure_class: who has to act if the rollout failed, such as "engine"; "cancelled" if it was cancelled, empty if it
             completed. docs/failures.md lists them.
-        trainable: whether to train on the sample. The mask does not depend on it.
+        role: the part that the conversation plays, as the agent names it, such as "critic"; "agent" by default.
+        trainable: whether to train on the sample. The mask does not depend on it: it says who wrote the tokens.
         untrainable_reason: why not, as a stable word such as "failure_engine" or "cancelled"; empty if it is trainable.
+        turn_rewards: rewards that the agent gave to turns of the sample, by turn. A turn without a reward is missing.
 
     Raises ValueError if lengths, mask, logprobs and spans contradict each other.
     """
@@ -125,8 +136,20 @@ class TrainingSample:
     completion_ms: float = 0.0
     tool_ms: float = 0.0
     failure_class: str = ""
+    role: str = "agent"
     trainable: bool = True
     untrainable_reason: str = ""
+    turn_rewards: tuple[TurnReward, ...] = ()
+
+    @property
+    def turn_scores(self) -> list[float]:
+        """One reward per completion of the sample, in order, 0.0 for one without a reward; empty if no completion has one."""
+        given = {each.turn: each.value for each in self.turn_rewards}
+        if not given or self.spans is None:
+            return list(given.values())
+        turns = {span.turn for span in self.spans if span.author == MODEL}
+        # A completion without tokens has no span.
+        return [given.get(turn, 0.0) for turn in sorted(turns | given.keys())]
 
     def __post_init__(self) -> None:
         for fault in (_fault_of_lists(self), _fault_of_spans(self)):
@@ -197,14 +220,24 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
         end=end,
         reason=reason,
         truncated=outcome.stop.truncated and _is_last(sample, spans, outcome),
-        reward=outcome.reward if outcome.HasField("reward") else None,
+        reward=_reward(sample, outcome),
         scores=dict(outcome.scores),
         completion_ms=outcome.metrics.completion_ms,
         tool_ms=outcome.metrics.tool_ms,
         failure_class=failure_class_of(outcome),
+        role=sample.role or "agent",
         trainable=_is_trainable(sample, outcome),
         untrainable_reason=sample.untrainable_reason,
+        turn_rewards=tuple(
+            TurnReward(each.turn, each.value) for each in outcome.turn_rewards if each.segment_id == sample.segment_id
+        ),
     )
+
+
+def _reward(sample: Sample, outcome: Outcome) -> float | None:
+    """Return the reward of a sample. Servers without a reward rule send only that of the rollout."""
+    source = outcome if outcome.reward_rule == RewardRule.REWARD_RULE_UNSPECIFIED else sample
+    return source.reward if source.HasField("reward") else None
 
 
 def raise_for_failure(source: Rollout | Outcome, *, uid: str = "") -> None:

@@ -6,7 +6,7 @@ This module exports the names that authors of agents need. `rollout_server.calcu
 from __future__ import annotations
 
 try:
-    from rollout_server.agent import Agent
+    from rollout_server.agent import Agent, Environment, Step
     from rollout_server.core.limits import Limits
     from rollout_server.core.outcome import RewardResult
     from rollout_server.runtime.agent_protocol import Request
@@ -27,12 +27,14 @@ except ModuleNotFoundError as error:  # the base install has only what the clien
 
 __all__ = [
     "Agent",
+    "Environment",
     "Image",
     "Limits",
     "Reply",
     "Request",
     "RewardResult",
     "Run",
+    "Step",
     "ToolContext",
     "ToolError",
     "__version__",

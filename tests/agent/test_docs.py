@@ -16,6 +16,8 @@ PLAYED = """
 from basket import Basket
 from careful import Careful
 from coder import Coder
+from countdown import Countdown
+from debate import Debate
 from moody import Moody
 from numbers_ import Numbers
 from squares import Squares
@@ -49,6 +51,22 @@ def test_the_rollout_in_a_tool(serving, scripted_model):
     assert rollout.reward == 1.0
 
 
+def test_a_world_that_speaks(serving, scripted_model):
+    model = scripted_model.says("2").says("0").says("1")
+    rollout = serving(Countdown()).play("Count.", model, metadata={"ground_truth": 2})
+    assert (rollout.stop, rollout.reward, rollout.samples[0].turn_scores) == ("stop", 1.5, [1.0, -0.5, 1.0])
+
+
+def test_roles(serving, scripted_model):
+    model = scripted_model.says("Yes.").says("No. " * 300).says("The objection is.")
+    samples = serving(Debate()).play("Is it so?", model).samples
+    assert [(each.role, each.trainable, each.reward) for each in samples] == [
+        ("agent", True, 0.0),
+        ("opponent", True, 0.5),
+        ("referee", False, None),
+    ]
+
+
 def test_tools_by_request(serving, scripted_model):
     stage = serving(Moody())
     model = scripted_model.calls("shout", text="a").says("Done.")
@@ -65,7 +83,7 @@ def test_rows_of_the_agent(serving, scripted_model):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("shop", "numbers_", "basket", "careful", "coder", "moody", "squares", "test_shop")
+    names = ("shop", "numbers_", "basket", "careful", "coder", "countdown", "debate", "moody", "squares", "test_shop")
     for name, block in zip(names, BLOCKS, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     (tmp_path / "test_played.py").write_text(PLAYED)
@@ -76,4 +94,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 passed" in done.stdout
+    assert "10 passed" in done.stdout

@@ -27,12 +27,14 @@ HEAVY = (
 def test_the_public_names_are_there() -> None:
     assert sorted(rollout_server.__all__) == [
         "Agent",
+        "Environment",
         "Image",
         "Limits",
         "Reply",
         "Request",
         "RewardResult",
         "Run",
+        "Step",
         "ToolContext",
         "ToolError",
         "__version__",

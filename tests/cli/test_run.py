@@ -155,7 +155,8 @@ class Forking(Agent):
         await run.once(lambda: {"seen": True})
         plan = await run.sample()
         run.mask(plan, "a plan\\n\\x1b[31mfinished")
-        judge = await run.fork([{"role": "user", "content": "Are you sure?"}])
+        run.give_reward(-0.5)
+        judge = await run.fork([{"role": "user", "content": "Are you sure?"}], role="judge", trainable=False)
         lost = asyncio.create_task(judge.sample())
         await asyncio.sleep(0)
         lost.cancel()
@@ -177,7 +178,9 @@ def test_what_an_agent_does_beside_its_turns_is_told(project: Path, invoke: Invo
     for said in (
         'observed  │ once {"seen": true}',
         "masked    │ turn 1 is excluded from training: a plan\nmasked    │ ␛[31mfinished",
-        "fork      │ segment 1, a subagent of segment 0: 1 message, no tools\nuser      │ Are you sure?",
+        "reward    │ turn 1: -0.5",
+        "fork      │ segment 1, a subagent of segment 0: 1 message, no tools, role judge, not trainable\n"
+        "user      │ Are you sure?",
         "given up  │ turn 2: the agent stopped waiting for the completion",
         "fork      │ segment 2, a branch of segment 0: 2 messages, no tools\nuser      │ Another way.",
         "          │ in segment 0:\nuser      │ Go on.",

@@ -77,7 +77,8 @@ def test_the_rollout_stands_on_each_sample(rollout: pb.Rollout) -> None:
     for sample in samples(rollout):
         assert (sample.uid, sample.rollout_id, sample.group_id) == ("u1", "r/1", "g")
         assert (sample.end, sample.reason) == (end, "network" if end == "failure" else outcome.stop.reason)
-        assert sample.reward == (outcome.reward if outcome.HasField("reward") else None)
+        assert sample.trainable is (any(sample.response_mask) and sample.role != "user")
+        assert sample.trainable is (sample.untrainable_reason == "")
         assert sample.scores == dict(outcome.scores)
         failed = ("server", False, "failure_server")  # ENDS names no source of its failure
         verdict = sample.failure_class, sample.trainable, sample.untrainable_reason

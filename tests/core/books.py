@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from rollout_server.core.conversation import State
-from rollout_server.core.ledger import Tokens, Turn
+from rollout_server.core.ledger import Role, Tokens, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Metrics
+from rollout_server.core.outcome import Metrics, RewardRule, TurnReward
 from rollout_server.core.record import Answered, ToolReturned, ToolStarted
 
 from tests.support.naive_ledger import NaiveLedger, NaiveLine
@@ -41,6 +41,8 @@ class Books:
         self.warnings: list[tuple[str, int, int | None]] = []
         self.turn = 0
         self.tool_turns = 0
+        self.rewards: dict[int, float] = {}
+        self.homes: dict[int, str] = {}
 
     def count(self, **amounts: float) -> None:
         more = {name: getattr(self.metrics, name) + n for name, n in amounts.items()}
@@ -107,7 +109,9 @@ class Books:
             record.reported,
             record.policy_version,
         )
-        return talk.line.commit(turn)
+        drift = talk.line.commit(turn)
+        self.homes[record.turn] = talk.line.id
+        return drift
 
     def skipped(self, talk: Talk, record: Answered) -> None:
         """Count a turn without tokens, once per gap, and only if other turns have tokens."""
@@ -139,13 +143,14 @@ class Books:
         )
         talk.back.clear()
 
-    def branched(self, talk: Talk) -> Talk:
-        other = Talk(talk.line.branch(), list(talk.messages), turn=talk.turn, cut=talk.cut)
+    def branched(self, talk: Talk, role: Role) -> Talk:
+        other = Talk(talk.line.branch(role), list(talk.messages), turn=talk.turn, cut=talk.cut)
         self.talks.append(other)
         return other
 
-    def began(self, talk: Talk, kind: str, messages: list[Message]) -> Talk:
-        other = Talk(self.ledger.line(kind, talk.line.id), list(messages))
+    def began(self, talk: Talk, kind: str, messages: list[Message], role: Role) -> Talk:
+        role = talk.line.role if kind == "compaction" else role
+        other = Talk(self.ledger.line(kind, talk.line.id, role), list(messages))
         self.said += messages
         self.talks.append(other)
         if kind == "compaction":
@@ -156,3 +161,22 @@ class Books:
     def masked(self, turn: int) -> None:
         for token in (t for segment in self.ledger.segments for t in segment.tokens):
             token.out = token.out or (token.turn == turn and token.by == "model")
+
+    def turn_rewards(self) -> list[TurnReward]:
+        return [TurnReward(turn, value, self.homes.get(turn, "")) for turn, value in sorted(self.rewards.items())]
+
+    def segment_rewards(
+        self, rule: RewardRule, reward: float, roles: dict[str, float], *, stopped: bool
+    ) -> dict[str, float]:
+        """The reward of each segment by the rule; only segments that train have one."""
+        trained = [s for s in self.ledger.segments if s.role.trainable and any(t.trains for t in s.tokens)]
+        if rule is not RewardRule.OWN:
+            parts = len(trained) if rule is RewardRule.SPLIT else 1
+            return {segment.id: reward / parts for segment in trained}
+        found: dict[str, float] = {}
+        for segment in trained if stopped else []:
+            values = [value for turn, value in self.rewards.items() if self.homes.get(turn) == segment.id]
+            values += [roles[segment.role.name]] if segment.role.name in roles else []
+            if values:
+                found[segment.id] = sum(values)
+        return found

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.ledger import DriftKind, MaskReason, Origin, SegmentKind
+from rollout_server.core.ledger import DriftKind, MaskReason, Origin, Role, SegmentKind
 from rollout_server.core.machine import LimitReached, Machine, replay
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import (
@@ -20,6 +20,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Rewarded,
     SegmentOpened,
 )
 
@@ -221,6 +222,8 @@ WRONG = [
     Forked("1", "0", Origin(SUBAGENT, "1"), 1, (USER,)),
     Forked("1", "0", Origin(SUBAGENT, "0", 1), 1, (USER,)),
     Forked("1", "0", Origin(SegmentKind.DRIFT, "0", 0), 1, (USER,)),
+    Forked("1", "0", Origin(COMPACTION, "0"), 1, (USER,), role=Role("critic")),
+    Forked("1", "0", Origin(COMPACTION, "0"), 1, (USER,), role=Role(trainable=False)),
 ]
 
 
@@ -254,6 +257,54 @@ def test_several_conversations_are_replayed() -> None:
     assert again.outcome is not None
     assert shown_outcome(again.outcome) == shown_outcome(machine.outcome)
     assert [segment.id for segment in machine.ledger.segments] == ["0", "2", "1", "3"]
+
+
+CRITIC = Role("critic", trainable=False)
+
+
+def test_all_segments_of_a_conversation_have_its_role() -> None:
+    machine = begun()
+    record = machine.fork(SUBAGENT, (USER,), role=CRITIC)
+    machine.accept(record)
+    critic = machine.find(record)
+    for prompt in (
+        (1, 2),
+        (1, 3),
+        None,
+        (1, 4),
+    ):  # the second prompt drifts, the third turn has no ids, so a gap follows
+        turn = asks(machine, critic)
+        given = answered(turn, 7, reported=None if prompt is None else ids(*prompt))
+        machine.accept(given if prompt is not None else replace(given, token_ids=None))
+    shorter = forks(machine, COMPACTION, critic)
+    machine.accept(answered(asks(machine, shorter), 8))
+    branch = forks(machine, BRANCH, shorter)
+    machine.accept(answered(asks(machine, branch), 9))
+    found = {segment.id: (segment.origin.kind.value, segment.role) for segment in machine.ledger.segments}
+    assert list(found.values()) == [
+        ("main", Role()),
+        ("subagent", CRITIC),
+        ("drift", CRITIC),
+        ("gap", CRITIC),
+        ("compaction", CRITIC),
+        ("branch", Role()),
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.1e9, -1.1e9])
+def test_a_turn_reward_is_a_number_of_bounded_size(value: float) -> None:
+    assert_refused(begun(), Rewarded(1, value))
+
+
+def test_a_turn_has_a_bounded_number_of_rewards_which_add_up() -> None:
+    machine = begun()
+    for _ in range(1000):
+        machine.accept(Rewarded(1, 0.1))
+    assert_refused(machine, Rewarded(1, 0.1))
+    takes_turn(machine, 9)
+    machine.accept(Rewarded(2, 1e9))
+    turns = ends(machine, Ended(Stop("stop"))).turn_rewards
+    assert [(each.turn, each.value, each.segment_id) for each in turns] == [(1, 100.0, "0"), (2, 1e9, "0")]
 
 
 def test_what_names_no_conversation_belongs_to_the_main_one() -> None:

@@ -29,6 +29,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Rewarded,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
@@ -67,6 +68,7 @@ Compacted         x x . x . . . x . x .
 GivenUp           . . . . . . . . . . .
 Observed          x x x x x x x x x x .
 Masked            . . . x x x x x x x .
+Rewarded          . . . x x x x x x x .
 Note              x x x x x x x x x x .
 Ended             x x x x x x x x x x .
 SegmentOpened     . . . . . . . . . . .
@@ -109,6 +111,7 @@ FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "GivenUp": lambda machine, at: GivenUp(machine.turn, "0"),
     "Observed": lambda machine, at: Observed("now", "1"),
     "Masked": lambda machine, at: Masked(1, "dull"),
+    "Rewarded": lambda machine, at: Rewarded(1, 0.5),
     "Note": lambda machine, at: Note(machine.turn, "word", "text"),
     "Ended": lambda machine, at: ROLLOUT[-1],
     "SegmentOpened": lambda machine, at: SegmentOpened(machine.turn, "0", Origin(SegmentKind.MAIN), 1),

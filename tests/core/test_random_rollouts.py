@@ -9,11 +9,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.ledger import Origin, SegmentKind, pack_tokens
+from rollout_server.core.ledger import Origin, Role, SegmentKind, pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.machine import IllegalRecord, LimitReached, Machine, replay
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import Cancellation, Category, Failure, RewardResult, Stop, Warned
+from rollout_server.core.outcome import (
+    Cancellation,
+    Category,
+    Failure,
+    RewardResult,
+    RewardRule,
+    Stop,
+    Warned,
+    segment_rewards,
+)
 from rollout_server.core.record import (
     Accepted,
     Answered,
@@ -27,6 +36,7 @@ from rollout_server.core.record import (
     Masked,
     Note,
     Record,
+    Rewarded,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
@@ -46,6 +56,8 @@ limits = st.builds(
     tool_turns=st.none() | st.integers(0, 4),
     bytes=st.none() | st.integers(200, 4000),
 )
+roles = st.builds(Role, st.sampled_from(("agent", "critic", "user")), st.booleans())
+ROLE_REWARDS = {"critic": 0.25, "absent": 8.0}
 usages = st.none() | st.tuples(st.integers(0, 50), st.integers(0, 50))
 
 
@@ -99,7 +111,9 @@ class RandomRollouts(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        wish=st.sampled_from((*["ask"] * 5, "call", "call", "append", "note", "misfit", "fork", "give up", "mask")),
+        wish=st.sampled_from(
+            (*["ask"] * 5, "call", "call", "append", "note", "misfit", "fork", "give up", "mask", "reward")
+        ),
     )
     def go_on(self, data: st.DataObject, wish: str) -> None:
         """One rule for all actions: hypothesis disables whole rules in some runs, and a run without completions tests little."""
@@ -110,8 +124,8 @@ class RandomRollouts(RuleBasedStateMachine):
             self._try_what_does_not_fit(data, talk)
         elif wish == "fork" and len(self.books.talks) < 5:
             self._fork(data, talk)
-        elif wish == "mask":
-            self._mask(data)
+        elif wish in ("mask", "reward"):
+            self._judge_turn(data, wish)
         elif talk.state is State.ASKING:
             self._give_up(talk) if wish == "give up" else self._answer(data, talk)
         elif talk.state is State.CALLING:
@@ -221,16 +235,17 @@ class RandomRollouts(RuleBasedStateMachine):
         kind = data.draw(st.sampled_from((SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
         branches = kind is SegmentKind.BRANCH
         given = [] if branches else data.draw(st.lists(messages, min_size=1, max_size=2))
-        record = self.machine.fork(kind, tuple(given), self._real(talk))
+        role = data.draw(roles)
+        record = self.machine.fork(kind, tuple(given), self._real(talk), role)
         allowed = talk.state is State.OPEN or (kind is SegmentKind.SUBAGENT and talk.state is not State.CLOSED)
         if not allowed:
             assert_refused(self.machine, record)
             return
         assert self._take(record) == []
-        opened = self.books.branched(talk) if branches else self.books.began(talk, kind.value, given)
+        opened = self.books.branched(talk, role) if branches else self.books.began(talk, kind.value, given, role)
         shared = len(opened.line.before)
         assert (record.segment_id, record.count) == (opened.line.id, len(opened.messages))
-        assert record.origin == Origin(kind, opened.line.parent, shared)
+        assert (record.origin, record.role) == (Origin(kind, opened.line.parent, shared), opened.line.role)
         self._agrees()
 
     def _give_up(self, talk: Talk) -> None:
@@ -242,14 +257,20 @@ class RandomRollouts(RuleBasedStateMachine):
         talk.state = State.CLOSED
         self._agrees()
 
-    def _mask(self, data: st.DataObject) -> None:
+    def _judge_turn(self, data: st.DataObject, wish: str) -> None:
+        """Mask a completion out, or give it a reward."""
         turn = data.draw(st.integers(0, self.books.turn + 1))
+        value = data.draw(st.sampled_from((-1.0, 0.0, 0.25, 0.5)))
+        record = Masked(turn, "dull") if wish == "mask" else Rewarded(turn, value)
         waits = any(talk.state is State.ASKING and talk.turn == turn for talk in self.books.talks)
         if not 0 < turn <= self.books.turn or waits:
-            assert_refused(self.machine, Masked(turn, "dull"))
+            assert_refused(self.machine, record)
             return
-        assert self._take(Masked(turn, "dull")) == []
-        self.books.masked(turn)
+        assert self._take(record) == []
+        if wish == "mask":
+            self.books.masked(turn)
+        else:
+            self.books.rewards[turn] = self.books.rewards.get(turn, 0.0) + value
         self._agrees()
 
     def _note(self) -> None:
@@ -283,7 +304,9 @@ class RandomRollouts(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "machine"):
             return
-        ended = Ended(_end_of(len(self.log), self.machine), RewardResult(0.5), 9.0, 4.0)
+        rule = list(RewardRule)[len(self.log) % 3]
+        given = RewardResult(0.5, roles=ROLE_REWARDS)
+        ended = Ended(_end_of(len(self.log), self.machine), given, 9.0, 4.0, reward_rule=rule)
         assert self._take(ended) == []
         self._outcome_is_what_the_books_say(ended)
         self._replays()
@@ -302,6 +325,10 @@ class RandomRollouts(RuleBasedStateMachine):
         assert [(w.code, w.turn, w.index) for w in outcome.warnings] == self.books.warnings
         assert all(isinstance(w, Warned) and w.message for w in outcome.warnings)
         assert outcome.reward_result == (ended.reward_result if isinstance(ended.end, Stop) else RewardResult())
+        assert list(outcome.turn_rewards) == self.books.turn_rewards()
+        stopped = isinstance(ended.end, Stop)
+        expected = self.books.segment_rewards(ended.reward_rule, 0.5, ROLE_REWARDS, stopped=stopped)
+        assert segment_rewards(outcome) == expected
         end = replace(ended.end, turn=self.books.turn) if isinstance(ended.end, Failure) else ended.end
         assert outcome.end == end
         assert_refused(self.machine, ended)

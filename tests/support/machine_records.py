@@ -97,7 +97,8 @@ def ends(machine: Machine, record: Ended) -> Outcome:
 
 
 def shown_segment(segment: Segment) -> tuple[object, ...]:
-    return (segment.id, segment.origin, segment.verified, segment.spans, segment.ids(), segment.logprobs())
+    held = (segment.verified, segment.spans, segment.ids(), segment.logprobs())
+    return (segment.id, segment.origin, segment.role, *held)
 
 
 def shown_ledger(ledger: Ledger) -> tuple[object, ...]:
@@ -113,13 +114,14 @@ def shown(machine: Machine) -> tuple[object, ...]:
         machine.natural_stop(),
         machine.main.last_completion,
     )
-    state = (machine.state, machine.turn, tuple(machine.messages), machine.metrics)
+    state = (machine.state, machine.turn, tuple(machine.messages), machine.metrics, dict(machine.rewards))
     return (*state, shown_ledger(machine.ledger), *told, outcome)
 
 
 def shown_outcome(outcome: Outcome) -> tuple[object, ...]:
     segments = tuple(shown_segment(s) for s in outcome.segments)
-    return (outcome.end, outcome.messages, outcome.metrics, outcome.reward_result, outcome.warnings, segments)
+    rewards = (outcome.reward_result, outcome.turn_rewards, outcome.reward_rule)
+    return (outcome.end, outcome.messages, outcome.metrics, outcome.warnings, *rewards, segments)
 
 
 def assert_refused(machine: Machine, record: object) -> None:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rollout_server.core.ledger import (
+    AGENT,
     Author,
     ConversationLedger,
     Ledger,
     MaskReason,
+    Role,
     Segment,
     Span,
     Turn,
@@ -51,6 +53,7 @@ class NaiveSegment:
     prompt: int
     verified: bool
     tokens: list[Token]
+    role: Role = AGENT
 
     def ids(self) -> list[int]:
         return [t.id for t in self.tokens]
@@ -72,9 +75,9 @@ class NaiveLedger:
     def __post_init__(self) -> None:
         self.main = self.line("main")
 
-    def line(self, kind: str, parent: str = "") -> NaiveLine:
+    def line(self, kind: str, parent: str = "", role: Role = AGENT) -> NaiveLine:
         """A conversation that starts without tokens."""
-        return NaiveLine(self, self.take(), kind, parent)
+        return NaiveLine(self, self.take(), kind, parent, role=role)
 
     def take(self) -> str:
         self.taken += 1
@@ -96,6 +99,7 @@ class NaiveLine:
     before: list[Token] = field(default_factory=list)
     segment: NaiveSegment | None = None
     missing: bool = False
+    role: Role = AGENT
 
     def tokens(self) -> list[Token]:
         return list(self.before if self.segment is None else self.segment.tokens)
@@ -103,10 +107,11 @@ class NaiveLine:
     def ids(self) -> list[int]:
         return [t.id for t in self.tokens()]
 
-    def branch(self) -> NaiveLine:
+    def branch(self, role: Role = AGENT) -> NaiveLine:
         """Another conversation that continues from here."""
         parent = self.id if self.segment is not None or not self.before else self.parent
-        return NaiveLine(self.ledger, self.ledger.take(), "branch", parent, self.tokens(), missing=self.missing)
+        own = self.ledger.take()
+        return NaiveLine(self.ledger, own, "branch", parent, self.tokens(), missing=self.missing, role=role)
 
     def skip(self) -> None:
         """Record that the tokens of a turn are unknown."""
@@ -168,7 +173,7 @@ class NaiveLine:
             opened = NaiveSegment(self.id, self.kind, self.parent, shared, len(prompt), True, [])
         else:
             opened = NaiveSegment(self.ledger.take(), kind, self.segment.id, shared, len(prompt), True, [])
-        opened.tokens = masked(prompt, "prompt", turn)
+        opened.tokens, opened.role = masked(prompt, "prompt", turn), self.role
         self.id, self.segment = opened.id, opened
         self.ledger.segments.append(opened)
 
@@ -219,7 +224,7 @@ def _assert_segment(real: Segment, plain: NaiveSegment) -> None:
         plain.parent,
         plain.shared,
     )
-    assert real.verified is plain.verified
+    assert (real.role, real.verified) == (plain.role, plain.verified)
     assert len(real) == len(plain.tokens)
     assert list(real.ids()) == plain.ids(), "the concatenated ledger is what the model saw and generated"
     assert real.logprobs() == pack_logprobs(t.logprob or 0.0 for t in plain.tokens)

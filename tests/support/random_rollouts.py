@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -9,9 +10,18 @@ from itertools import accumulate
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.core.ledger import ConversationLedger, Ledger, Origin, Plane, SegmentKind, pack_logprobs
+from rollout_server.core.ledger import ConversationLedger, Ledger, Origin, Plane, Role, SegmentKind, pack_logprobs
 from rollout_server.core.message import Message
-from rollout_server.core.outcome import Category, Failure, Metrics, Outcome, RewardResult, Stop
+from rollout_server.core.outcome import (
+    Category,
+    Failure,
+    Metrics,
+    Outcome,
+    RewardResult,
+    RewardRule,
+    Stop,
+    TurnReward,
+)
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.wire.outcome import outcome_to_proto
 
@@ -19,6 +29,7 @@ from tests.support.machine_records import draw_turn
 
 LEAST = -1e30
 SPEC = Spec("r/1", (), Target("http://trainer", Dialect.HTTP_PLAIN), group_id="g")
+ROLES = (Role(), Role("critic"), Role("user", trainable=False))
 ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWORK, "the trainer is away", 2, None))
 
 
@@ -26,11 +37,12 @@ ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWO
 def rollouts(draw: st.DrawFn) -> pb.Rollout:
     """Finished rollouts in view "full".
 
-    They contain any turns: drift of each kind, gaps, closing tokens, missing logprobs, forks, completions that the author
-    masked out, and token planes.
+    They contain any turns: drift of each kind, gaps, closing tokens, missing logprobs, forks in several roles, completions that
+    the author masked out, rewards of turns and roles, and token planes. `extra_json` has the rewards of the roles.
     """
     ledger, data = Ledger(), draw(st.data())
     lines, turns = [ledger.main], draw(st.integers(0, 6))
+    homes: dict[int, str] = {}
     for number in range(1, turns + 1):
         lines += draw(forks(ledger, draw(st.sampled_from(lines))))
         line = draw(st.sampled_from(lines))
@@ -43,17 +55,25 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         if draw(st.integers(0, 3)) == 0:
             turn = replace(turn, planes=(Plane("routed_experts", "uint8", bytes(2 * len(turn.answer))),))
         line.commit(turn)
+        homes[number] = line.id
     for masked in draw(st.sets(st.integers(1, 6), max_size=2)):
         for segment in ledger.segments:
             segment.mask_turn(masked)
     reward = draw(st.none() | st.floats(-10, 10))
+    turn_rewards = draw(st.dictionaries(st.integers(1, max(turns, 1)), st.floats(-10, 10), max_size=4)) if turns else {}
+    roles = draw(
+        st.none() | st.dictionaries(st.sampled_from(("agent", "critic", "user", "absent")), st.floats(-10, 10))
+    )
+    scores = draw(st.dictionaries(st.text("äb", max_size=3), st.floats(0, 1), max_size=2))
     outcome = Outcome(
         draw(st.sampled_from(ENDS)),
         (Message.write({"role": "user", "content": "Go."}),),
         ledger.segments,
         Metrics(completion_ms=1500.0, tool_ms=250.0, turns=turns),
-        RewardResult(reward, draw(st.dictionaries(st.text("äb", max_size=3), st.floats(0, 1), max_size=2))),
+        RewardResult(reward, scores, json.dumps({"roles": roles}), roles),
         (),
+        tuple(TurnReward(turn, value, homes.get(turn, "")) for turn, value in sorted(turn_rewards.items())),
+        draw(st.sampled_from(RewardRule)),
     )
     return pb.Rollout(
         uid="u1",
@@ -68,7 +88,8 @@ def forks(draw: st.DrawFn, ledger: Ledger, forked: ConversationLedger) -> list[C
     kind = draw(st.sampled_from((None, None, None, SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
     if kind is None:
         return []
-    return [forked.branch() if kind is SegmentKind.BRANCH else ledger.open(Origin(kind, forked.id))]
+    role = forked.role if kind is SegmentKind.COMPACTION else draw(st.sampled_from(ROLES))
+    return [forked.branch(role) if kind is SegmentKind.BRANCH else ledger.open(Origin(kind, forked.id), role)]
 
 
 def span(author: str, count: int, **fields: object) -> token_pb2.Span:

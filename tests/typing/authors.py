@@ -8,7 +8,20 @@ from logging import Logger, LoggerAdapter
 from random import Random
 from typing import Any, assert_type
 
-from rollout_server import Agent, Limits, Reply, Request, RewardResult, Run, ToolContext, ToolError, serve, tool
+from rollout_server import (
+    Agent,
+    Environment,
+    Limits,
+    Reply,
+    Request,
+    RewardResult,
+    Run,
+    Step,
+    ToolContext,
+    ToolError,
+    serve,
+    tool,
+)
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Tool
 
@@ -181,6 +194,41 @@ class Wrong(Agent):
         return 5
 
 
+class World(Environment):
+    """An environment in coroutines."""
+
+    name = "world"
+    reward_rule = "own"
+
+    async def reset(self, run: Run) -> str:
+        player = await run.fork([{"role": "user", "content": "Go."}], role="player", trainable=False)
+        player.give_reward(1)
+        assert_type(run.turn_rewards, Mapping[int, float])
+        return "Begin."
+
+    async def step(self, run: Run, reply: Reply) -> Step:
+        return Step({"role": "user", "content": reply.content}, reward=1.0, done=True)
+
+    async def reward(self, run: Run) -> RewardResult:
+        return RewardResult(sum(run.turn_rewards.values()), roles={"player": 1.0})
+
+
+class PlainWorld(Environment):
+    """An environment in plain functions, which returns tuples."""
+
+    name = "plain-world"
+    reward_rule = "each"  # type: ignore[assignment]
+
+    def reset(self, run: Run) -> list[dict[str, JSON]]:
+        return [{"role": "user", "content": "Begin."}]
+
+    def step(self, run: Run, reply: Reply) -> tuple[str, float, bool]:
+        return "Go on.", 0.5, False
+
+    def reward(self, run: Run) -> float:
+        return 1.0
+
+
 async def misuse(run: Run, reply: Reply) -> None:
     """Calls with invalid arguments."""
     await run.fork(kind="twin")  # type: ignore[arg-type]
@@ -192,6 +240,7 @@ async def misuse(run: Run, reply: Reply) -> None:
     await run.sample(min_p=0.1)  # type: ignore[call-arg]
     run.mask(reply)  # type: ignore[call-arg]
     run.mask("reply", "dull")  # type: ignore[arg-type]
+    run.give_reward("good")  # type: ignore[arg-type]
     run.wait(reply)  # type: ignore[arg-type]
     Limits(turn=3)  # type: ignore[call-arg]
     RewardResult("1.0")  # type: ignore[arg-type]

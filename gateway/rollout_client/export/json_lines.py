@@ -10,20 +10,21 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from rollout_client.samples import SampleSpan, TrainingSample
+from rollout_client.samples import SampleSpan, TrainingSample, TurnReward
 
 _LARGEST_ID: Final = 2**31 - 1
 _Reader: TypeAlias = Callable[[object, str], Any]
 
 
 def to_dict(sample: TrainingSample) -> dict[str, Any]:
-    """Return all fields of a sample as JSON values. `spans` is a list of dictionaries, or None. Lists are copied."""
+    """Return all fields of a sample as JSON values. Spans and turn rewards are lists of dictionaries. Lists are copied."""
     found = {each.name: getattr(sample, each.name) for each in fields(TrainingSample)}
     for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
         found[name] = None if found[name] is None else list(found[name])
     found["scores"] = dict(sample.scores)
     if sample.spans is not None:
-        found["spans"] = [{each.name: getattr(span, each.name) for each in fields(SampleSpan)} for span in sample.spans]
+        found["spans"] = [_fields(span) for span in sample.spans]
+    found["turn_rewards"] = [_fields(given) for given in sample.turn_rewards]
     return found
 
 
@@ -37,6 +38,10 @@ def trained_logprobs(sample: TrainingSample) -> list[float] | None:
     if sample.logprobs is None or sample.trainable:
         return None if sample.logprobs is None else list(sample.logprobs)
     return [0.0] * len(sample.logprobs)
+
+
+def _fields(value: SampleSpan | TurnReward) -> dict[str, Any]:
+    return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
 def from_dict(values: Mapping[str, Any]) -> TrainingSample:
@@ -110,6 +115,11 @@ def _spans(value: object, where: str) -> tuple[SampleSpan, ...]:
     return tuple(SampleSpan(**_read(each, SampleSpan, _SPAN, f"{where}[{index}].")) for index, each in listed)
 
 
+def _turn_rewards(value: object, where: str) -> tuple[TurnReward, ...]:
+    listed = enumerate(_list(value, where))
+    return tuple(TurnReward(**_read(each, TurnReward, _TURN_REWARD, f"{where}[{index}].")) for index, each in listed)
+
+
 def _scores(value: object, where: str) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} is not an object")
@@ -127,10 +137,11 @@ _SPAN: Final[Mapping[str, _Reader]] = MappingProxyType(
         "reason": _or_none(_text),
     }
 )
+_TURN_REWARD: Final[Mapping[str, _Reader]] = MappingProxyType({"turn": _count, "value": _number})
 _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
         **dict.fromkeys(("segment_id", "kind", "parent_id", "uid", "rollout_id", "group_id", "end", "reason"), _text),
-        **dict.fromkeys(("failure_class", "untrainable_reason"), _text),
+        **dict.fromkeys(("failure_class", "role", "untrainable_reason"), _text),
         **dict.fromkeys(("prompt_ids", "response_ids", "response_mask"), _ids),
         **dict.fromkeys(("completion_ms", "tool_ms"), _number),
         "logprobs": _or_none(_numbers),
@@ -140,6 +151,7 @@ _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
         **dict.fromkeys(("truncated", "trainable"), _flag),
         "reward": _or_none(_number),
         "scores": _scores,
+        "turn_rewards": _turn_rewards,
     }
 )
 

@@ -83,8 +83,10 @@ def _schema(arrow: Any) -> Any:
         "completion_ms": number,
         "tool_ms": number,
         "failure_class": text,
+        "role": text,
         "trainable": arrow.bool_(),
         "untrainable_reason": text,
+        "turn_rewards": arrow.list_(arrow.struct([("turn", integer), ("value", number)])),
     }
     return arrow.schema(columns)
 

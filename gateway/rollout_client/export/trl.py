@@ -20,8 +20,8 @@ class TrlOutput(TypedDict):
         env_mask: one int per id in `completion_ids`: 1 for a generated token that trains, otherwise 0. TRL applies it as
             `tool_mask`, but only if the GRPOTrainer has no tools. All 0 for a sample that is not trainable.
         rollout_untrainable: why a sample is not trainable, such as "failure_engine"; empty if it is.
-        rollout_uid, rollout_end, rollout_truncated, rollout_reward: `uid`, `end`, `truncated` and `reward` of each sample. TRL
-            passes these keys to reward functions as keyword arguments.
+        rollout_uid, rollout_end, rollout_truncated, rollout_reward, rollout_role, rollout_turn_scores: `uid`, `end`, `truncated`,
+            `reward`, `role` and `turn_scores` of each sample. TRL passes these keys to reward functions as keyword arguments.
     """
 
     prompt_ids: list[list[int]]
@@ -33,6 +33,8 @@ class TrlOutput(TypedDict):
     rollout_end: list[str]
     rollout_truncated: list[bool]
     rollout_reward: list[float | None]
+    rollout_role: list[str]
+    rollout_turn_scores: list[list[float]]
 
 
 def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
@@ -68,4 +70,6 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
         rollout_end=[row.end for row in rows],
         rollout_truncated=[row.truncated for row in rows],
         rollout_reward=[row.reward for row in rows],
+        rollout_role=[row.role for row in rows],
+        rollout_turn_scores=[row.turn_scores for row in rows],
     )

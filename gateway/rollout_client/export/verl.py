@@ -24,10 +24,11 @@ class VerlOutput(TypedDict):
         response_ids: T token ids (int): completions and environment tokens.
         response_mask: T values (int): 1 for a generated token that trains, otherwise 0. All 0 if the sample is not trainable.
         response_logprobs: T natural logarithms (float), 0.0 where the mask is 0. None: not known.
-        reward_score: reward of the rollout. None: verl computes its own.
+        reward_score: reward of the sample; verl puts it on the last token. None: verl computes its own.
         num_turns: number of chat turns as verl counts them: prompt, completions, and environment messages in between.
         metrics: times of the rollout in seconds.
-        extra_fields: all other fields of the sample, under the key "rollout_sample".
+        extra_fields: "turn_scores" is verl's own column, here with `turn_scores` of the sample. All other fields of the sample are
+            under the key "rollout_sample".
     """
 
     prompt_ids: list[int]
@@ -48,10 +49,9 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
     verl needs an output for every prompt, so a sample that is not trainable has one too, with mask 0 throughout. To leave such
     samples out, and count why, use `only_trainable` first.
 
-    Ids are not truncated to verl's configured lengths. If a rollout has several samples, each has the reward and times of the whole
-    rollout.
+    Ids are not truncated to verl's configured lengths. If a rollout has several samples, each has the times of the whole rollout.
     """
-    # One key for all extra fields: verl turns each key into a batch column and replaces its own column of the same name. A key
+    # One key for all other fields: verl turns each key into a batch column and replaces its own column of the same name. A key
     # "uid" would replace verl's, which identifies the GRPO group.
     apart = ("prompt_ids", "response_ids", "response_mask", "logprobs", "reward", "completion_ms", "tool_ms")
     return VerlOutput(
@@ -62,7 +62,10 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
         reward_score=sample.reward,
         num_turns=_turns(sample),
         metrics=VerlMetrics(generate_sequences=sample.completion_ms / 1000, tool_calls=sample.tool_ms / 1000),
-        extra_fields={"rollout_sample": {key: value for key, value in to_dict(sample).items() if key not in apart}},
+        extra_fields={
+            "turn_scores": sample.turn_scores,
+            "rollout_sample": {key: value for key, value in to_dict(sample).items() if key not in apart},
+        },
     )
 
 

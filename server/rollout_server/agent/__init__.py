@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from rollout_server.agent.base import Agent
+from rollout_server.agent.environment import Environment, Step
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "Environment", "Step"]

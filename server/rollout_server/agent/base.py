@@ -8,13 +8,14 @@ from abc import ABCMeta
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from rollout_server.core.limits import Limits
-from rollout_server.core.outcome import RewardResult
+from rollout_server.core.outcome import RewardResult, RewardRule
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.aio.source_location import written_at
+from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.reward import RewardValue, checked_reward
 from rollout_server.runtime.run.run import Run
@@ -35,7 +36,7 @@ _METHODS = {
     "dataset": ("split",),
 }
 """The arguments, besides `self`, that each method is called with."""
-_CHECKED = ("name", "version", "description", "tools", "limits", "replayable", "cleanup_seconds")
+_CHECKED = ("name", "version", "description", "tools", "limits", "replayable", "cleanup_seconds", "reward_rule")
 
 
 class _AgentClass(ABCMeta):
@@ -79,6 +80,9 @@ class Agent(metaclass=_AgentClass):
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
             A class that overrides `setup` or `play` is not replayable unless it sets this to True.
         cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
+        reward_rule: how the rewards of a rollout reach its samples. "copy": each trainable sample has the rollout's reward.
+            "split": the reward is divided equally among them. "own": each has the sum of what `run.give_reward` gave to its turns
+            and `RewardResult.roles` gave to its role.
     """
 
     name: str
@@ -88,6 +92,7 @@ class Agent(metaclass=_AgentClass):
     limits: Limits = Limits()
     replayable: bool = True
     cleanup_seconds: float = 10.0
+    reward_rule: Literal["copy", "split", "own"] = "copy"
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,8 +104,8 @@ class Agent(metaclass=_AgentClass):
         if "description" not in vars(cls) and cls.__doc__:
             cls.description = inspect.cleandoc(cls.__doc__)
         cls.replayable = _is_replayable(cls)
-        for method in _METHODS:
-            _check_method(cls, method)
+        for method, arguments in _METHODS.items():
+            check_method(cls, method, arguments)
 
     if TYPE_CHECKING:
         # Return types that let a subclass write a plain `def`, and that accept `await super().play(run)`.
@@ -193,26 +198,29 @@ class Agent(metaclass=_AgentClass):
 
     async def run_setup(self, run: object) -> None:
         """Call `setup`; the runtime's entry point."""
-        await _call(self.setup, cast("Run", run), f"setup() of agent {self.name}")
+        await call_method(self.setup, f"setup() of agent {self.name}", cast("Run", run))
 
     async def run_cleanup(self, run: object) -> None:
         """Call `cleanup`; the runtime's entry point."""
-        await _call(self.cleanup, cast("Run", run), f"cleanup() of agent {self.name}")
+        await call_method(self.cleanup, f"cleanup() of agent {self.name}", cast("Run", run))
 
     async def perform(self, run: object) -> None:
         """Call `play`; the runtime's entry point."""
-        own_run = cast("Run", run)
-        await _call(self.play, own_run, f"play() of agent {self.name}")
+        await call_method(self.play, f"play() of agent {self.name}", cast("Run", run))
 
     async def judge(self, run: object) -> RewardResult:
         """Call `reward` and return its checked result; the runtime's entry point.
 
         Raises TypeError or ValueError if the result is not a reward.
         """
-        own_run = cast("Run", run)
-        value = await _call(self.reward, own_run, f"reward() of agent {self.name}")
-        with _with_location(self.reward):
-            return checked_reward(value, f"agent {self.name!r}: reward")
+        value = await call_method(self.reward, f"reward() of agent {self.name}", cast("Run", run))
+        where = f"agent {self.name!r}: reward"
+        with with_location(self.reward):
+            result = checked_reward(value, where)
+            if result.roles and self.reward_rule != RewardRule.OWN.value:
+                text = f'rewards of roles reach samples only with reward_rule = "own", it is "{self.reward_rule}"'
+                raise ValueError(f"{where} in a RewardResult: {text}")
+            return result
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """Call `choose_tools` and return its checked result; the runtime's entry point.
@@ -220,30 +228,33 @@ class Agent(metaclass=_AgentClass):
         Raises TypeError or ValueError if the result is not a list or tuple of tools.
         """
         chosen = self.choose_tools(request)
-        with _with_location(self.choose_tools):
+        with with_location(self.choose_tools):
             return _as_tools(chosen, f"agent {self.name!r}: choose_tools")
 
 
 @contextmanager
-def _with_location(function: Callable[..., object]) -> Iterator[None]:
-    """Append the source location of `function` to a TypeError or ValueError that its result causes."""
+def with_location(function: Callable[..., object]) -> Iterator[None]:
+    """Append the source location of `function` to a TypeError, ValueError or AgentMistake that its result causes."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AgentMistake) as error:
         raise type(error)(f"{error}{written_at(function)}") from None
 
 
-async def _call(function: Callable[[Run], _T | Awaitable[_T]], run: Run, name: str) -> _T:
-    """Call an author's function, on the event loop if it is a coroutine function, else in a thread. Return its result."""
+async def call_method(function: Callable[..., _T | Awaitable[_T]], name: str, run: Run, *arguments: object) -> _T:
+    """Call an author's method with `run` and `arguments`: on the event loop if it is a coroutine function, else in a thread.
+
+    Return its result. `name` is for messages.
+    """
     if inspect.iscoroutinefunction(function):
-        return cast("_T", await function(run))
-    result = await run.run_in_thread(f"{name}{written_at(function)}", lambda: function(run))
+        return cast("_T", await function(run, *arguments))
+    result = await run.run_in_thread(f"{name}{written_at(function)}", lambda: function(run, *arguments))
     # A plain function may return an awaitable, for example a lambda or a wrapper around a coroutine function.
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 
-def _check_method(cls: type[Agent], name: str) -> None:
-    """Raise TypeError if the attribute cannot be called as the method of that name is called."""
+def check_method(cls: type[Agent], name: str, arguments: Sequence[str]) -> None:
+    """Raise TypeError if the attribute cannot be called as a method with these arguments besides `self`."""
     owner, method = f"agent class {cls.__name__}: {name}", getattr(cls, name)
     if not callable(method):
         raise TypeError(f"{owner} must be a method, it is {method!r}")
@@ -255,7 +266,7 @@ def _check_method(cls: type[Agent], name: str) -> None:
     if not inspect.isroutine(method):  # a callable object, whose signature says nothing about `self`
         return
     bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-    wanted = _METHODS[name] if bound else ("self", *_METHODS[name])
+    wanted = arguments if bound else ("self", *arguments)
     try:
         # The outermost wrapper is what the runtime calls; a decorator may supply further arguments to the function inside.
         inspect.signature(method, follow_wrapped=False).bind(*wanted)
@@ -286,6 +297,11 @@ def _checked_attribute(owner: str, attribute: str, value: object) -> object:
             raise ValueError(
                 f"{owner}: cleanup_seconds is {value!r}; it must be a number above 0, at most {MAX_SECONDS:,}"
             )
+        return value
+    if attribute == "reward_rule":
+        rules = [rule.value for rule in RewardRule]
+        if value not in rules:
+            raise ValueError(f"{owner}: reward_rule is {value!r:.100}; it must be one of {', '.join(rules)}")
         return value
     wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):

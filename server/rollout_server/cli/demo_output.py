@@ -113,7 +113,7 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"
         case "finished":
             return f"finished: {event.finished.outcome.stop.reason or 'failed'}"
-        case "forked" | "given_up" | "masked" | "observed":
+        case "forked" | "given_up" | "masked" | "observed" | "rewarded":
             return ": ".join(agent_action(event))
         case _:
             return str(kind).replace("_", " ")
@@ -129,11 +129,18 @@ def agent_action(event: event_pb2.RolloutEvent) -> tuple[str, str]:
             kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
             tools = f", tools {', '.join(forked.tools)}" if forked.tools else ", no tools"
             count = plural(forked.count, "message")
-            return "fork", f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}"
+            role = "" if forked.role in ("", "agent") else f", role {forked.role}"
+            role += "" if forked.trainable or not forked.HasField("trainable") else ", not trainable"
+            return (
+                "fork",
+                f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}{role}",
+            )
         case "given_up":
             return "given up", f"turn {event.turn}: the agent stopped waiting for the completion"
         case "masked":
             return "masked", f"turn {event.turn} is excluded from training: {event.masked.reason}"
+        case "rewarded":
+            return "reward", f"turn {event.turn}: {event.rewarded.value:g}"
         case _:
             value = f" {event.observed.value_json}" if event.observed.value_json else ""
             return "observed", f"{event.observed.what}{value}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MAX_CHARACTERS = 20_000
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
-_ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim"}
+_ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim", "reward": "green"}
 _SEGMENT_EVENTS = frozenset({"answered", "tool_returned", "appended", "drift_found"})
 _END_TEXTS = {"stop": "completed", "failure": "failed", "cancellation": "cancelled"}
 _AUTHOR_TEXTS = {"author": "model (masked by the agent)"}
@@ -81,7 +81,7 @@ class Progress:
                 )
             case "note":
                 self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
-            case "forked" | "given_up" | "masked" | "observed":
+            case "forked" | "given_up" | "masked" | "observed" | "rewarded":
                 self._show_action(event)
 
     def _show_segment(self, event: RolloutEvent) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from rollout_server.core.ledger import ConversationLedger
+from rollout_server.core.ledger import AGENT, ConversationLedger, Role
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered, Note, ToolReturned, ToolStarted
 
@@ -58,9 +58,14 @@ class Conversation:
         """The id of the segment that its next turn continues; records refer to the conversation by it."""
         return self.line.id
 
-    def branch(self) -> Conversation:
+    @property
+    def role(self) -> Role:
+        """The part that it plays in the rollout."""
+        return self.line.role
+
+    def branch(self, role: Role = AGENT) -> Conversation:
         """Return a new conversation with the same messages and tokens so far."""
-        branch = Conversation(self.line.branch(), self.messages)
+        branch = Conversation(self.line.branch(role), self.messages)
         branch.turn, branch.turn_messages, branch.last_completion = self.turn, self.turn_messages, self.last_completion
         return branch
 

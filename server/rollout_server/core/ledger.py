@@ -39,12 +39,14 @@ from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.segment import (
+    AGENT,
     MAX_TOKEN_ID,
     Author,
     Logprobs,
     MaskReason,
     Origin,
     Plane,
+    Role,
     Segment,
     SegmentKind,
     Span,
@@ -55,6 +57,7 @@ from rollout_server.core.segment import (
 )
 
 __all__ = [
+    "AGENT",
     "MAX_TOKEN_ID",
     "Author",
     "ConversationLedger",
@@ -66,6 +69,7 @@ __all__ = [
     "MaskReason",
     "Origin",
     "Prediction",
+    "Role",
     "Segment",
     "SegmentKind",
     "Span",
@@ -185,15 +189,24 @@ class ConversationLedger:
         origin: the origin of its first segment; the first prompt completes it.
         stem: the segment whose first `origin.parent_tokens` tokens a branch starts with; None starts empty.
         gap: tokens of at least one turn since the last commit are missing, so that no prompt can extend the segment.
+        role: the role of the conversation, and so of all its segments.
 
     Attributes:
         id: the id of the segment that the next turn continues, also before that segment is opened.
     """
 
     def __init__(
-        self, ledger: Ledger, segment_id: str, origin: Origin, stem: Segment | None = None, *, gap: bool = False
+        self,
+        ledger: Ledger,
+        segment_id: str,
+        origin: Origin,
+        stem: Segment | None = None,
+        *,
+        gap: bool = False,
+        role: Role = AGENT,
     ) -> None:
         self.id = segment_id
+        self.role = role
         self.segment: Segment | None = None
         self.gap = gap
         self._ledger = ledger
@@ -229,12 +242,10 @@ class ConversationLedger:
         holder = self.segment or self._stem
         return Origin(SegmentKind.BRANCH, self.id if holder is None else holder.id, self.tokens)
 
-    def branch(self) -> ConversationLedger:
+    def branch(self, role: Role = AGENT) -> ConversationLedger:
         """Return a ledger that starts with the tokens held here."""
-        origin = self.branch_origin()
-        return ConversationLedger(
-            self._ledger, self._ledger.reserve(), origin, self.segment or self._stem, gap=self.gap
-        )
+        origin, stem = self.branch_origin(), self.segment or self._stem
+        return ConversationLedger(self._ledger, self._ledger.reserve(), origin, stem, gap=self.gap, role=role)
 
     def commit(self, turn: Turn) -> Drift | None:
         """Append one turn: the tokens before the completion, then the completion. Return the drift, or None.
@@ -324,7 +335,7 @@ class ConversationLedger:
     def _open(self, origin: Origin, prompt: Tokens, turn: int, inherited: Sequence[Span] = ()) -> Segment:
         # The first segment takes the id under which records already refer to this conversation.
         self.id = self.id if self.segment is None else self._ledger.reserve()
-        self.segment = Segment(self.id, origin, inherited)
+        self.segment = Segment(self.id, origin, inherited, self.role)
         self.segment.append_masked(prompt, MaskReason.PROMPT, turn)
         self._ledger.add(self.segment)
         return self.segment
@@ -347,9 +358,9 @@ class Ledger:
         """The segments in the order in which they were opened."""
         return tuple(self._segments)
 
-    def open(self, origin: Origin) -> ConversationLedger:
+    def open(self, origin: Origin, role: Role = AGENT) -> ConversationLedger:
         """Return the ledger of a new, empty conversation."""
-        return ConversationLedger(self, self.reserve(), origin)
+        return ConversationLedger(self, self.reserve(), origin, role=role)
 
     @property
     def next_id(self) -> str:

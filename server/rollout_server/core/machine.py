@@ -18,21 +18,25 @@ A record that does not fit the state raises `IllegalRecord`. It is always a bug 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.ledger import Ledger, Origin, SegmentKind, Turn
+from rollout_server.core.ledger import AGENT, Ledger, Origin, Role, SegmentKind, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import Failure, Metrics, Outcome, RewardResult, Stop, Warned
+from rollout_server.core.outcome import Failure, Metrics, Outcome, RewardResult, Stop, TurnReward, Warned
 from rollout_server.core.record import (
+    LARGEST_TURN_REWARD,
+    MOST_REWARDS_OF_A_TURN,
     RESAMPLED,
     Accepted,
     Answered,
     Appended,
     Asked,
     Consequence,
+    Deed,
     DriftFound,
     Ended,
     Forked,
@@ -42,6 +46,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Rewarded,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
@@ -80,6 +85,8 @@ class Machine:
         self.turn = 0
         self._conversations = {self.main.id: self.main}
         self._turns: dict[int, Conversation] = {}
+        self._turn_segments: dict[int, str] = {}
+        self._rewards: dict[int, list[float]] = {}
         self._usage = Usage(limits)
         self._usage.add_messages(messages)
         self._warnings: list[Warned] = []
@@ -100,6 +107,11 @@ class Machine:
     def metrics(self) -> Metrics:
         """Resource use so far."""
         return self._usage.metrics
+
+    @property
+    def rewards(self) -> Mapping[int, Sequence[float]]:
+        """The rewards given so far, by turn, in the order in which they were given."""
+        return self._rewards
 
     @property
     def outcome(self) -> Outcome | None:
@@ -149,11 +161,22 @@ class Machine:
         first = caller.calls
         return tuple(ToolStarted(caller.turn, index, call, caller.id) for index, call in enumerate(calls, start=first))
 
-    def fork(self, kind: SegmentKind, messages: tuple[Message, ...] = (), of: Conversation | None = None) -> Forked:
-        """Return the record that would open a conversation now. Changes nothing. A branch has the messages of its parent."""
+    def fork(
+        self,
+        kind: SegmentKind,
+        messages: tuple[Message, ...] = (),
+        of: Conversation | None = None,
+        role: Role = AGENT,
+    ) -> Forked:
+        """Return the record that would open a conversation now. Changes nothing.
+
+        A branch has the messages of its parent, a compaction has its role.
+        """
         forked = of or self.main
         origin = forked.line.branch_origin() if kind is SegmentKind.BRANCH else Origin(kind, forked.id)
-        return Forked(self.ledger.next_id, forked.id, origin, len(messages or forked.messages), messages)
+        role = forked.role if kind is SegmentKind.COMPACTION else role
+        count = len(messages or forked.messages)
+        return Forked(self.ledger.next_id, forked.id, origin, count, messages, role=role)
 
     def natural_stop(self) -> Stop:
         """Return the stop of a rollout whose agent has finished. A token limit that is met is the reason, otherwise "stop"."""
@@ -184,6 +207,19 @@ class Machine:
                 self._apply_tool_started(record)
             case ToolReturned():
                 self._apply_tool_returned(record)
+            case Forked() | GivenUp() | Observed() | Masked() | Rewarded():
+                self._apply_deed(record)
+            case Ended():
+                self._apply_ended(record)
+            case Accepted():
+                self._require(not self._begun, record)
+            case Note():
+                self._apply_note(record)
+            case _:
+                raise IllegalRecord(f"{type(record).__name__} follows from other records and is not accepted")
+
+    def _apply_deed(self, record: Deed) -> None:
+        match record:
             case Forked():
                 self._apply_forked(record)
             case GivenUp():
@@ -193,14 +229,8 @@ class Machine:
                 self._usage.observed += len(record.value_json)
             case Masked():
                 self._apply_masked(record)
-            case Ended():
-                self._apply_ended(record)
-            case Accepted():
-                self._require(not self._begun, record)
-            case Note():
-                self._apply_note(record)
-            case _:
-                raise IllegalRecord(f"{type(record).__name__} follows from other records and is not accepted")
+            case Rewarded():
+                self._apply_rewarded(record)
 
     def _named_conversation(self, segment_id: str, record: Record) -> Conversation:
         conversation = self._conversations.get(segment_id)
@@ -247,6 +277,7 @@ class Machine:
             drift = line.commit(turn)
         except ValueError as error:
             raise IllegalRecord(f"turn {record.turn}: {error}") from error
+        self._turn_segments[record.turn] = line.id
         if late:
             self._warn_of_gap(
                 record.turn, "the completions before this turn had no token ids; they are part of its masked prompt"
@@ -303,9 +334,13 @@ class Machine:
         branches, open_ = kind is SegmentKind.BRANCH, forked.state is State.OPEN
         self._require(kind in _FORKS and bool(record.messages) is not branches, record, forked)
         # `tools` is informative: the machine does not know the tools, so `fork` leaves them out.
-        self._require(replace(record, tools=()) == self.fork(kind, record.messages, forked), record, forked)
+        expected = self.fork(kind, record.messages, forked, record.role)
+        self._require(replace(record, tools=()) == expected, record, forked)
         self._require(open_ or (kind is SegmentKind.SUBAGENT and forked.state is not State.CLOSED), record, forked)
-        opened = forked.branch() if branches else Conversation(self.ledger.open(record.origin), record.messages)
+        role = record.role
+        opened = (
+            forked.branch(role) if branches else Conversation(self.ledger.open(record.origin, role), record.messages)
+        )
         self._usage.add_messages(record.messages)
         self._conversations[opened.id] = opened
         if kind is SegmentKind.COMPACTION:
@@ -329,6 +364,12 @@ class Machine:
         for segment in self.ledger.segments:
             segment.mask_turn(record.turn)
 
+    def _apply_rewarded(self, record: Rewarded) -> None:
+        given = self._rewards.get(record.turn, [])
+        fits = abs(record.value) <= LARGEST_TURN_REWARD and len(given) < MOST_REWARDS_OF_A_TURN  # NaN does not fit
+        self._require(fits and self.has_completed(record.turn), record)
+        self._rewards[record.turn] = [*given, record.value]
+
     def _apply_note(self, record: Note) -> None:
         conversation = self._turns.get(record.turn)
         if conversation is not None and conversation.turn == record.turn and record.code == RESAMPLED:
@@ -348,6 +389,11 @@ class Machine:
             metrics=self.metrics,
             reward_result=_reward_of(record),
             warnings=(*self._warnings, *record.warnings),
+            turn_rewards=tuple(
+                TurnReward(turn, math.fsum(values), self._turn_segments.get(turn, ""))
+                for turn, values in sorted(self._rewards.items())
+            ),
+            reward_rule=record.reward_rule,
         )
 
     def _warn_of_resampling(self, conversation: Conversation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -163,11 +164,37 @@ class RewardResult:
         reward: a finite number, or None for no reward.
         scores: up to 1,000 named numbers, for example the components of the reward. Names have at most 256 characters.
         extra_json: further results as one JSON object of at most 1 MiB characters; empty for none.
+        roles: up to 1,000 finite numbers by role, such as `{"agent": 1.0, "critic": 0.5}`, for the samples of each role. Needs
+            `reward_rule = "own"`. A role without a conversation in the rollout is ignored.
     """
 
     reward: float | None = None
     scores: Mapping[str, float] | None = None
     extra_json: str = ""
+    roles: Mapping[str, float] | None = None
+
+
+class RewardRule(Enum):
+    """How the rewards of a rollout reach its samples. `RewardRule` in the proto file describes the values."""
+
+    COPY = "copy"
+    SPLIT = "split"
+    OWN = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class TurnReward:
+    """The reward of one turn.
+
+    Args:
+        turn: the turn, from 1.
+        value: the sum of what the agent gave the turn.
+        segment_id: the segment that holds the turn's completion; empty if the tokens of the turn are unknown.
+    """
+
+    turn: int
+    value: float
+    segment_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +207,8 @@ class Outcome:
     metrics: Metrics
     reward_result: RewardResult
     warnings: tuple[Warned, ...]
+    turn_rewards: tuple[TurnReward, ...] = ()
+    reward_rule: RewardRule = RewardRule.COPY
 
 
 def training_verdict(outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None) -> tuple[bool, str]:
@@ -192,5 +221,36 @@ def training_verdict(outcome: Outcome, segment: Segment, train_on: Collection[Fa
     """
     failed = failure_class_of(outcome.end)
     if failed is None or failed in (TRAIN_BY_DEFAULT if train_on is None else train_on):
-        return True, ""
+        reason = _untrainable_reason(segment)
+        return not reason, reason
     return False, "cancelled" if failed is FailureClass.CANCELLED else f"failure_{failed.value}"
+
+
+def _untrainable_reason(segment: Segment) -> str:
+    if not segment.role.trainable:
+        return "role_not_trainable"
+    return "" if any(span.trains for span in segment.spans) else "no_trained_tokens"
+
+
+def segment_rewards(outcome: Outcome) -> Mapping[str, float]:
+    """Return the reward of each segment by its id, according to the rule. A segment without a reward is missing.
+
+    Only a segment that trains has a reward, and none has one in a rollout that was not judged because it failed or was cancelled.
+    """
+    if not isinstance(outcome.end, Stop):
+        return {}
+    result, trained = outcome.reward_result, [each for each in outcome.segments if not _untrainable_reason(each)]
+    if outcome.reward_rule is RewardRule.OWN:
+        given = {each.id: _own_rewards(outcome, each) for each in trained}
+        return {segment_id: math.fsum(values) for segment_id, values in given.items() if values}
+    if result.reward is None:
+        return {}
+    parts = len(trained) if outcome.reward_rule is RewardRule.SPLIT else 1
+    return {each.id: result.reward / parts for each in trained}
+
+
+def _own_rewards(outcome: Outcome, segment: Segment) -> list[float]:
+    """Return what was given to the turns of a segment and to its role."""
+    values = [each.value for each in outcome.turn_rewards if each.segment_id == segment.id]
+    role = (outcome.reward_result.roles or {}).get(segment.role.name)
+    return values if role is None else [*values, role]

@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from rollout_server.core.ledger import Drift, Logprobs, Origin, Prediction, Tokens
+from rollout_server.core.ledger import AGENT, Drift, Logprobs, Origin, Prediction, Role, Tokens
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import End, RewardResult, Warned
+from rollout_server.core.outcome import End, RewardResult, RewardRule, Warned
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling
 
 RESAMPLED: Final = "resampled"
 """Code of notes and warnings about a turn that may have been generated more than once (D8)."""
+
+LARGEST_TURN_REWARD: Final = 1e9
+MOST_REWARDS_OF_A_TURN: Final = 1000
 
 FIRST: Final = "0"
 """Id of a rollout's first segment. Any segment of a conversation identifies the conversation."""
@@ -138,6 +141,7 @@ class Forked:
         count: number of messages that the new conversation starts with.
         messages: messages given by the agent; empty for a branch, which has those of its parent.
         tools: names of the tools in the new conversation's chat template.
+        role: the part that the new conversation plays. A compaction keeps that of the conversation it replaces.
     """
 
     segment_id: str
@@ -146,6 +150,7 @@ class Forked:
     count: int
     messages: tuple[Message, ...] = ()
     tools: tuple[str, ...] = ()
+    role: Role = AGENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,19 @@ class Masked:
 
     turn: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rewarded:
+    """The agent gave a reward to a turn that has its completion. Rewards of one turn add up.
+
+    Args:
+        turn: the turn, from 1.
+        value: from -`LARGEST_TURN_REWARD` to `LARGEST_TURN_REWARD`. A turn gets at most `MOST_REWARDS_OF_A_TURN`.
+    """
+
+    turn: int
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +237,7 @@ class Note:
 class Ended:
     """The rollout ended. Always the last record. Times are in milliseconds.
 
-    `warnings` are about what happened after the end was decided, such as a failed cleanup.
+    `warnings` are about what happened after the end was decided, such as a failed cleanup. `reward_rule` is the agent's.
     """
 
     end: End
@@ -227,9 +245,10 @@ class Ended:
     total_ms: float = 0.0
     queued_ms: float = 0.0
     warnings: tuple[Warned, ...] = ()
+    reward_rule: RewardRule = RewardRule.COPY
 
 
-Deed: TypeAlias = "Forked | GivenUp | Observed | Masked"
+Deed: TypeAlias = "Forked | GivenUp | Observed | Masked | Rewarded"
 """What an agent does besides turns, messages and tool calls."""
 
 Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Ended"

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 Tokens: TypeAlias = "array[int]"
 """Token ids, each below 2^31, in an array of unsigned 32-bit integers."""
@@ -78,6 +78,23 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
+class Role:
+    """The part that a conversation plays in its rollout, declared when the conversation is opened.
+
+    Args:
+        name: chosen by the agent's author, such as "solver" or "critic".
+        trainable: whether its samples train. The masks of its tokens say who wrote them in either case.
+    """
+
+    name: str = "agent"
+    trainable: bool = True
+
+
+AGENT: Final = Role()
+"""The role of the first conversation, and of a fork that names none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plane:
     """Per-token values beside the ids, such as expert routing: equally many bytes for each token, never decoded here.
 
@@ -145,13 +162,15 @@ class Segment:
         origin: where the segment comes from.
         inherited: for a branch, the spans of its prompt by who wrote the tokens in the parent. In this segment they are masked as
             prompt.
+        role: the role of its conversation.
 
     Attributes:
         verified: whether the trainer reported the prompt of every turn.
     """
 
-    def __init__(self, segment_id: str, origin: Origin, inherited: Sequence[Span] = ()) -> None:
+    def __init__(self, segment_id: str, origin: Origin, inherited: Sequence[Span] = (), role: Role = AGENT) -> None:
         self.id = segment_id
+        self.role = role
         self.origin = origin
         self.inherited = tuple(inherited)
         self.verified = True

@@ -19,14 +19,17 @@ def add_outcome_so_far(rollout: rollout_service_pb2.Rollout, events: Iterable[ev
     rollout.outcome.metrics.CopyFrom(rollout.metrics)
     rollout.outcome.messages.extend(rollout.spec.messages)
     segments: dict[str, token_pb2.Segment] = {}
+    forks: dict[str, event_pb2.Forked] = {}  # by segment; a segment that a fork opened, or that continues one
     opened: dict[int, event_pb2.RolloutEvent] = {}  # the event that opened a segment, by turn; `answered` follows it
     for event in _up_to(rollout.last_sequence, events):
         match event.WhichOneof("event"):
+            case "forked":
+                forks[event.segment_id] = event.forked
             case "segment_opened":
                 opened[event.turn] = event
             case "answered":
                 rollout.outcome.messages.append(event.answered.message)
-                _add_spans(segments, event, opened.get(event.turn))
+                _add_spans(segments, event, opened.get(event.turn), forks)
             case "tool_returned":
                 rollout.outcome.messages.append(event.tool_returned.message)
             case "appended":
@@ -44,15 +47,21 @@ def _up_to(last: int, events: Iterable[event_pb2.RolloutEvent]) -> Iterator[even
 
 
 def _add_spans(
-    segments: dict[str, token_pb2.Segment], event: event_pb2.RolloutEvent, opened: event_pb2.RolloutEvent | None
+    segments: dict[str, token_pb2.Segment],
+    event: event_pb2.RolloutEvent,
+    opened: event_pb2.RolloutEvent | None,
+    forks: dict[str, event_pb2.Forked],
 ) -> None:
     """Add the tokens of a turn to its segment. A turn without token ids adds nothing."""
     if not event.answered.spans:
         return
     name = event.segment_id if opened is None else opened.segment_id
-    segment = segments.setdefault(name, token_pb2.Segment(id=name, verified=True))
+    segment = segments.setdefault(name, token_pb2.Segment(id=name, verified=True, role="agent", trainable=True))
     if opened is not None:
         segment.origin.CopyFrom(opened.segment_opened.origin)
+        fork = forks.get(name) or forks.get(segment.origin.parent_id)
+        if fork is not None:
+            forks[name], segment.role, segment.trainable = fork, fork.role, fork.trainable
     segment.spans.extend(event.answered.spans)
     segment.verified = segment.verified and event.answered.verified
 

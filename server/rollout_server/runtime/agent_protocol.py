@@ -88,6 +88,10 @@ class AgentProtocol(Protocol):
         """Its tools, in the order in which the model sees them."""
 
     @property
+    def reward_rule(self) -> str:
+        """How its rewards reach the samples: the value of a `RewardRule`."""
+
+    @property
     def cleanup_seconds(self) -> float:
         """Time limit of `run_cleanup`."""
 

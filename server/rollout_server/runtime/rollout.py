@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.machine import Machine
-from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, Stop
+from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, RewardRule, Stop
 from rollout_server.core.record import Accepted, Ended, Input, Record
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
@@ -136,6 +136,11 @@ class Rollout:
     def outcome(self) -> Outcome | None:
         """The outcome; None until the rollout has ended."""
         return self.machine.outcome
+
+    @property
+    def reward_rule(self) -> RewardRule:
+        """How its rewards reach its samples, as its agent declares."""
+        return RewardRule(self.agent.reward_rule)
 
     @property
     def running(self) -> bool:

@@ -296,7 +296,8 @@ async def test_httpx_reads_the_stream_to_its_end(plain: Plain) -> None:
 async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
     origin = token_pb2.SegmentOrigin(parent_id="0", kind=token_pb2.SEGMENT_KIND_SUBAGENT)
     help_ = message_pb2.Message(json='{"role": "user", "content": "Help."}')
-    forked = event_pb2.Forked(of_segment_id="0", origin=origin, count=1, messages=[help_], tools=["add"])
+    whose = {"role": "critic", "trainable": False}
+    forked = event_pb2.Forked(of_segment_id="0", origin=origin, count=1, messages=[help_], tools=["add"], **whose)
     deeds: list[tuple[event_pb2.RolloutEvent, dict[str, Any]]] = [
         (
             event(1, forked=forked),
@@ -306,6 +307,7 @@ async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
                 "count": 1,
                 "tools": ["add"],
                 "messages": [{"role": "user", "content": "Help."}],
+                **whose,
             },
         ),
         (event(2, given_up=event_pb2.GivenUp()), {}),
@@ -315,6 +317,7 @@ async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
             {"what": "once", "value": {"n": [1]}},
         ),
         (event(5, observed=event_pb2.Observed(what="now")), {"what": "now"}),
+        (event(6, rewarded=event_pb2.Rewarded(value=-0.5)), {"value": -0.5}),
     ]
     finish(plain.server, *(each for each, _ in deeds))
     for frame, (_, own) in zip(await (await plain.events()).all(), deeds, strict=False):

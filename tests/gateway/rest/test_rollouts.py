@@ -51,6 +51,9 @@ def finished() -> pb.Rollout:
             ),
         ],
         verified=True,
+        role="critic",
+        trainable=True,
+        reward=0.0,
     )
     sample = token_pb2.Sample(
         segment_id="0",
@@ -64,6 +67,10 @@ def finished() -> pb.Rollout:
         ],
         origin=token_pb2.SegmentOrigin(parent_id="9", parent_tokens=1, kind="SEGMENT_KIND_DRIFT"),
         verified=True,
+        trainable=False,
+        untrainable_reason="masked",
+        role="critic",
+        reward=0.0,
     )
     outcome = outcome_pb2.Outcome(
         stop=outcome_pb2.Stop(reason="max_turns", truncated=True),
@@ -75,6 +82,8 @@ def finished() -> pb.Rollout:
         scores={"b": 1.0, "a": 0.5},
         extra_json='{"k" : 18446744073709551617}',
         warnings=[outcome_pb2.Warning(code="token_drift", message="parted", turn=1, index=0)],
+        turn_rewards=[outcome_pb2.TurnReward(turn=1, value=0.5, segment_id="0")],
+        reward_rule=outcome_pb2.REWARD_RULE_OWN,
     )
     return pb.Rollout(
         uid=UID,
@@ -125,6 +134,8 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
         "extra": {"k": 18446744073709551617},
         "warnings": [{"code": "token_drift", "message": "parted", "turn": 1, "index": 0}],
         "metrics": metrics,
+        "turn_rewards": [{"turn": 1, "value": 0.5, "segment_id": "0"}],
+        "reward_rule": "own",
     }
     message = json.loads(TEXT)
     sample = {"segment_id": "0", "prompt_ids": [1, 2], "response_ids": [3, 2**31 - 1], "response_mask": [1, 0]}
@@ -135,10 +146,10 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
     ]
     from_drift = {"parent_id": "9", "parent_tokens": 1, "kind": "drift"}
     nowhere = {"parent_id": "", "parent_tokens": 0, "kind": "unspecified"}
-    no_verdict = {"trainable": None, "untrainable_reason": ""}
-    untrainable = {"trainable": False, "untrainable_reason": "failure_engine"}
+    judged = {"trainable": False, "untrainable_reason": "masked", "role": "critic", "reward": 0.0}
+    untrainable = {"trainable": False, "untrainable_reason": "failure_engine", "role": "", "reward": None}
     samples = [
-        {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True, **no_verdict},
+        {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True, **judged},
         {**empty, "logprobs": None, "spans": [], "origin": nowhere, "verified": False, **untrainable},
     ]
     span: dict[str, Any] = {"turn": 1, "logprobs": None, "policy_version": ""}
@@ -155,7 +166,8 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
         },
     ]
     origin = {"parent_id": "", "parent_tokens": 0, "kind": "main"}
-    segments = [{"id": "0", "origin": origin, "spans": spans, "verified": True}]
+    role = {"role": "critic", "trainable": True, "reward": 0.0}
+    segments = [{"id": "0", "origin": origin, "spans": spans, "verified": True, **role}]
     parts: dict[str, dict[str, Any]] = {
         "basic": basic,
         "messages": {**basic, "messages": [message]},
@@ -218,6 +230,7 @@ async def test_other_ends(plain: Plain, end: dict[str, Any], told: dict[str, Any
     plain.server.rollout.outcome.CopyFrom(outcome_pb2.Outcome(**end, extra_json="[1"))
     outcome = (await plain.http.get(PATH)).json()["outcome"]
     rest: dict[str, Any] = {"reward": None, "scores": {}, "extra": None, "warnings": [], "metrics": METRICS}
+    rest |= {"turn_rewards": [], "reward_rule": "unspecified"}
     assert outcome == told | rest
 
 

@@ -116,6 +116,7 @@ class RolloutEvent(_message.Message):
     GIVEN_UP_FIELD_NUMBER: _builtins.int
     MASKED_FIELD_NUMBER: _builtins.int
     OBSERVED_FIELD_NUMBER: _builtins.int
+    REWARDED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """0: the event is not recorded (live tokens, place in the queue) and is not sent again after a stream breaks."""
@@ -184,6 +185,10 @@ class RolloutEvent(_message.Message):
         """The agent called run.now(), run.random() or run.once()."""
 
     @_builtins.property
+    def rewarded(self) -> Global___Rewarded:
+        """The agent gave a reward to a turn. The event's `turn` is that turn."""
+
+    @_builtins.property
     def finished(self) -> Global___Finished:
         """The rollout ended. Always the last event."""
 
@@ -208,13 +213,14 @@ class RolloutEvent(_message.Message):
         given_up: Global___GivenUp | None = ...,
         masked: Global___Masked | None = ...,
         observed: Global___Observed | None = ...,
+        rewarded: Global___Rewarded | None = ...,
         finished: Global___Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "rewarded", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -537,10 +543,16 @@ class Forked(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TRAINABLE_FIELD_NUMBER: _builtins.int
     of_segment_id: _builtins.str
     """The segment of the conversation that was forked."""
     count: _builtins.int
     """Number of messages at the start; for a branch, the messages of the forked conversation."""
+    role: _builtins.str
+    """The part that the conversation plays; see Segment."""
+    trainable: _builtins.bool
+    """Whether the conversation trains. Unset: not sent."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
         """Origin of the new conversation's first segment. Its first prompt decides how many tokens it shares with the parent: see
@@ -563,12 +575,16 @@ class Forked(_message.Message):
         count: _builtins.int = ...,
         messages: _abc.Iterable[_message_pb2.Message] | None = ...,
         tools: _abc.Iterable[_builtins.str] | None = ...,
+        role: _builtins.str = ...,
+        trainable: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "origin", b"origin", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "messages", b"messages", "of_segment_id", b"of_segment_id", "origin", b"origin", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "count", b"count", "messages", b"messages", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "tools", b"tools", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__trainable: _TypeAlias = _typing.Literal["trainable"]  # noqa: Y015
+    _WhichOneofArgType__trainable: _TypeAlias = _typing.Literal["_trainable", b"_trainable"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trainable) -> _WhichOneofReturnType__trainable | None: ...
 
 Global___Forked: _TypeAlias = Forked  # noqa: Y015
 
@@ -610,6 +626,28 @@ class Masked(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Masked: _TypeAlias = Masked  # noqa: Y015
+
+@_typing.final
+class Rewarded(_message.Message):
+    """The agent gave a reward to a turn. Rewards of one turn add up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    value: _builtins.float
+    """A finite number."""
+    def __init__(
+        self,
+        *,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rewarded: _TypeAlias = Rewarded  # noqa: Y015
 
 @_typing.final
 class Observed(_message.Message):

@@ -143,6 +143,34 @@ FAILURE_CLASS_CANCELLED: FailureClass.ValueType  # 8
 """The rollout was cancelled. Never in `Failure`, because such a rollout ends with `Cancellation`."""
 Global___FailureClass: _TypeAlias = FailureClass  # noqa: Y015
 
+class _RewardRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RewardRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REWARD_RULE_UNSPECIFIED: _RewardRule.ValueType  # 0
+    """Sent by servers without this field. Each sample has the reward of the rollout."""
+    REWARD_RULE_COPY: _RewardRule.ValueType  # 1
+    """Each trainable sample has the reward of the rollout."""
+    REWARD_RULE_SPLIT: _RewardRule.ValueType  # 2
+    """The reward of the rollout is divided equally among its trainable samples."""
+    REWARD_RULE_OWN: _RewardRule.ValueType  # 3
+    """A trainable sample has the sum of what was given to its turns and to its role; no reward if nothing was given."""
+
+class RewardRule(_RewardRule, metaclass=_RewardRuleEnumTypeWrapper):
+    """How the rewards of a rollout reach its samples. Declared by the agent."""
+
+REWARD_RULE_UNSPECIFIED: RewardRule.ValueType  # 0
+"""Sent by servers without this field. Each sample has the reward of the rollout."""
+REWARD_RULE_COPY: RewardRule.ValueType  # 1
+"""Each trainable sample has the reward of the rollout."""
+REWARD_RULE_SPLIT: RewardRule.ValueType  # 2
+"""The reward of the rollout is divided equally among its trainable samples."""
+REWARD_RULE_OWN: RewardRule.ValueType  # 3
+"""A trainable sample has the sum of what was given to its turns and to its role; no reward if nothing was given."""
+Global___RewardRule: _TypeAlias = RewardRule  # noqa: Y015
+
 @_typing.final
 class Stop(_message.Message):
     """The rollout completed."""
@@ -335,6 +363,36 @@ class Metrics(_message.Message):
 Global___Metrics: _TypeAlias = Metrics  # noqa: Y015
 
 @_typing.final
+class TurnReward(_message.Message):
+    """The reward of one turn."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    turn: _builtins.int
+    """The turn, from 1."""
+    value: _builtins.float
+    """The sum of what the agent gave the turn: a finite number."""
+    segment_id: _builtins.str
+    """The segment that holds the turn's completion; empty if the trainer sent no token ids for the turn."""
+    def __init__(
+        self,
+        *,
+        turn: _builtins.int = ...,
+        value: _builtins.float = ...,
+        segment_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_id", b"segment_id", "turn", b"turn", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
+
+@_typing.final
 class Outcome(_message.Message):
     """How a rollout ended, and its results. Decided exactly once; delivered at least once, as the same bytes each time."""
 
@@ -371,10 +429,14 @@ class Outcome(_message.Message):
     SCORES_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    TURN_REWARDS_FIELD_NUMBER: _builtins.int
+    REWARD_RULE_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """The agent's reward; unset: the agent returned none."""
     extra_json: _builtins.str
     """Further results of the agent: one JSON object, or empty."""
+    reward_rule: Global___RewardRule.ValueType
+    """How `reward`, `turn_rewards` and the rewards of roles reach `Sample.reward`."""
     @_builtins.property
     def stop(self) -> Global___Stop:
         """It completed."""
@@ -411,6 +473,10 @@ class Outcome(_message.Message):
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Warning]:
         """Problems that did not end the rollout."""
 
+    @_builtins.property
+    def turn_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnReward]:
+        """Rewards that the agent gave to turns, by turn. A turn without a reward is not listed."""
+
     def __init__(
         self,
         *,
@@ -425,10 +491,12 @@ class Outcome(_message.Message):
         scores: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         extra_json: _builtins.str = ...,
         warnings: _abc.Iterable[Global___Warning] | None = ...,
+        turn_rewards: _abc.Iterable[Global___TurnReward] | None = ...,
+        reward_rule: Global___RewardRule.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "end", b"end", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "end", b"end", "extra_json", b"extra_json", "failure", b"failure", "messages", b"messages", "metrics", b"metrics", "reward", b"reward", "samples", b"samples", "scores", b"scores", "segments", b"segments", "stop", b"stop", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "end", b"end", "extra_json", b"extra_json", "failure", b"failure", "messages", b"messages", "metrics", b"metrics", "reward", b"reward", "reward_rule", b"reward_rule", "samples", b"samples", "scores", b"scores", "segments", b"segments", "stop", b"stop", "turn_rewards", b"turn_rewards", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

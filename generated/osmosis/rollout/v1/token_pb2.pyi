@@ -291,10 +291,19 @@ class Segment(_message.Message):
     ORIGIN_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    TRAINABLE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique within its rollout: "0", "1", ..."""
     verified: _builtins.bool
     """False if the trainer never reported its prompts. The prompt and environment tokens are then the server's own rendering."""
+    role: _builtins.str
+    """The part that the conversation plays, as the agent names it, such as "critic"; "agent" unless the agent names another."""
+    trainable: _builtins.bool
+    """The agent declared that the conversation trains. Unset: not sent."""
+    reward: _builtins.float
+    """The reward of the segment by `Outcome.reward_rule`; unset: none. Only in an outcome."""
     @_builtins.property
     def origin(self) -> Global___SegmentOrigin:
         """Why the segment was opened, and its parent."""
@@ -310,12 +319,22 @@ class Segment(_message.Message):
         origin: Global___SegmentOrigin | None = ...,
         spans: _abc.Iterable[Global___Span] | None = ...,
         verified: _builtins.bool = ...,
+        role: _builtins.str = ...,
+        trainable: _builtins.bool | None = ...,
+        reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "origin", b"origin", "reward", b"reward", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "origin", b"origin", "spans", b"spans", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "id", b"id", "origin", b"origin", "reward", b"reward", "role", b"role", "spans", b"spans", "trainable", b"trainable", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
+    _WhichOneofReturnType__trainable: _TypeAlias = _typing.Literal["trainable"]  # noqa: Y015
+    _WhichOneofArgType__trainable: _TypeAlias = _typing.Literal["_trainable", b"_trainable"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trainable) -> _WhichOneofReturnType__trainable | None: ...
 
 Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
@@ -377,6 +396,8 @@ class Sample(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
     UNTRAINABLE_REASON_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """Id of the segment."""
     response_mask: _builtins.bytes
@@ -388,7 +409,13 @@ class Sample(_message.Message):
     that sends no verdicts.
     """
     untrainable_reason: _builtins.str
-    """Why not, as a stable word such as "failure_engine" or "cancelled"; empty if it is trainable."""
+    """Why not, as a stable word: "failure_" and the class, such as "failure_engine"; "cancelled"; "role_not_trainable";
+    "no_trained_tokens". Empty if it is trainable.
+    """
+    role: _builtins.str
+    """The role of the segment."""
+    reward: _builtins.float
+    """The reward of the sample by `Outcome.reward_rule`; unset: none. A sample that is not trainable has none."""
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the first prompt. All have mask 0."""
@@ -422,13 +449,20 @@ class Sample(_message.Message):
         verified: _builtins.bool = ...,
         trainable: _builtins.bool | None = ...,
         untrainable_reason: _builtins.str = ...,
+        role: _builtins.str = ...,
+        reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "trainable", b"trainable"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "reward", b"reward", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "role", b"role", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
+    _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType__trainable: _TypeAlias = _typing.Literal["trainable"]  # noqa: Y015
     _WhichOneofArgType__trainable: _TypeAlias = _typing.Literal["_trainable", b"_trainable"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__trainable) -> _WhichOneofReturnType__trainable | None: ...
 
 Global___Sample: _TypeAlias = Sample  # noqa: Y015

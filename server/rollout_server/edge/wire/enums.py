@@ -5,7 +5,7 @@ from __future__ import annotations
 from osmosis.rollout.v1 import event_pb2, outcome_pb2, rollout_service_pb2, spec_pb2, token_pb2
 
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
-from rollout_server.core.outcome import Category, FailureClass
+from rollout_server.core.outcome import Category, FailureClass, RewardRule
 from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.rollout import RolloutState
@@ -33,6 +33,11 @@ DELIVERY_STATES = {
     DeliveryState.ACKNOWLEDGED: rollout_service_pb2.DELIVERY_STATE_ACKNOWLEDGED,
     DeliveryState.REFUSED: rollout_service_pb2.DELIVERY_STATE_REFUSED,
     DeliveryState.EXPIRED: rollout_service_pb2.DELIVERY_STATE_EXPIRED,
+}
+REWARD_RULES = {
+    RewardRule.COPY: outcome_pb2.REWARD_RULE_COPY,
+    RewardRule.SPLIT: outcome_pb2.REWARD_RULE_SPLIT,
+    RewardRule.OWN: outcome_pb2.REWARD_RULE_OWN,
 }
 AUTHORS = {Author.MODEL: token_pb2.AUTHOR_MODEL, Author.OTHER: token_pb2.AUTHOR_OTHER}
 MASK_REASONS = {

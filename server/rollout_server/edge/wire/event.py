@@ -23,6 +23,7 @@ from rollout_server.core.record import (
     Masked,
     Note,
     Observed,
+    Rewarded,
     SegmentOpened,
     ToolReturned,
     ToolStarted,
@@ -88,7 +89,7 @@ class _View:
                 proto.segment_opened.CopyFrom(opened)
             case DriftFound():
                 proto.drift_found.CopyFrom(_drift_to_proto(record))
-            case Forked() | GivenUp() | Masked() | Observed():
+            case Forked() | GivenUp() | Masked() | Observed() | Rewarded():
                 self._fill_agent_record(proto, record)
             case Note(_, code, text):
                 proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
@@ -151,6 +152,8 @@ class _View:
                 proto.given_up.SetInParent()
             case Masked(_, reason):
                 proto.masked.CopyFrom(event_pb2.Masked(reason=utf8(reason)))
+            case Rewarded(_, value):
+                proto.rewarded.CopyFrom(event_pb2.Rewarded(value=value))
             case Observed(what, value):
                 shown = utf8(value) if self._messages else ""
                 proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=shown))
@@ -163,6 +166,8 @@ class _View:
             count=record.count,
             messages=shown,
             tools=[utf8(name) for name in record.tools],
+            role=utf8(record.role.name),
+            trainable=record.role.trainable,
         )
 
     def _fill_outcome(self, proto: event_pb2.RolloutEvent) -> None:

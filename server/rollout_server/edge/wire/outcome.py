@@ -15,6 +15,7 @@ from rollout_server.core.outcome import (
     Outcome,
     Stop,
     Warned,
+    segment_rewards,
     training_verdict,
 )
 from rollout_server.core.spec import Spec
@@ -26,16 +27,23 @@ def outcome_to_proto(
     outcome: Outcome, spec: Spec, *, messages: bool, samples: bool, segments: bool
 ) -> outcome_pb2.Outcome:
     """Return the proto of the outcome of a rollout with this spec. The flags select its optional parts."""
-    result = outcome.reward_result
+    result, rewards = outcome.reward_result, segment_rewards(outcome)
+    shown = outcome.segments if segments else ()
+    judged = outcome.segments if samples else ()
     proto = outcome_pb2.Outcome(
         messages=messages_to_proto(outcome.messages, typed=spec.typed) if messages else (),
-        segments=[segment_to_proto(segment) for segment in outcome.segments] if segments else (),
-        samples=[_sample(outcome, segment, spec.train_on) for segment in outcome.segments] if samples else (),
+        segments=[segment_to_proto(segment, rewards.get(segment.id)) for segment in shown],
+        samples=[_sample(outcome, segment, spec.train_on, rewards.get(segment.id)) for segment in judged],
         metrics=metrics_to_proto(outcome.metrics),
         reward=result.reward,
         scores={utf8(name): score for name, score in (result.scores or {}).items()},
         extra_json=utf8(result.extra_json),
         warnings=[_warning(warned) for warned in outcome.warnings],
+        turn_rewards=[
+            outcome_pb2.TurnReward(turn=each.turn, value=each.value, segment_id=each.segment_id)
+            for each in outcome.turn_rewards
+        ],
+        reward_rule=enums.REWARD_RULES[outcome.reward_rule],
     )
     match outcome.end:
         case Stop(reason, truncated):
@@ -72,13 +80,16 @@ def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
     )
 
 
-def segment_to_proto(segment: Segment) -> token_pb2.Segment:
+def segment_to_proto(segment: Segment, reward: float | None = None) -> token_pb2.Segment:
     """Return the proto of a segment with its spans."""
     return token_pb2.Segment(
         id=segment.id,
         origin=origin_to_proto(segment.origin),
         spans=[span_to_proto(segment, span) for span in segment.spans],
         verified=segment.verified,
+        role=utf8(segment.role.name),
+        trainable=segment.role.trainable,
+        reward=reward,
     )
 
 
@@ -103,7 +114,9 @@ def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
     )
 
 
-def _sample(outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None) -> token_pb2.Sample:
+def _sample(
+    outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None, reward: float | None
+) -> token_pb2.Sample:
     sample = segment.sample()
     trainable, reason = training_verdict(outcome, segment, train_on)
     return token_pb2.Sample(
@@ -117,6 +130,8 @@ def _sample(outcome: Outcome, segment: Segment, train_on: Collection[FailureClas
         verified=segment.verified,
         trainable=trainable,
         untrainable_reason=reason,
+        role=utf8(segment.role.name),
+        reward=reward,
     )
 
 

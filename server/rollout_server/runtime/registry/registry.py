@@ -252,7 +252,8 @@ class RolloutRegistry:
         """End a rollout at once whose end is requested before it has a slot."""
         if not self._queue.withdraw(rollout):
             return
-        rollout.record(Ended(rollout.ending.requested.result(), queued_ms=rollout.queued_ms()))
+        end, rule = rollout.ending.requested.result(), rollout.reward_rule
+        rollout.record(Ended(end, queued_ms=rollout.queued_ms(), reward_rule=rule))
         self._keep(rollout)
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -10,11 +11,12 @@ from types import MappingProxyType
 from typing import Any, TypedDict
 
 from rollout_server.core.conversation import Conversation
-from rollout_server.core.ledger import SegmentKind
+from rollout_server.core.ledger import AGENT, Role, SegmentKind
 from rollout_server.core.machine import Machine
 from rollout_server.core.message import JSON, parse_object
+from rollout_server.core.record import LARGEST_TURN_REWARD, MOST_REWARDS_OF_A_TURN
 from rollout_server.core.spec import Dialect, Sampling
-from rollout_server.core.spec_validation import sampling_violations
+from rollout_server.core.spec_validation import ID_LENGTH, sampling_violations
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 
@@ -156,6 +158,45 @@ def fork_kind(word: str | None, messages: int | None, *, has_tools: bool) -> Seg
     if not branches and not messages:
         raise AgentMistake(f"fork: a {kind.value} needs its initial messages")
     return kind
+
+
+def fork_role(kind: SegmentKind, parent: Role, name: object, trainable: object) -> Role:
+    """Return the role of the new conversation; None for `name` or `trainable` keeps the default. Raise `AgentMistake`."""
+    default = AGENT if kind is SegmentKind.SUBAGENT else parent
+    if name is None and trainable is None:
+        return default
+    if kind is SegmentKind.COMPACTION:
+        raise AgentMistake(
+            "fork: a compaction continues this conversation and keeps its role; leave out role and trainable"
+        )
+    if trainable is not None and not isinstance(trainable, bool):
+        raise AgentMistake(f"fork: trainable is {trainable!r:.100}; it must be True or False")
+    if name is not None and not (isinstance(name, str) and name.strip() and len(name) <= ID_LENGTH and _is_utf8(name)):
+        raise AgentMistake(f"fork: role is {name!r:.100}; it must be a non-blank text of 1 to {ID_LENGTH} characters")
+    return Role(default.name if name is None else str(name), default.trainable if trainable is None else trainable)
+
+
+def _is_utf8(text: str) -> bool:
+    return text.encode("utf-8", "ignore").decode() == text
+
+
+def checked_turn_reward(value: object, machine: Machine, conversation: Conversation) -> tuple[int, float]:
+    """Return the turn that gets the reward, the latest with a completion, and the reward. Raise `AgentMistake`."""
+    last = conversation.last_completion
+    if last is None:
+        raise AgentMistake("give_reward: the conversation has no completion yet; call it after `await run.sample()`")
+    try:
+        number = _number(value)
+    except (TypeError, OverflowError):
+        number = math.nan
+    if not abs(number) <= LARGEST_TURN_REWARD:
+        most = f"{LARGEST_TURN_REWARD:,.0f}"
+        raise AgentMistake(f"give_reward: the reward is {value!r:.100}; it must be a number from -{most} to {most}")
+    if len(machine.rewards.get(last.turn, ())) >= MOST_REWARDS_OF_A_TURN:
+        raise AgentMistake(
+            f"give_reward: turn {last.turn} has {MOST_REWARDS_OF_A_TURN:,} rewards already; add them up first"
+        )
+    return last.turn, number
 
 
 def forkable_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:

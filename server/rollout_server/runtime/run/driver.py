@@ -76,7 +76,8 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
         # the tasks are cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that
         # ignores its cancellation. What such a task still does is rejected, because the end is decided.
         rollout.ending.decide(end)
-        ended = Ended(end, reward, 1000 * (rollout.clock.monotonic() - started), queued_ms)
+        total_ms = 1000 * (rollout.clock.monotonic() - started)
+        ended = Ended(end, reward, total_ms, queued_ms, reward_rule=rollout.reward_rule)
         _cancel(run, tasks)
         try:
             if run is not None and rollout.agent.overrides("cleanup"):

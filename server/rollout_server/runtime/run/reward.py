@@ -47,9 +47,22 @@ def checked_reward(reward: object, where: str) -> RewardResult:
         raise ValueError(f"{where} in a RewardResult: extra_json must be one JSON object: {error}") from None
     return replace(
         reward,
+        roles=None if reward.roles is None else _checked_roles(reward.roles, where),
         reward=None if reward.reward is None else _number(reward.reward, f"{where} in a RewardResult"),
         scores=scores and {key: _number(value, f"{where}, score {key!r},") for key, value in scores.items()},
     )
+
+
+def _checked_roles(roles: object, where: str) -> Mapping[str, float]:
+    if not (isinstance(roles, Mapping) and len(roles) <= _MOST_SCORES):
+        raise TypeError(
+            f"{where} in a RewardResult: roles are a dictionary of at most {_MOST_SCORES} numbers, not {roles!r:.100}"
+        )
+    for name in roles:
+        if not isinstance(name, str) or not 0 < len(name) <= ID_LENGTH:
+            text = f"a role's name is a text of 1 to {ID_LENGTH} characters, not {name!r:.100}"
+            raise TypeError(f"{where} in a RewardResult: {text}")
+    return {name: _number(value, f"{where}, role {name!r},") for name, value in roles.items()}
 
 
 def _number(value: object, where: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
-from rollout_server.core.record import Appended, GivenUp, Masked, Note
+from rollout_server.core.record import Appended, GivenUp, Masked, Note, Rewarded
 from rollout_server.core.spec import DriftPolicy
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
@@ -29,7 +30,9 @@ from rollout_server.runtime.run.arguments import (
     check_room,
     checked_note,
     checked_reason,
+    checked_turn_reward,
     fork_kind,
+    fork_role,
     forkable_tools,
     turn_sampling,
 )
@@ -91,6 +94,11 @@ class Run:
     def used(self) -> Metrics:
         """Usage of the rollout so far, over all conversations: turns, tokens, tool calls, milliseconds."""
         return self._machine.metrics
+
+    @property
+    def turn_rewards(self) -> Mapping[int, float]:
+        """Rewards given so far, by turn, over all conversations. A turn without a reward is missing."""
+        return {turn: math.fsum(values) for turn, values in sorted(self._machine.rewards.items())}
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -185,6 +193,8 @@ class Run:
         *,
         kind: Literal["branch", "subagent", "compaction"] | None = None,
         tools: Sequence[Tool] | None = None,
+        role: str | None = None,
+        trainable: bool | None = None,
     ) -> Run:
         """Open another conversation, which becomes a separate training sample. Several can run concurrently.
 
@@ -197,6 +207,10 @@ class Run:
                 that replaces this conversation, which is closed. Default: a branch without messages, a subagent with messages.
             tools: the tools offered to the model in the conversation; None: the same as here. A branch always has the same
                 tools.
+            role: the part that the conversation plays, such as "critic": a non-blank text of at most 256 characters. Its samples
+                carry it, and `RewardResult.roles` gives rewards by it. Default: "agent" for a subagent, otherwise the role of
+                this conversation, which a compaction always keeps.
+            trainable: False: its samples do not train. Default: True for a subagent, otherwise as this conversation.
 
         Raises:
             RolloutEnded: when the rollout has ended, and if its trainer does not support several conversations.
@@ -207,7 +221,8 @@ class Run:
         subagent = opens is SegmentKind.SUBAGENT
         await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if subagent else ()))
         given = None if tools is None else forkable_tools(tools)
-        forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation)
+        part = fork_role(opens, self._conversation.role, role, trainable)
+        forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation, part)
         offered = self._executor.tools if given is None else given
         try:
             sampler = self._sampler.fork(Fork(forked.origin, given))
@@ -231,6 +246,21 @@ class Run:
         if not self._machine.has_completed(reply.turn):
             raise AgentMistake(f"mask: the rollout has no completion of turn {reply.turn}")
         self._context.record(Masked(reply.turn, checked_reason(reason, "mask")))
+
+    def give_reward(self, value: float) -> None:
+        """Give a reward to the latest completion of this conversation. Rewards of one completion add up.
+
+        They are in the outcome as `turn_rewards`, and with `reward_rule = "own"` in the rewards of the samples. A tool and a reward
+        may call it, too.
+
+        Args:
+            value: a number from -1e9 to 1e9.
+
+        Raises:
+            RolloutEnded: once the end of the rollout is decided.
+            AgentMistake: for another value, before the first completion, and for more than 1,000 rewards of one completion.
+        """
+        self._context.record(Rewarded(*checked_turn_reward(value, self._machine, self._conversation)))
 
     def now(self) -> datetime:
         """Return the time in UTC and record it. A replay gets the same value."""
