@@ -14,7 +14,8 @@ class GuessTheNumber(Environment):
 
     async def reset(self, run: Run) -> None:
         """Begin a game. The request's last message explains it, so the world says nothing more."""
-        run.state.update(number=int(str(run.metadata["ground_truth"])), low=1, high=100)
+        number = run.metadata.get("ground_truth") or run.random().randint(1, 100)
+        run.state.update(number=int(str(number)), low=1, high=100)
 
     async def step(self, run: Run, reply: Reply) -> Step:
         """Compare the last number in the completion with the number of the game."""

@@ -25,6 +25,11 @@ def test_a_game_that_is_not_won(serving, scripted_model: ScriptedModel) -> None:
     assert (rollout.stop, rollout.reward) == ("max_turns", pytest.approx(-0.9))
 
 
-def test_a_row_without_a_number_fails(serving, scripted_model: ScriptedModel) -> None:
-    rollout = serving(GuessTheNumber()).play("Guess my number.", scripted_model.says("50"))
-    assert (rollout.reward, rollout.stop) == (None, None)
+def test_the_world_chooses_a_number_if_the_row_has_none(serving, scripted_model: ScriptedModel) -> None:
+    for guess in range(1, 11):
+        scripted_model.says(str(10 * guess))
+    rollout = serving(GuessTheNumber()).play("Guess my number.", scripted_model)
+    _, *spoken = [message["content"] for message in rollout.messages if message["role"] == "user"]
+    below = spoken.count("Higher.")
+    assert spoken[:below] == ["Higher."] * below
+    assert set(spoken[below:]) == {"Lower."} or spoken[below:] == [f"Yes, it is {10 * (below + 1)}."]
