@@ -26,7 +26,9 @@ def fingerprint(spec: Spec) -> str:
 
 def _canonical_spec(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
+    indexed: dict[str, JSON] = {} if spec.group_index is None else {"group_index": spec.group_index}
     return {
+        **indexed,
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
         "agent": spec.agent,

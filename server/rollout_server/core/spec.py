@@ -106,6 +106,7 @@ class Spec:
         metadata_json: data for the agent, as one JSON object, or empty.
         labels: keys and values for selecting rollouts.
         source_json: fields of an HTTP request that no other field keeps verbatim, as one JSON object, or empty.
+        group_index: position of the rollout in its group, from 0; None if it has none.
     """
 
     rollout_id: str
@@ -127,3 +128,4 @@ class Spec:
     metadata_json: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     source_json: str = ""
+    group_index: int | None = None

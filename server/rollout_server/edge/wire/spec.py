@@ -39,6 +39,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         metadata_json=spec.metadata_json,
         labels=spec.labels,
         source_json=spec.source_json,
+        group_index=spec.group_index,
     )
 
 
@@ -71,6 +72,7 @@ def spec_from_proto(
         metadata_json=proto.metadata_json,
         labels=dict(proto.labels),
         source_json=proto.source_json,
+        group_index=proto.group_index if proto.HasField("group_index") else None,
     )
 
 
