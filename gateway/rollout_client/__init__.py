@@ -11,15 +11,16 @@ protobuf messages of the package `osmosis.rollout.v1`. A call that fails raises 
 from __future__ import annotations
 
 from osmosis.rollout.v1.event_pb2 import RolloutEvent
+from osmosis.rollout.v1.group_pb2 import GroupResult
 from osmosis.rollout.v1.message_pb2 import Message, Tool
 from osmosis.rollout.v1.outcome_pb2 import Outcome
-from osmosis.rollout.v1.rollout_service_pb2 import Agent, GetServerInfoResponse, Rollout
+from osmosis.rollout.v1.rollout_service_pb2 import Agent, GetServerInfoResponse, GroupOutcome, Rollout
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client._async.client import AsyncClient
-from rollout_client._async.events import AsyncEventStream, AsyncRunStream
+from rollout_client._async.events import AsyncEventStream, AsyncGroupStream, AsyncRunStream
 from rollout_client._sync.client import Client
-from rollout_client._sync.events import EventStream, RunStream
+from rollout_client._sync.events import EventStream, GroupStream, RunStream
 from rollout_client.chat_messages import messages
 from rollout_client.connection import Tls
 from rollout_client.errors import (
@@ -39,7 +40,7 @@ from rollout_client.errors import (
     Unauthenticated,
     Unavailable,
 )
-from rollout_client.event_cursor import Started
+from rollout_client.event_cursor import Started, StartedGroup
 from rollout_client.requests import SelectionFields
 from rollout_client.retry import Retry
 from rollout_client.samples import SampleSpan, TrainingSample, samples
@@ -49,6 +50,7 @@ __all__ = [
     "Agent",
     "AsyncClient",
     "AsyncEventStream",
+    "AsyncGroupStream",
     "AsyncRunStream",
     "Busy",
     "Client",
@@ -59,6 +61,9 @@ __all__ = [
     "EventsGone",
     "FieldError",
     "GetServerInfoResponse",
+    "GroupOutcome",
+    "GroupResult",
+    "GroupStream",
     "InvalidRequest",
     "Limits",
     "Message",
@@ -80,6 +85,7 @@ __all__ = [
     "SpecFields",
     "StartFields",
     "Started",
+    "StartedGroup",
     "Target",
     "Tls",
     "Tokenizer",

@@ -11,6 +11,7 @@ from typing import Any
 from rollout_server.core.outcome import RewardResult
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.run.driver import await_cancelled, contain
 from rollout_server.runtime.run.reward import checked_reward
 
@@ -43,7 +44,7 @@ async def group_rewards(
             checked_reward(merged(each, given), f"agent {agent.name!r}: reward_group")
             for each, given in zip(own, rewards, strict=True)
         ]
-    except (Exception, asyncio.CancelledError) as error:
+    except (Exception, asyncio.CancelledError, RolloutEnded) as error:
         if not task.done():  # this server cancelled the work
             raise
         where = raised_at(error) or location
