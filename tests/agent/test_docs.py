@@ -41,7 +41,7 @@ def test_a_group(serving):
     stage = serving(Brief())
     question = [{"role": "user", "content": "What is 5 plus 3?"}]
     fields = {"messages": question, "completions": stage.trainer.url, "tokenizer": "toy"}
-    started = stage.client.start_group(4, metadata={"ground_truth": "8"}, **fields)
+    started = stage.client.start_group(4, metadata={"ground_truth": "could not"}, **fields)  # it has no tools
     outcomes = [outcome.rollout.outcome for outcome in stage.client.watch_group(started.group_id)]
     assert [(outcome.reward, dict(outcome.scores)) for outcome in outcomes] == [(1.0, {"better": 0.0})] * 4
 
