@@ -59,7 +59,7 @@ class RolloutFollower:
             resumed = copy(self.watch)
             resumed.after_sequence = last
             call = (rpc.WatchGroup if is_group else rpc.WatchRollout)(resumed, timeout=None)
-            fault: Exception = StreamEndedEarly()
+            fault: Exception = StreamEndedEarly(getattr(self.watch, "group_id" if is_group else "uid"))
             try:
                 async for item in call:
                     event: Any = item if is_group else item.event

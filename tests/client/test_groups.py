@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from rollout_client import (
@@ -35,9 +36,19 @@ class Competing(Calculator):
 
     name = "competing"
 
-    async def reward_group(self, runs: list[Run]) -> list[RewardResult]:
+    async def reward_group(self, runs: Sequence[Run]) -> list[RewardResult]:
         size = len(runs)
         return [RewardResult(reward=place / size, scores={"size": size}) for place, _ in enumerate(runs)]
+
+
+class Threaded(Calculator):
+    """The same with a plain function, which runs in a thread."""
+
+    name = "threaded"
+
+    def reward_group(self, runs: Sequence[Run]) -> list[float]:
+        assert threading.current_thread() is not threading.main_thread()
+        return [float(place) for place, _ in enumerate(runs)]
 
 
 @pytest.fixture
@@ -45,7 +56,7 @@ async def world() -> AsyncIterator[ServerAndTrainer]:
     """A server with four slots whose agents include one with a group reward."""
     gated, measured = Gated(), Measured()
     async with (
-        Server([Calculator(), gated, measured, Competing()], settings(max_running=4)) as server,
+        Server([Calculator(), gated, measured, Competing(), Threaded()], settings(max_running=4)) as server,
         StrictTrainer(tools=calculator_tools()) as trainer,
     ):
         yield ServerAndTrainer(server, trainer, gated, measured)
@@ -69,6 +80,12 @@ async def test_a_group_in_few_slots_gets_its_ranks(world: ServerAndTrainer, clie
     assert (group.result, group.last_sequence, stream.last_sequence) == (stream.result, 25, 25)
     listed = [rollout async for rollout in client.list(group_id=started.group_id)]
     assert sorted(rollout.spec.group_index for rollout in listed) == list(range(24))
+
+
+async def test_a_plain_function_rewards_a_group(world: ServerAndTrainer, client: AsyncClient) -> None:
+    started = await client.start_group(5, **world.asked(agent="threaded"))
+    found = {each.index: each.rollout.outcome.reward async for each in client.watch_group(started.group_id)}
+    assert found == {index: float(index) for index in range(5)}
 
 
 async def test_a_repeated_start_attaches_and_another_payload_conflicts(

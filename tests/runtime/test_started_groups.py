@@ -221,8 +221,24 @@ async def test_a_group_lives_as_long_as_its_rollouts(harness: Callable[..., Grou
     world.roster.forget()
     with pytest.raises(NotFound):
         world.groups.get("mine", ME)
-    assert world.start_group(2, "key", group_id="mine") is not group
     world.dropped = 2
+    assert world.start_group(2, "key", group_id="mine") is not group
+
+
+async def test_what_is_left_of_an_old_group_leaves_a_new_one_alone(harness: Callable[..., GroupHarness]) -> None:
+    world = harness(capacity=Capacity(finished=3))
+    old = world.start_group(3, "key", group_id="mine")
+    await finished(old)
+    await asyncio.sleep(1)
+    world.start()
+    await asyncio.sleep(1)  # this drops the first rollout of the group, and so the group
+    new = world.start_group(3, "key", group_id="mine")
+    assert new is not old
+    await finished(new)
+    await asyncio.sleep(1)  # this drops the other rollouts of the old group
+    assert world.groups.get("mine", ME) is new
+    assert world.start_group(3, "key", group_id="mine") is new
+    world.dropped = 4
 
 
 ENDS: tuple[End, ...] = (
@@ -240,9 +256,10 @@ ENDS: tuple[End, ...] = (
 )
 def test_random_ends_keep_the_counts(plan: GroupPlan, ends: list[tuple[int, End, bool]]) -> None:
     state = GroupState.of(plan)
-    for index, end, may_refill in ends:
-        if index >= plan.count or state.ends[index] is not None:
+    for index, end, wanted in ends:
+        if index >= plan.count:
             continue
+        may_refill = wanted and state.ends[index] is None  # an end may change, but it is not started anew then
         before, state = state, state.after(index, end, may_refill=may_refill)
         refilled = state.refilled > before.refilled
         assert refilled <= (may_refill and isinstance(end, Failure) and not is_usable(end) and not before.early_stop)
@@ -250,10 +267,10 @@ def test_random_ends_keep_the_counts(plan: GroupPlan, ends: list[tuple[int, End,
         assert state.early_stop >= before.early_stop
     usable = sum(end is not None and is_usable(end) for end in state.ends)
     assert state.refilled <= plan.refill
-    if state.early_stop:
-        assert usable >= plan.min_usable > 0
-    elif plan.min_usable and not state.is_complete:
+    assert (state.usable, state.is_complete) == (usable, None not in state.ends)
+    if plan.min_usable and not (state.is_complete or state.early_stop):
         assert usable < plan.min_usable
+    assert plan.min_usable or not state.early_stop
     if state.is_complete:
         result = state.result()
         assert result.asked == plan.count == result.completed + result.failed + result.cancelled

@@ -59,7 +59,9 @@ class GroupRegistry:
         return group
 
     def _drop(self, group: RolloutGroup) -> None:
-        self._groups.pop((group.caller, group.id), None)
+        # Both ids may belong to a newer group by now: its rollouts are dropped one by one.
+        if self._groups.get((group.caller, group.id)) is group:
+            del self._groups[group.caller, group.id]
         key = group.admitted.key
         if key is not None and self._requests.get(key) is group:
             del self._requests[key]

@@ -81,24 +81,28 @@ class GroupState:
     Args:
         ends: the end of the current rollout of each index; None: it has not ended. An end may still change until the group has its
             reward.
+        running: number of `ends` that are None. It and `usable` are counted along, so that a step takes no time for each rollout.
+        usable: number of `ends` that are usable.
         refilled: number of rollouts that were started anew.
         early_stop: enough rollouts were usable before all had ended, so the others are to be cancelled.
     """
 
     plan: GroupPlan
     ends: tuple[End | None, ...]
+    running: int
+    usable: int = 0
     refilled: int = 0
     early_stop: bool = False
 
     @classmethod
     def of(cls, plan: GroupPlan) -> GroupState:
         """Return the state of a group that begins."""
-        return cls(plan, (None,) * plan.count)
+        return cls(plan, (None,) * plan.count, plan.count)
 
     @property
     def is_complete(self) -> bool:
         """Whether all rollouts have ended."""
-        return None not in self.ends
+        return not self.running
 
     def after(self, index: int, end: End, *, may_refill: bool) -> GroupState:
         """Return the state after the rollout of an index ended, or its end changed.
@@ -109,17 +113,21 @@ class GroupState:
         failed = isinstance(end, Failure) and not is_usable(end)
         if may_refill and failed and not self.early_stop and self.refilled < self.plan.refill:
             return replace(self, refilled=self.refilled + 1)
-        state = replace(self, ends=(*self.ends[:index], end, *self.ends[index + 1 :]))
-        enough = 0 < self.plan.min_usable <= state._usable()
-        return replace(state, early_stop=True) if enough and not state.is_complete else state
+        former = self.ends[index]
+        running = self.running - (former is None)
+        usable = self.usable + is_usable(end) - (former is not None and is_usable(former))
+        enough = 0 < self.plan.min_usable <= usable
+        return replace(
+            self,
+            ends=(*self.ends[:index], end, *self.ends[index + 1 :]),
+            running=running,
+            usable=usable,
+            early_stop=self.early_stop or (enough and running > 0),
+        )
 
     def result(self) -> GroupResult:
         """Return the result of a complete group."""
         completed, failed, cancelled = (
             sum(isinstance(end, kind) for end in self.ends) for kind in (Stop, Failure, Cancellation)
         )
-        usable = self._usable()
-        return GroupResult(self.plan.count, usable, self.refilled, completed, failed, cancelled, self.early_stop)
-
-    def _usable(self) -> int:
-        return sum(end is not None and is_usable(end) for end in self.ends)
+        return GroupResult(self.plan.count, self.usable, self.refilled, completed, failed, cancelled, self.early_stop)
