@@ -25,7 +25,7 @@ SENTENCES: Final = {
     "Client of a rollout server, bound to the event loop that uses it first.": (
         "Client of a rollout server for synchronous code."
     ),
-    "It has the methods of `Client` as coroutines; iterate over `list`, `run` and `watch` with `async for`.": (
+    "It has the methods of `Client` as coroutines; iterate over `list`, `run`, `watch` and `watch_group` with\n    `async for`.": (
         "Threads may share it. It does not survive a fork: make one in each process."
     ),
     "Event streams as asynchronous iterators.": "Event streams as iterators.",

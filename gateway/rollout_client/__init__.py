@@ -12,15 +12,16 @@ nothing until `raise_for_failure` is called with it.
 from __future__ import annotations
 
 from osmosis.rollout.v1.event_pb2 import RolloutEvent
+from osmosis.rollout.v1.group_pb2 import GroupResult
 from osmosis.rollout.v1.message_pb2 import Message, Tool
 from osmosis.rollout.v1.outcome_pb2 import Outcome
-from osmosis.rollout.v1.rollout_service_pb2 import Agent, GetServerInfoResponse, Rollout
+from osmosis.rollout.v1.rollout_service_pb2 import Agent, GetServerInfoResponse, GroupOutcome, Rollout
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client._async.client import AsyncClient
-from rollout_client._async.events import AsyncEventStream, AsyncRunStream
+from rollout_client._async.events import AsyncEventStream, AsyncGroupStream, AsyncRunStream
 from rollout_client._sync.client import Client
-from rollout_client._sync.events import EventStream, RunStream
+from rollout_client._sync.events import EventStream, GroupStream, RunStream
 from rollout_client.chat_messages import messages
 from rollout_client.connection import Tls
 from rollout_client.errors import (
@@ -41,7 +42,7 @@ from rollout_client.errors import (
     Unauthenticated,
     Unavailable,
 )
-from rollout_client.event_cursor import Started
+from rollout_client.event_cursor import Started, StartedGroup
 from rollout_client.requests import SelectionFields
 from rollout_client.retry import Retry
 from rollout_client.samples import SampleSpan, TrainingSample, only_trainable, raise_for_failure, samples
@@ -51,6 +52,7 @@ __all__ = [
     "Agent",
     "AsyncClient",
     "AsyncEventStream",
+    "AsyncGroupStream",
     "AsyncRunStream",
     "Busy",
     "Client",
@@ -61,6 +63,9 @@ __all__ = [
     "EventsGone",
     "FieldError",
     "GetServerInfoResponse",
+    "GroupOutcome",
+    "GroupResult",
+    "GroupStream",
     "InvalidRequest",
     "Limits",
     "Message",
@@ -83,6 +88,7 @@ __all__ = [
     "SpecFields",
     "StartFields",
     "Started",
+    "StartedGroup",
     "Target",
     "Tls",
     "Tokenizer",

@@ -18,6 +18,8 @@ from google.protobuf.message import Message
 from osmosis.rollout.v1.rollout_service_pb2 import (
     RunRolloutRequest,
     RunRolloutResponse,
+    WatchGroupRequest,
+    WatchGroupResponse,
     WatchRolloutRequest,
     WatchRolloutResponse,
 )
@@ -39,10 +41,11 @@ _FORKED: Final = (
 _ANOTHER_LOOP: Final = "the client is bound to the event loop that used it first; make one in each loop"
 
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
-EventResponse: TypeAlias = RunRolloutResponse | WatchRolloutResponse
+EventResponse: TypeAlias = RunRolloutResponse | WatchRolloutResponse | WatchGroupResponse
 AsyncEventCall: TypeAlias = (
     "grpc.aio.UnaryStreamCall[RunRolloutRequest, RunRolloutResponse]"
     " | grpc.aio.UnaryStreamCall[WatchRolloutRequest, WatchRolloutResponse]"
+    " | grpc.aio.UnaryStreamCall[WatchGroupRequest, WatchGroupResponse]"
 )
 
 

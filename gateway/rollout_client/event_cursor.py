@@ -7,13 +7,17 @@ server that has forgotten the rollout returns NOT_FOUND instead of running it a 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from grpc import StatusCode
+from osmosis.rollout.v1.group_pb2 import Group, GroupResult, StartGroupResponse
 from osmosis.rollout.v1.rollout_service_pb2 import (
+    GroupOutcome,
     RunRolloutRequest,
     RunRolloutResponse,
     StartRolloutResponse,
+    WatchGroupRequest,
+    WatchGroupResponse,
     WatchRolloutRequest,
     WatchRolloutResponse,
 )
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from osmosis.rollout.v1.outcome_pb2 import Outcome
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
+_T_co = TypeVar("_T_co", covariant=True)
 _EARLY: Final = "the server ended the stream before the rollout had finished"
 
 
@@ -55,6 +60,29 @@ class Started:
         return self.rollout.uid
 
 
+@dataclass(frozen=True, slots=True)
+class StartedGroup:
+    """Result of `start_group`: a group that was accepted, or found under the same request id.
+
+    Args:
+        group: its state at that time; `group.members` has the uid of each rollout.
+        attached: True if an earlier request had already started it.
+    """
+
+    group: Group
+    attached: bool
+
+    @classmethod
+    def from_response(cls, response: StartGroupResponse) -> StartedGroup:
+        """Convert the response of StartGroup."""
+        return cls(response.group, response.attached)
+
+    @property
+    def group_id(self) -> str:
+        """The id of the group."""
+        return self.group.group_id
+
+
 class StreamState:
     """What an event stream knows about its rollout."""
 
@@ -74,6 +102,18 @@ class StreamState:
     def outcome(self) -> Outcome | None:
         """The outcome, in the detail requested for events; None until the event `finished` was received."""
         return self._cursor.outcome
+
+
+class ResumeCursor(Protocol[_T_co]):
+    """Reader state for a stream that resumes."""
+
+    over: bool
+
+    def timeout(self) -> float | None: ...
+    def on_connect(self) -> None: ...
+    def take(self, item: object) -> _T_co | None: ...
+    def on_failure(self, failure: RolloutError) -> float: ...
+    def on_end(self, request_id: str) -> float: ...
 
 
 class EventCursor:
@@ -120,13 +160,15 @@ class EventCursor:
         """Note that the server accepted the stream, even if no item has arrived."""
         self._attempts.on_connect()
 
-    def take(self, item: RunRolloutResponse | WatchRolloutResponse) -> RolloutEvent | None:
+    def take(self, item: object) -> RolloutEvent | None:
         """Process an item and return its event; None if it has no event or a repeated one."""
         self._attempts.on_progress()
         if isinstance(item, RunRolloutResponse) and item.HasField("started"):
             self.started = Started.from_response(item.started)
             self._watch.uid = self.started.uid
             return None
+        if not isinstance(item, RunRolloutResponse | WatchRolloutResponse):
+            raise TypeError(f"{type(item).__name__} is not an item of an event stream")
         event = item.event
         # Sequence 0 marks live events (such as the queue position), which the server does not record or repeat.
         if event.sequence:
@@ -156,3 +198,57 @@ class EventCursor:
             self.over = True
             return 0.0
         return self.on_failure(Unavailable(StatusCode.UNAVAILABLE, _EARLY, request_id=request_id))
+
+
+class GroupCursor:
+    """Reader state for the outcomes of a group: like `EventCursor`, without a start.
+
+    Args:
+        watch: the request that watches the group.
+        attempts: retry state.
+    """
+
+    def __init__(self, watch: WatchGroupRequest, attempts: Attempts) -> None:
+        self.watch = watch
+        self._attempts = attempts
+        self._seen = False
+        self.result: GroupResult | None = None
+        self.over = False
+
+    def timeout(self) -> float | None:
+        """Return the timeout of the next call in seconds; None: no limit."""
+        return self._attempts.timeout
+
+    def on_connect(self) -> None:
+        """Note that the server accepted the stream, even if no item has arrived."""
+        self._attempts.on_connect()
+
+    def take(self, item: object) -> GroupOutcome | None:
+        """Process an item and return its outcome; None for the result, and for an item that was received before."""
+        self._attempts.on_progress()
+        if not isinstance(item, WatchGroupResponse):
+            raise TypeError(f"{type(item).__name__} is not an item of a group's stream")
+        if item.sequence <= self.watch.after_sequence:
+            return None
+        self.watch.after_sequence, self._seen = item.sequence, True
+        if item.HasField("outcome"):
+            return item.outcome
+        if item.HasField("result"):
+            self.result, self.over = item.result, True
+        return None
+
+    def on_failure(self, failure: RolloutError) -> float:
+        """Return the seconds to pause before reconnecting. Raises the failure if it is final."""
+        try:
+            return self._attempts.on_failure(failure)
+        except RolloutError:
+            self.over = True
+            raise
+
+    def on_end(self, request_id: str) -> float:
+        """Return the seconds to pause after the server ended the stream without the result; see `EventCursor.on_end`."""
+        if not self._seen:
+            self.over = True
+            return 0.0
+        early = "the server ended the stream before the group had ended"
+        return self.on_failure(Unavailable(StatusCode.UNAVAILABLE, early, request_id=request_id))

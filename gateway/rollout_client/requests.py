@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
+from osmosis.rollout.v1.group_pb2 import GetGroupRequest, StartGroupRequest
 from osmosis.rollout.v1.rollout_service_pb2 import (
     AcknowledgeOutcomeRequest,
     CancelRolloutsRequest,
@@ -16,12 +17,13 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
     RunRolloutRequest,
     Selection,
     WaitRolloutRequest,
+    WatchGroupRequest,
     WatchRolloutRequest,
 )
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client.connection import timeout_or_infinity
-from rollout_client.event_cursor import EventCursor
+from rollout_client.event_cursor import EventCursor, GroupCursor
 from rollout_client.proto_fields import build, fill, text
 from rollout_client.retry import Attempts, Retry
 from rollout_client.spec import start_request
@@ -67,6 +69,37 @@ def run_request(
 def watch_request(uid: str, after_sequence: int, detail: Detail) -> WatchRolloutRequest:
     """Build the request for the events of a rollout after `after_sequence`."""
     return build(WatchRolloutRequest, {"uid": text(uid, "uid"), "after_sequence": after_sequence, "detail": detail})
+
+
+def group_request(
+    count: int, min_usable: int, refill: int, spec: RolloutSpec | None, fields: Mapping[str, object]
+) -> StartGroupRequest:
+    """Build the request that starts a group. Raises TypeError for `request_memory`, which groups do not have."""
+    if fields.get("request_memory") is not None:
+        raise TypeError("request_memory is for single rollouts; the server forgets a group with its rollouts")
+    start = start_request(spec, fields)
+    return build(
+        StartGroupRequest,
+        {
+            "request_id": start.request_id,
+            "spec": start.spec,
+            "credentials": start.credentials if start.HasField("credentials") else None,
+            "count": count,
+            "min_usable": min_usable,
+            "refill": refill,
+        },
+    )
+
+
+def get_group_request(group_id: str) -> GetGroupRequest:
+    """Build the request for one group."""
+    return build(GetGroupRequest, {"group_id": text(group_id, "group_id")})
+
+
+def group_cursor(group_id: str, after_sequence: int, view: View, timeout: float | None, retry: Retry) -> GroupCursor:
+    """Create the reader state for the outcomes of a group. `timeout` is in seconds for the whole stream; None: no limit."""
+    fields = {"group_id": text(group_id, "group_id"), "after_sequence": after_sequence, "view": view}
+    return GroupCursor(build(WatchGroupRequest, fields), Attempts(retry, timeout_or_infinity(timeout)))
 
 
 def event_cursor(request: RunRolloutRequest | WatchRolloutRequest, timeout: float | None, retry: Retry) -> EventCursor:

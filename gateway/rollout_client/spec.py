@@ -111,6 +111,7 @@ class SpecFields(TypedDict, total=False):
     Keys:
         rollout_id: the caller's name for the rollout, sent to trainers. Default: the request id.
         group_id: id of the rollouts of one prompt.
+        group_index: position of the rollout in its group, from 0; `start_group` does not take it.
         agent: name of the agent; None: the server's default agent.
         messages: the conversation so far, required: mappings, str with a JSON object (sent unchanged) or protobuf messages, all
             in one form.
@@ -134,6 +135,7 @@ class SpecFields(TypedDict, total=False):
 
     rollout_id: str
     group_id: str | None
+    group_index: int | None
     agent: str | None
     messages: Sequence[MessageLike]
     completions: str | Target | spec_pb2.Target

@@ -20,13 +20,14 @@ from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous
 from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
+from rollout_gateway.rest.group_routes import groups_router
 from rollout_gateway.rest.rollout_routes import rollouts_router
 from rollout_gateway.rest.service_routes import add_pages, service_router
 from rollout_gateway.settings import GatewaySettings
 
 _DESCRIPTION: Final = """Runs rollouts of multi-turn, tool-using agents for RL training of LLMs.
 
-* REST API, `/v1/rollouts`: start, list, follow and cancel rollouts, and read their token samples.
+* REST API, `/v1/rollouts` and `/v1/groups`: start, list, follow and cancel rollouts, and read their token samples.
 * Synchronous HTTP API, `POST /rollout`: run one rollout and wait for its result.
 * Asynchronous HTTP API, `POST /v1/rollout/init`: start one rollout; the server posts the result to the trainer.
 
@@ -90,6 +91,7 @@ def create_app(
     rest = [
         rollouts_router(rollouts, intake),
         events_router(rollouts),
+        groups_router(rollouts, intake),
         service_router(rollouts, keys, meters, metrics),
     ]
     app = GatewayApp(

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any, Final
 
 from google.protobuf.descriptor import FieldDescriptor
-from osmosis.rollout.v1 import outcome_pb2
+from osmosis.rollout.v1 import group_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel
 
@@ -26,13 +26,17 @@ _NUMBER: Final[Schema] = {"type": "number"}
 _OBJECT: Final[Schema] = {"type": "object", "additionalProperties": True}
 
 # `schemas` without a proto message, `descriptions` of proto messages and their fields, meanings of `errors` by status,
-# examples of `bodies`, request `headers`, and the `event_stream`.
+# examples of `bodies`, request `headers`, and the streams of events.
 _WRITTEN: Final = json.loads(resources.files("rollout_gateway").joinpath("openapi.json").read_text())
 EVENT_STREAM: Final[Schema] = _WRITTEN["event_stream"]
+GROUP_STREAM: Final[Schema] = _WRITTEN["group_stream"]
 #: Example bodies of `POST /rollout` and `POST /v1/rollout/init`. They work as they are, except for the addresses.
 EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["RolloutBody"]["example"]
 INIT_EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["InitBody"]["example"]
-_ROOTS: Final = (pb.StartRolloutResponse, pb.ListRolloutsResponse, pb.CancelRolloutsResponse, pb.ListAgentsResponse)
+_ROOTS: Final = (
+    *(pb.StartRolloutResponse, pb.ListRolloutsResponse, pb.CancelRolloutsResponse, pb.ListAgentsResponse),
+    *(group_pb2.StartGroupResponse, pb.GroupOutcome),
+)
 _ENDS: Final = (outcome_pb2.Stop, outcome_pb2.Failure, outcome_pb2.Cancellation)
 
 

@@ -60,6 +60,7 @@ FEATURES = (
     "outcome_delivery",
     "api_keys",
     "trainer_stream",
+    "groups",
 )
 
 

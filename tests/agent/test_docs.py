@@ -14,6 +14,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 PLAYED = """
 from basket import Basket
+from brief import Brief
 from careful import Careful
 from coder import Coder
 from countdown import Countdown
@@ -37,6 +38,15 @@ def test_a_directory_that_is_there_for_the_reward(serving, scripted_model, tmp_p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rollout = stage.play("2 + 2?", scripted_model.says("4"), metadata={"ground_truth": "4"})
     assert (rollout.reward, rollout.warnings, list(tmp_path.iterdir())) == (1.0, [], [])
+
+
+def test_a_group(serving):
+    stage = serving(Brief())
+    question = [{"role": "user", "content": "What is 5 plus 3?"}]
+    fields = {"messages": question, "completions": stage.trainer.url, "tokenizer": "toy"}
+    started = stage.client.start_group(4, metadata={"ground_truth": "could not"}, **fields)  # it has no tools
+    outcomes = [outcome.rollout.outcome for outcome in stage.client.watch_group(started.group_id)]
+    assert [(outcome.reward, dict(outcome.scores)) for outcome in outcomes] == [(1.0, {"better": 0.0})] * 4
 
 
 def test_policies(serving, scripted_model):
@@ -83,7 +93,19 @@ def test_rows_of_the_agent(serving, scripted_model):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("shop", "numbers_", "basket", "careful", "coder", "countdown", "debate", "moody", "squares", "test_shop")
+    names = (
+        "shop",
+        "numbers_",
+        "basket",
+        "careful",
+        "coder",
+        "countdown",
+        "debate",
+        "brief",
+        "moody",
+        "squares",
+        "test_shop",
+    )
     for name, block in zip(names, BLOCKS, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     (tmp_path / "test_played.py").write_text(PLAYED)
@@ -94,4 +116,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed" in done.stdout
+    assert "11 passed" in done.stdout

@@ -391,6 +391,38 @@ async def test_a_started_rollout_is_watched(beside: Beside) -> None:
     assert "nobody" in complaint(cut)
 
 
+async def test_a_group_is_started_watched_and_cancelled(beside: Beside) -> None:
+    told = await beside.run(*starting(beside, "--group", "3", "--watch"))
+    assert told.exit_code == 0, told.output
+    group_id, *rollouts, result = told.stdout.splitlines()
+    members = (await beside.client.get_group(group_id)).members
+    assert sorted(rollouts) == [f"rollout {each.index}  {each.uid}  stop" for each in members]
+    assert result == "3 of 3 rollouts are usable: 3 completed, 0 failed, 0 cancelled; 0 started anew"
+    group, *outcomes, last = lines(await beside.run(*starting(beside, "--group", "3", "--watch", "--json")))
+    assert [each["event"] for each in (*outcomes, last)] == ["outcome"] * 3 + ["result"]
+    async with httpx.AsyncClient(trust_env=False) as http:
+        shown = (await http.get(f"http://127.0.0.1:{beside.server.http_port}/v1/groups/{group['group_id']}")).json()
+    assert {**last, "sequence": 4, "event": "result"} == {**shown["result"], "sequence": 4, "event": "result"}
+    assert (shown["group_id"], len(shown["members"]), group["result"]) == (group["group_id"], 3, None)
+    held = await beside.run(*starting(beside, "--group", "2", "--agent", "held", "--refill", "1", "--min-usable", "2"))
+    assert held.exit_code == 0
+    cancelled = await beside.run("cancel", "--group", held.stdout.strip())
+    assert len(cancelled.stdout.split()) == 2
+    async for outcome in beside.client.watch_group(held.stdout.strip()):
+        assert outcome.rollout.outcome.HasField("cancellation")
+    nowhere = ("start", "--prompt", "a", "--completions", "http://127.0.0.1:9", "--dialect", "http-masked")
+    failed = await beside.run(*nowhere, "--tokenizer", "toy", "--group", "1", "--refill", "1", "--watch")
+    assert failed.exit_code == 1
+    assert failed.stdout.count("; started anew") == 1
+    assert "0 of 1 rollouts are usable" in failed.stdout
+
+
+def test_flags_of_a_group_need_one(invoke: Invoke) -> None:
+    told = invoke("start", "--prompt", "a", "--completions", "http://127.0.0.1:9", "--refill", "2")
+    assert told.exit_code == 2
+    assert "--group" in told.stderr
+
+
 WRONG = {
     "prompt": (("--message", "gone.json"), "exactly one of --prompt TEXT and --message FILE"),
     "directory": (("--tokenizer", "toy=toy"), "leave out the directory"),

@@ -25,6 +25,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SAID = {
     "Start a rollout": r"5 plus 3 equals 8\. .*16.*\n\d+ \d+ of \d+\n",
     "Follow": r"1 accepted\n(?:.*\n)*\d+ finished\n[\w-]+ stop\nagain: 4\n",
+    "Groups": r"(\d [\w-]+ (True|False)\n){8}[678] of 8\n",
     "With asyncio": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
     "Find": r"\(\)\n\['calculator'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
     "When a call fails": r"spec\.completions\.url .*\nNOT_FOUND ROLLOUT_NOT_FOUND False None \w+\nthere is no rollout",

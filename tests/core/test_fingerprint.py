@@ -81,6 +81,7 @@ OTHERS: dict[str, list[object]] = {
     "on_interrupt": [0, 2],
     "token_mode": [0, 2],
     "priority": [0, -1],
+    "group_index": [0, 1],
     "metadata_json": [
         "",
         "{}",

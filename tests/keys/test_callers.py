@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from osmosis.rollout.v1 import group_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.edge.api_keys import entry_of
 
@@ -65,6 +66,9 @@ KEYED = {
     "StartRollout": start(),
     "RunRollout": pb.RunRolloutRequest(start=start()),
     "ListRollouts": pb.ListRolloutsRequest(),
+    "StartGroup": group_pb2.StartGroupRequest(spec=start().spec, count=2),
+    "WatchGroup": pb.WatchGroupRequest(group_id="x"),
+    "GetGroup": group_pb2.GetGroupRequest(group_id="x"),
     "ListTools": pb.ListToolsRequest(),
     "ListAgents": pb.ListAgentsRequest(),
 }
@@ -75,7 +79,7 @@ async def answered(server: Caller, name: str, request: Any, key: str | None = No
     if key is not None:
         call["metadata"] = bearing(key)
     called = getattr(server.stub, name)(request, **call)
-    if name in ("WatchRollout", "RunRollout"):
+    if name in ("WatchRollout", "RunRollout", "WatchGroup"):
         try:
             return await called.read()
         finally:
@@ -112,6 +116,22 @@ async def test_its_owner_and_an_admin_see_it(server: Caller, uid: str, key: str)
     assert (got.rollout.uid, got.rollout.caller) == (uid, "alice")
     item = await answered(server, "WatchRollout", calls(uid)["WatchRollout"], key)
     assert item.event.sequence == 1
+
+
+async def test_a_group_of_somebody_else_does_not_exist(server: Caller) -> None:
+    request = group_pb2.StartGroupRequest(spec=start(agent="idle", group_id="theirs").spec, count=2)
+    group = (await answered(server, "StartGroup", request, ALICE)).group
+    get, watch = group_pb2.GetGroupRequest(group_id="theirs"), pb.WatchGroupRequest(group_id="theirs")
+    for name, look in (("GetGroup", get), ("WatchGroup", watch)):
+        refused = await refusal(answered(server, name, look, BOB))
+        assert (refused.code, refused.reason) == (grpc.StatusCode.NOT_FOUND, "GROUP_NOT_FOUND")
+        check_silent(refused)
+    for key in (ALICE, ADMIN):
+        assert (await answered(server, "GetGroup", get, key)).group.caller == "alice"
+        assert (await answered(server, "WatchGroup", watch, key)).outcome.rollout.caller == "alice"
+    own = (await answered(server, "StartGroup", request, BOB)).group
+    assert own.members[0].uid != group.members[0].uid
+    assert (await answered(server, "GetGroup", get, BOB)).group.members[0].uid == own.members[0].uid
 
 
 async def listed(server: Caller, key: str, **selection: Any) -> list[str]:

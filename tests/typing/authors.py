@@ -123,6 +123,10 @@ class Asynchronous(Agent):
     async def reward(self, run: Run) -> RewardResult:
         return RewardResult(1.0, {"short": 0.5}, '{"a": 1}')
 
+    async def reward_group(self, runs: Sequence[Run]) -> list[RewardResult | None]:
+        assert_type(runs[0].reward, RewardResult)
+        return [RewardResult(reward=1.0), None]
+
 
 class Plain(Agent):
     """The same with synchronous methods."""
@@ -147,6 +151,9 @@ class Plain(Agent):
 
     def reward(self, run: Run) -> float | None:
         return None
+
+    def reward_group(self, runs: Sequence[Run]) -> tuple[float, ...]:
+        return tuple(run.reward.reward or 0.0 for run in runs)
 
 
 class OfPlain(Plain):
@@ -186,6 +193,9 @@ class Wrong(Agent):
 
     async def reward(self, run: Run) -> str:  # type: ignore[override]
         return "good"
+
+    async def reward_group(self, runs: Sequence[Run]) -> float:  # type: ignore[override]
+        return 1.0
 
     async def choose_tools(self, request: Request) -> Sequence[Tool]:  # type: ignore[override]
         return ()

@@ -10,15 +10,16 @@ from typing import NoReturn, Self, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.group_pb2 import Group
 from osmosis.rollout.v1.message_pb2 import Tool
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client import requests
-from rollout_client._sync.events import EventStream, RunStream
+from rollout_client._sync.events import EventStream, GroupStream, RunStream
 from rollout_client.channels import SyncChannel, refuse_pickling
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
 from rollout_client.errors import failure_of
-from rollout_client.event_cursor import Started
+from rollout_client.event_cursor import Started, StartedGroup
 from rollout_client.requests import Detail, Pages, SelectionFields, View
 from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
 from rollout_client.spec import StartFields, start_request
@@ -148,6 +149,70 @@ class Client:
         watch = requests.watch_request(uid, after_sequence, detail)
         cursor = requests.event_cursor(watch, timeout, self._channel.settings.retry)
         return EventStream(self._channel, cursor, call_metadata)
+
+    def start_group(
+        self,
+        count: int,
+        spec: RolloutSpec | None = None,
+        /,
+        *,
+        min_usable: int = 0,
+        refill: int = 0,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **fields: Unpack[StartFields],
+    ) -> StartedGroup:
+        """Start `count` rollouts of one prompt, all or none, or return the group that the same request id has already started.
+
+        Args:
+            count: number of rollouts, up to 1,024.
+            spec: the spec of each rollout; or pass its fields as keywords. The server appends "/0", "/1", ... to `rollout_id` and
+                sets `group_index`. Without `group_id` it makes one.
+            min_usable: cancel the other rollouts once this many are usable, which means completed, or failed because their time
+                limit expired. 0: never.
+            refill: how many rollouts may be started anew in place of failed ones that are not usable.
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+            **fields: as for `start`, without `request_memory`.
+
+        Raises the errors of `start`; `Conflict` also if you have another group with this group id.
+        """
+        request = requests.group_request(count, min_usable, refill, spec, fields)
+        response = self._send(self._channel.stub.StartGroup, request, timeout, call_metadata)
+        return StartedGroup.from_response(response)
+
+    def watch_group(
+        self,
+        group_id: str,
+        *,
+        after_sequence: int = 0,
+        view: View = "basic",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> GroupStream:
+        """Return a stream of a group's outcomes, in the order in which its rollouts end. It ends with the group.
+
+        The client is attached to all rollouts of the group while the stream is open. After the end, `stream.result` has the counts.
+
+        Args:
+            group_id: the id of the group.
+            after_sequence: skip the items up to this sequence number (`stream.last_sequence`).
+            view: how much of each rollout to return, as for `wait`.
+            timeout: seconds for the whole stream. None: no limit.
+            call_metadata: additional gRPC metadata.
+
+        Iterating raises `NotFound` for an unknown group. The server forgets a group with its rollouts.
+        """
+        cursor = requests.group_cursor(group_id, after_sequence, view, timeout, self._channel.settings.retry)
+        return GroupStream(self._channel, cursor, call_metadata)
+
+    def get_group(
+        self, group_id: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> Group:
+        """Return the current state of a group. `list` and `cancel` select its rollouts by `group_id`. Raises `NotFound`."""
+        request = requests.get_group_request(group_id)
+        response = self._send(self._channel.stub.GetGroup, request, timeout, call_metadata)
+        return response.group
 
     def wait(
         self,

@@ -4,48 +4,53 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import grpc
 from osmosis.rollout.v1.event_pb2 import RolloutEvent
+from osmosis.rollout.v1.group_pb2 import GroupResult
+from osmosis.rollout.v1.rollout_service_pb2 import GroupOutcome
 
 from rollout_client.channels import EventCall, SyncChannel
 from rollout_client.connection import CallMetadata
 from rollout_client.errors import failure_of
-from rollout_client.event_cursor import EventCursor, Started, StreamState
+from rollout_client.event_cursor import EventCursor, GroupCursor, ResumeCursor, Started, StreamState
+
+_T = TypeVar("_T")
 
 
-class EventStream(StreamState, Iterator[RolloutEvent]):
-    """Iterator over a rollout's events until its end. It reconnects after a lost connection and continues after the last event.
+class ResumingStream(ABC, Iterator[_T]):
+    """Iterator over a stream that reconnects after a lost connection and continues after the last item.
 
     The first iteration connects. `close()`, leaving its `with` block, or dropping the last reference (such as leaving
     `for event in client.watch(uid)`) closes the call and detaches the client. Iterating raises RolloutError.
 
-    Interrupting an iteration loses no event: the next one continues after the last event that was returned.
+    Interrupting an iteration loses no item: the next one continues after the last item that was returned.
     """
 
-    def __init__(self, channel: SyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
+    def __init__(self, channel: SyncChannel, cursor: ResumeCursor[_T], call_metadata: CallMetadata | None) -> None:
         self._call: EventCall | None = None
         self._channel = channel
-        self._cursor = cursor
+        self._resume = cursor
         self._request_id, self._metadata = channel.settings.metadata(call_metadata)
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> RolloutEvent:
-        while not self._cursor.over:
-            event = self._read()
-            if event is not None:
-                return event
+    def __next__(self) -> _T:
+        while not self._resume.over:
+            item = self._read()
+            if item is not None:
+                return item
         self._hang_up()
         raise StopIteration
 
     def close(self) -> None:
         """End the iteration and detach from the rollout. May be called from any thread."""
-        self._cursor.over = True
+        self._resume.over = True
         self._hang_up()
 
     def __enter__(self) -> Self:
@@ -61,14 +66,14 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
         if getattr(self, "_call", None) is not None:
             self._hang_up()
 
-    def _read(self) -> RolloutEvent | None:
-        """Return the next event. None: an item without event, a lost connection after its pause, or the end."""
+    def _read(self) -> _T | None:
+        """Return the next item. None: one to skip, a lost connection after its pause, or the end."""
         self._channel.check()
         failure = None
         try:
             item = self._channel.read(self._connected_call())
             if item is not None:
-                return self._cursor.take(item)
+                return self._resume.take(item)
         except grpc.RpcError as error:
             failure = failure_of(error, self._request_id)
         except BaseException:
@@ -76,22 +81,39 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
             self._hang_up()
             raise
         self._hang_up()
-        if self._cursor.over:
+        cursor = self._resume
+        if cursor.over:
             return None
         self._channel.check()
-        cursor = self._cursor
         self._channel.pause(cursor.on_end(self._request_id) if failure is None else cursor.on_failure(failure))
         return None
 
     def _connected_call(self) -> EventCall:
         if self._call is None:
             self._call = call = self._open()
-            if self._cursor.over:
+            if self._resume.over:
                 # Another thread closed the stream before `_call` was set, and so had no call to cancel.
                 call.cancel()
             if self._channel.initial_metadata(call):
-                self._cursor.on_connect()
+                self._resume.on_connect()
         return self._call
+
+    @abstractmethod
+    def _open(self) -> EventCall: ...
+
+    def _hang_up(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            with contextlib.suppress(grpc.RpcError):
+                call.cancel()
+
+
+class EventStream(StreamState, ResumingStream[RolloutEvent]):
+    """Iterator over a rollout's events until its end. It reconnects after a lost connection and continues after the last event."""
+
+    def __init__(self, channel: SyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
+        self._cursor = cursor
+        super().__init__(channel, cursor, call_metadata)
 
     def _open(self) -> EventCall:
         cursor, stub = self._cursor, self._channel.stub
@@ -100,11 +122,30 @@ class EventStream(StreamState, Iterator[RolloutEvent]):
             return stub.RunRollout(run, timeout=timeout, metadata=self._metadata)
         return stub.WatchRollout(cursor.watch_request(), timeout=timeout, metadata=self._metadata)
 
-    def _hang_up(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            with contextlib.suppress(grpc.RpcError):
-                call.cancel()
+
+class GroupStream(ResumingStream[GroupOutcome]):
+    """Iterator over the outcomes of a group in the order in which its rollouts end. Its end is the end of the group.
+
+    It reconnects after a lost connection and continues after the last outcome.
+    """
+
+    def __init__(self, channel: SyncChannel, cursor: GroupCursor, call_metadata: CallMetadata | None) -> None:
+        self._cursor = cursor
+        super().__init__(channel, cursor, call_metadata)
+
+    @property
+    def last_sequence(self) -> int:
+        """Sequence number of the last item received; `after_sequence` before the first."""
+        return self._cursor.watch.after_sequence
+
+    @property
+    def result(self) -> GroupResult | None:
+        """The result of the group: how many rollouts are usable, failed and so on. None until the group has ended."""
+        return self._cursor.result
+
+    def _open(self) -> EventCall:
+        cursor = self._cursor
+        return self._channel.stub.WatchGroup(cursor.watch, timeout=cursor.timeout(), metadata=self._metadata)
 
 
 class RunStream(EventStream):

@@ -85,10 +85,34 @@ def _rpc(method: Callable[["Fleet", Any, CallContext], _Answer]) -> Callable[...
 
 
 def _owned(rpc: str) -> Callable[..., Awaitable[Any]]:
-    """Return a method that calls a unary rpc on the server that has the request's rollout."""
+    """Return a method that calls a unary rpc on the server that has the request's rollout or group."""
 
     async def call(self: "Fleet", request: Any, context: CallContext) -> Any:
-        return await (await self._routing.owner(request.uid, context)).call(rpc, request, context)
+        return await (await self._routing.owner_of(request, context)).call(rpc, request, context)
+
+    return _rpc(call)
+
+
+def _followed(rpc: str) -> Callable[..., Relay]:
+    """Return a method that streams from the server that has the request's rollout or group."""
+
+    def call(self: "Fleet", request: Any, context: CallContext) -> Relay:
+        async def start(relay: Relay) -> _Stream:
+            member = await self._routing.owner_of(request, context)
+            return await relay.begin(getattr(member.stub, rpc)(request, **context.options()))
+
+        return Relay(start)
+
+    return _rpc(call)
+
+
+def _offered(rpc: str, uid_of: Callable[[Any], str]) -> Callable[..., Awaitable[Any]]:
+    """Return a method that starts a rollout or a group on one of the servers, or finds it there."""
+
+    async def call(self: "Fleet", request: Any, context: CallContext) -> Any:
+        member, response = await self._routing.offer(request, context, lambda each: each.call(rpc, request, context))
+        self._routing.remember(uid_of(response), member)
+        return response
 
     return _rpc(call)
 
@@ -100,7 +124,12 @@ class Fleet:
     response depends on cannot be reached. `timeout` is in seconds and covers everything that one rpc does.
     """
 
+    StartRollout = _offered("StartRollout", lambda response: response.rollout.uid)
+    StartGroup = _offered("StartGroup", lambda response: response.group.members[0].uid)
+    WatchRollout = _followed("WatchRollout")
+    WatchGroup = _followed("WatchGroup")
     GetRollout = _owned("GetRollout")
+    GetGroup = _owned("GetGroup")
     WaitRollout = _owned("WaitRollout")
     AcknowledgeOutcome = _owned("AcknowledgeOutcome")
 
@@ -109,15 +138,6 @@ class Fleet:
         if not members or len({member.address for member in members}) != len(channels):
             raise ValueError("several servers need channels that open_channel made, to different addresses")
         self._routing = Routing(members)
-
-    @_rpc
-    async def StartRollout(self, request: pb.StartRolloutRequest, context: CallContext) -> pb.StartRolloutResponse:
-        """Start a rollout on one of the servers, or find it there."""
-        member, response = await self._routing.offer(
-            request, context, lambda each: each.call("StartRollout", request, context)
-        )
-        self._routing.remember(response.rollout.uid, member)
-        return cast(pb.StartRolloutResponse, response)
 
     @_rpc
     def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
@@ -131,16 +151,6 @@ class Fleet:
                 # The first item confirms that the server accepted the rollout.
                 self._routing.remember(first.started.rollout.uid, member)
             return first, others
-
-        return Relay(start)
-
-    @_rpc
-    def WatchRollout(self, request: pb.WatchRolloutRequest, context: CallContext) -> Relay:
-        """Stream a rollout's events."""
-
-        async def start(relay: Relay) -> _Stream:
-            member = await self._routing.owner(request.uid, context)
-            return await relay.begin(member.stub.WatchRollout(request, **context.options()))
 
         return Relay(start)
 

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import grpc
 from google.protobuf.message import Message
+from osmosis.rollout.v1.group_pb2 import StartGroupRequest
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
@@ -24,6 +25,8 @@ _AWAY: Final = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnecti
 _MOST_REMEMBERED: Final = 10_000
 _Key = TypeVar("_Key", bound=Hashable)
 
+#: The start of a rollout or of a group.
+Start = StartRolloutRequest | StartGroupRequest
 #: Identifies duplicates of a start: the completion URL and the request id.
 StartKey = tuple[str, str]
 
@@ -92,7 +95,7 @@ class Recent(dict[_Key, Member]):
             del self[next(iter(self))]
 
 
-def start_key(start: StartRolloutRequest) -> StartKey | None:
+def start_key(start: Start) -> StartKey | None:
     """Return the key that all duplicates of a start share; None for a start without a request id."""
     return (start.spec.completions.url.rstrip("/"), start.request_id) if start.request_id else None
 

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 import grpc
 from google.protobuf.message import Message
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.group_pb2 import GetGroupRequest
 
 from rollout_gateway.fleet.errors import (
     combined,
@@ -26,7 +27,7 @@ from rollout_gateway.fleet.errors import (
     unknown_rollout,
     unreachable,
 )
-from rollout_gateway.fleet.members import CallContext, Member, Recent, StartKey, ranked, start_key
+from rollout_gateway.fleet.members import CallContext, Member, Recent, Start, StartKey, ranked, start_key
 
 _CONNECT_SECONDS: Final = 6.0
 _PART_SECONDS: Final = 0.5
@@ -50,7 +51,7 @@ class Routing:
         self._servers[_server_id(uid)] = member
 
     async def offer(
-        self, start: pb.StartRolloutRequest, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
+        self, start: Start, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
     ) -> tuple[Member, _T]:
         """Offer a start to one server after the other. Returns the first that accepts it, and its response.
 
@@ -91,6 +92,20 @@ class Routing:
             found, _ = await self.soonest("GetRollout", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
             self.remember(uid, found)
         return self._servers[_server_id(uid)]
+
+    async def owner_of(self, request: Any, context: CallContext) -> Member:
+        """Return the server that has the request's rollout or group. Raises AioRpcError as `owner` does.
+
+        A group id that a server made begins with the server's id. For a caller's own id all servers are asked each time.
+        """
+        if not hasattr(request, "group_id"):
+            return await self.owner(request.uid, context)
+        if _server_id(request.group_id) in self._servers:
+            return self._servers[_server_id(request.group_id)]
+        look = GetGroupRequest(group_id=request.group_id)
+        found, response = await self.soonest("GetGroup", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
+        self.remember(response.group.members[0].uid, found)
+        return found
 
     async def owners(self, uids: Sequence[str], context: CallContext) -> Mapping[Member, Sequence[str]]:
         """Return the uids by the server that has them. Raises AioRpcError: NOT_FOUND if any of the rollouts does not exist."""

@@ -92,6 +92,7 @@ class StartRollout(_Strict):
         "May be sent as the header Idempotency-Key instead.",
     )
     group_id: Name | None = Field(None, description="Your name for a group of rollouts, such as those of one prompt.")
+    group_index: int | None = Field(None, ge=0, le=MAX_UINT32, description="Position in the group, from 0.")
     agent: Name | None = Field(None, description="The server's default agent if absent.")
     messages: list[dict[str, Any]] = Field(
         fail_fast=True, description="The conversation so far. Passed on unchanged, including unknown keys."
@@ -120,6 +121,14 @@ class StartRollout(_Strict):
     )
 
 
+class StartGroup(StartRollout):
+    """Rollouts of one prompt, started together. The server numbers them, so `group_index` must be absent."""
+
+    count: int = Field(ge=1, le=1024, description="Rollouts of the group.")
+    min_usable: int | None = Field(None, ge=0, le=1024, description="Cancel the others once this many are usable.")
+    refill: int | None = Field(None, ge=0, le=1024, description="How many failed rollouts may be started anew.")
+
+
 class CancelRollouts(_Strict):
     """Which rollouts to cancel: those that match every given condition. At least one condition is required."""
 
@@ -143,4 +152,4 @@ class CancelOne(_Strict):
 
 
 #: Models of the bodies that handlers read raw, for the OpenAPI description.
-BODIES: Final = (StartRollout, CancelRollouts, CancelOne)
+BODIES: Final = (StartRollout, StartGroup, CancelRollouts, CancelOne)

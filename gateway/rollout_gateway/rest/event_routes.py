@@ -4,10 +4,11 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Final
+from functools import partial
+from typing import Annotated, Any, Final
 
 import grpc
 import msgspec
@@ -32,6 +33,7 @@ _RETRY: Final = b"retry: 1000\n\n"
 _KEEP_ALIVE: Final = b": keep-alive\n\n"
 _BEYOND_ASCII: Final = re.compile(r"[^\x00-\x7f]")
 _BREAKS: Final = str.maketrans("\r\n", "  ")
+ToJson = Callable[[Any], dict[str, Any] | None]
 LAST_EVENT_ID: Final = "Last-Event-ID"
 _MAX_SEQUENCE: Final = 2**64 - 1
 
@@ -71,19 +73,19 @@ def events_router(rollouts: Rollouts, limits: StreamLimits = StreamLimits()) -> 
         A client that reconnects with its last event id misses no event and receives none twice. Disconnecting detaches from
         the rollout.
         """
-        after = _after(request, query.after)
+        after = first_after(request, query.after)
         detail = enums.value_of(event_pb2.EventDetail.DESCRIPTOR, query.detail)
         watch = pb.WatchRolloutRequest(uid=uid, after_sequence=after, detail=detail)
         follower = RolloutFollower(rollouts.calls(request), watch, limits.pauses)
         opened = await unless_hung_up(request, follower.open())
         if opened is None:
             return Response(status_code=204)
-        return EventStream(opened, detail, limits.keep_alive, request.state.request_id)
+        return EventStream(opened, partial(event_json, detail=detail), limits.keep_alive, request.state.request_id)
 
     return router
 
 
-def _after(request: Request, after: int) -> int:
+def first_after(request: Request, after: int) -> int:
     """Return the sequence number after which the stream starts."""
     last = request.headers.get(LAST_EVENT_ID, "")
     if not last:
@@ -93,14 +95,13 @@ def _after(request: Request, after: int) -> int:
     return int(last)
 
 
-def frame(event: event_pb2.RolloutEvent, detail: int) -> bytes:
+def frame(sequence: int, found: dict[str, Any] | None) -> bytes:
     """Return the frame of an event: `id` is its sequence, `event` its kind, `data` its JSON on one line of ASCII.
 
     An event that is not recorded has no id. An event of an unknown kind becomes a frame with only an id: SSE clients store the
     id and dispatch no event.
     """
-    identity = f"id: {event.sequence}\n" if event.sequence else ""
-    found = event_json(event, detail)
+    identity = f"id: {sequence}\n" if sequence else ""
     if found is None:
         return f"{identity}\n".encode() if identity else b""
     return f"{identity}event: {found['event']}\ndata: {one_line(msgspec.json.encode(found).decode())}\n\n".encode()
@@ -125,9 +126,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: Events, detail: int, keep_alive_seconds: float, request_id: str) -> None:
+    def __init__(self, events: Events, show: ToJson, keep_alive_seconds: float, request_id: str) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        self._frames = _frames(events, detail, request_id)
+        self._frames = _frames(events, show, request_id)
         super().__init__(self._frames, headers=headers)
         self._keep_alive_seconds = keep_alive_seconds
         self._last_sent = 0.0
@@ -156,12 +157,12 @@ class EventStream(StreamingResponse):
                 await asyncio.sleep(self._keep_alive_seconds - quiet)
 
 
-async def _frames(events: Events, detail: int, request_id: str) -> AsyncGenerator[bytes, None]:
+async def _frames(events: Events, show: ToJson, request_id: str) -> AsyncGenerator[bytes, None]:
     yield _RETRY
     try:
         async with aclosing(events):
             async for event in events:
-                if content := frame(event, detail):
+                if content := frame(event.sequence, show(event)):
                     yield content
     except (grpc.aio.AioRpcError, StreamEndedEarly) as error:
         why = error.code().name if isinstance(error, grpc.aio.AioRpcError) else "ended early"

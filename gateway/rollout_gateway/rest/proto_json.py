@@ -33,7 +33,7 @@ _OPTIONAL: Final = frozenset(
 )
 # Fields that are null if unset. Times and optional numbers are too.
 _NULLABLE: Final = frozenset(
-    {"Rollout.delivery", "Rollout.outcome", "Sample.logprobs", "Span.logprobs"}
+    {"Rollout.delivery", "Rollout.outcome", "Group.result", "Sample.logprobs", "Span.logprobs"}
     | {"Span.mask_reason", "SampleSpan.mask_reason"}
 )
 _RENAMED: Final = {"Limits.time": "seconds", "RolloutSpec.cancel_after_detach": "cancel_after_detach_seconds"}
@@ -208,6 +208,12 @@ def event_json(event: event_pb2.RolloutEvent, detail: int) -> dict[str, Any] | N
         "segment_id": event.segment_id,
     }
     return found | message_to_json(getattr(event, kind), _EVENT_VIEWS.get(detail, pb.ROLLOUT_VIEW_BASIC))
+
+
+def group_item_json(item: pb.WatchGroupResponse, view: int) -> dict[str, Any] | None:
+    """Return an item of a group as an object, like `event_json`."""
+    kind = item.WhichOneof("item")
+    return kind and {"sequence": item.sequence, "event": kind} | message_to_json(getattr(item, kind), view)
 
 
 def _time(time: Timestamp, _: int = 0) -> str:

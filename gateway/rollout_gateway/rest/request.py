@@ -2,10 +2,11 @@
 
 import uuid
 from collections.abc import Iterable
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
+from osmosis.rollout.v1.group_pb2 import StartGroupRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_gateway.json_body import InvalidBody, ParsedBody
@@ -50,6 +51,7 @@ _MAX_SELECTED: Final = 100
 # A fleet's token has a part per server. It must leave room in the request line, see `ConnectionLimits.url_bytes`.
 _MAX_TOKEN: Final = 12_288
 _Word = Annotated[str, Field(max_length=256)]
+_Start = TypeVar("_Start", bound=body.StartRollout)
 
 
 class ListQuery(BaseModel):
@@ -79,7 +81,7 @@ def wrong(kind: str, place: str, message: str) -> InvalidBody:
     return InvalidBody([{"type": "value_error", "loc": (kind, place), "msg": message}])
 
 
-def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | None) -> pb.StartRolloutRequest:
+def start_request(parsed: ParsedBody[_Start], idempotency_key: str | None) -> pb.StartRolloutRequest:
     """Convert a valid body. Raises InvalidBody if body and header have different request ids, or the header's is too long."""
     start = parsed.body
     request_id = start.request_id or idempotency_key or ""
@@ -94,6 +96,13 @@ def start_request(parsed: ParsedBody[body.StartRollout], idempotency_key: str | 
     return pb.StartRolloutRequest(
         request_id=request_id, spec=spec_pb2.RolloutSpec(**spec), credentials=spec_pb2.Credentials(**bearers)
     )
+
+
+def group_request(parsed: ParsedBody[body.StartGroup], idempotency_key: str | None) -> StartGroupRequest:
+    """Convert a valid body. Raises InvalidBody as `start_request` does."""
+    start, plan = start_request(parsed, idempotency_key), parsed.body
+    beside: dict[str, Any] = {"request_id": start.request_id, "spec": start.spec, "credentials": start.credentials}
+    return StartGroupRequest(**beside, count=plan.count, min_usable=plan.min_usable or 0, refill=plan.refill or 0)
 
 
 def cancel_request(cancel: body.CancelRollouts) -> pb.CancelRolloutsRequest:

@@ -17,7 +17,7 @@ from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
-from rollout_server.runtime.run.reward import RewardValue, checked_reward
+from rollout_server.runtime.run.reward import GroupRewards, RewardValue, checked_reward
 from rollout_server.runtime.run.run import Run
 from rollout_server.tool import FunctionTool, tool
 
@@ -30,13 +30,24 @@ _METHODS = {
     "play": ("run",),
     "reward": ("run",),
     "cleanup": ("run",),
+    "reward_group": ("runs",),
     "start": (),
     "stop": (),
     "choose_tools": ("request",),
     "dataset": ("split",),
 }
 """The arguments, besides `self`, that each method is called with."""
-_CHECKED = ("name", "version", "description", "tools", "limits", "replayable", "cleanup_seconds", "reward_rule")
+_CHECKED = (
+    "name",
+    "version",
+    "description",
+    "tools",
+    "limits",
+    "replayable",
+    "cleanup_seconds",
+    "reward_group_seconds",
+    "reward_rule",
+)
 
 
 class _AgentClass(ABCMeta):
@@ -80,6 +91,7 @@ class Agent(metaclass=_AgentClass):
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
             A class that overrides `setup` or `play` is not replayable unless it sets this to True.
         cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
+        reward_group_seconds: time limit of `reward_group`, in seconds. The outcomes of the group's rollouts wait for it.
         reward_rule: how the rewards of a rollout reach its samples. "copy": each trainable sample has the rollout's reward.
             "split": the reward is divided equally among them. "own": each has the sum of what `run.give_reward` gave to its turns
             and `RewardResult.roles` gave to its role.
@@ -92,6 +104,7 @@ class Agent(metaclass=_AgentClass):
     limits: Limits = Limits()
     replayable: bool = True
     cleanup_seconds: float = 10.0
+    reward_group_seconds: float = 600.0
     reward_rule: Literal["copy", "split", "own"] = "copy"
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -113,6 +126,7 @@ class Agent(metaclass=_AgentClass):
         def setup(self, run: Run) -> Any: ...
         def play(self, run: Run) -> Any: ...
         def reward(self, run: Run) -> RewardValue | Awaitable[RewardValue]: ...
+        def reward_group(self, runs: Sequence[Run]) -> GroupRewards | Awaitable[GroupRewards]: ...
         def cleanup(self, run: Run) -> Any: ...
         def start(self) -> Any: ...
         def stop(self) -> Any: ...
@@ -148,6 +162,24 @@ class Agent(metaclass=_AgentClass):
                 A finite number, a `RewardResult` (a reward with named scores), or None for no reward.
             """
             return None
+
+        async def reward_group(self, runs: Sequence[Run]) -> GroupRewards:
+            """Compute the rewards of a group that was started as one (`StartGroup`), for example by ranking its rollouts.
+
+            Called once per group, after `play`, `reward` and `cleanup` of all its rollouts have ended, if at least one completed.
+            While rollouts wait for this call they hold no slot, and their time limits do not run. It has `reward_group_seconds`. An
+            exception, a result that is not one, or exceeding the limit makes all these rollouts fail. Without an override, rollouts
+            do not wait.
+
+            Args:
+                runs: the rollouts that completed, in order of `run.request.group_index`. They can only be read; `run.reward` is
+                    what `reward` returned. Methods that sample, call tools or record something raise `RolloutEnded`.
+
+            Returns:
+                One value per run: a number or a `RewardResult` replaces the run's reward, and its scores are added to the run's;
+                None leaves the run's reward as it is.
+            """
+            return [None for _ in runs]
 
         async def cleanup(self, run: Run) -> None:
             """Release what `setup` and `play` acquired. Called once for each rollout whose `setup` was called.
@@ -193,7 +225,7 @@ class Agent(metaclass=_AgentClass):
         return self.tools
 
     def overrides(self, method: str) -> bool:
-        """Return whether the agent has a `setup`, `cleanup` or `dataset` of its own; the default ones are not called."""
+        """Return whether the agent has a `setup`, `cleanup`, `reward_group` or `dataset` of its own; the default is not called."""
         return getattr(getattr(self, method), "__func__", None) is not getattr(Agent, method)
 
     async def run_setup(self, run: object) -> None:
@@ -222,6 +254,23 @@ class Agent(metaclass=_AgentClass):
                 raise ValueError(f"{where} in a RewardResult: {text}")
             return result
 
+    async def judge_group(self, runs: Sequence[object]) -> Sequence[RewardResult | None]:
+        """Call `reward_group` and return its checked result; the runtime's entry point.
+
+        Raises TypeError or ValueError if the result is not one reward for each run.
+        """
+        own_runs = cast("Sequence[Run]", runs)
+        values = await call_method(self.reward_group, f"reward_group() of agent {self.name}", own_runs)
+        where = f"agent {self.name!r}: reward_group"
+        with with_location(self.reward_group):
+            if not isinstance(values, Sequence) or isinstance(values, str):
+                raise TypeError(f"{where} returned {values!r:.100}; it must return a list with one reward for each run")
+            if len(values) != len(runs):
+                raise ValueError(
+                    f"{where} returned {len(values)} rewards for {len(runs)} runs; return one for each run"
+                )
+            return [None if value is None else checked_reward(value, where) for value in values]
+
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """Call `choose_tools` and return its checked result; the runtime's entry point.
 
@@ -241,14 +290,17 @@ def with_location(function: Callable[..., object]) -> Iterator[None]:
         raise type(error)(f"{error}{written_at(function)}") from None
 
 
-async def call_method(function: Callable[..., _T | Awaitable[_T]], name: str, run: Run, *arguments: object) -> _T:
+async def call_method(
+    function: Callable[..., _T | Awaitable[_T]], name: str, run: Run | Sequence[Run], *arguments: object
+) -> _T:
     """Call an author's method with `run` and `arguments`: on the event loop if it is a coroutine function, else in a thread.
 
     Return its result. `name` is for messages.
     """
     if inspect.iscoroutinefunction(function):
         return cast("_T", await function(run, *arguments))
-    result = await run.run_in_thread(f"{name}{written_at(function)}", lambda: function(run, *arguments))
+    runner = run if isinstance(run, Run) else run[0]
+    result = await runner.run_in_thread(f"{name}{written_at(function)}", lambda: function(run, *arguments))
     # A plain function may return an awaitable, for example a lambda or a wrapper around a coroutine function.
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
@@ -292,11 +344,9 @@ def _checked_attribute(owner: str, attribute: str, value: object) -> object:
     """Return the checked value of an attribute; tools become a tuple of tools. Raises TypeError or ValueError."""
     if attribute == "tools":
         return _as_tools(value, owner)
-    if attribute == "cleanup_seconds":
+    if attribute in ("cleanup_seconds", "reward_group_seconds"):
         if value is None or not _is_bound("seconds", value):
-            raise ValueError(
-                f"{owner}: cleanup_seconds is {value!r}; it must be a number above 0, at most {MAX_SECONDS:,}"
-            )
+            raise ValueError(f"{owner}: {attribute} is {value!r}; it must be a number above 0, at most {MAX_SECONDS:,}")
         return value
     if attribute == "reward_rule":
         rules = [rule.value for rule in RewardRule]

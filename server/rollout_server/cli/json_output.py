@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 if TYPE_CHECKING:
-    from rollout_client import Rollout, RolloutEvent
+    from osmosis.rollout.v1.group_pb2 import Group
+    from rollout_client import GroupOutcome, GroupResult, Rollout, RolloutEvent
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _JSON: ContextVar[bool] = ContextVar("json", default=False)
@@ -118,6 +119,14 @@ def rollout_fields(rollout: Rollout) -> dict[str, Any]:
     from rollout_gateway.rest.proto_json import message_to_json
 
     return _plain(message_to_json(rollout, ROLLOUT_VIEW_BASIC))
+
+
+def group_fields(message: Group | GroupOutcome | GroupResult) -> dict[str, Any]:
+    """Return a group, an outcome in it or its result as GET /v1/groups/ID and its events have them, without messages."""
+    from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_BASIC
+    from rollout_gateway.rest.proto_json import message_to_json
+
+    return _plain(message_to_json(message, ROLLOUT_VIEW_BASIC))
 
 
 def event_fields(event: RolloutEvent) -> dict[str, Any]:

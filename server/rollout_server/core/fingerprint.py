@@ -26,8 +26,10 @@ def fingerprint(spec: Spec) -> str:
 
 def _canonical_spec(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
+    indexed: dict[str, JSON] = {} if spec.group_index is None else {"group_index": spec.group_index}
     trained = {} if spec.train_on is None else {"train_on": sorted(each.value for each in spec.train_on)}
     return {
+        **indexed,
         **trained,
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,

@@ -219,11 +219,19 @@ def training_verdict(outcome: Outcome, segment: Segment, train_on: Collection[Fa
         segment: one of its segments.
         train_on: the classes whose samples train, by the request; None: `TRAIN_BY_DEFAULT`.
     """
-    failed = failure_class_of(outcome.end)
-    if failed is None or failed in (TRAIN_BY_DEFAULT if train_on is None else train_on):
-        reason = _untrainable_reason(segment)
-        return not reason, reason
-    return False, "cancelled" if failed is FailureClass.CANCELLED else f"failure_{failed.value}"
+    reason = "" if may_train(outcome.end, train_on) else _end_reason(outcome.end)
+    reason = reason or _untrainable_reason(segment)
+    return not reason, reason
+
+
+def may_train(end: End, train_on: Collection[FailureClass] | None) -> bool:
+    """Return whether the samples of a rollout that ended like this train. `train_on` is described at `training_verdict`."""
+    failed = failure_class_of(end)
+    return failed is None or failed in (TRAIN_BY_DEFAULT if train_on is None else train_on)
+
+
+def _end_reason(end: End) -> str:
+    return f"failure_{end.failure_class.value}" if isinstance(end, Failure) else "cancelled"
 
 
 def _untrainable_reason(segment: Segment) -> str:

@@ -113,6 +113,7 @@ class Spec:
         labels: keys and values for selecting rollouts.
         source_json: fields of an HTTP request that no other field keeps verbatim, as one JSON object, or empty.
         train_on: the failure classes whose samples train; None is the default, `TRAIN_BY_DEFAULT`.
+        group_index: position of the rollout in its group, from 0; None if it has none.
     """
 
     rollout_id: str
@@ -135,3 +136,4 @@ class Spec:
     labels: Mapping[str, str] = field(default_factory=dict)
     source_json: str = ""
     train_on: frozenset[FailureClass] | None = None
+    group_index: int | None = None

@@ -30,6 +30,11 @@ class Request:
         return self.spec.group_id
 
     @property
+    def group_index(self) -> int | None:
+        """The rollout's position in its group, from 0; None if it has none."""
+        return self.spec.group_index
+
+    @property
     def labels(self) -> Mapping[str, str]:
         """Labels by which rollouts are selected."""
         return self.spec.labels
@@ -95,8 +100,12 @@ class AgentProtocol(Protocol):
     def cleanup_seconds(self) -> float:
         """Time limit of `run_cleanup`."""
 
+    @property
+    def reward_group_seconds(self) -> float:
+        """Time limit of `judge_group`."""
+
     def overrides(self, method: str) -> bool:
-        """Return whether the agent has a `setup` or `cleanup`; if not, `run_setup` or `run_cleanup` need not be called."""
+        """Return whether the agent has a `setup`, `cleanup` or `reward_group` of its own; if not, it need not be called."""
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """Return the tools of one rollout. Any exception counts as an error of the agent."""
@@ -115,6 +124,9 @@ class AgentProtocol(Protocol):
 
     async def judge(self, run: object) -> RewardResult:
         """Compute the reward of a rollout that ended with a stop."""
+
+    async def judge_group(self, runs: Sequence[object]) -> Sequence[RewardResult | None]:
+        """Compute the rewards of the completed rollouts of a group, one for each run; None: the rollout's own reward stays."""
 
     async def run_cleanup(self, run: object) -> None:
         """Release what the rollout holds. Called once, after everything else of the rollout."""

@@ -27,6 +27,19 @@ class RolloutOwner(Protocol):
         """Called when the rollout's hold is released."""
 
 
+class GroupMembership(Protocol):
+    """The group that a rollout was started with."""
+
+    def wait(self, rollout: Rollout, run: object, ended: Ended) -> bool:
+        """Keep back the end of a rollout until its group has a reward. Return False if the end needs no group reward."""
+
+    def on_ended(self, rollout: Rollout) -> None:
+        """Called when the rollout has its outcome."""
+
+    def on_dropped(self) -> None:
+        """Called when the registry has dropped one of the rollouts."""
+
+
 class RolloutState(Enum):
     """State of a rollout, as its caller sees it."""
 
@@ -42,13 +55,15 @@ class RolloutEnding:
     limit or a drain. An end is *reached* by the run itself: a limit, a failed trainer, `finish`, or a `play` that returned. The
     driver waits for both. A failure that was reached is final. A stop that was reached is final unless an end is requested
     before the reward is computed. The final end is *decided*: from then on the agent can change nothing of the rollout. The
-    agent's `cleanup` runs, and then the end is recorded as `Ended`, which gives the machine its outcome.
+    agent's `cleanup` runs, and then the end is recorded as `Ended`, which gives the machine its outcome. In a group with a reward
+    of its own, the recording waits for that reward; until then the decided end is *provisional*, and a requested end replaces it.
 
     Attributes:
         requested: the end that was requested.
         reached: the end that the run reached. After it the run can issue no more commands.
         decided: the end of the outcome; None until it is decided.
-        reward: further results of a reached failure (`extra_json`). The reward of a stop is computed afterwards.
+        provisional: whether an end can be requested after the decision, until the outcome is recorded.
+        reward: the reward so far: that of a stop once it is decided. Of a reached failure only further results (`extra_json`).
     """
 
     def __init__(self) -> None:
@@ -56,6 +71,7 @@ class RolloutEnding:
         self.requested: asyncio.Future[End] = loop.create_future()
         self.reached: asyncio.Future[End] = loop.create_future()
         self.decided: End | None = None
+        self.provisional = False
         self.reward = RewardResult()
 
     @property
@@ -76,8 +92,8 @@ class RolloutEnding:
         return self.reached.result() if self.reached.done() else Stop("stop")
 
     def request(self, end: End) -> None:
-        """Request this end. Has no effect if an end was requested or decided before."""
-        if not self.is_requested:
+        """Request this end. Has no effect if an end was requested before, or decided and not provisional."""
+        if not self.requested.done() and (self.decided is None or self.provisional):
             self.requested.set_result(end)
 
     def reach(self, end: End, reward: RewardResult | None = None) -> None:
@@ -86,9 +102,9 @@ class RolloutEnding:
             self.reached.set_result(end)
             self.reward = reward or self.reward
 
-    def decide(self, end: End) -> None:
-        """Set the end of the outcome. Called once, by the driver."""
-        self.decided = end
+    def decide(self, end: End, reward: RewardResult) -> None:
+        """Set the end and the reward of the outcome. Called once, by the driver."""
+        self.decided, self.reward = end, reward
 
 
 class Rollout:
@@ -109,6 +125,7 @@ class Rollout:
         self.clock = clock
         self.machine = Machine(uid, request.spec.messages, request.spec.limits)
         self.ending = RolloutEnding()
+        self.group: GroupMembership | None = None
         self.log = Log()
         self.created = clock.wall()
         self._credentials = request.credentials
@@ -130,7 +147,9 @@ class Rollout:
         """Queued, running or finished."""
         if self.outcome is not None:
             return RolloutState.FINISHED
-        return RolloutState.RUNNING if self._running else RolloutState.QUEUED
+        # A rollout that waits for its group has left its slot.
+        began = self._running or self.ending.decided is not None
+        return RolloutState.RUNNING if began else RolloutState.QUEUED
 
     @property
     def outcome(self) -> Outcome | None:
@@ -194,13 +213,20 @@ class Rollout:
         logged = self.machine.accept(record)
         now = self.clock.wall()
         if isinstance(record, Ended):
-            self._finished = now
+            self._finished, self.ending.provisional = now, False
             self._stop_detach_timer()
         conversation = self.machine.find(record)
         turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment
         entries = self.log.append(logged, now, turn, segment.id if segment is not None else "")
         self._owner.on_recorded(self, entries)
+        if isinstance(record, Ended) and self.group is not None:
+            self.group.on_ended(self)
         return logged
+
+    def join(self, group: GroupMembership, *, provisional: bool) -> None:
+        """Join the group that it was started with. `provisional`: its end waits for the group's reward."""
+        self.group, self.ending.provisional = group, provisional
+        self.hold()
 
     def take_slot(self) -> None:
         """Mark it as running."""

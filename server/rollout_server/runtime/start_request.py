@@ -78,6 +78,13 @@ class Capacity:
         """Maximum number of rollouts that run or wait."""
         return self.running + self.queued
 
+    @property
+    def largest_group(self) -> int:
+        """Number of rollouts that one caller can start at once while the server is idle."""
+        own = self.quota()
+        slots = self.running if own.running is None else own.running
+        return self.total if own.queued is None else min(self.total, slots + own.queued)
+
     def quota(self) -> Quota:
         """Return the limits of one caller. On a shared server, a caller that uses all of its quota leaves room for others."""
         own = self.per_caller

@@ -11,6 +11,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from osmosis.rollout.v1 import event_pb2 as _event_pb2
+from osmosis.rollout.v1 import group_pb2 as _group_pb2
 from osmosis.rollout.v1 import message_pb2 as _message_pb2
 from osmosis.rollout.v1 import outcome_pb2 as _outcome_pb2
 from osmosis.rollout.v1 import spec_pb2 as _spec_pb2
@@ -810,6 +811,108 @@ class AcknowledgeOutcomeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcknowledgeOutcomeResponse: _TypeAlias = AcknowledgeOutcomeResponse  # noqa: Y015
+
+@_typing.final
+class WatchGroupRequest(_message.Message):
+    """Streams the outcomes of a group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    VIEW_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """The group's id."""
+    after_sequence: _builtins.int
+    """Send the items after this sequence number; 0: all."""
+    view: Global___RolloutView.ValueType
+    """How much of each rollout to send."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        after_sequence: _builtins.int = ...,
+        view: Global___RolloutView.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "group_id", b"group_id", "view", b"view"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchGroupRequest: _TypeAlias = WatchGroupRequest  # noqa: Y015
+
+@_typing.final
+class GroupOutcome(_message.Message):
+    """A rollout of a group that has an outcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ROLLOUT_FIELD_NUMBER: _builtins.int
+    USABLE_FIELD_NUMBER: _builtins.int
+    REPLACED_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Its `RolloutSpec.group_index`."""
+    usable: _builtins.bool
+    """It completed, or it failed because its time limit expired."""
+    replaced: _builtins.bool
+    """A new rollout with the same index was started in its place. This one is not counted in the group's result."""
+    @_builtins.property
+    def rollout(self) -> Global___Rollout:
+        """The finished rollout."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        rollout: Global___Rollout | None = ...,
+        usable: _builtins.bool = ...,
+        replaced: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "replaced", b"replaced", "rollout", b"rollout", "usable", b"usable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GroupOutcome: _TypeAlias = GroupOutcome  # noqa: Y015
+
+@_typing.final
+class WatchGroupResponse(_message.Message):
+    """An item of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    RESULT_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Position of the item, from 1."""
+    @_builtins.property
+    def outcome(self) -> Global___GroupOutcome:
+        """A rollout of the group ended."""
+
+    @_builtins.property
+    def result(self) -> _group_pb2.GroupResult:
+        """The group ended."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        outcome: Global___GroupOutcome | None = ...,
+        result: _group_pb2.GroupResult | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["item", b"item", "outcome", b"outcome", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["item", b"item", "outcome", b"outcome", "result", b"result", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["outcome", "result"]  # noqa: Y015
+    _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
+
+Global___WatchGroupResponse: _TypeAlias = WatchGroupResponse  # noqa: Y015
 
 @_typing.final
 class ListToolsRequest(_message.Message):

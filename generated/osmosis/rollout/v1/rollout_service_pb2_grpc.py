@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from osmosis.rollout.v1 import group_pb2 as osmosis_dot_rollout_dot_v1_dot_group__pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -82,6 +83,21 @@ class RolloutServiceStub(object):
                 '/osmosis.rollout.v1.RolloutService/AcknowledgeOutcome',
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeRequest.SerializeToString,
                 response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeResponse.FromString,
+                _registered_method=True)
+        self.StartGroup = channel.unary_unary(
+                '/osmosis.rollout.v1.RolloutService/StartGroup',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupResponse.FromString,
+                _registered_method=True)
+        self.WatchGroup = channel.unary_stream(
+                '/osmosis.rollout.v1.RolloutService/WatchGroup',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchGroupRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchGroupResponse.FromString,
+                _registered_method=True)
+        self.GetGroup = channel.unary_unary(
+                '/osmosis.rollout.v1.RolloutService/GetGroup',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupResponse.FromString,
                 _registered_method=True)
         self.ListTools = channel.unary_unary(
                 '/osmosis.rollout.v1.RolloutService/ListTools',
@@ -188,6 +204,35 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StartGroup(self, request, context):
+        """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
+
+        The codes of StartRollout. ALREADY_EXISTS also: the caller has another group with this group id. Any caller may retry freely
+        with the same request id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchGroup(self, request, context):
+        """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
+
+        NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
+        freely from the last sequence number received.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGroup(self, request, context):
+        """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
+
+        NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTools(self, request, context):
         """Returns the tools of an agent.
 
@@ -253,6 +298,21 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AcknowledgeOutcome,
                     request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeRequest.FromString,
                     response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeResponse.SerializeToString,
+            ),
+            'StartGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartGroup,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupResponse.SerializeToString,
+            ),
+            'WatchGroup': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchGroup,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchGroupRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchGroupResponse.SerializeToString,
+            ),
+            'GetGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGroup,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupResponse.SerializeToString,
             ),
             'ListTools': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTools,
@@ -495,6 +555,87 @@ class RolloutService(object):
             '/osmosis.rollout.v1.RolloutService/AcknowledgeOutcome',
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeRequest.SerializeToString,
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/StartGroup',
+            osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/WatchGroup',
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchGroupRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.WatchGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/GetGroup',
+            osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

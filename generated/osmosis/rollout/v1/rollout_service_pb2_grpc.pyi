@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from osmosis.rollout.v1 import group_pb2 as _group_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as _rollout_service_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -86,6 +87,23 @@ class RolloutServiceStub:
 
     NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
     """
+    StartGroup: _grpc.UnaryUnaryMultiCallable[_group_pb2.StartGroupRequest, _group_pb2.StartGroupResponse]
+    """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
+
+    The codes of StartRollout. ALREADY_EXISTS also: the caller has another group with this group id. Any caller may retry freely
+    with the same request id.
+    """
+    WatchGroup: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]
+    """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
+
+    NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
+    freely from the last sequence number received.
+    """
+    GetGroup: _grpc.UnaryUnaryMultiCallable[_group_pb2.GetGroupRequest, _group_pb2.GetGroupResponse]
+    """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
+
+    NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
+    """
     ListTools: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]
     """Returns the tools of an agent.
 
@@ -153,6 +171,23 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
     NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+    """
+    StartGroup: _aio.UnaryUnaryMultiCallable[_group_pb2.StartGroupRequest, _group_pb2.StartGroupResponse]  # type: ignore[assignment]
+    """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
+
+    The codes of StartRollout. ALREADY_EXISTS also: the caller has another group with this group id. Any caller may retry freely
+    with the same request id.
+    """
+    WatchGroup: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
+    """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
+
+    NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
+    freely from the last sequence number received.
+    """
+    GetGroup: _aio.UnaryUnaryMultiCallable[_group_pb2.GetGroupRequest, _group_pb2.GetGroupResponse]  # type: ignore[assignment]
+    """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
+
+    NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
     """
     ListTools: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Returns the tools of an agent.
@@ -266,6 +301,41 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
         NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+        """
+
+    @_abc_1.abstractmethod
+    def StartGroup(
+        self,
+        request: _group_pb2.StartGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_group_pb2.StartGroupResponse, _abc.Awaitable[_group_pb2.StartGroupResponse]]:
+        """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
+
+        The codes of StartRollout. ALREADY_EXISTS also: the caller has another group with this group id. Any caller may retry freely
+        with the same request id.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchGroup(
+        self,
+        request: _rollout_service_pb2.WatchGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchGroupResponse]]:
+        """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
+
+        NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
+        freely from the last sequence number received.
+        """
+
+    @_abc_1.abstractmethod
+    def GetGroup(
+        self,
+        request: _group_pb2.GetGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_group_pb2.GetGroupResponse, _abc.Awaitable[_group_pb2.GetGroupResponse]]:
+        """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
+
+        NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
         """
 
     @_abc_1.abstractmethod

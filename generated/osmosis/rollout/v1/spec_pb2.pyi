@@ -421,6 +421,7 @@ class RolloutSpec(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     SOURCE_JSON_FIELD_NUMBER: _builtins.int
     TRAIN_ON_FIELD_NUMBER: _builtins.int
+    GROUP_INDEX_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """The caller's name for the rollout, which is sent to trainers. 1 to 256 characters, not blank."""
     group_id: _builtins.str
@@ -440,6 +441,10 @@ class RolloutSpec(_message.Message):
     source_json: _builtins.str
     """Parts of the original HTTP request that the other fields do not preserve as written: one JSON object, for agents. POST
     /v1/rollout/init sets `completion_params`, `idempotency_key` and `tool_server_url`. Not part of the fingerprint.
+    """
+    group_index: _builtins.int
+    """Position of the rollout in its group, from 0. StartGroup sets it; a caller that starts the rollouts of a group one by one may set
+    it itself.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
@@ -505,12 +510,15 @@ class RolloutSpec(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         source_json: _builtins.str = ...,
         train_on: Global___TrainOn | None = ...,
+        group_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_index", b"group_index", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
+    _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__group_index) -> _WhichOneofReturnType__group_index | None: ...
 
 Global___RolloutSpec: _TypeAlias = RolloutSpec  # noqa: Y015
 

@@ -11,13 +11,13 @@ import typer
 from rollout_server.cli.connection import ConnectionFlags
 from rollout_server.cli.errors import Interrupted, report_errors
 from rollout_server.cli.flags import EndpointFlags, accept_flags, pick_flags
-from rollout_server.cli.json_output import JsonOutput, event_fields, open_output, rollout_fields
-from rollout_server.cli.operate.rollouts import parse_labels, state_name
+from rollout_server.cli.json_output import JsonOutput, event_fields, group_fields, open_output, rollout_fields
+from rollout_server.cli.operate.rollouts import parse_labels, result_text, state_name
 from rollout_server.cli.prompt_flags import PromptFlags
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rollout_client import Client, Outcome, Rollout
+    from rollout_client import Client, Outcome, Rollout, StartFields
 
     from rollout_server.authoring.endpoint import Endpoint
 
@@ -59,6 +59,15 @@ class StartFlags:
     label: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Label, for selecting rollouts; repeatable.")
     ] = None
+    group: Annotated[
+        int | None, typer.Option(min=1, max=1024, metavar="N", help="Start a group of N rollouts, all or none.")
+    ] = None
+    min_usable: Annotated[
+        int, typer.Option(min=0, metavar="N", help="With --group: cancel the others once N are usable.")
+    ] = 0
+    refill: Annotated[
+        int, typer.Option(min=0, max=1024, metavar="N", help="With --group: start up to N failed rollouts anew.")
+    ] = 0
     follow: Annotated[bool, typer.Option("--watch", help="Follow the rollout as `rollout watch` does.")] = False
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per line: the rollout, with --watch also its events.")
@@ -72,22 +81,72 @@ def start(**values: Any) -> None:
     The rollout continues when this command ends. With --watch the command follows
     it, and the exit code is that of `rollout watch`.
 
+    With --group N it starts N rollouts of the prompt and prints the id of the
+    group, for `rollout ps --group ID` and `rollout cancel --group ID`. With --watch
+    it prints each rollout as it ends, and exits with 0 if enough are usable: as
+    many as --min-usable says, else all.
+
     With --json the first line is the rollout as in GET /v1/rollouts/UID. With
-    --watch the further lines are those of `rollout watch --json`.
+    --watch the further lines are those of `rollout watch --json`. For a group they
+    are as in GET /v1/groups/ID and GET /v1/groups/ID/events.
     """
     flags, prompt = pick_flags(StartFlags, values), pick_flags(PromptFlags, values)
     labels = parse_labels(flags.label or [])
+    if flags.group is None and (flags.min_usable or flags.refill):
+        raise typer.BadParameter("give --group N as well", param_hint="--min-usable, --refill")
     with report_errors("start"), open_output(as_json=flags.as_json) as output:
         fields = _endpoint(flags.completions, pick_flags(EndpointFlags, values)).start_fields()
         fields["messages"], fields["metadata"] = prompt.read_messages(), prompt.read_metadata() or None
         fields["agent"], fields["labels"] = flags.agent or None, labels or None
         with pick_flags(ConnectionFlags, values).connect() as client:
-            rollout = client.start(**fields).rollout
-            output.line(rollout_fields(rollout))
-            if not flags.as_json:
-                typer.echo(rollout.uid)
-            completed = not flags.follow or _follow(client, rollout.uid, 0, output)
+            completed = (_start_one if flags.group is None else _start_group)(client, flags, fields, output)
     raise typer.Exit(0 if completed else 1)
+
+
+def _start_one(client: Client, flags: StartFlags, fields: StartFields, output: JsonOutput) -> bool:
+    """Start a rollout. Return whether it completed; True if it is not followed."""
+    rollout = client.start(**fields).rollout
+    output.line(rollout_fields(rollout))
+    if not flags.as_json:
+        typer.echo(rollout.uid)
+    return not flags.follow or _follow(client, rollout.uid, 0, output)
+
+
+def _start_group(client: Client, flags: StartFlags, fields: StartFields, output: JsonOutput) -> bool:
+    """Start a group. Return whether enough of its rollouts are usable; True if it is not followed."""
+    count = flags.group or 0
+    started = client.start_group(count, min_usable=flags.min_usable, refill=flags.refill, **fields)
+    output.line(group_fields(started.group))
+    if not flags.as_json:
+        typer.echo(started.group_id)
+    if not flags.follow:
+        return True
+    try:
+        return _print_outcomes(client, started.group_id, output) >= (flags.min_usable or count)
+    except KeyboardInterrupt:
+        raise Interrupted("stopped watching; the group continues") from None
+
+
+def _print_outcomes(client: Client, group_id: str, output: JsonOutput) -> int:
+    """Print the rollouts of a group as they end, and its result. Return the number of usable ones."""
+    from rich.console import Console
+
+    from rollout_server.inspection.escape import visible
+
+    console = Console(highlight=False)
+    with client.watch_group(group_id) as outcomes:
+        for outcome in outcomes:
+            output.line({"sequence": outcomes.last_sequence, "event": "outcome", **group_fields(outcome)})
+            note = "; started anew" if outcome.replaced else ""
+            text = f"rollout {outcome.index}  {outcome.rollout.uid}  {result_text(outcome.rollout)}{note}"
+            console.print(visible(text), markup=False, soft_wrap=True)
+    result = outcomes.result or client.get_group(group_id).result
+    output.line({"sequence": outcomes.last_sequence, "event": "result", **group_fields(result)})
+    counts = f"{result.completed} completed, {result.failed} failed, {result.cancelled} cancelled"
+    early = "; stopped early" if result.early_stop else ""
+    text = f"{result.usable} of {result.asked} rollouts are usable: {counts}; {result.refilled} started anew{early}"
+    console.print(text, markup=False, soft_wrap=True)
+    return result.usable
 
 
 def _endpoint(url: str, flags: EndpointFlags) -> Endpoint:

@@ -165,7 +165,7 @@ def _row(rollout: Rollout, now: float) -> tuple[str, ...]:
         str(rollout.metrics.turns),
         str(rollout.metrics.generated_tokens),
         _age(now - rollout.create_time.ToNanoseconds() / 1e9),
-        _result(rollout),
+        result_text(rollout),
     )
 
 
@@ -174,7 +174,7 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0) // size:.0f}{unit}"
 
 
-def _result(rollout: Rollout) -> str:
+def result_text(rollout: Rollout) -> str:
     """Return the reward of a rollout, or why it ended. A rollout that has not finished has none."""
     from rollout_client.samples import category_of
 

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, TypeAlias
 
 import grpc
-from osmosis.rollout.v1 import event_pb2, rollout_service_pb2_grpc
+from osmosis.rollout.v1 import event_pb2, group_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_server.core.error import InvalidRequest, Violation
@@ -19,8 +19,10 @@ from rollout_server.edge.rpc.caller import caller
 from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import tool_to_proto
-from rollout_server.edge.wire.rollout import agent_to_proto, rollout_to_proto, started
+from rollout_server.edge.wire.rollout import agent_to_proto, group_item, group_to_proto, rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration, seconds
+from rollout_server.runtime.groups.registry import GroupRegistry
+from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, StartRequest
@@ -54,6 +56,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     def __init__(self, registry: RolloutRegistry, facts: ServerFacts) -> None:
         self._registry = registry
+        self._groups = GroupRegistry(registry)
         self._facts = facts
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
@@ -132,6 +135,31 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Record that an outcome was received."""
         self._registry.acknowledge(request.uid, caller())
         return pb.AcknowledgeOutcomeResponse()
+
+    async def StartGroup(self, request: group_pb2.StartGroupRequest, context: _Context) -> group_pb2.StartGroupResponse:
+        """Start the rollouts of a group, or find it. A large request is converted in a thread, as in `_start`."""
+        who = caller()
+
+        def admitted() -> tuple[AdmittedStart, GroupPlan]:
+            start, plan = wire.group_request(request, who)
+            return self._groups.admit(start, plan, self._facts.violations(start)), plan
+
+        group, attached = self._groups.start(*await offload_request(admitted, request.ByteSize()))
+        return group_pb2.StartGroupResponse(group=group_to_proto(group), attached=attached)
+
+    async def WatchGroup(
+        self, request: pb.WatchGroupRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchGroupResponse]:
+        """Stream the outcomes of a group and its result."""
+        view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
+        group = self._groups.get(request.group_id, caller())
+        with group.attached():
+            async for sequence, item in group.follow(request.after_sequence):
+                yield group_item(sequence, item, view)
+
+    async def GetGroup(self, request: group_pb2.GetGroupRequest, context: _Context) -> group_pb2.GetGroupResponse:
+        """Return one group."""
+        return group_pb2.GetGroupResponse(group=group_to_proto(self._groups.get(request.group_id, caller())))
 
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
         """Return the tools of an agent."""

@@ -8,13 +8,14 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2, spec_pb2
+from osmosis.rollout.v1 import group_pb2, outcome_pb2, rollout_service_pb2, spec_pb2
 
 from rollout_server.core.error import Forbidden, InvalidRequest, Violation
 from rollout_server.core.spec import Target
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_from_proto
 from rollout_server.edge.wire.spec import spec_from_proto
+from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
@@ -63,6 +64,15 @@ def start_request(
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
         credentials=Credentials(credentials.completions_bearer, credentials.outcome_bearer, credentials.tools_bearer),
     )
+
+
+def group_request(request: group_pb2.StartGroupRequest, caller: Caller) -> tuple[StartRequest, GroupPlan]:
+    """Return the core values of a request for a group: the request of its rollouts, and the plan. Raises `InvalidRequest`."""
+    start = rollout_service_pb2.StartRolloutRequest(request_id=request.request_id, credentials=request.credentials)
+    if request.HasField("spec"):
+        start.spec.CopyFrom(request.spec)
+    started = start_request(start, caller)
+    return started, GroupPlan(request.count, request.min_usable, request.refill, started.spec.train_on)
 
 
 def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> list[Violation]:

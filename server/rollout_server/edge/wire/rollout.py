@@ -1,11 +1,11 @@
-"""Conversion of rollouts and agents to protos."""
+"""Conversion of rollouts, groups and agents to protos."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TypeAlias
 
-from osmosis.rollout.v1 import outcome_service_pb2, rollout_service_pb2
+from osmosis.rollout.v1 import group_pb2, outcome_service_pb2, rollout_service_pb2
 
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.event import timestamp
@@ -14,6 +14,8 @@ from rollout_server.edge.wire.message import tool_to_proto, utf8
 from rollout_server.edge.wire.outcome import metrics_to_proto, outcome_to_proto
 from rollout_server.edge.wire.spec import limits_to_proto, spec_to_proto
 from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.groups.group import FinishedMember, RolloutGroup
+from rollout_server.runtime.groups.state import GroupResult
 from rollout_server.runtime.outcome_delivery import Delivery
 from rollout_server.runtime.rollout import Rollout
 
@@ -73,6 +75,51 @@ def started(
         attached=attached,
         tools=tools,
         function_tools_json=map(function_tool_json, tools) if function_tools else (),
+    )
+
+
+def group_to_proto(group: RolloutGroup) -> group_pb2.Group:
+    """Return the current state of a group."""
+    members = [
+        group_pb2.GroupMember(
+            index=index, uid=rollout.uid, rollout_id=rollout.spec.rollout_id, finished=rollout.outcome is not None
+        )
+        for index, rollout in enumerate(group.members)
+    ]
+    return group_pb2.Group(
+        group_id=group.id,
+        members=members,
+        min_usable=group.plan.min_usable,
+        refill=group.plan.refill,
+        last_sequence=group.last_sequence,
+        result=_group_result(group.result) if group.result is not None else None,
+        create_time=timestamp(group.created),
+        caller=utf8(group.caller),
+    )
+
+
+def group_item(sequence: int, item: FinishedMember | GroupResult, view: int) -> rollout_service_pb2.WatchGroupResponse:
+    """Return an item of WatchGroup. `view` is a RolloutView."""
+    if isinstance(item, GroupResult):
+        return rollout_service_pb2.WatchGroupResponse(sequence=sequence, result=_group_result(item))
+    outcome = rollout_service_pb2.GroupOutcome(
+        index=item.rollout.spec.group_index or 0,
+        rollout=rollout_to_proto(item.rollout, view),
+        usable=item.usable,
+        replaced=item.replaced,
+    )
+    return rollout_service_pb2.WatchGroupResponse(sequence=sequence, outcome=outcome)
+
+
+def _group_result(result: GroupResult) -> group_pb2.GroupResult:
+    return group_pb2.GroupResult(
+        asked=result.asked,
+        usable=result.usable,
+        refilled=result.refilled,
+        completed=result.completed,
+        failed=result.failed,
+        cancelled=result.cancelled,
+        early_stop=result.early_stop,
     )
 
 

@@ -27,6 +27,7 @@ class _CallerUsage:
     line: list[tuple[int, int, str]] = field(default_factory=list)
     queued: int = 0
     running: int = 0
+    parked: int = 0
     bytes: int = 0
 
 
@@ -39,6 +40,7 @@ class RolloutQueue:
         self._clock = clock
         self._uses: dict[str, _CallerUsage] = {}
         self._waiting: dict[str, Rollout] = {}
+        self._parked: set[str] = set()
         self._sizes: dict[str, int] = {}
         self.running = 0
         self.bytes = 0
@@ -50,10 +52,11 @@ class RolloutQueue:
     def check(self, caller: str, sizes: Sequence[int]) -> None:
         """Raise `Busy` if capacity or the caller's quota has no room for rollouts of these sizes (bytes)."""
         capacity, count, size = self._capacity, len(sizes), sum(sizes)
-        room = capacity.total - self.running - len(self)
+        waiting = len(self) + len(self._parked)
+        room = capacity.total - self.running - waiting
         if count > room:
             more = f": there is no room for {count} more" if count > 1 else ""
-            raise Busy(f"{self.running} rollouts run and {len(self)} wait{more}; ask again later", retry_after=1.0)
+            raise Busy(f"{self.running} rollouts run and {waiting} wait{more}; ask again later", retry_after=1.0)
         # A rollout that is larger than the whole limit is admitted when it is the only one: waiting would never help it.
         if (self.bytes or count > 1) and self.bytes + size > capacity.active_bytes:
             most = capacity.active_bytes // _MIB
@@ -106,6 +109,20 @@ class RolloutQueue:
         self._use(rollout.caller).running -= 1
         self.running -= 1
 
+    def park(self, rollout: Rollout) -> None:
+        """Count a rollout that waits for its group towards the capacity. It needs no slot any more."""
+        self._parked.add(rollout.uid)
+        self._use(rollout.caller).parked += 1
+
+    def unpark(self, rollout: Rollout) -> None:
+        """Count a rollout as not waiting for its group any more."""
+        self._parked.remove(rollout.uid)
+        self._use(rollout.caller).parked -= 1
+
+    def is_parked(self, rollout: Rollout) -> bool:
+        """Return whether the rollout waits for its group."""
+        return rollout.uid in self._parked
+
     def measure(self, rollout: Rollout) -> None:
         """Update the size of a rollout whose conversation has grown."""
         self._resize(rollout, rollout.machine.size)
@@ -125,8 +142,11 @@ class RolloutQueue:
         quota, reason = self._quota, "CALLER_QUOTA"
         if quota.queued is not None:
             slots = self._capacity.running if quota.running is None else quota.running
-            if use.running + use.queued + count > slots + quota.queued:
-                text = f"{use.running} of your rollouts run and {use.queued} wait; the rest of the queue is for other callers"
+            waiting = use.queued + use.parked
+            if use.running + waiting + count > slots + quota.queued:
+                text = (
+                    f"{use.running} of your rollouts run and {waiting} wait; the rest of the queue is for other callers"
+                )
                 raise Busy(text, retry_after=1.0, reason=reason)
         if quota.bytes is not None and (use.bytes or count > 1) and use.bytes + size > quota.bytes:
             text = (

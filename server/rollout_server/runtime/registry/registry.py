@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, Violation
 from rollout_server.core.fingerprint import fingerprint
@@ -141,6 +141,37 @@ class RolloutRegistry:
             taken.append((self._take(each, tools[at]), False) if existing is None else (existing, True))
         return taken
 
+    def start_group(self, admitted: Sequence[AdmittedStart]) -> Sequence[Rollout]:
+        """Start rollouts with the same agent and tools, all or none, whatever their request ids. Raise what `start` raises."""
+        self._check_room(admitted)
+        tools = admitted[0].tools()
+        return [self._take(each, tools) for each in admitted]
+
+    def start_anew(self, ended: Rollout, admitted: AdmittedStart) -> Rollout:
+        """Start a rollout in place of one that ended, with the same tools. It needs no further room."""
+        return self._take(admitted, ended.tools)
+
+    def park(self, rollout: Rollout) -> None:
+        """Let a rollout leave its slot without an outcome: it waits for its group, until `end_parked`."""
+        self._queue.park(rollout)
+
+    def end_parked(self, rollout: Rollout, ended: Ended) -> None:
+        """Record the end of a rollout that waited for its group."""
+        self._queue.unpark(rollout)
+        rollout.record(ended)
+        if not rollout.running:
+            self._keep(rollout)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run work of this server that a drain waits for."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def new_id(self) -> str:
+        """Return a new id that begins with this server's id."""
+        return self._new_uid()
+
     def get(self, uid: str, caller: Caller) -> Rollout:
         """Return a rollout that the caller may see. Raise `NotFound`."""
         return self._index.get(uid, caller)
@@ -167,7 +198,9 @@ class RolloutRegistry:
     def forget(self) -> None:
         """Drop finished rollouts that exceed the limits of age, number or size, the oldest first."""
         for uid in self._retention.surplus():
-            self._index.drop(uid)
+            dropped = self._index.drop(uid)
+            if dropped.group is not None:
+                dropped.group.on_dropped()
 
     async def drain(self, grace: float) -> None:
         """Refuse new rollouts, let running ones finish for `grace` seconds, then end the remaining ones as interrupted.
@@ -245,7 +278,8 @@ class RolloutRegistry:
         rollout.leave_slot()
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
-        self._keep(rollout)
+        if not self._queue.is_parked(rollout):
+            self._keep(rollout)
         self._fill()
 
     def _end_queued(self, rollout: Rollout) -> None:

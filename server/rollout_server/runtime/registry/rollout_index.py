@@ -76,12 +76,13 @@ class RolloutIndex:
             self._requests[key] = rollout.uid
         return entry.number
 
-    def drop(self, uid: str) -> None:
-        """Remove a rollout and its request id. Raise KeyError for an unknown uid."""
+    def drop(self, uid: str) -> Rollout:
+        """Remove a rollout and its request id, and return it. Raise KeyError for an unknown uid."""
         entry = self._entries.pop(uid)
         # The request id may belong to a newer rollout by now: `find` frees it once the outcome was received.
         if entry.request is not None and self._requests.get(entry.request) == uid:
             del self._requests[entry.request]
+        return entry.rollout
 
     def rollouts(self) -> Sequence[Rollout]:
         """Return all rollouts in the order in which they were added."""

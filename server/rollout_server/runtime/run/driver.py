@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -75,7 +75,7 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
         # Reached on every path, also when the driver itself is cancelled: a rollout always gets an outcome. Without a cleanup,
         # the tasks are cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that
         # ignores its cancellation. What such a task still does is rejected, because the end is decided.
-        rollout.ending.decide(end)
+        rollout.ending.decide(end, reward)
         total_ms = 1000 * (rollout.clock.monotonic() - started)
         ended = Ended(end, reward, total_ms, queued_ms, reward_rule=rollout.reward_rule)
         _cancel(run, tasks)
@@ -83,8 +83,9 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
             if run is not None and rollout.agent.overrides("cleanup"):
                 ended = replace(ended, warnings=await _run_cleanup(rollout, run, tasks))
         finally:
-            rollout.record(ended)
-    await _await_cancelled(tasks)
+            if rollout.group is None or run is None or not rollout.group.wait(rollout, run.latest, ended):
+                rollout.record(ended)
+    await await_cancelled(tasks)
 
 
 def _open(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources) -> Run | None:
@@ -171,7 +172,7 @@ async def _run_reward(
 async def _run_cleanup(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> tuple[Warned, ...]:
     """Run the agent's `cleanup` after its other tasks and threads have ended or are abandoned. Return the warning if it fails."""
     until = asyncio.get_running_loop().time() + GRACE_SECONDS
-    await _await_cancelled(tasks)
+    await await_cancelled(tasks)
     with suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             await run.threads_ended()  # a cancelled `setup` in a thread may still open what `cleanup` closes
@@ -207,12 +208,12 @@ def _cancel(run: Run | None, tasks: list[asyncio.Task[Any]]) -> None:
 
 
 def _start(work: Coroutine[Any, Any, _T], name: str, tasks: list[asyncio.Task[Any]]) -> asyncio.Task[_T]:
-    task = asyncio.create_task(_contain(work), name=name)
+    task = asyncio.create_task(contain(work), name=name)
     tasks.append(task)
     return task
 
 
-async def _contain(work: Coroutine[Any, Any, _T]) -> _T:
+async def contain(work: Coroutine[Any, Any, _T]) -> _T:
     """Turn exceptions that would stop the event loop into an ordinary one."""
     try:
         return await work
@@ -293,7 +294,7 @@ def _failure(rollout: Rollout, what: str, failure_class: FailureClass) -> Failur
     return Failure(Category.INTERNAL, text, turn, source=failure_class)
 
 
-async def _await_cancelled(tasks: list[asyncio.Task[Any]]) -> None:
+async def await_cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Wait for the agent's cancelled tasks, but not for ever: a task that never ends would otherwise keep the rollout's slot."""
     if not tasks:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import TypeAlias, cast
@@ -14,6 +14,9 @@ from rollout_server.core.spec_validation import ID_LENGTH
 
 RewardValue: TypeAlias = float | RewardResult | None
 """A reward: a finite number, a number with named scores, or None."""
+
+GroupRewards: TypeAlias = Sequence[RewardValue]
+"""Rewards of the runs of a group, in their order; None leaves the run's own reward as it is."""
 
 _MOST_SCORES = 1000
 _LONGEST_EXTRA = 1024 * 1024

@@ -111,6 +111,11 @@ class Run:
         return self._context.state
 
     @property
+    def reward(self) -> RewardResult:
+        """The rollout's reward so far, for `reward_group`; without a number until the agent's `reward` has returned."""
+        return self.ending.reward
+
+    @property
     def messages(self) -> Sequence[Mapping[str, JSON]]:
         """The conversation so far, parsed and read-only: modifying it raises `AgentMistake`."""
         return cast(
