@@ -6,11 +6,11 @@ This module exports the names that authors of agents need. `rollout_server.calcu
 from __future__ import annotations
 
 try:
-    from rollout_server.agent import Agent
+    from rollout_server.agent import Agent, Judge, Rubric, json_field, number_from, yes_or_no
     from rollout_server.core.limits import Limits
     from rollout_server.core.outcome import RewardResult
     from rollout_server.runtime.agent_protocol import Request
-    from rollout_server.runtime.errors import ToolError
+    from rollout_server.runtime.errors import ModelFailed, ToolError
     from rollout_server.runtime.run.messages import Reply
     from rollout_server.runtime.run.run import Run
     from rollout_server.runtime.tools.protocols import ToolContext
@@ -28,16 +28,22 @@ except ModuleNotFoundError as error:  # the base install has only what the clien
 __all__ = [
     "Agent",
     "Image",
+    "Judge",
     "Limits",
+    "ModelFailed",
     "Reply",
     "Request",
     "RewardResult",
+    "Rubric",
     "Run",
     "ToolContext",
     "ToolError",
     "__version__",
+    "json_field",
+    "number_from",
     "serve",
     "tool",
+    "yes_or_no",
 ]
 
 __version__ = "0.1.0"

@@ -28,16 +28,22 @@ def test_the_public_names_are_there() -> None:
     assert sorted(rollout_server.__all__) == [
         "Agent",
         "Image",
+        "Judge",
         "Limits",
+        "ModelFailed",
         "Reply",
         "Request",
         "RewardResult",
+        "Rubric",
         "Run",
         "ToolContext",
         "ToolError",
         "__version__",
+        "json_field",
+        "number_from",
         "serve",
         "tool",
+        "yes_or_no",
     ]
     for name in rollout_server.__all__:
         assert getattr(rollout_server, name) is not None

@@ -99,6 +99,7 @@ def test_every_field_of_a_spec_arrives() -> None:
         priority=-1,
         metadata={"b": [1, None], "a": "ü"},
         labels={"run": "7"},
+        models={"judge": Target("http://judge:1", model="m"), "user": {"url": "http://user:1", "dialect": "vllm"}},
     )
     assert spec == spec_pb2.RolloutSpec(
         rollout_id="r/1",
@@ -134,6 +135,10 @@ def test_every_field_of_a_spec_arrives() -> None:
         priority=-1,
         metadata_json='{"b": [1, null], "a": "ü"}',
         labels={"run": "7"},
+        models={
+            "judge": spec_pb2.Target(url="http://judge:1", model="m"),
+            "user": spec_pb2.Target(url="http://user:1", dialect=spec_pb2.DIALECT_VLLM),
+        },
     )
 
 

@@ -87,6 +87,12 @@ OTHERS: dict[str, list[object]] = {
         '{"a": {"b": 1, "c": 2.5}, "d": null}',
         '{"a": {"b": 1}, "c": 2, "d": null}',
     ],
+    "models": [
+        {"judge": Target("http://j", Dialect.OPENAI, model="m")},
+        {"user": Target("http://j", Dialect.OPENAI, model="m")},
+        {"judge": Target("http://j", Dialect.VLLM, model="m")},
+        {"judge": Target("http://j", Dialect.OPENAI, model="n")},
+    ],
     "labels": [{}, {"team": "x"}, {"team": "y", "run": "x"}, {"team": "x", "run": "y", "z": ""}],
 }
 WITHOUT_EFFECT = {"cancel_after_detach", "source_json"}

@@ -26,6 +26,7 @@ from rollout_server.core.record import (
     GivenUp,
     Input,
     Masked,
+    ModelCalled,
     Note,
     Observed,
     Record,
@@ -66,6 +67,7 @@ Branched          x x . x . . . x . x .
 Compacted         x x . x . . . x . x .
 GivenUp           . . . . . . . . . . .
 Observed          x x x x x x x x x x .
+ModelCalled       x x x x x x x x x x .
 Masked            . . . x x x x x x x .
 Note              x x x x x x x x x x .
 Ended             x x x x x x x x x x .
@@ -108,6 +110,7 @@ FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "Compacted": lambda machine, at: machine.fork(SegmentKind.COMPACTION, (USER,)),
     "GivenUp": lambda machine, at: GivenUp(machine.turn, "0"),
     "Observed": lambda machine, at: Observed("now", "1"),
+    "ModelCalled": lambda machine, at: ModelCalled("judge", USER),
     "Masked": lambda machine, at: Masked(1, "dull"),
     "Note": lambda machine, at: Note(machine.turn, "word", "text"),
     "Ended": lambda machine, at: ROLLOUT[-1],

@@ -115,6 +115,7 @@ class StartRollout(_Strict):
     )
     metadata: Object = Field(None, description="Passed to the agent and its tools.")
     labels: dict[str, str] | None = Field(None, max_length=64, description="For selecting rollouts later.")
+    models: dict[str, EndpointBody] | None = Field(None, max_length=16, description="Further models, such as a judge.")
 
 
 class CancelRollouts(_Strict):

@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from rollout_server.agent.base import Agent
+from rollout_server.agent.judge import Judge, json_field, number_from, yes_or_no
+from rollout_server.agent.rubric import Rubric
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "Judge", "Rubric", "json_field", "number_from", "yes_or_no"]

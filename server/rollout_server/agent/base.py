@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from rollout_server.agent.rubric import Rubric
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
@@ -31,7 +32,7 @@ _METHODS = {
     "choose_tools": ("request",),
 }
 """The arguments, besides `self`, that each method is called with."""
-_CHECKED = ("name", "version", "description", "tools", "limits", "replayable", "cleanup_seconds")
+_CHECKED = ("name", "version", "description", "tools", "limits", "rubric", "replayable", "cleanup_seconds")
 
 
 class _AgentClass(ABCMeta):
@@ -72,6 +73,7 @@ class Agent(metaclass=_AgentClass):
         tools: the tools that the model may call, in the order in which the chat template lists them. Plain functions are converted
             with `tool`.
         limits: the agent's own limits. For each limit the lower of this one and the request's applies.
+        rubric: weighted reward functions, which the default `reward` calls; None for no reward.
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
             A class that overrides `setup` or `play` is not replayable unless it sets this to True.
         cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
@@ -82,6 +84,7 @@ class Agent(metaclass=_AgentClass):
     description: str = ""
     tools: Sequence[Tool] = ()
     limits: Limits = Limits()
+    rubric: Rubric | None = None
     replayable: bool = True
     cleanup_seconds: float = 10.0
 
@@ -134,10 +137,12 @@ class Agent(metaclass=_AgentClass):
 
             A rollout completes when `play` returns, calls `run.finish()`, or meets a limit other than `seconds`.
 
+            The default computes it from `rubric`.
+
             Returns:
                 A finite number, a `RewardResult` (a reward with named scores), or None for no reward.
             """
-            return None
+            return None if self.rubric is None else await self.rubric.score(run)
 
         async def cleanup(self, run: Run) -> None:
             """Release what `setup` and `play` acquired. Called once for each rollout whose `setup` was called.
@@ -268,7 +273,9 @@ def _checked_attribute(owner: str, attribute: str, value: object) -> object:
                 f"{owner}: cleanup_seconds is {value!r}; it must be a number above 0, at most {MAX_SECONDS:,}"
             )
         return value
-    wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
+    if attribute == "rubric" and value is None:
+        return None
+    wanted = {"limits": Limits, "rubric": Rubric, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):
         state = "is missing" if value is None else f"is {value!r}"
         raise TypeError(f"{owner}: {attribute} {state}; it must be a {wanted.__name__}")

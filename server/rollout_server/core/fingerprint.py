@@ -26,6 +26,7 @@ def fingerprint(spec: Spec) -> str:
 
 def _canonical_spec(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
+    models = {name: _target(target) for name, target in spec.models.items()}
     return {
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
@@ -52,6 +53,7 @@ def _canonical_spec(spec: Spec) -> JSON:
         "modes": [spec.typed, spec.on_drift and spec.on_drift.value, spec.on_interrupt, spec.token_mode, spec.priority],
         "metadata": _json(spec.metadata_json),
         "labels": dict(spec.labels),
+        **({"models": models} if models else {}),
     }
 
 

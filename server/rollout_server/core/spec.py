@@ -106,6 +106,7 @@ class Spec:
         metadata_json: data for the agent, as one JSON object, or empty.
         labels: keys and values for selecting rollouts.
         source_json: fields of an HTTP request that no other field keeps verbatim, as one JSON object, or empty.
+        models: further models that the agent may call, by name.
     """
 
     rollout_id: str
@@ -127,3 +128,4 @@ class Spec:
     metadata_json: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     source_json: str = ""
+    models: Mapping[str, Target] = field(default_factory=dict)

@@ -39,6 +39,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         metadata_json=spec.metadata_json,
         labels=spec.labels,
         source_json=spec.source_json,
+        models={name: _target_to_proto(target) for name, target in spec.models.items()},
     )
 
 
@@ -71,6 +72,7 @@ def spec_from_proto(
         metadata_json=proto.metadata_json,
         labels=dict(proto.labels),
         source_json=proto.source_json,
+        models={name: _target_from_proto(target, Dialect.OPENAI) for name, target in proto.models.items()},
     )
 
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
-from rollout_server.runtime.errors import AgentMistake
+from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.tools.executor import ToolResult
 
@@ -86,6 +86,8 @@ async def _call(context: RunContext, execute: Execute, intent: ToolStarted) -> T
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
             result = await _run(context, execute, intent)
+    except RolloutFailed as failed:
+        context.end(failed.failure)
     except asyncio.CancelledError:
         _return(context, intent, _cancelled_result(intent), began)
         raise

@@ -13,7 +13,7 @@ from typing import Any
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.errors import ArgumentError, RolloutEnded, ToolError
+from rollout_server.runtime.errors import ArgumentError, RolloutEnded, RolloutFailed, ToolError
 from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.runtime.tools.protocols import ServerRunTool, ToolContext, ToolFailed, ToolRunner, Unwritable
@@ -74,7 +74,8 @@ class ToolExecutor:
     async def run(self, call: ToolCall, context: ToolContext | None = None) -> ToolResult:
         """Run one call for the rollout `context`.
 
-        Raise only `RolloutEnded` and the caller's own cancellation, which no tool can delay.
+        Raise only `RolloutEnded`, the caller's own cancellation, which no tool can delay, and `RolloutFailed` of a further model
+        that the tool called: an infrastructure failure is no tool result.
         """
         tool = self._tools.get(call.name)
         try:
@@ -83,7 +84,7 @@ class ToolExecutor:
             if limited is not content and not _has_output_limit(tool):
                 self._resources.warn_author(_label(call.name, tool), _FLOODS)
             return ToolResult(call, limited, failed=False)
-        except (asyncio.CancelledError, RolloutEnded):
+        except (asyncio.CancelledError, RolloutEnded, RolloutFailed):
             raise
         except BaseException as error:  # the boundary to a tool author's code
             self._warn_author(call.name, tool, error)
