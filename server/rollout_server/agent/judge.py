@@ -45,7 +45,7 @@ def number_from(low: float, high: float) -> Parser:
     """Return a parser for a reply whose last line has one number from `low` to `high`, such as "Score: 7" or "7/10"."""
 
     def parse(reply: str) -> float:
-        line = re.sub(rf"\s*(?:/|out of)\s*{re.escape(f'{high:g}')}(?![\w.])", "", _last_line(reply))
+        line = re.sub(rf"\s*(?:/|out of)\s*{re.escape(f'{high:g}')}(?!\.?\d)", "", _last_line(reply))
         numbers = [float(text) for text in _NUMBER.findall(line)]
         if len(numbers) != 1 or not low <= numbers[0] <= high:
             raise ValueError(f"end with a line that has one number from {low:g} to {high:g}")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -61,7 +62,8 @@ class MockEngine:
             return _error(404, f"there is no model {body['model']!r}; there are {', '.join(self._models)}")
         self.requests.append(body)
         reply = model.reply(body["messages"])
-        await asyncio.sleep(reply.delay)
+        with suppress(TimeoutError):  # a delay ends when the engine closes
+            await asyncio.wait_for(request.scope["state"]["closing"].wait(), reply.delay)
         return JSONResponse(_completion(body, reply))
 
 
