@@ -23,7 +23,7 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"
 
 
 def test_there_are_examples() -> None:
-    assert {"calculator", "python", "search"} <= set(FOLDERS)
+    assert {"calculator", "judge", "python", "search", "simulated_user"} <= set(FOLDERS)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -15,9 +15,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 PLAYED = """
 from basket import Basket
 from careful import Careful
+from clear import Clear
 from coder import Coder
 from moody import Moody
 from numbers_ import Numbers
+from rollout_server.testing.script import ScriptedReply
 
 
 def test_a_loop_of_its_own(serving, scripted_model):
@@ -34,6 +36,22 @@ def test_a_directory_that_is_there_for_the_reward(serving, scripted_model, tmp_p
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     rollout = stage.play("2 + 2?", scripted_model.says("4"), metadata={"ground_truth": "4"})
     assert (rollout.reward, rollout.warnings, list(tmp_path.iterdir())) == (1.0, [], [])
+
+
+class Scripted:
+    def __init__(self, text):
+        self.text = text
+
+    def reply(self, messages):
+        return ScriptedReply(content=self.text)
+
+
+def test_a_rubric_with_a_judge_and_a_critic(serving, scripted_model, mock_engine):
+    models = mock_engine(judge=Scripted("Fine.\\nScore: 6/10"), critic=Scripted("Is it?"))
+    model = scripted_model.says("It is 5.").says("It is 4.")
+    rollout = serving(Clear(), models=models.entries).play("2 + 2?", model, metadata={"ground_truth": "4"})
+    assert rollout.scores == {"correct": 1.0, "brief": 1.0, "clarity": 6.0}
+    assert (rollout.reward, rollout.messages[2]["content"]) == (1.5, "Is it?")
 
 
 def test_policies(serving, scripted_model):
@@ -58,7 +76,7 @@ def test_tools_by_request(serving, scripted_model):
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    names = ("shop", "numbers_", "basket", "careful", "coder", "moody", "test_shop")
+    names = ("shop", "numbers_", "basket", "careful", "coder", "clear", "moody", "test_shop")
     for name, block in zip(names, BLOCKS, strict=True):
         (tmp_path / f"{name}.py").write_text(block)
     (tmp_path / "test_played.py").write_text(PLAYED)
@@ -69,4 +87,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "7 passed" in done.stdout
+    assert "8 passed" in done.stdout

@@ -65,8 +65,8 @@ async def test_the_reward_is_the_weighted_sum_and_scores_keep_their_names(new_wo
 async def test_a_function_gets_what_its_parameters_name(new_world: NewWorld) -> None:
     seen: dict[str, Any] = {}
 
-    async def everything(  # noqa: PLR0913 - all that there are
-        run: Run, prompt: Any, completion: Any, response: str, answer: str, state: Any, metadata: Any, more: int = 3
+    async def everything(
+        *, run: Run, prompt: Any, completion: Any, response: str, answer: str, state: Any, metadata: Any, more: int = 3
     ) -> float:
         seen.update(locals())
         return 1

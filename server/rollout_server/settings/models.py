@@ -16,8 +16,8 @@ class ModelSettings(BaseSettings):
     models: Entries = Field(
         (),
         validation_alias=env_names("ROLLOUT_MODELS"),
-        description="NAME=URL|MODEL[|DIALECT],...: further models that agents call with run.model(NAME); MODEL is the name at the "
-        "endpoint, DIALECT is openai (the default), vllm or sglang.",
+        description="NAME=URL|MODEL[|ENGINE],...: further models that agents call with run.model(NAME); MODEL is the name at the "
+        "endpoint, ENGINE is openai (the default), vllm or sglang.",
     )
     models_keys: SecretStr | None = Field(
         None,

@@ -24,7 +24,7 @@ NAMES: Final = EndpointNames(
 
 
 def read_endpoints(entries: Sequence[str], keys: Sequence[str]) -> Mapping[str, ModelEndpoint]:
-    """Parse `NAME=URL|MODEL[|DIALECT]` entries, and `NAME=KEY` entries for their keys.
+    """Parse `NAME=URL|MODEL[|ENGINE]` entries, and `NAME=KEY` entries for their keys.
 
     Raises ValueError. Its text names a wrong entry, but never quotes a key.
     """
@@ -47,7 +47,7 @@ def _read_entry(entry: str) -> tuple[str, Target]:
     )
     engines = {engine.value: engine for engine in ENGINES}
     if not MODEL_NAME.fullmatch(name) or not url or not model or rest.count("|") > 2 or dialect not in engines:
-        raise ValueError(f"{name!r:.100} is not NAME=URL|MODEL or NAME=URL|MODEL|DIALECT with openai, vllm or sglang")
+        raise ValueError(f"{name!r:.100} is not NAME=URL|MODEL or NAME=URL|MODEL|ENGINE with openai, vllm or sglang")
     target = Target(url.rstrip("/"), engines[dialect], model=model)
     for wrong in model_violations(target, name):
         raise ValueError(f"{wrong.field} {wrong.description}")
