@@ -14,7 +14,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import ModelCalled, Note
 from rollout_server.core.spec import Dialect, Target
-from rollout_server.runtime.errors import RewardFailed, RolloutFailed
+from rollout_server.runtime.errors import RewardFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits, ModelReply
 from rollout_server.runtime.ports import CompletionRequest
 
@@ -320,18 +320,20 @@ async def test_a_caught_failure_may_become_anything(new_world: NewWorld) -> None
     assert caught == [Category.ENGINE_SERVER]
 
 
-async def test_nothing_is_called_in_a_cleanup(new_world: NewWorld) -> None:
-    models, raised = Judging("8"), []
+async def test_models_can_be_called_until_the_outcome(new_world: NewWorld) -> None:
+    models, runs = Judging("8"), []
 
     async def cleanup(self: Agent, run: Run) -> None:
-        try:
-            await run.model("judge").sample([{"role": "user", "content": "?"}])
-        except BaseException as error:
-            raised.append(type(error).__name__)
+        await run.model("judge").sample([{"role": "user", "content": "?"}])
+        runs.append(run)
 
     agent = graded(Rubric([exact]), cleanup=cleanup)
-    await outcome_of(new_world(agent, models=models).start(metadata_json=METADATA))
-    assert (raised, models.asked) == (["RolloutEnded"], [])
+    rollout = new_world(agent, models=models).start(metadata_json=METADATA)
+    outcome = await outcome_of(rollout)
+    assert (outcome.warnings, len(models.asked)) == ((), 1)
+    with pytest.raises(RolloutEnded):
+        await runs[0].model("judge").sample([{"role": "user", "content": "?"}])
+    assert len(models.asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,9 @@ class RunContext:
         """Append a record to the log, from any thread. Raise `RolloutEnded` after the end."""
         if get_ident() != self._thread:
             return self.wait(self._record_on_loop(record))
-        self.check_undecided()
-        return self.rollout.record(record)
-
-    def check_undecided(self) -> None:
-        """Raise `RolloutEnded` once the end is decided. Until then a reward may still record something."""
         if self.ending.decided is not None:
             raise RolloutEnded(self.ending.decided)
+        return self.rollout.record(record)
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a coroutine to a thread other than the event loop's.

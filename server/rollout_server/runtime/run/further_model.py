@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Unpack
 
 from rollout_server.core.conversation import Conversation
@@ -11,7 +10,7 @@ from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import Asked, ModelCalled
 from rollout_server.core.spec import Sampling
-from rollout_server.runtime.errors import AgentMistake, ModelFailed, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, ModelFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelEndpoint, ModelReply, ModelUsage
 from rollout_server.runtime.ports import CompletionRequest, Credentials
 from rollout_server.runtime.run.arguments import SamplingOptions, check_room, turn_sampling
@@ -38,7 +37,7 @@ class RolloutModel:
         context, target = self._context, self._endpoint.target
         options = turn_sampling(Sampling(), sampling, target.dialect)
         request = self._request(messages, options)
-        context.check_undecided()
+        _check_unfinished(context)
         self._check_limits()
         self._usage.calls += 1
         clock, turn = context.rollout.clock, context.machine.turn
@@ -58,7 +57,8 @@ class RolloutModel:
             self._conversation.id,
         )
         self._usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
-        context.record(called)
+        _check_unfinished(context)
+        context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
         return ModelReply.of(called)
 
     def _request(self, messages: Sequence[Mapping[str, JSON]], sampling: Sampling) -> CompletionRequest:
@@ -111,4 +111,13 @@ def _failure(name: str, failure: Failure, turn: int) -> Failure:
     if category not in _ENGINES:
         category = Category.ENGINE_SERVER if category in _PASSING else Category.ENGINE_CLIENT
     text = failure.message.removeprefix(f"turn {turn}: ").replace("the engine", "its endpoint", 1)
-    return replace(failure, category=category, message=f"model {name!r}, in turn {turn}: {text}")
+    return Failure(category, f"model {name!r}, in turn {turn}: {text}", turn, failure.http_status)
+
+
+def _check_unfinished(context: RunContext) -> None:
+    """Raise `RolloutEnded` once the rollout has its outcome.
+
+    Until then rewards may call models: that of the rollout, and that of its group, for which a decided end waits.
+    """
+    if context.rollout.outcome is not None:
+        raise RolloutEnded(context.ending.end)
