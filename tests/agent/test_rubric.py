@@ -288,6 +288,11 @@ async def test_a_judge_that_fails_is_the_engines_failure_and_not_the_trainers(ne
     assert (await rewarded(new_world, optional, models=Judging(broken))).reward == 1.0
 
 
+async def test_a_judge_without_a_model_says_where_to_name_it(new_world: NewWorld) -> None:
+    end = await failed(new_world, Rubric([Judge("critic")]))
+    assert "there is no model 'critic'; this rollout has none; name it in `models` of the request" in end.message
+
+
 async def test_a_replay_gets_the_recorded_reply(new_world: NewWorld) -> None:
     replies: list[ModelReply] = []
 

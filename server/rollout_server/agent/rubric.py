@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 from rollout_server.core.outcome import Category, Failure, RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import authors_frames, raised_at, written_at
-from rollout_server.runtime.errors import RewardFailed, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutFailed
 from rollout_server.runtime.run.messages import text_of
 from rollout_server.runtime.run.run import Run
 
@@ -254,6 +254,8 @@ async def _result(function: RewardFunction, arguments: Mapping[str, Any], run: R
         what = f"raised {type(error).__name__}{raised_at(error)}"
         if isinstance(error, TimeoutError) and timer.expired():
             what = f"did not return within {function.timeout:g} s"
+        if isinstance(error, AgentMistake):  # this package's own text, such as an unknown name of a model
+            what = f"{what}: {error}"
         text = f"{function.label} {what}; the server's log has the traceback"
         raise RewardFailed(Failure(Category.INTERNAL, text, run.turn)) from error
 
