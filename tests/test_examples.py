@@ -20,7 +20,7 @@ TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis"
 
 
 def test_there_are_examples() -> None:
-    assert {"calculator", "python", "search", "shop", "sandboxed_code"} <= set(FOLDERS)
+    assert {"calculator", "judge", "python", "search", "simulated_user", "shop", "sandboxed_code"} <= set(FOLDERS)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

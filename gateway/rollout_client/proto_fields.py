@@ -15,7 +15,7 @@ from datetime import timedelta
 from decimal import Decimal
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
@@ -81,7 +81,7 @@ def _field(message: AnyMessage, key: object, where: str) -> tuple[FieldDescripto
 
 def _set(message: AnyMessage, field: FieldDescriptor, value: object, where: str) -> None:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
-        getattr(message, field.name).update(_labels(value, where))
+        _set_map(getattr(message, field.name), field.message_type.fields_by_name["value"], value, where)
     elif field.is_repeated:
         items = [_item(field, each, f"{where}[{index}]") for index, each in enumerate(_list(field, value, where))]
         getattr(message, field.name).extend(items)
@@ -223,10 +223,17 @@ def _enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
     return known[value]
 
 
-def _labels(value: object, where: str) -> dict[str, str]:
+def _set_map(entries: Any, field: FieldDescriptor, value: object, where: str) -> None:
+    """Set a map field with str keys. `field` is the descriptor of its values."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{where} must be a mapping of str to str, not {_kind(value)}")
-    return {text(key, f"a key of {where}"): text(each, f"{where}[{key!r}]") for key, each in value.items()}
+        kind = "str" if field.message_type is None else field.message_type.name
+        raise TypeError(f"{where} must be a mapping of str to {kind}, not {_kind(value)}")
+    for key, each in value.items():
+        name, item = text(key, f"a key of {where}"), _item(field, each, f"{where}[{key!r}]")
+        if field.message_type is None:
+            entries[name] = item
+        else:
+            entries[name].CopyFrom(item)
 
 
 def _list(field: FieldDescriptor, value: object, where: str) -> Iterable[object]:

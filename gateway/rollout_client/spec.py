@@ -30,7 +30,7 @@ class Target:
         dialect: protocol of the endpoint. "grpc": the services of osmosis.rollout.v1. "http_masked": chat completions with
             response_mask, as in the synchronous HTTP API. "http_plain": without masks, as in the asynchronous HTTP API.
             "openai", "vllm", "sglang": inference engines. None: derived from the URL: "grpc" for grpc: and grpcs:, otherwise
-            "http_masked", or "http_plain" for an `outcome` target.
+            "http_masked", "http_plain" for an `outcome` target, "openai" in `models`.
         replays_turn_keys: the endpoint returns the same completion for a repeated turn key instead of generating again.
         model: model name, required by inference engines ("openai", "vllm", "sglang"). None for trainers.
     """
@@ -64,11 +64,13 @@ class Credentials:
         completions_bearer: sent to the target `completions`.
         outcome_bearer: sent to the target `outcome`.
         tools_bearer: sent to the target `tools`.
+        model_bearers: sent to the targets `models`, by name.
     """
 
     completions_bearer: str | None = None
     outcome_bearer: str | None = None
     tools_bearer: str | None = None
+    model_bearers: Mapping[str, str] | None = None
 
     def __repr__(self) -> str:
         return "Credentials(...)"
@@ -131,6 +133,8 @@ class SpecFields(TypedDict, total=False):
         labels: str to str, for selecting rollouts.
         train_on: failure classes whose samples are trainable; an empty list: only completed rollouts train. None: "policy" and
             "deadline".
+        models: further models by name that the agent may call, such as a judge: a `Target` with a model name; "openai" unless it
+            has a dialect. Their keys are `Credentials.model_bearers`.
     """
 
     rollout_id: str
@@ -152,6 +156,7 @@ class SpecFields(TypedDict, total=False):
     metadata: JsonLike | None
     labels: Mapping[str, str] | None
     train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
+    models: Mapping[str, Target | spec_pb2.Target] | None
 
 
 class StartFields(SpecFields, total=False):

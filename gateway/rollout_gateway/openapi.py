@@ -113,7 +113,9 @@ def _field(message: Any, form: FieldForm) -> Schema:
 def _value(form: FieldForm) -> Schema:
     field = form.field
     if _is_map(form):
-        return {"type": "object", "additionalProperties": _SCALARS[field.message_type.fields_by_name["value"].cpp_type]}
+        item = field.message_type.fields_by_name["value"]
+        value = ref(message_schema(item.message_type)) if item.message_type else _SCALARS[item.cpp_type]
+        return {"type": "object", "additionalProperties": value}
     if field.message_type:
         return _LEAVES.get(field.message_type.name) or ref(message_schema(field.message_type))
     if field.enum_type:

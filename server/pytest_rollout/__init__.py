@@ -19,6 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from rollout_server import Agent
     from rollout_server.local_stack import LocalStack, LoopThread, ScriptedModel
+    from rollout_server.testing.http.mock_engine import MockEngine
+    from rollout_server.testing.model.calculator import Model
     from rollout_server.testing.trainer import StrictTrainer
 
 
@@ -50,6 +52,26 @@ def strict_trainer(rollout_loop: LoopThread) -> Iterator[StrictTrainer]:
         yield trainer
     finally:
         rollout_loop.leave(trainer)
+
+
+@pytest.fixture
+def mock_engine(rollout_loop: LoopThread) -> Iterator[Callable[..., MockEngine]]:
+    """A function that serves scripted models until the test ends: `mock_engine(judge=Critic())` returns their `MockEngine`.
+
+    For agents that call `run.model("judge")`: `serving(agent, models=mock_engine(judge=Critic()).entries)`.
+    """
+    from rollout_server.testing.http.mock_engine import MockEngine
+
+    engines: list[MockEngine] = []
+
+    def serve(**models: Model) -> MockEngine:
+        engine = rollout_loop.enter(MockEngine(models))
+        engines.append(engine)
+        return engine
+
+    yield serve
+    for engine in engines:
+        rollout_loop.leave(engine)
 
 
 @pytest.fixture

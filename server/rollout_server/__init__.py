@@ -6,11 +6,11 @@ This module exports the names that authors of agents need. `rollout_server.calcu
 from __future__ import annotations
 
 try:
-    from rollout_server.agent import Agent, Environment, Step
+    from rollout_server.agent import Agent, Environment, Judge, Rubric, Step, json_field, number_from, yes_or_no
     from rollout_server.core.limits import Limits
     from rollout_server.core.outcome import RewardResult
     from rollout_server.runtime.agent_protocol import Request
-    from rollout_server.runtime.errors import ToolError
+    from rollout_server.runtime.errors import ModelFailed, ToolError
     from rollout_server.runtime.run.messages import Reply
     from rollout_server.runtime.run.run import Run
     from rollout_server.runtime.tools.protocols import ToolContext
@@ -29,17 +29,23 @@ __all__ = [
     "Agent",
     "Environment",
     "Image",
+    "Judge",
     "Limits",
+    "ModelFailed",
     "Reply",
     "Request",
     "RewardResult",
+    "Rubric",
     "Run",
     "Step",
     "ToolContext",
     "ToolError",
     "__version__",
+    "json_field",
+    "number_from",
     "serve",
     "tool",
+    "yes_or_no",
 ]
 
 __version__ = "0.1.0"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 from rollout_server.agent import Agent
 from rollout_server.assembly import (
     delivery_retry_policy,
+    further_models,
     http_client,
     keyring,
     make_registry,
@@ -179,6 +180,7 @@ class Server:
                 reporter=reporter(client, channels, settings),
                 retry_policy=delivery_retry_policy(settings),
                 tool_resources=tools,
+                models=further_models(client, rules, settings),
             ),
             shared=keys.demands,
         )

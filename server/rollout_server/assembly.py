@@ -17,6 +17,7 @@ from rollout_server.core.error import NotPossible, Violation
 from rollout_server.core.spec import Dialect, DriftPolicy, Spec
 from rollout_server.core.spec_validation import Bounds
 from rollout_server.edge.api_keys import ApiKey, Keyring, key_of, read_entries
+from rollout_server.edge.engine.further_models import EngineModels, read_endpoints
 from rollout_server.edge.engine.samplers import Engines
 from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.grpc_channels import Channels
@@ -41,6 +42,7 @@ from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.network_exposure import authenticates_callers, listens_on_loopback
+from rollout_server.runtime.models import ModelLimits
 from rollout_server.runtime.ports import Credentials, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
@@ -61,6 +63,7 @@ FEATURES = (
     "api_keys",
     "trainer_stream",
     "groups",
+    "models",
 )
 
 
@@ -127,9 +130,7 @@ def trainers(
     client: HttpClient, channels: Channels, tokenizers: Tokenizers, streams: Streams, settings: Settings
 ) -> Trainers:
     """Return the samplers of all protocols. Samplers of one protocol share one client."""
-    retries = RetryPolicy(
-        settings.retries, settings.retry_base_seconds, settings.retry_max_seconds, settings.retry_after_seconds
-    )
+    retries = retry_policy(settings)
     form = None if settings.count_arguments == "auto" else RenderingForm(arguments=Arguments(settings.count_arguments))
     return Trainers(
         MaskedTrainers(client, tokenizers, form),
@@ -137,6 +138,33 @@ def trainers(
         CompletionTrainers(channels, tokenizers, retries, settings.trainer_timeout_seconds),
         Engines(Access(client, retries), tokenizers),
         StreamTrainers(streams, tokenizers, retries),
+    )
+
+
+def further_models(client: HttpClient, rules: TargetRules, settings: Settings) -> EngineModels:
+    """Return the access to further models. Raises `WrongSettings` for entries and keys that cannot be used."""
+    keys: list[str] = []
+    with _naming("ROLLOUT_MODELS"):
+        endpoints = read_endpoints(settings.models, ())
+        for name, endpoint in endpoints.items():
+            for wrong in rules.violations(endpoint.target.url, f"the URL of {name}"):
+                raise ValueError(f"{wrong.field} {wrong.description}")
+    if settings.models_keys is not None:
+        keys += filter(str.strip, settings.models_keys.get_secret_value().split(","))
+    if settings.models_keys_file is not None:
+        with _naming("ROLLOUT_MODELS_KEYS_FILE"):
+            lines = settings.models_keys_file.read_text(encoding="utf-8").splitlines()
+            keys += [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    with _naming("ROLLOUT_MODELS_KEYS"):
+        endpoints = read_endpoints(settings.models, keys)
+    limits = ModelLimits(settings.models_calls, settings.models_tokens)
+    return EngineModels(Access(client, retry_policy(settings)), endpoints, limits, settings.models_concurrency)
+
+
+def retry_policy(settings: Settings) -> RetryPolicy:
+    """Return how often, and for how long, a completion request is retried."""
+    return RetryPolicy(
+        settings.retries, settings.retry_base_seconds, settings.retry_max_seconds, settings.retry_after_seconds
     )
 
 
@@ -271,12 +299,17 @@ def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> Serve
 
     limit = settings.max_request_bytes
     return ServerFacts(
-        __version__, FEATURES, limit, time.time(), lambda request: violations(request, rules), lambda: keys.demands
+        __version__,
+        FEATURES,
+        limit,
+        time.time(),
+        lambda request: violations(request, rules, models=settings.models_by_request),
+        lambda: keys.demands,
     )
 
 
-def violations(request: StartRequest, rules: TargetRules) -> Sequence[Violation]:
-    """Return the fields of a start request that this server's settings do not allow.
+def violations(request: StartRequest, rules: TargetRules, *, models: bool = True) -> Sequence[Violation]:
+    """Return the fields of a start request that this server's settings do not allow. `models`: requests may name further models.
 
     Raises `NotPossible` for a feature that this version does not support.
     """
@@ -296,11 +329,22 @@ def violations(request: StartRequest, rules: TargetRules) -> Sequence[Violation]
         wrong.append(Violation("spec.tokenizer", "is needed: in token mode the server renders"))
     if spec.outcome is not None:
         wrong += rules.violations(spec.outcome.url, "spec.outcome.url")
-    return [*wrong, *_unsendable(request.credentials)]
+    for name, target in spec.models.items():
+        wrong += rules.violations(target.url, f"spec.models[{name}].url")
+    if spec.models and not models:
+        wrong.append(Violation("spec.models", "must be empty: this server's settings allow only its own models"))
+    return [*wrong, *_unsendable(request.credentials), *_unnamed(request)]
+
+
+def _unnamed(request: StartRequest) -> Sequence[Violation]:
+    """Check that every model's bearer token has its target in the request: a key is sent to no other endpoint."""
+    unknown = request.credentials.models.keys() - request.spec.models.keys()
+    return [Violation("credentials.model_bearers", "has a name that is not in spec.models")] if unknown else []
 
 
 def _unsendable(credentials: Credentials) -> Sequence[Violation]:
     named = {"completions_bearer": credentials.completions, "outcome_bearer": credentials.outcome}
+    named |= {f"model_bearers[{name}]": bearer for name, bearer in credentials.models.items()}
     return [
         Violation(f"credentials.{name}", "must be printable ASCII: it becomes an HTTP header")
         for name, bearer in named.items()

@@ -16,11 +16,13 @@ PLAYED = """
 from basket import Basket
 from brief import Brief
 from careful import Careful
+from clear import Clear
 from coder import Coder
 from countdown import Countdown
 from debate import Debate
 from moody import Moody
 from numbers_ import Numbers
+from rollout_server.testing.script import ScriptedReply
 from squares import Squares
 
 
@@ -47,6 +49,22 @@ def test_a_group(serving):
     started = stage.client.start_group(4, metadata={"ground_truth": "could not"}, **fields)  # it has no tools
     outcomes = [outcome.rollout.outcome for outcome in stage.client.watch_group(started.group_id)]
     assert [(outcome.reward, dict(outcome.scores)) for outcome in outcomes] == [(1.0, {"better": 0.0})] * 4
+
+
+class Scripted:
+    def __init__(self, text):
+        self.text = text
+
+    def reply(self, messages):
+        return ScriptedReply(content=self.text)
+
+
+def test_a_rubric_with_a_judge_and_a_critic(serving, scripted_model, mock_engine):
+    models = mock_engine(judge=Scripted("Fine.\\nScore: 6/10"), critic=Scripted("Is it?"))
+    model = scripted_model.says("It is 5.").says("It is 4.")
+    rollout = serving(Clear(), models=models.entries).play("2 + 2?", model, metadata={"ground_truth": "4"})
+    assert rollout.scores == {"correct": 1.0, "brief": 1.0, "clarity": 6.0}
+    assert (rollout.reward, rollout.messages[2]["content"]) == (1.5, "Is it?")
 
 
 def test_policies(serving, scripted_model):
@@ -99,6 +117,7 @@ def project(tmp_path: Path) -> Path:
         "basket",
         "careful",
         "coder",
+        "clear",
         "countdown",
         "debate",
         "brief",
@@ -116,4 +135,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "11 passed" in done.stdout
+    assert "12 passed" in done.stdout

@@ -29,17 +29,23 @@ def test_the_public_names_are_there() -> None:
         "Agent",
         "Environment",
         "Image",
+        "Judge",
         "Limits",
+        "ModelFailed",
         "Reply",
         "Request",
         "RewardResult",
+        "Rubric",
         "Run",
         "Step",
         "ToolContext",
         "ToolError",
         "__version__",
+        "json_field",
+        "number_from",
         "serve",
         "tool",
+        "yes_or_no",
     ]
     for name in rollout_server.__all__:
         assert getattr(rollout_server, name) is not None

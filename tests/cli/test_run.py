@@ -333,3 +333,46 @@ def test_no_text_passes_for_somebody_elses_or_moves_the_cursor() -> None:
     shown = [line for line in out.getvalue().splitlines() if "│" in line]
     assert "assistant │ user      │ b␛[2J⟨U+202E⟩c" in "".join(shown)
     assert "turn 1/3" in out.getvalue()
+
+
+JUDGED = """
+from rollout_server import Agent, Judge, Rubric
+
+
+class Judged(Agent):
+    name = "judged"
+    rubric = Rubric(funcs=[Judge()])
+"""
+MODELS = """
+from rollout_server.testing.script import ScriptedReply
+
+
+class Model:
+    def reply(self, messages):
+        return ScriptedReply(content="It is 8.")
+
+
+class Critic:
+    def reply(self, messages):
+        return ScriptedReply(content="yes" if "It is 8." in messages[0]["content"] else "no")
+
+
+MODELS = {}
+"""
+
+
+def test_further_models_of_a_script(here: Path, invoke: Invoke) -> None:
+    (here / "judged.py").write_text(JUDGED)
+    (here / "models.py").write_text(MODELS.format('{"judge": Critic()}'))
+    command = ("run", "judged.py", "--prompt", "5 + 3?", "--script", "models.py", "--json")
+    told = invoke(*command)
+    assert (told.exit_code, "model     │ judge: yes  (1 token, " in told.stderr) == (0, True), told.stderr
+    *events, last = lines(told.stdout)
+    (called,) = [event for event in events if event["event"] == "model_called"]
+    assert (called["model"], called["message"]["content"], called["generated_tokens"]) == ("judge", "yes", 1)
+    assert (last["rollout"]["reward"], last["rollout"]["scores"]) == (1.0, {"judge": 1.0})
+    unnamed = invoke("run", "judged.py", "--prompt", "5 + 3?", "--script", "models.py:Critic", ROLLOUT_MODELS="")
+    assert unnamed.exit_code == 0
+    (here / "wrong.py").write_text(MODELS.format("[1]"))
+    wrong = invoke(*command[:-2], "wrong.py:Model")
+    assert (wrong.exit_code, "MODELS must be a dictionary of scripted models" in wrong.stderr) == (1, True)

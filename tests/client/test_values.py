@@ -100,6 +100,7 @@ def test_every_field_of_a_spec_arrives() -> None:
         metadata={"b": [1, None], "a": "ü"},
         labels={"run": "7"},
         train_on={"engine"},
+        models={"judge": Target("http://judge:1", model="m"), "user": {"url": "http://user:1", "dialect": "vllm"}},
     )
     assert spec == spec_pb2.RolloutSpec(
         rollout_id="r/1",
@@ -136,6 +137,10 @@ def test_every_field_of_a_spec_arrives() -> None:
         metadata_json='{"b": [1, null], "a": "ü"}',
         labels={"run": "7"},
         train_on=spec_pb2.TrainOn(classes=[outcome_pb2.FAILURE_CLASS_ENGINE]),
+        models={
+            "judge": spec_pb2.Target(url="http://judge:1", model="m"),
+            "user": spec_pb2.Target(url="http://user:1", dialect=spec_pb2.DIALECT_VLLM),
+        },
     )
 
 

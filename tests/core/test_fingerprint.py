@@ -90,6 +90,12 @@ OTHERS: dict[str, list[object]] = {
         '{"a": {"b": 1}, "c": 2, "d": null}',
     ],
     "train_on": [frozenset(), frozenset({FailureClass.POLICY}), frozenset(FailureClass)],
+    "models": [
+        {"judge": Target("http://j", Dialect.OPENAI, model="m")},
+        {"user": Target("http://j", Dialect.OPENAI, model="m")},
+        {"judge": Target("http://j", Dialect.VLLM, model="m")},
+        {"judge": Target("http://j", Dialect.OPENAI, model="n")},
+    ],
     "labels": [{}, {"team": "x"}, {"team": "y", "run": "x"}, {"team": "x", "run": "y", "z": ""}],
 }
 WITHOUT_EFFECT = {"cancel_after_detach", "source_json"}

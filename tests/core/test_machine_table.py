@@ -26,6 +26,7 @@ from rollout_server.core.record import (
     GivenUp,
     Input,
     Masked,
+    ModelCalled,
     Note,
     Observed,
     Record,
@@ -67,6 +68,7 @@ Branched          x x . x . . . x . x .
 Compacted         x x . x . . . x . x .
 GivenUp           . . . . . . . . . . .
 Observed          x x x x x x x x x x .
+ModelCalled       x x x x x x x x x x .
 Masked            . . . x x x x x x x .
 Rewarded          . . . x x x x x x x .
 Note              x x x x x x x x x x .
@@ -110,6 +112,7 @@ FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "Compacted": lambda machine, at: machine.fork(SegmentKind.COMPACTION, (USER,)),
     "GivenUp": lambda machine, at: GivenUp(machine.turn, "0"),
     "Observed": lambda machine, at: Observed("now", "1"),
+    "ModelCalled": lambda machine, at: ModelCalled("judge", USER),
     "Masked": lambda machine, at: Masked(1, "dull"),
     "Rewarded": lambda machine, at: Rewarded(1, 0.5),
     "Note": lambda machine, at: Note(machine.turn, "word", "text"),

@@ -16,7 +16,7 @@ import pytest
 from rollout_server.core.ledger import Ledger, Turn, pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
-from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.judge import RequestJudge
 from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.http.wire import masked_call
 from rollout_server.testing.script import ScriptedReply, tool_call
@@ -57,7 +57,7 @@ def answered(message: Mapping[str, Any], ids: Sequence[int], finish_reason: str 
 async def judged(copy: Copy) -> None:
     """The strict trainer's judge accepts a conversation, mask by mask, with its own token counts."""
     tokenizer = toy()
-    judge, renderer = Judge(PlainRenderer(tokenizer)), copy.renderer(tokenizer, TOOLS)
+    judge, renderer = RequestJudge(PlainRenderer(tokenizer)), copy.renderer(tokenizer, TOOLS)
     turns = (
         (CALLED, [HEARD, HEARD]),
         (ScriptedReply(content="Cut off", cut=True), [MORE]),

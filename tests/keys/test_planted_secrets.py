@@ -38,6 +38,7 @@ from tests.support.start_requests import start, target
 MARK = "mArKeR"
 API_KEY, ADMIN_KEY, FILED_KEY = f"{MARK}-api", f"{MARK}-admin", f"{MARK}-filed"
 TRAINERS, RECEIVERS, TOOLS = f'{MARK}-"trainer"\\key', f"{MARK}-receiver/key", f"{MARK}-tools"
+JUDGES = f'{MARK}-"judge"\\key'
 PENDING = (pb.DELIVERY_STATE_UNSPECIFIED, pb.DELIVERY_STATE_PENDING)
 HASHES = tuple(hashlib.sha256(key.encode()).hexdigest() for key in (API_KEY, ADMIN_KEY, FILED_KEY))
 TRACES = (MARK.lower(), base64.b64encode(MARK.encode()).decode().rstrip("=").lower()[:8], *HASHES)
@@ -112,6 +113,8 @@ def request_for(name: str, url: str, outcome: str, *, plain: bool) -> pb.StartRo
     )
     credentials = request.credentials
     credentials.completions_bearer, credentials.outcome_bearer, credentials.tools_bearer = TRAINERS, RECEIVERS, TOOLS
+    request.spec.models["judge"].CopyFrom(target(url, dialect=spec_pb2.DIALECT_OPENAI, model="m"))
+    credentials.model_bearers["judge"] = JUDGES
     return request
 
 

@@ -197,11 +197,18 @@ class TestCredentials:
             (Credentials("a", "b", "c"), Credentials(outcome="y"), Credentials("a", "y", "c")),
             (Credentials("a", "b", "c"), Credentials(tools="z"), Credentials("a", "b", "z")),
             (Credentials(), Credentials("x", "y", "z"), Credentials("x", "y", "z")),
+            (
+                Credentials(models={"judge": "a", "user": "b"}),
+                Credentials(models={"judge": "x", "user": ""}),
+                Credentials(models={"judge": "x", "user": "b"}),
+            ),
         ],
     )
     def test_those_that_are_not_brought_stay(self, old: Credentials, by: Credentials, merged: Credentials) -> None:
         assert old.updated(by) == merged
-        assert set(merged.secrets()) == {merged.completions, merged.outcome, merged.tools} - {""}
+        assert set(merged.secrets()) == {merged.completions, merged.outcome, merged.tools, *merged.models.values()} - {
+            ""
+        }
 
 
 class TestRemembered:

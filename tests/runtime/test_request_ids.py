@@ -157,7 +157,8 @@ async def test_attaching_may_bring_a_new_credential_and_the_end_drops_it(new_wor
 
 
 def test_a_wish_shows_no_credentials() -> None:
-    assert "hunter2" not in repr(StartRequest(a_spec(), "me", credentials=Credentials("hunter2", "hunter2", "hunter2")))
+    credentials = Credentials("hunter2", "hunter2", "hunter2", {"judge": "hunter2"})
+    assert "hunter2" not in repr(StartRequest(a_spec(), "me", credentials=credentials))
 
 
 async def test_a_rollout_that_has_ended_takes_no_credential(new_world: type[RuntimeHarness]) -> None:

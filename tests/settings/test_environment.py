@@ -22,7 +22,12 @@ from typer.testing import CliRunner, Result
 from tests.support.processes import command, environment
 
 FIELDS = Settings.model_fields
-ENTRIES = {"api_keys": entry_of("a", "k"), "targets": "10.0.0.0/8,*.example:80", "target_schemes": "https,grpcs"}
+ENTRIES = {
+    "api_keys": entry_of("a", "k"),
+    "models": "judge=http://localhost:1|m,user=https://u|n|vllm",
+    "targets": "10.0.0.0/8,*.example:80",
+    "target_schemes": "https,grpcs",
+}
 Invoke = Callable[..., Result]
 
 

@@ -17,6 +17,7 @@ from rollout_server.core.record import Accepted, Answered, Ended
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.core.spec_validation import Bounds
 from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.ports import Clock, CompletionRequest, Credentials, Fork, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import (
     DeliveryRetryPolicy,
@@ -109,6 +110,7 @@ class RuntimeHarness:
         patience: DeliveryRetryPolicy = DeliveryRetryPolicy(),
         observer: Observer | None = None,
         tools: ToolResources | None = None,
+        models: FurtherModels | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.scripts: dict[str, Script] = {}
@@ -126,6 +128,7 @@ class RuntimeHarness:
                 reporter or NoReporter(),
                 patience,
                 tools,
+                models or NoFurtherModels(),
             ),
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.judge import RequestJudge
 from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
@@ -162,7 +162,7 @@ def renderer() -> PlainRenderer:
 @settings(deadline=None)
 @given(replies=st.lists(st.tuples(REPLIES, st.lists(TEXT, max_size=3)), min_size=1, max_size=4), question=TEXT)
 def test_every_prompt_is_the_last_prompt_its_answer_and_the_environment(renderer, replies, question) -> None:
-    judge = Judge(renderer)
+    judge = RequestJudge(renderer)
     messages: list[Any] = [{"role": "user", "content": question}]
     seen: list[int] = []
     mask: list[int] | None = None

@@ -11,14 +11,17 @@ from typing import Any, assert_type
 from rollout_server import (
     Agent,
     Environment,
+    Judge,
     Limits,
     Reply,
     Request,
     RewardResult,
+    Rubric,
     Run,
     Step,
     ToolContext,
     ToolError,
+    number_from,
     serve,
     tool,
 )
@@ -51,6 +54,7 @@ async def remember(text: str, context: ToolContext) -> str:
     assert_type(context.now(), datetime)
     assert_type(context.random(), Random)
     assert_type(await context.once(lambda: 7), int)
+    assert_type((await context.model("judge").sample([])).content, str)
     context.sample()  # type: ignore[attr-defined]
     return text
 
@@ -168,6 +172,24 @@ class OfPlain(Plain):
         return 1.0
 
 
+def near(response: str, answer: str) -> float:
+    """A reward function of a rubric."""
+    return float(answer in response)
+
+
+class Graded(Agent):
+    """A rubric, a judge and a further model."""
+
+    name = "graded"
+    rubric = Rubric(funcs=[near, Judge("judge", parser=number_from(0, 10))], weights=[1.0, 0.1])
+
+    async def play(self, run: Run) -> None:
+        reply = await run.model("user").sample([{"role": "user", "content": "?"}], temperature=0.5)
+        assert_type(reply.content, str)
+        assert_type(reply.usage, tuple[int, int] | None)
+        await run.append({"role": "user", "content": reply.content})
+
+
 assert_type(Asynchronous("corpus"), Asynchronous)
 serve(Asynchronous(), Plain(), http_port=0)
 
@@ -248,6 +270,9 @@ async def misuse(run: Run, reply: Reply) -> None:
     await run.once(lambda: {1})  # type: ignore[type-var]
     await run.sample(temperature="hot")  # type: ignore[arg-type]
     await run.sample(min_p=0.1)  # type: ignore[call-arg]
+    await run.model("judge").sample("text")  # type: ignore[arg-type]
+    await run.model("judge").sample([], min_p=0.1)  # type: ignore[call-arg]
+    Rubric(funcs=near)  # type: ignore[arg-type]
     run.mask(reply)  # type: ignore[call-arg]
     run.mask("reply", "dull")  # type: ignore[arg-type]
     run.give_reward("good")  # type: ignore[arg-type]

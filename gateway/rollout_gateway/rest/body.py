@@ -119,6 +119,7 @@ class StartRollout(_Strict):
     train_on: list[enums.FailureClass] | None = Field(
         None, max_length=8, description="Failure classes whose samples train; policy and deadline if absent."
     )
+    models: dict[str, EndpointBody] | None = Field(None, max_length=16, description="Further models, such as a judge.")
 
 
 class StartGroup(StartRollout):

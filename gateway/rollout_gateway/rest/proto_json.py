@@ -29,7 +29,7 @@ _ALWAYS: Final = frozenset({"RolloutSpec.rollout_id", "RolloutSpec.messages", "T
 # Fields of other objects that are left out if unset or empty.
 _OPTIONAL: Final = frozenset(
     {"Answered.extra_json", "Answered.message", "Answered.spans", "Appended.messages", "Asked.sampling"}
-    | {"Forked.messages", "Observed.value_json", "Span.planes", "ToolReturned.message"}
+    | {"Forked.messages", "Observed.value_json", "Span.planes", "ToolReturned.message", "ModelCalled.message"}
 )
 # Fields that are null if unset. Times and optional numbers are too.
 _NULLABLE: Final = frozenset(
@@ -94,6 +94,9 @@ class FieldForm:
         kind = self.field.message_type and self.field.message_type.name
         if kind in _SPARSE:
             return message_fields(vars(value), self.field.message_type, parts_of(text))
+        if kind == "ModelsEntry":
+            target = self.field.message_type.fields_by_name["value"].message_type
+            return {name: message_fields(vars(each), target) for name, each in value.items()}
         return _PARSERS[kind](value, text) if kind in _PARSERS else value
 
 
@@ -137,7 +140,8 @@ def _form(owner: str, field: Any) -> FieldForm:
 
 def _converter(field: Any, optional: bool) -> Callable[[Any, int], Any]:
     if field.message_type and field.message_type.GetOptions().map_entry:
-        return lambda value, _: dict(sorted(value.items()))
+        entry = _value_converter(field.message_type.fields_by_name["value"], optional) or _same
+        return lambda value, view: {name: entry(each, view) for name, each in sorted(value.items())}
     one = _value_converter(field, optional)
     if not field.is_repeated:
         return one or _same

@@ -38,6 +38,7 @@ BODY_FIELDS: Final[Fields] = {
     ("metadata_json",): ("metadata",),
     ("selection",): ("all",),
     **{("credentials", f"{name}_bearer"): (name, "bearer") for name in _ENDPOINTS},
+    ("credentials", "model_bearers"): ("models",),
     **{("selection", name): (name,) for name in _QUERY if name != "delivery_states"},
 }
 #: Place in the query for each proto field.
@@ -93,9 +94,9 @@ def start_request(parsed: ParsedBody[_Start], idempotency_key: str | None) -> pb
     spec["rollout_id"] = start.rollout_id or request_id or uuid.uuid4().hex
     endpoints = {name: getattr(start, name) for name in _ENDPOINTS}
     bearers = {f"{name}_bearer": endpoint.bearer for name, endpoint in endpoints.items() if endpoint is not None}
-    return pb.StartRolloutRequest(
-        request_id=request_id, spec=spec_pb2.RolloutSpec(**spec), credentials=spec_pb2.Credentials(**bearers)
-    )
+    models = {name: endpoint.bearer for name, endpoint in (start.models or {}).items() if endpoint.bearer}
+    credentials = spec_pb2.Credentials(**bearers, model_bearers=models)
+    return pb.StartRolloutRequest(request_id=request_id, spec=spec_pb2.RolloutSpec(**spec), credentials=credentials)
 
 
 def group_request(parsed: ParsedBody[body.StartGroup], idempotency_key: str | None) -> StartGroupRequest:

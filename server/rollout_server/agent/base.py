@@ -1,4 +1,4 @@
-"""The `Agent` base class, and the checks that its subclasses pass."""
+"""The `Agent` base class."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import os
 from abc import ABCMeta
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
+from rollout_server.agent.checks import check_method, checked_attribute, checked_tools
+from rollout_server.agent.rubric import Rubric
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult, RewardRule
-from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.reward import GroupRewards, RewardValue, checked_reward
 from rollout_server.runtime.run.run import Run
-from rollout_server.tool import FunctionTool, tool
 
 _T = TypeVar("_T")
 Rows: TypeAlias = "Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]] | str | os.PathLike[str]"
@@ -43,6 +42,7 @@ _CHECKED = (
     "description",
     "tools",
     "limits",
+    "rubric",
     "replayable",
     "cleanup_seconds",
     "reward_group_seconds",
@@ -62,7 +62,7 @@ class _AgentClass(ABCMeta):
         owner = f"agent class {cls.__name__}"
         for attribute in _CHECKED:
             value = getattr(agent, attribute, None)
-            checked = _checked_attribute(owner, attribute, value)
+            checked = checked_attribute(owner, attribute, value)
             if checked is not value:
                 object.__setattr__(agent, attribute, checked)  # an agent may be a frozen dataclass
         return agent
@@ -88,6 +88,7 @@ class Agent(metaclass=_AgentClass):
         tools: the tools that the model may call, in the order in which the chat template lists them. Plain functions are converted
             with `tool`.
         limits: the agent's own limits. For each limit the lower of this one and the request's applies.
+        rubric: weighted reward functions, which the default `reward` calls; None for no reward.
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
             A class that overrides `setup` or `play` is not replayable unless it sets this to True.
         cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
@@ -102,6 +103,7 @@ class Agent(metaclass=_AgentClass):
     description: str = ""
     tools: Sequence[Tool] = ()
     limits: Limits = Limits()
+    rubric: Rubric | None = None
     replayable: bool = True
     cleanup_seconds: float = 10.0
     reward_group_seconds: float = 600.0
@@ -112,7 +114,7 @@ class Agent(metaclass=_AgentClass):
         for attribute in _CHECKED:
             if attribute in vars(cls):
                 setattr(
-                    cls, attribute, _checked_attribute(f"agent class {cls.__name__}", attribute, vars(cls)[attribute])
+                    cls, attribute, checked_attribute(f"agent class {cls.__name__}", attribute, vars(cls)[attribute])
                 )
         if "description" not in vars(cls) and cls.__doc__:
             cls.description = inspect.cleandoc(cls.__doc__)
@@ -158,10 +160,12 @@ class Agent(metaclass=_AgentClass):
 
             A rollout completes when `play` returns, calls `run.finish()`, or meets a limit other than `seconds`.
 
+            The default computes it from `rubric`.
+
             Returns:
                 A finite number, a `RewardResult` (a reward with named scores), or None for no reward.
             """
-            return None
+            return None if self.rubric is None else await self.rubric.score(run)
 
         async def reward_group(self, runs: Sequence[Run]) -> GroupRewards:
             """Compute the rewards of a group that was started as one (`StartGroup`), for example by ranking its rollouts.
@@ -172,14 +176,17 @@ class Agent(metaclass=_AgentClass):
             do not wait.
 
             Args:
-                runs: the rollouts that completed, in order of `run.request.group_index`. They can only be read; `run.reward` is
-                    what `reward` returned. Methods that sample, call tools or record something raise `RolloutEnded`.
+                runs: the rollouts that completed, in order of `run.request.group_index`. `run.reward` is what `reward` returned.
+                    They can be read, and `run.model()` works; methods that sample, call tools or record something else raise
+                    `RolloutEnded`.
 
             Returns:
                 One value per run: a number or a `RewardResult` replaces the run's reward, and its scores are added to the run's;
-                None leaves the run's reward as it is.
+                None leaves the run's reward as it is. The default computes them from the group functions of `rubric`.
             """
-            return [None for _ in runs]
+            if self.rubric is None:
+                return [None for _ in runs]
+            return await self.rubric.score_group(runs, [run.reward for run in runs])
 
         async def cleanup(self, run: Run) -> None:
             """Release what `setup` and `play` acquired. Called once for each rollout whose `setup` was called.
@@ -226,6 +233,8 @@ class Agent(metaclass=_AgentClass):
 
     def overrides(self, method: str) -> bool:
         """Return whether the agent has a `setup`, `cleanup`, `reward_group` or `dataset` of its own; the default is not called."""
+        if method == "reward_group" and self.rubric is not None and self.rubric.scores_groups:
+            return True
         return getattr(getattr(self, method), "__func__", None) is not getattr(Agent, method)
 
     async def run_setup(self, run: object) -> None:
@@ -278,7 +287,7 @@ class Agent(metaclass=_AgentClass):
         """
         chosen = self.choose_tools(request)
         with with_location(self.choose_tools):
-            return _as_tools(chosen, f"agent {self.name!r}: choose_tools")
+            return checked_tools(chosen, f"agent {self.name!r}: choose_tools")
 
 
 @contextmanager
@@ -305,27 +314,6 @@ async def call_method(
     return await cast("Awaitable[_T]", result) if inspect.isawaitable(result) else result
 
 
-def check_method(cls: type[Agent], name: str, arguments: Sequence[str]) -> None:
-    """Raise TypeError if the attribute cannot be called as a method with these arguments besides `self`."""
-    owner, method = f"agent class {cls.__name__}: {name}", getattr(cls, name)
-    if not callable(method):
-        raise TypeError(f"{owner} must be a method, it is {method!r}")
-    where = written_at(method)
-    if name != "dataset" and (inspect.isasyncgenfunction(method) or inspect.isgeneratorfunction(method)):
-        raise TypeError(f"{owner} must not be a generator: it contains `yield`; return the result{where}")
-    if name == "choose_tools" and inspect.iscoroutinefunction(method):
-        raise TypeError(f"{owner} must be a plain `def`: the server calls it while it accepts the request{where}")
-    if not inspect.isroutine(method):  # a callable object, whose signature says nothing about `self`
-        return
-    bound = isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod)
-    wanted = arguments if bound else ("self", *arguments)
-    try:
-        # The outermost wrapper is what the runtime calls; a decorator may supply further arguments to the function inside.
-        inspect.signature(method, follow_wrapped=False).bind(*wanted)
-    except TypeError as error:
-        raise TypeError(f"{owner} is called with ({', '.join(wanted)}): {error}{where}") from None
-
-
 def _is_replayable(cls: type[Agent]) -> bool:
     """Return whether the agent's `play` is replayable.
 
@@ -338,88 +326,3 @@ def _is_replayable(cls: type[Agent]) -> bool:
         if not vars(base).keys().isdisjoint(("setup", "play")):
             return False
     return False
-
-
-def _checked_attribute(owner: str, attribute: str, value: object) -> object:
-    """Return the checked value of an attribute; tools become a tuple of tools. Raises TypeError or ValueError."""
-    if attribute == "tools":
-        return _as_tools(value, owner)
-    if attribute in ("cleanup_seconds", "reward_group_seconds"):
-        if value is None or not _is_bound("seconds", value):
-            raise ValueError(f"{owner}: {attribute} is {value!r}; it must be a number above 0, at most {MAX_SECONDS:,}")
-        return value
-    if attribute == "reward_rule":
-        rules = [rule.value for rule in RewardRule]
-        if value not in rules:
-            raise ValueError(f"{owner}: reward_rule is {value!r:.100}; it must be one of {', '.join(rules)}")
-        return value
-    wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
-    if not isinstance(value, wanted):
-        state = "is missing" if value is None else f"is {value!r}"
-        raise TypeError(f"{owner}: {attribute} {state}; it must be a {wanted.__name__}")
-    if isinstance(value, Limits):
-        wrong = [f"{f.name}={bound!r}" for f in fields(value) if not _is_bound(f.name, bound := getattr(value, f.name))]
-        if wrong:
-            kinds = f"seconds may be any number up to {MAX_SECONDS:,}, the others are integers below 2**32"
-            raise ValueError(f"{owner}: limits must be positive or None, not {', '.join(wrong)}; {kinds}")
-    if isinstance(value, str):
-        _check_text(value, f"{owner}: {attribute}")
-    if attribute in ("name", "version") and isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{owner}: {attribute} must not be blank")
-        if len(value) > ID_LENGTH:
-            raise ValueError(f"{owner}: {attribute} has {len(value)} characters; at most {ID_LENGTH} are allowed")
-    return value
-
-
-def _check_text(text: str, what: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{what} contains a lone surrogate, which UTF-8 cannot encode; remove it") from None
-
-
-def _is_bound(name: str, bound: object) -> bool:
-    if bound is None:
-        return True
-    if name == "seconds":
-        return isinstance(bound, int | float) and not isinstance(bound, bool) and 0 < bound <= MAX_SECONDS
-    return isinstance(bound, int) and not isinstance(bound, bool) and 0 < bound < 2**32
-
-
-def _as_tools(candidates: object, owner: str) -> Sequence[Tool]:
-    if not isinstance(candidates, Sequence) or isinstance(candidates, str):
-        raise TypeError(f"{owner}: tools must be a list or tuple of tools, not {candidates!r}")
-    tools = tuple(_as_tool(candidate, owner) for candidate in candidates)
-    names = [each.name for each in tools]
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        locations = [_location_of(each) for each in tools if each.name in doubled]
-        raise ValueError(
-            f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}: {'; '.join(locations)}"
-        )
-    # Unchanged if nothing was converted: the agent keeps its own list or tuple.
-    return candidates if candidates == tools else tools
-
-
-def _location_of(candidate: Tool) -> str:
-    if isinstance(candidate, FunctionTool):
-        return str(candidate.definition)
-    return f"{candidate!r}{written_at(candidate.run)}"
-
-
-def _as_tool(candidate: object, owner: str) -> Tool:
-    if isinstance(candidate, FunctionTool):
-        return candidate
-    if inspect.isfunction(candidate) or inspect.ismethod(candidate):
-        try:
-            return tool(candidate)
-        except TypeError as error:
-            raise TypeError(f"{owner}: {error}") from error
-    texts = [getattr(candidate, name, None) for name in ("name", "description", "parameters_json_schema")]
-    if isinstance(candidate, type) or not all(isinstance(text, str) for text in texts):
-        raise TypeError(f"{owner}: {candidate!r} is neither a tool nor a function")
-    _check_text("".join(map(str, texts)), f"{owner}: tool {texts[0]!r}")
-    if not inspect.iscoroutinefunction(getattr(candidate, "run", None)):
-        raise TypeError(f"{owner}: tool {texts[0]!r} has no `async def run`")
-    return cast("Tool", candidate)

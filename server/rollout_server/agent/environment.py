@@ -6,7 +6,8 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from rollout_server.agent.base import Agent, call_method, check_method, with_location
+from rollout_server.agent.base import Agent, call_method, with_location
+from rollout_server.agent.checks import check_method
 from rollout_server.core.message import JSON
 from rollout_server.runtime.run.messages import Reply
 from rollout_server.runtime.run.reward import RewardValue

@@ -136,6 +136,8 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
         found.append(
             "it has no limits, so only the server's defaults stop a model that calls tools forever; set limits = Limits(turns=...)"
         )
-    if type(agent).reward is Agent.reward:
-        found.append("it has no reward, so `rollout eval` has no pass rate; define async def reward(self, run)")
+    if type(agent).reward is Agent.reward and agent.rubric is None:
+        found.append(
+            "it has no reward, so `rollout eval` has no pass rate; define async def reward(self, run) or a rubric"
+        )
     return found

@@ -113,7 +113,7 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"
         case "finished":
             return f"finished: {event.finished.outcome.stop.reason or 'failed'}"
-        case "forked" | "given_up" | "masked" | "observed" | "rewarded":
+        case "forked" | "given_up" | "masked" | "observed" | "rewarded" | "model_called":
             return ": ".join(agent_action(event))
         case _:
             return str(kind).replace("_", " ")
@@ -141,6 +141,11 @@ def agent_action(event: event_pb2.RolloutEvent) -> tuple[str, str]:
             return "masked", f"turn {event.turn} is excluded from training: {event.masked.reason}"
         case "rewarded":
             return "reward", f"turn {event.turn}: {event.rewarded.value:g}"
+        case "model_called":
+            called = event.model_called
+            message = json.loads(called.message.json) if called.message.json else {}
+            tokens = plural(called.generated_tokens, "token")
+            return "model", f"{called.model}: {_message_text(message)}  ({tokens}, {called.elapsed_ms:.0f} ms)"
         case _:
             value = f" {event.observed.value_json}" if event.observed.value_json else ""
             return "observed", f"{event.observed.what}{value}"

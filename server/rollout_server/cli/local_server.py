@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -63,8 +63,13 @@ async def serve_for_command(
         # The mock model chooses among the tools that the server offers.
         return replace(stub, model=MockModel(await client.tools(agents[0].name)))
 
-    async with serve_with_stub(agents, prepare, flags, concurrency) as server:
-        yield server
+    async with AsyncExitStack() as stack:
+        models: Sequence[str] = ()
+        if stub.further:
+            from rollout_server.testing.http.mock_engine import MockEngine
+
+            models = (await stack.enter_async_context(MockEngine(stub.further))).entries
+        yield await stack.enter_async_context(serve_with_stub(agents, prepare, flags, concurrency, models))
 
 
 @asynccontextmanager
@@ -73,16 +78,18 @@ async def serve_with_stub(
     prepare: Callable[[AsyncClient], Awaitable[ModelStub]],
     flags: CompletionFlags | None = None,
     concurrency: int = 1,
+    models: Sequence[str] = (),
 ) -> AsyncIterator[LocalServer]:
     """Serve agents with a mock model, which `prepare` builds with a client of the running server.
 
+    `models` are further models, as in ROLLOUT_MODELS, and replace the user's of the same names.
     The mock model runs behind the strict trainer over gRPC, so every token is verified and samples are complete.
     """
     from rollout_server.authoring.endpoint import Endpoint
     from rollout_server.testing.trainer import StrictTrainer
 
     flags = flags or CompletionFlags()
-    async with _serve(agents, flags, concurrency) as client:
+    async with _serve(agents, flags, concurrency, models) as client:
         stub = await prepare(client)
         async with StrictTrainer(model=stub.model, script=stub.script, requests_kept=_RECORDS) as trainer:
             url, label = f"grpc://{trainer.grpc_target}", f"mock model ({stub.name})"
@@ -91,19 +98,21 @@ async def serve_with_stub(
 
 
 @asynccontextmanager
-async def _serve(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int) -> AsyncIterator[AsyncClient]:
+async def _serve(
+    agents: Sequence[Agent], flags: CompletionFlags, concurrency: int, models: Sequence[str] = ()
+) -> AsyncIterator[AsyncClient]:
     from rollout_client import AsyncClient
 
     from rollout_server.app import Server
 
     async with (
-        Server(agents, _settings(flags, concurrency)) as server,
+        Server(agents, _settings(flags, concurrency, models)) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         yield client
 
 
-def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
+def _settings(flags: CompletionFlags, concurrency: int, models: Sequence[str]) -> Settings:
     """Return the user's settings, adapted to a private server.
 
     Tokenizers, timeouts and retries stay. The server listens on loopback without HTTP, TLS and keys, and may call any endpoint.
@@ -129,6 +138,7 @@ def _settings(flags: CompletionFlags, concurrency: int) -> Settings:
         tls_key=None,
         tls_client_ca=None,
         tokenizers=tokenizers,
+        models=(*before.models, *models),
     )
 
 

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 _MAX_CHARACTERS = 20_000
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "bold green", "tool": "yellow"}
 _AUTHORS = (("M", "model"), ("A", "author"), ("P", "prompt"), ("E", "environment"), ("C", "closing"))
-_ACTION_STYLES = {"fork": "blue", "given up": "magenta", "masked": "red", "observed": "dim", "reward": "green"}
+_ACTION_STYLES = {
+    "fork": "blue",
+    "given up": "magenta",
+    "masked": "red",
+    "observed": "dim",
+    "reward": "green",
+    "model": "cyan",
+}
 _SEGMENT_EVENTS = frozenset({"answered", "tool_returned", "appended", "drift_found"})
 _END_TEXTS = {"stop": "completed", "failure": "failed", "cancellation": "cancelled"}
 _AUTHOR_TEXTS = {"author": "model (masked by the agent)"}
@@ -81,7 +88,7 @@ class Progress:
                 )
             case "note":
                 self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
-            case "forked" | "given_up" | "masked" | "observed" | "rewarded":
+            case "forked" | "given_up" | "masked" | "observed" | "rewarded" | "model_called":
                 self._show_action(event)
 
     def _show_segment(self, event: RolloutEvent) -> None:
@@ -92,7 +99,7 @@ class Progress:
             self._line("", f"in segment {event.segment_id}:", "dim")
 
     def _show_action(self, event: RolloutEvent) -> None:
-        """Print a fork, an abandoned completion, a mask or an observation of the agent."""
+        """Print a fork, an abandoned completion, a mask, an observation or a call of a further model."""
         action, text = agent_action(event)
         self._line(action, text, _ACTION_STYLES[action])
         if event.HasField("forked"):

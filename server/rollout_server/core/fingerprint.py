@@ -28,6 +28,7 @@ def _canonical_spec(spec: Spec) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
     indexed: dict[str, JSON] = {} if spec.group_index is None else {"group_index": spec.group_index}
     trained = {} if spec.train_on is None else {"train_on": sorted(each.value for each in spec.train_on)}
+    models = {name: _target(target) for name, target in spec.models.items()}
     return {
         **indexed,
         **trained,
@@ -56,6 +57,7 @@ def _canonical_spec(spec: Spec) -> JSON:
         "modes": [spec.typed, spec.on_drift and spec.on_drift.value, spec.on_interrupt, spec.token_mode, spec.priority],
         "metadata": _json(spec.metadata_json),
         "labels": dict(spec.labels),
+        **({"models": models} if models else {}),
     }
 
 

@@ -43,6 +43,7 @@ from rollout_server.core.record import (
     GivenUp,
     Input,
     Masked,
+    ModelCalled,
     Note,
     Observed,
     Record,
@@ -224,9 +225,8 @@ class Machine:
                 self._apply_forked(record)
             case GivenUp():
                 self._apply_given_up(record)
-            case Observed():
-                self._named_conversation(record.segment_id, record)
-                self._usage.observed += len(record.value_json)
+            case Observed() | ModelCalled():
+                self._apply_observed(record)
             case Masked():
                 self._apply_masked(record)
             case Rewarded():
@@ -358,6 +358,11 @@ class Machine:
         """Return whether a turn was requested and is not open any more."""
         conversation = self._turns.get(turn)
         return conversation is not None and (conversation.state is not State.ASKING or conversation.turn != turn)
+
+    def _apply_observed(self, record: Observed | ModelCalled) -> None:
+        self._named_conversation(record.segment_id, record)
+        text = record.value_json if isinstance(record, Observed) else record.message.text
+        self._usage.observed += len(text)
 
     def _apply_masked(self, record: Masked) -> None:
         self._require(self.has_completed(record.turn), record)

@@ -177,6 +177,29 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelCalled:
+    """A further model returned a message to the agent. A replay returns the same one. Its tokens are in no sample.
+
+    Args:
+        model: the name by which the agent called it.
+        message: the assistant message, verbatim.
+        finish_reason: as the endpoint reports it; empty if it reports none.
+        usage: numbers of prompt and completion tokens by the endpoint's count; None if it reports none.
+        attempts: number of requests that were sent.
+        elapsed_ms: milliseconds from the call to the completion.
+        segment_id: the conversation of the `Run` that was called.
+    """
+
+    model: str
+    message: Message
+    finish_reason: str = ""
+    usage: tuple[int, int] | None = None
+    attempts: int = 1
+    elapsed_ms: float = 0.0
+    segment_id: str = FIRST
+
+
+@dataclass(frozen=True, slots=True)
 class Masked:
     """The agent's author masked the completion of a turn out. `reason` is for people."""
 
@@ -248,7 +271,7 @@ class Ended:
     reward_rule: RewardRule = RewardRule.COPY
 
 
-Deed: TypeAlias = "Forked | GivenUp | Observed | Masked | Rewarded"
+Deed: TypeAlias = "Forked | GivenUp | Observed | ModelCalled | Masked | Rewarded"
 """What an agent does besides turns, messages and tool calls."""
 
 Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Ended"

@@ -114,6 +114,7 @@ class Spec:
         source_json: fields of an HTTP request that no other field keeps verbatim, as one JSON object, or empty.
         train_on: the failure classes whose samples train; None is the default, `TRAIN_BY_DEFAULT`.
         group_index: position of the rollout in its group, from 0; None if it has none.
+        models: further models that the agent may call, by name.
     """
 
     rollout_id: str
@@ -137,3 +138,4 @@ class Spec:
     source_json: str = ""
     train_on: frozenset[FailureClass] | None = None
     group_index: int | None = None
+    models: Mapping[str, Target] = field(default_factory=dict)

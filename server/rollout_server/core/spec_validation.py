@@ -5,6 +5,7 @@ Pure functions. Whether an agent, a tokenizer or an endpoint exists is checked e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -16,6 +17,8 @@ from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Sp
 
 ID_LENGTH = 256
 MAX_SECONDS = 10**9
+MOST_MODELS = 16
+MODEL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 HTTP_ROLES = ("system", "user", "assistant", "tool", "function")
 _SCHEMES = MappingProxyType(
     {
@@ -75,6 +78,7 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
             "spec.outcome.dialect", "the synchronous HTTP API has no callback for outcomes; use HTTP_PLAIN or GRPC"
         )
     yield from _engines(spec)
+    yield from _models(spec)
     yield from sampling_violations(spec.sampling, spec.completions.dialect)
     yield from _limits(spec.limits, least=0 if spec.completions.dialect is Dialect.HTTP_PLAIN else 1)
     yield from _tokenizer(spec)
@@ -107,6 +111,29 @@ def _engines(spec: Spec) -> Iterator[Violation]:
             yield Violation(
                 f"spec.{name}.model", f"has {len(target.model)} characters, at most {ID_LENGTH} are allowed"
             )
+
+
+def _models(spec: Spec) -> Iterator[Violation]:
+    if len(spec.models) > MOST_MODELS:
+        yield Violation("spec.models", f"has {len(spec.models)} entries, at most {MOST_MODELS} are allowed")
+        return
+    for name, target in spec.models.items():
+        if not MODEL_NAME.fullmatch(name):
+            yield Violation("spec.models", f'{name!r:.100} is not a name of 1 to 64 letters, digits, "_" and "-"')
+        else:
+            yield from model_violations(target, f"spec.models[{name}]")
+
+
+def model_violations(target: Target, where: str) -> Iterator[Violation]:
+    """Yield what is wrong with the endpoint of a further model."""
+    if target.dialect not in ENGINES:
+        known = ", ".join(sorted(engine.name for engine in ENGINES))
+        yield Violation(f"{where}.dialect", f"must be one of {known}: a further model is called as an inference engine")
+    else:
+        yield from target_violations(target, where)
+    if not target.model.strip() or len(target.model) > ID_LENGTH:
+        text = f"has {len(target.model)} characters; 1 to {ID_LENGTH} are needed: the name at the endpoint"
+        yield Violation(f"{where}.model", text)
 
 
 def _identity(spec: Spec) -> Iterator[Violation]:

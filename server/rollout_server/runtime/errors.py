@@ -16,6 +16,14 @@ class RolloutFailed(Exception):
         self.failure = failure
 
 
+class ModelFailed(RolloutFailed):
+    """A further model returned no completion after all retries. An agent may catch it; otherwise its rollout fails with it."""
+
+
+class RewardFailed(RolloutFailed):
+    """A function of a rubric failed. Its text has the function's name, file and line."""
+
+
 class ToolError(Exception):
     """A tool's own error. The model receives its text after "Error: ", and the rollout continues."""
 

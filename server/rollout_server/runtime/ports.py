@@ -40,19 +40,23 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Bearer tokens for the endpoints of a rollout; empty means none. They never appear in a repr."""
+    """Bearer tokens for the endpoints of a rollout, `models` by name; empty means none. They never appear in a repr."""
 
     completions: str = field(default="", repr=False)
     outcome: str = field(default="", repr=False)
     tools: str = field(default="", repr=False)
+    models: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def updated(self, by: Credentials) -> Credentials:
         """Return a copy in which non-empty tokens of `by` replace the current ones."""
-        return Credentials(by.completions or self.completions, by.outcome or self.outcome, by.tools or self.tools)
+        models = {**self.models, **{name: bearer for name, bearer in by.models.items() if bearer}}
+        return Credentials(
+            by.completions or self.completions, by.outcome or self.outcome, by.tools or self.tools, models
+        )
 
     def secrets(self) -> tuple[str, ...]:
         """Return the non-empty tokens. None of them may appear in messages or logs."""
-        return tuple(secret for secret in (self.completions, self.outcome, self.tools) if secret)
+        return tuple(secret for secret in (self.completions, self.outcome, self.tools, *self.models.values()) if secret)
 
 
 @dataclass(frozen=True, slots=True)

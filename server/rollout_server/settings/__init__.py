@@ -13,6 +13,7 @@ from pydantic import AliasChoices, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_server.settings.capacity import CapacitySettings
+from rollout_server.settings.models import ModelSettings
 from rollout_server.settings.security import SecuritySettings
 from rollout_server.settings.serving import ServingSettings
 from rollout_server.settings.tokenizers import TokenizerSettings
@@ -32,6 +33,7 @@ class Settings(
     StreamSettings,
     TokenizerSettings,
     ToolSettings,
+    ModelSettings,
     SecuritySettings,
 ):
     """All settings of the server."""

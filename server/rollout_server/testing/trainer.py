@@ -13,7 +13,7 @@ from typing import Any, Self
 from starlette.types import ASGIApp
 
 from rollout_server.testing import TrainerDialect
-from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.judge import RequestJudge
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools
 from rollout_server.testing.checks.verdict import DeliveredOutcome, Verdict
 from rollout_server.testing.grpc.completions import Completions, SeenCompletion
@@ -215,7 +215,7 @@ class StrictTrainer:
                 self.tokenizer_dir, parse_arguments=self.parse_arguments, template_kwargs=self.template_kwargs
             ),
         )
-        judge = Judge(await load, reuses_ids=self.reuses_ids)
+        judge = RequestJudge(await load, reuses_ids=self.reuses_ids)
         scripts = Scripts(self.scripts, self.script)
         engine = Engine(judge, self.model, scripts, replays_keys=bool(self.replays_keys))
         return EngineThread(

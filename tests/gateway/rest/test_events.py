@@ -318,6 +318,20 @@ async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
         ),
         (event(5, observed=event_pb2.Observed(what="now")), {"what": "now"}),
         (event(6, rewarded=event_pb2.Rewarded(value=-0.5)), {"value": -0.5}),
+        (
+            event(
+                6, model_called=event_pb2.ModelCalled(model="judge", message=help_, finish_reason="stop", attempts=1)
+            ),
+            {
+                "model": "judge",
+                "message": {"role": "user", "content": "Help."},
+                "finish_reason": "stop",
+                "prompt_tokens": 0,
+                "generated_tokens": 0,
+                "attempts": 1,
+                "elapsed_ms": 0.0,
+            },
+        ),
     ]
     finish(plain.server, *(each for each, _ in deeds))
     for frame, (_, own) in zip(await (await plain.events()).all(), deeds, strict=False):

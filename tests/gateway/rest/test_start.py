@@ -30,7 +30,9 @@ WHOLE = (
     '"bytes": 5}, '
     '"tokenizer": {"name": "n", "revision": "r", "template_kwargs": {"think" : false}}, '
     '"token_mode": "messages", "on_drift": "fail", "on_interrupt": "resume", "cancel_after_detach_seconds": 0.25, '
-    '"priority": -3, "metadata": {"k" : [1e400]}, "labels": {"x": "", "é": "=é"}, "train_on": []}'
+    '"priority": -3, "metadata": {"k" : [1e400]}, "labels": {"x": "", "é": "=é"}, "train_on": [], '
+    '"models": {"judge": {"url": "http://j:1", "model": "m", "bearer": "hush-judge"}, '
+    '"user": {"url": "http://u:1", "dialect": "vllm", "model": "m"}}}'
 )
 ASKED = pb.StartRolloutRequest(
     request_id="q",
@@ -70,9 +72,16 @@ ASKED = pb.StartRolloutRequest(
         metadata_json='{"k" : [1e400]}',
         labels={"x": "", "é": "=é"},
         train_on=spec_pb2.TrainOn(),
+        models={
+            "judge": spec_pb2.Target(url="http://j:1", model="m"),
+            "user": spec_pb2.Target(url="http://u:1", dialect=spec_pb2.DIALECT_VLLM, model="m"),
+        },
     ),
     credentials=spec_pb2.Credentials(
-        completions_bearer="hush-completions", outcome_bearer="hush-outcome", tools_bearer="hush-tools"
+        completions_bearer="hush-completions",
+        outcome_bearer="hush-outcome",
+        tools_bearer="hush-tools",
+        model_bearers={"judge": "hush-judge"},
     ),
 )
 

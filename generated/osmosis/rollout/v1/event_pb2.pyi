@@ -117,6 +117,7 @@ class RolloutEvent(_message.Message):
     MASKED_FIELD_NUMBER: _builtins.int
     OBSERVED_FIELD_NUMBER: _builtins.int
     REWARDED_FIELD_NUMBER: _builtins.int
+    MODEL_CALLED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """0: the event is not recorded (live tokens, place in the queue) and is not sent again after a stream breaks."""
@@ -189,6 +190,10 @@ class RolloutEvent(_message.Message):
         """The agent gave a reward to a turn. The event's `turn` is that turn."""
 
     @_builtins.property
+    def model_called(self) -> Global___ModelCalled:
+        """A further model returned a message to the agent."""
+
+    @_builtins.property
     def finished(self) -> Global___Finished:
         """The rollout ended. Always the last event."""
 
@@ -214,13 +219,14 @@ class RolloutEvent(_message.Message):
         masked: Global___Masked | None = ...,
         observed: Global___Observed | None = ...,
         rewarded: Global___Rewarded | None = ...,
+        model_called: Global___ModelCalled | None = ...,
         finished: Global___Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "rewarded", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "rewarded", "model_called", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -674,6 +680,56 @@ class Observed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Observed: _TypeAlias = Observed  # noqa: Y015
+
+@_typing.final
+class ModelCalled(_message.Message):
+    """A further model, such as a judge, returned a message to the agent. Its tokens are in no sample. The message is recorded, and a
+    replay of the agent gets the same message.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    ELAPSED_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The name by which the agent called the model."""
+    finish_reason: _builtins.str
+    """Why the completion ended, as the endpoint reports it."""
+    prompt_tokens: _builtins.int
+    """Number of tokens of the prompt, as the endpoint reports it; 0 if it does not."""
+    generated_tokens: _builtins.int
+    """Number of generated tokens, as the endpoint reports it; 0 if it does not."""
+    attempts: _builtins.int
+    """Number of requests sent for this completion."""
+    elapsed_ms: _builtins.float
+    """Time from the call to the completion, in milliseconds."""
+    @_builtins.property
+    def message(self) -> _message_pb2.Message:
+        """The model's message. From EVENT_DETAIL_MESSAGES on."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        message: _message_pb2.Message | None = ...,
+        finish_reason: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
+        attempts: _builtins.int = ...,
+        elapsed_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "message", b"message", "model", b"model", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelCalled: _TypeAlias = ModelCalled  # noqa: Y015
 
 @_typing.final
 class Resumed(_message.Message):

@@ -27,7 +27,7 @@ from osmosis.rollout.v1 import message_pb2 as osmosis_dot_rollout_dot_v1_dot_mes
 from osmosis.rollout.v1 import outcome_pb2 as osmosis_dot_rollout_dot_v1_dot_outcome__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dosmosis/rollout/v1/spec.proto\x12\x12osmosis.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a osmosis/rollout/v1/message.proto\x1a osmosis/rollout/v1/outcome.proto\"m\n\x06Target\x12\x0b\n\x03url\x18\x01 \x01(\t\x12,\n\x07\x64ialect\x18\x02 \x01(\x0e\x32\x1b.osmosis.rollout.v1.Dialect\x12\x19\n\x11replays_turn_keys\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\"\xc0\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x15\n\x08logprobs\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x12\n\nextra_json\x18\x06 \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\xf9\x01\n\x06Limits\x12\x12\n\x05turns\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10generated_tokens\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\'\n\x04time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x0e\x63\x61lls_per_turn\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x17\n\ntool_turns\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x06 \x01(\x04H\x04\x88\x01\x01\x42\x08\n\x06_turnsB\x13\n\x11_generated_tokensB\x11\n\x0f_calls_per_turnB\r\n\x0b_tool_turnsB\x08\n\x06_bytes\"I\n\tTokenizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\"<\n\x07TrainOn\x12\x31\n\x07\x63lasses\x18\x01 \x03(\x0e\x32 .osmosis.rollout.v1.FailureClass\"\xe4\x06\n\x0bRolloutSpec\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12-\n\x08messages\x18\x04 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12/\n\x0b\x63ompletions\x18\x05 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target\x12+\n\x07outcome\x18\x06 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target\x12)\n\x05tools\x18\x07 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target\x12.\n\x08sampling\x18\x08 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\x12*\n\x06limits\x18\t \x01(\x0b\x32\x1a.osmosis.rollout.v1.Limits\x12\x30\n\ttokenizer\x18\n \x01(\x0b\x32\x1d.osmosis.rollout.v1.Tokenizer\x12\x31\n\ntoken_mode\x18\x0b \x01(\x0e\x32\x1d.osmosis.rollout.v1.TokenMode\x12\x31\n\x08on_drift\x18\x0c \x01(\x0e\x32\x1f.osmosis.rollout.v1.DriftPolicy\x12\x39\n\x0con_interrupt\x18\r \x01(\x0e\x32#.osmosis.rollout.v1.InterruptPolicy\x12\x36\n\x13\x63\x61ncel_after_detach\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x0f \x01(\x05\x12\x15\n\rmetadata_json\x18\x10 \x01(\t\x12;\n\x06labels\x18\x11 \x03(\x0b\x32+.osmosis.rollout.v1.RolloutSpec.LabelsEntry\x12\x13\n\x0bsource_json\x18\x12 \x01(\t\x12-\n\x08train_on\x18\x13 \x01(\x0b\x32\x1b.osmosis.rollout.v1.TrainOn\x12\x18\n\x0bgroup_index\x18\x14 \x01(\rH\x00\x88\x01\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x0e\n\x0c_group_index\"f\n\x0b\x43redentials\x12\x1f\n\x12\x63ompletions_bearer\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\x0eoutcome_bearer\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x19\n\x0ctools_bearer\x18\x03 \x01(\tB\x03\x80\x01\x01*\xb3\x01\n\x07\x44ialect\x12\x17\n\x13\x44IALECT_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x44IALECT_GRPC\x10\x01\x12\x17\n\x13\x44IALECT_HTTP_MASKED\x10\x02\x12\x16\n\x12\x44IALECT_HTTP_PLAIN\x10\x03\x12\x12\n\x0e\x44IALECT_OPENAI\x10\x04\x12\x10\n\x0c\x44IALECT_VLLM\x10\x05\x12\x12\n\x0e\x44IALECT_SGLANG\x10\x06\x12\x12\n\x0e\x44IALECT_STREAM\x10\x07*W\n\tTokenMode\x12\x1a\n\x16TOKEN_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_MODE_MESSAGES\x10\x01\x12\x15\n\x11TOKEN_MODE_TOKENS\x10\x02*Y\n\x0b\x44riftPolicy\x12\x1c\n\x18\x44RIFT_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44RIFT_POLICY_WARN\x10\x01\x12\x15\n\x11\x44RIFT_POLICY_FAIL\x10\x02*k\n\x0fInterruptPolicy\x12 \n\x1cINTERRUPT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17INTERRUPT_POLICY_RESUME\x10\x01\x12\x19\n\x15INTERRUPT_POLICY_FAIL\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dosmosis/rollout/v1/spec.proto\x12\x12osmosis.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a osmosis/rollout/v1/message.proto\x1a osmosis/rollout/v1/outcome.proto\"m\n\x06Target\x12\x0b\n\x03url\x18\x01 \x01(\t\x12,\n\x07\x64ialect\x18\x02 \x01(\x0e\x32\x1b.osmosis.rollout.v1.Dialect\x12\x19\n\x11replays_turn_keys\x18\x03 \x01(\x08\x12\r\n\x05model\x18\x04 \x01(\t\"\xc0\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x15\n\x08logprobs\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x12\n\nextra_json\x18\x06 \x01(\tB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\xf9\x01\n\x06Limits\x12\x12\n\x05turns\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x10generated_tokens\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\'\n\x04time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x1b\n\x0e\x63\x61lls_per_turn\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x17\n\ntool_turns\x18\x05 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05\x62ytes\x18\x06 \x01(\x04H\x04\x88\x01\x01\x42\x08\n\x06_turnsB\x13\n\x11_generated_tokensB\x11\n\x0f_calls_per_turnB\r\n\x0b_tool_turnsB\x08\n\x06_bytes\"I\n\tTokenizer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\"<\n\x07TrainOn\x12\x31\n\x07\x63lasses\x18\x01 \x03(\x0e\x32 .osmosis.rollout.v1.FailureClass\"\xec\x07\n\x0bRolloutSpec\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\r\n\x05\x61gent\x18\x03 \x01(\t\x12-\n\x08messages\x18\x04 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12/\n\x0b\x63ompletions\x18\x05 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target\x12+\n\x07outcome\x18\x06 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target\x12)\n\x05tools\x18\x07 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target\x12.\n\x08sampling\x18\x08 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\x12*\n\x06limits\x18\t \x01(\x0b\x32\x1a.osmosis.rollout.v1.Limits\x12\x30\n\ttokenizer\x18\n \x01(\x0b\x32\x1d.osmosis.rollout.v1.Tokenizer\x12\x31\n\ntoken_mode\x18\x0b \x01(\x0e\x32\x1d.osmosis.rollout.v1.TokenMode\x12\x31\n\x08on_drift\x18\x0c \x01(\x0e\x32\x1f.osmosis.rollout.v1.DriftPolicy\x12\x39\n\x0con_interrupt\x18\r \x01(\x0e\x32#.osmosis.rollout.v1.InterruptPolicy\x12\x36\n\x13\x63\x61ncel_after_detach\x18\x0e \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x0f \x01(\x05\x12\x15\n\rmetadata_json\x18\x10 \x01(\t\x12;\n\x06labels\x18\x11 \x03(\x0b\x32+.osmosis.rollout.v1.RolloutSpec.LabelsEntry\x12\x13\n\x0bsource_json\x18\x12 \x01(\t\x12-\n\x08train_on\x18\x13 \x01(\x0b\x32\x1b.osmosis.rollout.v1.TrainOn\x12\x18\n\x0bgroup_index\x18\x14 \x01(\rH\x00\x88\x01\x01\x12;\n\x06models\x18\x15 \x03(\x0b\x32+.osmosis.rollout.v1.RolloutSpec.ModelsEntry\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1aI\n\x0bModelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.osmosis.rollout.v1.Target:\x02\x38\x01\x42\x0e\n\x0c_group_index\"\xea\x01\n\x0b\x43redentials\x12\x1f\n\x12\x63ompletions_bearer\x18\x01 \x01(\tB\x03\x80\x01\x01\x12\x1b\n\x0eoutcome_bearer\x18\x02 \x01(\tB\x03\x80\x01\x01\x12\x19\n\x0ctools_bearer\x18\x03 \x01(\tB\x03\x80\x01\x01\x12M\n\rmodel_bearers\x18\x04 \x03(\x0b\x32\x31.osmosis.rollout.v1.Credentials.ModelBearersEntryB\x03\x80\x01\x01\x1a\x33\n\x11ModelBearersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01*\xb3\x01\n\x07\x44ialect\x12\x17\n\x13\x44IALECT_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x44IALECT_GRPC\x10\x01\x12\x17\n\x13\x44IALECT_HTTP_MASKED\x10\x02\x12\x16\n\x12\x44IALECT_HTTP_PLAIN\x10\x03\x12\x12\n\x0e\x44IALECT_OPENAI\x10\x04\x12\x10\n\x0c\x44IALECT_VLLM\x10\x05\x12\x12\n\x0e\x44IALECT_SGLANG\x10\x06\x12\x12\n\x0e\x44IALECT_STREAM\x10\x07*W\n\tTokenMode\x12\x1a\n\x16TOKEN_MODE_UNSPECIFIED\x10\x00\x12\x17\n\x13TOKEN_MODE_MESSAGES\x10\x01\x12\x15\n\x11TOKEN_MODE_TOKENS\x10\x02*Y\n\x0b\x44riftPolicy\x12\x1c\n\x18\x44RIFT_POLICY_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44RIFT_POLICY_WARN\x10\x01\x12\x15\n\x11\x44RIFT_POLICY_FAIL\x10\x02*k\n\x0fInterruptPolicy\x12 \n\x1cINTERRUPT_POLICY_UNSPECIFIED\x10\x00\x12\x1b\n\x17INTERRUPT_POLICY_RESUME\x10\x01\x12\x19\n\x15INTERRUPT_POLICY_FAIL\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,20 +36,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROLLOUTSPEC_LABELSENTRY']._loaded_options = None
   _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_ROLLOUTSPEC_MODELSENTRY']._loaded_options = None
+  _globals['_ROLLOUTSPEC_MODELSENTRY']._serialized_options = b'8\001'
+  _globals['_CREDENTIALS_MODELBEARERSENTRY']._loaded_options = None
+  _globals['_CREDENTIALS_MODELBEARERSENTRY']._serialized_options = b'8\001'
   _globals['_CREDENTIALS'].fields_by_name['completions_bearer']._loaded_options = None
   _globals['_CREDENTIALS'].fields_by_name['completions_bearer']._serialized_options = b'\200\001\001'
   _globals['_CREDENTIALS'].fields_by_name['outcome_bearer']._loaded_options = None
   _globals['_CREDENTIALS'].fields_by_name['outcome_bearer']._serialized_options = b'\200\001\001'
   _globals['_CREDENTIALS'].fields_by_name['tools_bearer']._loaded_options = None
   _globals['_CREDENTIALS'].fields_by_name['tools_bearer']._serialized_options = b'\200\001\001'
-  _globals['_DIALECT']._serialized_start=1824
-  _globals['_DIALECT']._serialized_end=2003
-  _globals['_TOKENMODE']._serialized_start=2005
-  _globals['_TOKENMODE']._serialized_end=2092
-  _globals['_DRIFTPOLICY']._serialized_start=2094
-  _globals['_DRIFTPOLICY']._serialized_end=2183
-  _globals['_INTERRUPTPOLICY']._serialized_start=2185
-  _globals['_INTERRUPTPOLICY']._serialized_end=2292
+  _globals['_CREDENTIALS'].fields_by_name['model_bearers']._loaded_options = None
+  _globals['_CREDENTIALS'].fields_by_name['model_bearers']._serialized_options = b'\200\001\001'
+  _globals['_DIALECT']._serialized_start=2093
+  _globals['_DIALECT']._serialized_end=2272
+  _globals['_TOKENMODE']._serialized_start=2274
+  _globals['_TOKENMODE']._serialized_end=2361
+  _globals['_DRIFTPOLICY']._serialized_start=2363
+  _globals['_DRIFTPOLICY']._serialized_end=2452
+  _globals['_INTERRUPTPOLICY']._serialized_start=2454
+  _globals['_INTERRUPTPOLICY']._serialized_end=2561
   _globals['_TARGET']._serialized_start=153
   _globals['_TARGET']._serialized_end=262
   _globals['_SAMPLING']._serialized_start=265
@@ -61,9 +67,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINON']._serialized_start=786
   _globals['_TRAINON']._serialized_end=846
   _globals['_ROLLOUTSPEC']._serialized_start=849
-  _globals['_ROLLOUTSPEC']._serialized_end=1717
-  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_start=1656
-  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_end=1701
-  _globals['_CREDENTIALS']._serialized_start=1719
-  _globals['_CREDENTIALS']._serialized_end=1821
+  _globals['_ROLLOUTSPEC']._serialized_end=1853
+  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_start=1717
+  _globals['_ROLLOUTSPEC_LABELSENTRY']._serialized_end=1762
+  _globals['_ROLLOUTSPEC_MODELSENTRY']._serialized_start=1764
+  _globals['_ROLLOUTSPEC_MODELSENTRY']._serialized_end=1837
+  _globals['_CREDENTIALS']._serialized_start=1856
+  _globals['_CREDENTIALS']._serialized_end=2090
+  _globals['_CREDENTIALS_MODELBEARERSENTRY']._serialized_start=2039
+  _globals['_CREDENTIALS_MODELBEARERSENTRY']._serialized_end=2090
 # @@protoc_insertion_point(module_scope)

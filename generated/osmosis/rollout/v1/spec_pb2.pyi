@@ -29,7 +29,9 @@ class _Dialect:
 class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIALECT_UNSPECIFIED: _Dialect.ValueType  # 0
-    """Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome`."""
+    """Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome` and
+    OPENAI in `RolloutSpec.models`.
+    """
     DIALECT_GRPC: _Dialect.ValueType  # 1
     """The gRPC services of this package."""
     DIALECT_HTTP_MASKED: _Dialect.ValueType  # 2
@@ -40,7 +42,8 @@ class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.Value
     """
     DIALECT_OPENAI: _Dialect.ValueType  # 4
     """Any endpoint with OpenAI's chat completions: POST {url}/chat/completions; /v1 is inserted if the URL has no path. Token ids are
-    unknown unless the endpoint returns them. OPENAI, VLLM and SGLANG are allowed only in `RolloutSpec.completions`.
+    unknown unless the endpoint returns them. OPENAI, VLLM and SGLANG are allowed only in `RolloutSpec.completions` and
+    `RolloutSpec.models`.
     """
     DIALECT_VLLM: _Dialect.ValueType  # 5
     """A vLLM server. The server requests token ids and logprobs of prompts and completions, so samples are complete."""
@@ -55,7 +58,9 @@ class Dialect(_Dialect, metaclass=_DialectEnumTypeWrapper):
     """The protocol that an endpoint speaks."""
 
 DIALECT_UNSPECIFIED: Dialect.ValueType  # 0
-"""Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome`."""
+"""Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome` and
+OPENAI in `RolloutSpec.models`.
+"""
 DIALECT_GRPC: Dialect.ValueType  # 1
 """The gRPC services of this package."""
 DIALECT_HTTP_MASKED: Dialect.ValueType  # 2
@@ -66,7 +71,8 @@ DIALECT_HTTP_PLAIN: Dialect.ValueType  # 3
 """
 DIALECT_OPENAI: Dialect.ValueType  # 4
 """Any endpoint with OpenAI's chat completions: POST {url}/chat/completions; /v1 is inserted if the URL has no path. Token ids are
-unknown unless the endpoint returns them. OPENAI, VLLM and SGLANG are allowed only in `RolloutSpec.completions`.
+unknown unless the endpoint returns them. OPENAI, VLLM and SGLANG are allowed only in `RolloutSpec.completions` and
+`RolloutSpec.models`.
 """
 DIALECT_VLLM: Dialect.ValueType  # 5
 """A vLLM server. The server requests token ids and logprobs of prompts and completions, so samples are complete."""
@@ -402,6 +408,27 @@ class RolloutSpec(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class ModelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        @_builtins.property
+        def value(self) -> Global___Target: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: Global___Target | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROLLOUT_ID_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     AGENT_FIELD_NUMBER: _builtins.int
@@ -422,6 +449,7 @@ class RolloutSpec(_message.Message):
     SOURCE_JSON_FIELD_NUMBER: _builtins.int
     TRAIN_ON_FIELD_NUMBER: _builtins.int
     GROUP_INDEX_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """The caller's name for the rollout, which is sent to trainers. 1 to 256 characters, not blank."""
     group_id: _builtins.str
@@ -488,6 +516,13 @@ class RolloutSpec(_message.Message):
     def train_on(self) -> Global___TrainOn:
         """The failures whose samples train. Unset: POLICY and DEADLINE."""
 
+    @_builtins.property
+    def models(self) -> _containers.MessageMap[_builtins.str, Global___Target]:
+        """Further models that the agent may call by these names, such as a judge or a simulated user, with their endpoints: OPENAI (the
+        default), VLLM or SGLANG. Their tokens are in no sample. A name replaces the server's model of that name. At most 16; a name
+        has 1 to 64 letters, digits, "_" and "-".
+        """
+
     def __init__(
         self,
         *,
@@ -511,10 +546,11 @@ class RolloutSpec(_message.Message):
         source_json: _builtins.str = ...,
         train_on: Global___TrainOn | None = ...,
         group_index: _builtins.int | None = ...,
+        models: _abc.Mapping[_builtins.str, Global___Target] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_index", b"group_index", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "models", b"models", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
     _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015
@@ -530,25 +566,51 @@ class Credentials(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ModelBearersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     COMPLETIONS_BEARER_FIELD_NUMBER: _builtins.int
     OUTCOME_BEARER_FIELD_NUMBER: _builtins.int
     TOOLS_BEARER_FIELD_NUMBER: _builtins.int
+    MODEL_BEARERS_FIELD_NUMBER: _builtins.int
     completions_bearer: _builtins.str
     """Bearer token for `completions`."""
     outcome_bearer: _builtins.str
     """Bearer token for `outcome`."""
     tools_bearer: _builtins.str
     """Bearer token for `tools`."""
+    @_builtins.property
+    def model_bearers(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Bearer tokens for `models`, by the model's name. A model of the server's settings has its own key."""
+
     def __init__(
         self,
         *,
         completions_bearer: _builtins.str = ...,
         outcome_bearer: _builtins.str = ...,
         tools_bearer: _builtins.str = ...,
+        model_bearers: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions_bearer", b"completions_bearer", "outcome_bearer", b"outcome_bearer", "tools_bearer", b"tools_bearer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions_bearer", b"completions_bearer", "model_bearers", b"model_bearers", "outcome_bearer", b"outcome_bearer", "tools_bearer", b"tools_bearer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

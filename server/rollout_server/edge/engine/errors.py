@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from rollout_server.core.message import MalformedMessage, parse_object
@@ -15,24 +16,42 @@ _LOOKED_AT: Final = 64 * 1024
 _CONTEXT: Final = re.compile(
     rb"context[ _-]?(length|window|size)|maximum model length|max_model_len|prompt is too long", re.IGNORECASE
 )
-_HINTS: Final = {
-    401: "the key is `credentials.completions_bearer`",
-    403: "the key is `credentials.completions_bearer`",
-    404: "check that `completions.url` is the engine's URL, and `completions.model` a name it serves (GET /v1/models lists them)",
-    405: "check that `completions.url` is the engine's URL",
-}
 _TOO_LONG: Final = (
     "the conversation does not fit into the model's context; configure a longer context in the engine, or lower "
     "`sampling.max_tokens`, `limits.turns` or the size of tool results"
 )
 
 
-def engine_failure(response: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "") -> Failure:
+@dataclass(frozen=True, slots=True)
+class EndpointNames:
+    """How error messages name the fields that describe an engine's endpoint."""
+
+    url: str = "`completions.url`"
+    model: str = "`completions.model`"
+    bearer: str = "`credentials.completions_bearer`"
+
+    def hint(self, status: int) -> str:
+        """Return what to check after a response with this status; empty if unknown."""
+        if status in (401, 403):
+            return f"the key is {self.bearer}"
+        if status == 404:
+            return f"check that {self.url} is the engine's URL, and {self.model} a name it serves (GET /v1/models lists them)"
+        return f"check that {self.url} is the engine's URL" if status == 405 else ""
+
+
+COMPLETIONS: Final = EndpointNames()
+
+
+def engine_failure(
+    response: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "", names: EndpointNames = COMPLETIONS
+) -> Failure:
     """Return the failure for a status other than 200, or for an error body. `hint` replaces the default hint of the status."""
     message, source = error_text(response, secrets), FailureClass.ENGINE
-    hint = hint or _HINTS.get(response.status, "")
+    hint = hint or names.hint(response.status)
     if exceeds_context(response):
-        category, hint, source = Category.VALIDATION, _TOO_LONG, FailureClass.POLICY
+        # The trained conversation grew too long, or an agent asked too much of a further model.
+        source = FailureClass.POLICY if names is COMPLETIONS else FailureClass.ENVIRONMENT
+        category, hint = Category.VALIDATION, _TOO_LONG
     elif response.status == 429:
         category = Category.RATE_LIMITED
     elif response.status >= 500:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.edge.engine.errors import abort_failure, engine_failure, is_error
+from rollout_server.edge.engine.errors import COMPLETIONS, EndpointNames, abort_failure, engine_failure, is_error
 from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.offload import offload_response
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
@@ -40,11 +40,12 @@ _A = TypeVar("_A", bound=_ParsedResponse)
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The shared HTTP client, retry policy and known parameter names of all engines."""
+    """The shared HTTP client, retry policy and known parameter names of all engines, and the names for their error messages."""
 
     client: HttpClient
     retries: RetryPolicy
     limits: LimitNames = field(default_factory=LimitNames)
+    names: EndpointNames = COMPLETIONS
 
 
 async def post(access: Access, url: str, body: bytes, request: CompletionRequest) -> Fetched:
@@ -55,16 +56,19 @@ async def post(access: Access, url: str, body: bytes, request: CompletionRequest
         request.deadline,
         who="the engine",
         source=FailureClass.ENGINE,
-        unreachable="check that it is running, and that completions.url names its host and port",
+        unreachable=f"check that it is running, and that {access.names.url.strip('`')} names its host and port",
         again_on=_PASSING,
     )
     return await fetch_with_retries(access.client, fetch, access.retries)
 
 
-def response_body(fetched: Fetched, request: CompletionRequest, hint: str = "") -> bytes:
+def response_body(
+    fetched: Fetched, request: CompletionRequest, hint: str = "", names: EndpointNames = COMPLETIONS
+) -> bytes:
     """Return the body of a successful response. Raises `RolloutFailed` for an error; `hint` says what to do about it."""
     if fetched.response.status != 200 or is_error(fetched.response):
-        raise RolloutFailed(engine_failure(fetched.response, request.asked.turn, request.credentials.secrets(), hint))
+        secrets = request.credentials.secrets()
+        raise RolloutFailed(engine_failure(fetched.response, request.asked.turn, secrets, hint, names))
     return fetched.response.body
 
 
@@ -79,7 +83,7 @@ async def finished_response(
     while True:
         fetched = await fetch()
         attempts += fetched.attempts
-        body = response_body(fetched, request)
+        body = response_body(fetched, request, names=access.names)
         parsed = await offload_response(partial(read, body, turn), len(body))
         if parsed.finish_reason not in _BROKEN_OFF:
             return parsed, body, attempts

@@ -21,6 +21,7 @@ from rollout_server.core.record import (
     Forked,
     GivenUp,
     Masked,
+    ModelCalled,
     Note,
     Observed,
     Rewarded,
@@ -89,7 +90,7 @@ class _View:
                 proto.segment_opened.CopyFrom(opened)
             case DriftFound():
                 proto.drift_found.CopyFrom(_drift_to_proto(record))
-            case Forked() | GivenUp() | Masked() | Observed() | Rewarded():
+            case Forked() | GivenUp() | Masked() | Observed() | Rewarded() | ModelCalled():
                 self._fill_agent_record(proto, record)
             case Note(_, code, text):
                 proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
@@ -157,6 +158,20 @@ class _View:
             case Observed(what, value):
                 shown = utf8(value) if self._messages else ""
                 proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=shown))
+            case ModelCalled():
+                proto.model_called.CopyFrom(self._model_call_to_proto(record))
+
+    def _model_call_to_proto(self, record: ModelCalled) -> event_pb2.ModelCalled:
+        prompt, generated = record.usage or (0, 0)
+        return event_pb2.ModelCalled(
+            model=utf8(record.model),
+            message=message_to_proto(record.message, typed=self._typed) if self._messages else None,
+            finish_reason=utf8(record.finish_reason),
+            prompt_tokens=prompt,
+            generated_tokens=generated,
+            attempts=record.attempts,
+            elapsed_ms=record.elapsed_ms,
+        )
 
     def _fork_to_proto(self, record: Forked) -> event_pb2.Forked:
         shown = messages_to_proto(record.messages, typed=self._typed) if self._messages else ()

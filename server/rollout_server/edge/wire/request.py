@@ -62,7 +62,12 @@ def start_request(
         caller=caller.name,
         request_id=request.request_id,
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
-        credentials=Credentials(credentials.completions_bearer, credentials.outcome_bearer, credentials.tools_bearer),
+        credentials=Credentials(
+            credentials.completions_bearer,
+            credentials.outcome_bearer,
+            credentials.tools_bearer,
+            dict(credentials.model_bearers),
+        ),
     )
 
 
@@ -88,6 +93,7 @@ def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> li
         ("spec.on_interrupt", spec.on_interrupt, spec_pb2.InterruptPolicy),
     ]
     targets = [(name, getattr(spec, name)) for name in ("completions", "outcome", "tools")]
+    targets += [(f"models[{name}]", target) for name, target in spec.models.items()]
     fields += [(f"spec.{name}.dialect", target.dialect, spec_pb2.Dialect) for name, target in targets]
     text = "must not be STREAM; on TrainerService.Train leave `completions` unset"
     wrong = [

@@ -43,6 +43,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         source_json=spec.source_json,
         train_on=_train_on_to_proto(spec.train_on) if spec.train_on is not None else None,
         group_index=spec.group_index,
+        models={name: _target_to_proto(target) for name, target in spec.models.items()},
     )
 
 
@@ -77,6 +78,7 @@ def spec_from_proto(
         source_json=proto.source_json,
         train_on=_train_on_from_proto(proto.train_on) if proto.HasField("train_on") else None,
         group_index=proto.group_index if proto.HasField("group_index") else None,
+        models={name: _target_from_proto(target, Dialect.OPENAI) for name, target in proto.models.items()},
     )
 
 

@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from rollout_server.core.error import Gone
-from rollout_server.core.outcome import Cancellation, Category, End, Failure, FailureClass, RewardResult
+from rollout_server.core.outcome import Cancellation, End, Failure, RewardResult
 from rollout_server.core.record import Ended
-from rollout_server.runtime.groups.reward import group_rewards
+from rollout_server.runtime.groups.reward import agent_failure, group_rewards
 from rollout_server.runtime.groups.state import GroupPlan, GroupResult, GroupState, member_id
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.registry import RolloutRegistry
@@ -170,7 +170,7 @@ class RolloutGroup:
     async def _reward(self) -> None:
         """Compute the group's reward and record the held ends with it."""
         held = [self._held[index] for index in sorted(self._held)]
-        rewards: Sequence[RewardResult] | str = "group reward was interrupted"
+        rewards: Sequence[RewardResult] | Failure = agent_failure("was interrupted", self.id)
         try:
             if held:
                 runs, own = [each.run for each in held], [each.ended.reward_result for each in held]
@@ -178,8 +178,8 @@ class RolloutGroup:
         finally:
             # On every path: a rollout always gets an outcome.
             for place, each in enumerate(held):
-                reward = rewards if isinstance(rewards, str) else rewards[place]
-                self._record_held(self._index(each.rollout), _with_reward(each, reward, self.id))
+                reward = rewards if isinstance(rewards, Failure) else rewards[place]
+                self._record_held(self._index(each.rollout), _with_reward(each, reward))
             self._rewarding = False
             self._finish()
 
@@ -235,14 +235,8 @@ class RolloutGroup:
         return rollout.spec.group_index or 0
 
 
-def _with_reward(held: HeldEnd, reward: RewardResult | str, group_id: str) -> Ended:
-    """Return the end of a held rollout with its final reward, or as the failure of the group's reward."""
+def _with_reward(held: HeldEnd, reward: RewardResult | Failure) -> Ended:
+    """Return the end of a held rollout with its final reward, or with the failure of the group's reward."""
     if isinstance(reward, RewardResult):
         return replace(held.ended, reward_result=reward)
-    turn = held.rollout.machine.turn
-    text = f"The agent's {reward}; the server's log has the reason under group {group_id}"
-    return replace(
-        held.ended,
-        end=Failure(Category.INTERNAL, text, turn, source=FailureClass.ENVIRONMENT),
-        reward_result=RewardResult(),
-    )
+    return replace(held.ended, end=replace(reward, turn=held.rollout.machine.turn), reward_result=RewardResult())

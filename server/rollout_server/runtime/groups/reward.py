@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from rollout_server.core.outcome import RewardResult
+from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.driver import await_cancelled, contain
 from rollout_server.runtime.run.reward import checked_reward
 
@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 
 async def group_rewards(
     agent: AgentProtocol, group_id: str, runs: Sequence[object], own: Sequence[RewardResult], over: asyncio.Future[None]
-) -> Sequence[RewardResult] | str:
-    """Return the final reward of each run, or what went wrong, as the subject and verb of a sentence.
+) -> Sequence[RewardResult] | Failure:
+    """Return the final reward of each run, or the failure of all of them.
 
     Args:
         runs: the runs of the completed rollouts, in order of group_index.
@@ -38,7 +38,7 @@ async def group_rewards(
             if not over.done():
                 text = "agent %s: reward_group()%s %s%s; the rollouts of group %s fail"
                 _log.error(text, agent.name, location, what, waits_at(task), group_id)
-            return f"group reward {what}"
+            return agent_failure(what, group_id)
         rewards = task.result()
         return [
             checked_reward(merged(each, given), f"agent {agent.name!r}: reward_group")
@@ -49,10 +49,16 @@ async def group_rewards(
             raise
         where = raised_at(error) or location
         _log.error("agent %s: reward_group() failed%s; group %s", agent.name, where, group_id, exc_info=error)
-        return "group reward failed"
+        return error.failure if isinstance(error, RolloutFailed) else agent_failure("failed", group_id)
     finally:
         task.cancel()
         await await_cancelled([task])
+
+
+def agent_failure(what: str, group_id: str) -> Failure:
+    """Return the failure of a group's reward. `what` is the verb of a sentence."""
+    text = f"The agent's group reward {what}; the server's log has the reason under group {group_id}"
+    return Failure(Category.INTERNAL, text, source=FailureClass.ENVIRONMENT)
 
 
 def merged(own: RewardResult, given: RewardResult | None) -> RewardResult:

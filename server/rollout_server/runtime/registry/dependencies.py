@@ -9,6 +9,7 @@ from typing import Protocol
 
 from rollout_server.core.spec import Target
 from rollout_server.runtime.log import Entry
+from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout
@@ -83,10 +84,11 @@ class NoReporter:
 
 @dataclass(frozen=True, slots=True)
 class RegistryDependencies:
-    """Clock, observer, reporter of outcomes with its retry policy, and resources of tools (None: defaults)."""
+    """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models."""
 
     clock: Clock = Clock()
     observer: Observer = field(default_factory=NoObserver)
     reporter: Reporter = field(default_factory=NoReporter)
     retry_policy: DeliveryRetryPolicy = DeliveryRetryPolicy()
     tool_resources: ToolResources | None = None
+    models: FurtherModels = field(default_factory=NoFurtherModels)

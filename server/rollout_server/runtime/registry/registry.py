@@ -66,6 +66,7 @@ class RolloutRegistry:
         self._clock = dependencies.clock
         self._observer = dependencies.observer
         self._tool_resources = dependencies.tool_resources or ToolResources()
+        self._models = dependencies.models
         self._outbox = Outbox(dependencies, self._settle)
         self._index = RolloutIndex()
         self._queue = RolloutQueue(capacity, self._clock)
@@ -267,7 +268,7 @@ class RolloutRegistry:
     def _run(self, rollout: Rollout) -> None:
         rollout.take_slot()
         task = asyncio.create_task(
-            drive(rollout, self._open_sampler, self._tool_resources), name=f"drive {rollout.uid}"
+            drive(rollout, self._open_sampler, self._tool_resources, self._models), name=f"drive {rollout.uid}"
         )
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._on_driven(done, rollout))

@@ -13,6 +13,7 @@ from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End
 from rollout_server.core.record import Input, Record
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
+from rollout_server.runtime.models import FurtherModels, ModelUsage
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
@@ -27,15 +28,19 @@ class RunContext:
         rollout: the rollout.
         threads: slots for the agent's synchronous functions.
         cleanup_threads: slots for what is called after the end, so that a cleanup never waits for functions of other rollouts.
+        models: the server's access to further models.
 
     Attributes:
         state: the agent's own data about this rollout.
+        model_usage: what the rollout has used of each further model.
     """
 
-    def __init__(self, rollout: Rollout, threads: Slots, cleanup_threads: Slots) -> None:
+    def __init__(self, rollout: Rollout, threads: Slots, cleanup_threads: Slots, models: FurtherModels) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
         self.ending = rollout.ending
+        self.models = models
+        self.model_usage: dict[str, ModelUsage] = {}
         self.state: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()

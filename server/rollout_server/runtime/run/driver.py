@@ -22,7 +22,8 @@ from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
+from rollout_server.runtime.models import FurtherModels
 from rollout_server.runtime.ports import OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.context import RunContext
@@ -51,7 +52,9 @@ def seconds_to_end(agent: AgentProtocol) -> float:
     return GRACE_SECONDS + (agent.cleanup_seconds + 1.0 if agent.overrides("cleanup") else 0.0)
 
 
-async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources) -> None:
+async def drive(
+    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, models: FurtherModels
+) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
@@ -61,7 +64,7 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
     run: Run | None = None
     try:
         with _time_limit(rollout):
-            run = _open(rollout, open_sampler, tool_resources)
+            run = _open(rollout, open_sampler, tool_resources, models)
             end = (
                 await _run_to_end(rollout, run, tasks)
                 if run is not None
@@ -88,11 +91,13 @@ async def drive(rollout: Rollout, open_sampler: OpenSampler, tool_resources: Too
     await await_cancelled(tasks)
 
 
-def _open(rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources) -> Run | None:
+def _open(
+    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, models: FurtherModels
+) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
         return Run(
-            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads),
+            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models),
             rollout.machine.main,
             sampler,
             ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),
@@ -248,6 +253,11 @@ def _time_over(rollout: Rollout, seconds: float) -> None:
 
 def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Failure:
     _log_failure(rollout, part, task)
+    error = None if task.cancelled() else task.exception()
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, RolloutFailed):
+        return error.failure
     return _failure(rollout, f"agent's {part} failed", FailureClass.ENVIRONMENT)
 
 

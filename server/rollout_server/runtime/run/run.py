@@ -22,6 +22,7 @@ from rollout_server.core.record import Appended, GivenUp, Masked, Note, Rewarded
 from rollout_server.core.spec import DriftPolicy
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
+from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
 from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
@@ -37,6 +38,7 @@ from rollout_server.runtime.run.arguments import (
     turn_sampling,
 )
 from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.further_model import RolloutModel
 from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
 from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
@@ -287,6 +289,14 @@ class Run:
         Exceptions of the function are not recorded.
         """
         return await once(self._context, self._conversation, function)
+
+    def model(self, name: str) -> ModelClient:
+        """Return a further model, such as a judge: `await run.model("judge").sample([...])`. A reward may call it, too.
+
+        Its endpoint is in the request's `models` or in the server's setting ROLLOUT_MODELS. Raises `AgentMistake`, which lists
+        the names that exist, for any other name.
+        """
+        return RolloutModel(self._context, self._conversation, name)
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
         """Await a coroutine from a synchronous method of the agent, which runs in a thread: `run.wait(run.sample())`.

@@ -86,6 +86,8 @@ async def _call(context: RunContext, execute: Execute, intent: ToolStarted) -> T
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
             result = await _run(context, execute, intent)
+    except RolloutFailed as failed:
+        context.end(failed.failure)
     except asyncio.CancelledError:
         _return(context, intent, _cancelled_result(intent), began)
         raise

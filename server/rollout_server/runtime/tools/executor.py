@@ -83,7 +83,7 @@ class ToolExecutor:
         """Run one call for the rollout `context`.
 
         Raise only `RolloutEnded`, the caller's own cancellation, which no tool can delay, and `RolloutFailed` if the tool cannot
-        be run at all. The model could not have done better, so it gets no error text then.
+        be run at all or a further model that it called failed. The model could not have done better, so it gets no error text then.
         """
         tool = self._tools.get(call.name)
         try:
@@ -92,7 +92,7 @@ class ToolExecutor:
             if limited is not content and not _has_output_limit(tool):
                 self._resources.warn_author(_label(call.name, tool), _FLOODS)
             return ToolResult(call, limited, failed=False)
-        except (asyncio.CancelledError, RolloutEnded):
+        except (asyncio.CancelledError, RolloutEnded, RolloutFailed):
             raise
         except ToolUnavailable as error:
             self._warn_author(call.name, tool, error)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
 
@@ -91,6 +92,9 @@ class ToolContext(Protocol):
 
     def random(self) -> Random:
         """Return the conversation's random generator, whose seed is recorded. Not with `process=True`."""
+
+    def model(self, name: str) -> ModelClient:
+        """Return a further model, such as a judge. Not with `process=True`."""
 
     async def once(self, function: Callable[[], _T | Awaitable[_T]]) -> _T:
         """Call a function, record its result, and return it as parsed from JSON. Not with `process=True`."""

@@ -27,7 +27,7 @@ ROLLOUTS_KEPT: Final = 4096
 _KEYS_KEPT: Final = 16 * ROLLOUTS_KEPT
 
 
-class Judge:
+class RequestJudge:
     """Verifies requests and outcomes, turns replies into completions, and keeps the verdicts of the last `rollouts_kept` rollouts.
 
     With `reuses_ids` a rollout id of the asynchronous HTTP API may be used again once its outcome is settled.

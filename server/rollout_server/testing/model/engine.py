@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from rollout_server.testing.checks.judge import ROLLOUTS_KEPT, Judge
+from rollout_server.testing.checks.judge import ROLLOUTS_KEPT, RequestJudge
 from rollout_server.testing.checks.renderer import UnrenderableError
 from rollout_server.testing.checks.turn import CheckedPrompt, CompletionCall, ScriptedCompletion
 from rollout_server.testing.model.calculator import Model
@@ -53,7 +53,7 @@ class Engine:
     With `replays_keys` a turn that is requested again under its key gets the same completion; otherwise it is generated again.
     """
 
-    def __init__(self, judge: Judge, model: Model, scripts: Scripts, *, replays_keys: bool = False) -> None:
+    def __init__(self, judge: RequestJudge, model: Model, scripts: Scripts, *, replays_keys: bool = False) -> None:
         self._judge = judge
         self._model = model
         self._scripts = scripts

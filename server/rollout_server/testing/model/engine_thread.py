@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import httpx
 
-from rollout_server.testing.checks.judge import Judge
+from rollout_server.testing.checks.judge import RequestJudge
 from rollout_server.testing.checks.renderer import Tools
 from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.model.engine import Engine, Result, Scripts
@@ -47,7 +47,7 @@ class EngineThread:
     """Runs the engine's work in its own thread, because rendering and counting tokens would block the event loop."""
 
     def __init__(
-        self, judge: Judge, engine: Engine, scripts: Scripts, tools: ToolList, thread: ThreadPoolExecutor
+        self, judge: RequestJudge, engine: Engine, scripts: Scripts, tools: ToolList, thread: ThreadPoolExecutor
     ) -> None:
         self.judge = judge
         self.scripts = scripts

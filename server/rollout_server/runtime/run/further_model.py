@@ -1,0 +1,123 @@
+"""A further model of one rollout: finds its endpoint, calls it within the limits, and records the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from rollout_server.core.conversation import Conversation
+from rollout_server.core.message import JSON
+from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Asked, ModelCalled
+from rollout_server.core.spec import Sampling
+from rollout_server.runtime.errors import AgentMistake, ModelFailed, RolloutEnded, RolloutFailed
+from rollout_server.runtime.models import ModelEndpoint, ModelReply, ModelUsage
+from rollout_server.runtime.ports import CompletionRequest, Credentials
+from rollout_server.runtime.run.arguments import SamplingOptions, check_room, turn_sampling
+from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.messages import checked_messages
+
+_ENGINES = (Category.ENGINE_SERVER, Category.ENGINE_CLIENT)
+_PASSING = (Category.NETWORK, Category.TIMEOUT, Category.RATE_LIMITED)
+
+
+class RolloutModel:
+    """The `ModelClient` of one rollout and one name."""
+
+    def __init__(self, context: RunContext, conversation: Conversation, name: str) -> None:
+        """Raise `AgentMistake` if neither the request nor the server has a model of this name."""
+        self._context = context
+        self._conversation = conversation
+        self._name = name
+        self._endpoint = _endpoint(context, name)
+        self._usage = context.model_usage.setdefault(name, ModelUsage())
+
+    async def sample(self, messages: Sequence[Mapping[str, JSON]], **sampling: Unpack[SamplingOptions]) -> ModelReply:
+        """See `ModelClient.sample`."""
+        context, target = self._context, self._endpoint.target
+        options = turn_sampling(Sampling(), sampling, target.dialect)
+        request = self._request(messages, options)
+        _check_unfinished(context)
+        self._check_limits()
+        self._usage.calls += 1
+        clock, turn = context.rollout.clock, context.machine.turn
+        began = clock.monotonic()
+        try:
+            with context.waiting():
+                completion = await context.models.complete(target, request)
+        except RolloutFailed as failed:
+            raise ModelFailed(_failure(self._name, failed.failure, turn)) from failed
+        called = ModelCalled(
+            self._name,
+            completion.message,
+            completion.finish_reason,
+            completion.usage,
+            completion.attempts,
+            1000 * (clock.monotonic() - began),
+            self._conversation.id,
+        )
+        self._usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
+        _check_unfinished(context)
+        context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
+        return ModelReply.of(called)
+
+    def _request(self, messages: Sequence[Mapping[str, JSON]], sampling: Sampling) -> CompletionRequest:
+        given = checked_messages(messages)
+        if not given:
+            raise AgentMistake(f"model {self._name!r}: sample needs at least one message")
+        rollout, conversation = self._context.rollout, self._conversation
+        key = f"{rollout.uid}/model/{self._name}/{self._usage.calls + 1}"
+        asked = Asked(self._context.machine.turn, conversation.id, key, len(given), sampling)
+        return CompletionRequest(
+            asked,
+            given,
+            None,
+            0,
+            conversation.line,
+            rollout.deadline,
+            Credentials(completions=self._endpoint.bearer),
+            sampling=sampling,
+        )
+
+    def _check_limits(self) -> None:
+        limits, usage = self._context.models.limits, self._usage
+        check_room(self._context.machine, self._conversation, f"model {self._name!r}")
+        for used, most, what, setting in (
+            (usage.calls, limits.calls, "calls", "ROLLOUT_MODELS_CALLS"),
+            (usage.generated_tokens, limits.generated_tokens, "generated tokens", "ROLLOUT_MODELS_TOKENS"),
+        ):
+            if used >= most:
+                text = f"model {self._name!r}: the rollout has used {used:,} {what}, at most {most:,} are allowed ({setting})"
+                raise AgentMistake(text)
+
+
+def _endpoint(context: RunContext, name: str) -> ModelEndpoint:
+    """Return the request's endpoint, with the request's key, or else the server's with the server's key."""
+    rollout, own = context.rollout, context.models.endpoints
+    target = rollout.spec.models.get(name)
+    if target is not None:
+        return ModelEndpoint(target, rollout.credentials.models.get(name, ""))
+    if name not in own:
+        names = sorted({*own, *rollout.spec.models})
+        there = f"there are {', '.join(names)}" if names else "this rollout has none"
+        advice = "name it in `models` of the request, or in the server's ROLLOUT_MODELS"
+        raise AgentMistake(f"model: there is no model {name!r:.100}; {there}; {advice}")
+    return own[name]
+
+
+def _failure(name: str, failure: Failure, turn: int) -> Failure:
+    """Return the failure of a rollout that ends with it: that of an engine, whatever went wrong, and never the trainer's."""
+    category = failure.category
+    if category not in _ENGINES:
+        category = Category.ENGINE_SERVER if category in _PASSING else Category.ENGINE_CLIENT
+    text = failure.message.removeprefix(f"turn {turn}: ").replace("the engine", "its endpoint", 1)
+    return Failure(category, f"model {name!r}, in turn {turn}: {text}", turn, failure.http_status)
+
+
+def _check_unfinished(context: RunContext) -> None:
+    """Raise `RolloutEnded` once the rollout has its outcome.
+
+    Until then rewards may call models: that of the rollout, and that of its group, for which a decided end waits.
+    """
+    if context.rollout.outcome is not None:
+        raise RolloutEnded(context.ending.end)
