@@ -77,12 +77,12 @@ def test_the_rollout_stands_on_each_sample(rollout: pb.Rollout) -> None:
     for sample in samples(rollout):
         assert (sample.uid, sample.rollout_id, sample.group_id) == ("u1", "r/1", "g")
         assert (sample.end, sample.reason) == (end, "network" if end == "failure" else outcome.stop.reason)
-        assert sample.trainable is (any(sample.response_mask) and sample.role != "user")
-        assert sample.trainable is (sample.untrainable_reason == "")
         assert sample.scores == dict(outcome.scores)
+        declared = "role_not_trainable" if sample.role == "user" else ""
+        reason = declared or ("" if any(sample.response_mask) else "no_trained_tokens")
         failed = ("server", False, "failure_server")  # ENDS names no source of its failure
         verdict = sample.failure_class, sample.trainable, sample.untrainable_reason
-        assert verdict == (failed if end == "failure" else ("", True, ""))
+        assert verdict == (failed if end == "failure" else ("", not reason, reason))
         assert sample.spans is not None
         assert sample.truncated == (outcome.stop.truncated and sample.spans[-1].turn == outcome.metrics.turns)
 

@@ -169,12 +169,13 @@ class Books:
         self, rule: RewardRule, reward: float, roles: dict[str, float], *, stopped: bool
     ) -> dict[str, float]:
         """The reward of each segment by the rule; only segments that train have one."""
-        trained = [s for s in self.ledger.segments if s.role.trainable and any(t.trains for t in s.tokens)]
+        judged = self.ledger.segments if stopped else []
+        trained = [s for s in judged if s.role.trainable and any(t.trains for t in s.tokens)]
         if rule is not RewardRule.OWN:
             parts = len(trained) if rule is RewardRule.SPLIT else 1
             return {segment.id: reward / parts for segment in trained}
         found: dict[str, float] = {}
-        for segment in trained if stopped else []:
+        for segment in trained:
             values = [value for turn, value in self.rewards.items() if self.homes.get(turn) == segment.id]
             values += [roles[segment.role.name]] if segment.role.name in roles else []
             if values:

@@ -208,7 +208,7 @@ class Machine:
                 self._apply_tool_started(record)
             case ToolReturned():
                 self._apply_tool_returned(record)
-            case Forked() | GivenUp() | Observed() | Masked() | Rewarded():
+            case Forked() | GivenUp() | Observed() | ModelCalled() | Masked() | Rewarded():
                 self._apply_deed(record)
             case Ended():
                 self._apply_ended(record)

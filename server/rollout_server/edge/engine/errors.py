@@ -49,9 +49,7 @@ def engine_failure(
     message, source = error_text(response, secrets), FailureClass.ENGINE
     hint = hint or names.hint(response.status)
     if exceeds_context(response):
-        # The trained conversation grew too long, or an agent asked too much of a further model.
-        source = FailureClass.POLICY if names is COMPLETIONS else FailureClass.ENVIRONMENT
-        category, hint = Category.VALIDATION, _TOO_LONG
+        category, hint, source = Category.VALIDATION, _TOO_LONG, FailureClass.POLICY
     elif response.status == 429:
         category = Category.RATE_LIMITED
     elif response.status >= 500:

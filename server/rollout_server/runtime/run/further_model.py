@@ -7,7 +7,7 @@ from typing import Unpack
 
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import JSON
-from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Asked, ModelCalled
 from rollout_server.core.spec import Sampling
 from rollout_server.runtime.errors import AgentMistake, ModelFailed, RolloutEnded, RolloutFailed
@@ -111,7 +111,7 @@ def _failure(name: str, failure: Failure, turn: int) -> Failure:
     if category not in _ENGINES:
         category = Category.ENGINE_SERVER if category in _PASSING else Category.ENGINE_CLIENT
     text = failure.message.removeprefix(f"turn {turn}: ").replace("the engine", "its endpoint", 1)
-    return Failure(category, f"model {name!r}, in turn {turn}: {text}", turn, failure.http_status)
+    return Failure(category, f"model {name!r}, in turn {turn}: {text}", turn, failure.http_status, FailureClass.ENGINE)
 
 
 def _check_unfinished(context: RunContext) -> None:
