@@ -130,10 +130,10 @@ def test_without_tools_the_world_gets_what_the_model_calls(serving: Serving, scr
 
 
 def polite(response: str) -> float:
-    return float("please" in response)
+    return float("please" not in response)
 
 
-def test_a_rubric_gives_the_reward(serving: Serving, scripted_model: ScriptedModel) -> None:
+def test_a_rubrics_reward_is_added_to_that_of_the_turns(serving: Serving, scripted_model: ScriptedModel) -> None:
     class Polite(Countdown):
         name = "polite"
         rubric = Rubric([polite], [3.0])
@@ -145,8 +145,8 @@ def test_a_rubric_gives_the_reward(serving: Serving, scripted_model: ScriptedMod
 
     rollout = serving(Polite()).play("Begin.", scripted_model.says("please").says("1"))
     assert [message["content"] for message in rollout.messages][:3] == ["Be polite.", "1 message so far.", "please"]
-    assert (rollout.reward, rollout.samples[-1].turn_scores) == (0.0, [0.0, 0.5])
-    assert rollout.scores == {"polite": 0.0}
+    assert (rollout.reward, rollout.samples[-1].turn_scores) == (3.5, [0.0, 0.5])
+    assert rollout.scores == {"polite": 1.0}
 
 
 class Failing(Environment):
