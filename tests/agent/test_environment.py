@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rollout_server import Environment, Limits, Reply, RewardResult, Run, Step, tool
+from rollout_server import Environment, Limits, Reply, RewardResult, Rubric, Run, Step, tool
 from rollout_server.local_stack import LocalStack, ScriptedModel
 
 Serving = Callable[..., LocalStack]
@@ -127,6 +127,26 @@ def test_without_tools_the_world_gets_what_the_model_calls(serving: Serving, scr
             return Step(reward=len(reply.tool_calls), done=True)
 
     assert serving(Bare()).play("Begin.", scripted_model.calls("look")).reward == 1.0
+
+
+def polite(response: str) -> float:
+    return float("please" not in response)
+
+
+def test_a_rubrics_reward_is_added_to_that_of_the_turns(serving: Serving, scripted_model: ScriptedModel) -> None:
+    class Polite(Countdown):
+        name = "polite"
+        rubric = Rubric([polite], [3.0])
+
+        async def reset(self, run: Run) -> str:
+            shorter = await run.fork([{"role": "user", "content": "Be polite."}], kind="compaction")
+            run.state["next"] = 1
+            return f"{len(shorter.messages)} message so far."
+
+    rollout = serving(Polite()).play("Begin.", scripted_model.says("please").says("1"))
+    assert [message["content"] for message in rollout.messages][:3] == ["Be polite.", "1 message so far.", "please"]
+    assert (rollout.reward, rollout.samples[-1].turn_scores) == (3.5, [0.0, 0.5])
+    assert rollout.scores == {"polite": 1.0}
 
 
 class Failing(Environment):

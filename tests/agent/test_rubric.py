@@ -14,7 +14,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.record import ModelCalled, Note
 from rollout_server.core.spec import Dialect, Target
-from rollout_server.runtime.errors import RewardFailed, RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits, ModelReply
 from rollout_server.runtime.ports import CompletionRequest
 
@@ -166,6 +166,51 @@ async def test_the_other_functions_are_cancelled_after_a_failure(new_world: NewW
     assert ended == ["cancelled"]
 
 
+async def leaving(response: str) -> float:
+    raise SystemExit(3)
+
+
+async def sampling(run: Run) -> float:
+    return float((await run.sample()).content)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"), [(leaving, "raised SystemExit"), (sampling, "used a method of run that is not possible")]
+)
+async def test_a_function_ends_neither_the_server_nor_the_rollout(
+    new_world: NewWorld, function: Callable[..., Any], what: str
+) -> None:
+    end = await failed(new_world, Rubric([exact, function]))
+    assert end.message.startswith(f"reward function {function.__name__!r} {line_of(function)} {what}")
+    assert (await rewarded(new_world, Rubric([exact]).add(function, optional=True))).scores == {"exact": 1.0}
+
+
+async def test_the_response_is_the_models_and_never_a_tools(new_world: NewWorld) -> None:
+    async def play(self: Agent, run: Run) -> None:
+        await run.sample()
+        await run.append({"role": "user", "content": "It is 8."})
+
+    world = new_world(graded(Rubric([exact]), play=play))
+    outcome = await outcome_of(world.start(Say("It is 9."), metadata_json=METADATA))
+    assert outcome.reward_result.reward == 0.0
+
+
+def test_a_subclass_extends_a_copy_of_its_base_classes_rubric() -> None:
+    class Base(Agent):
+        name = "base"
+        rubric = Rubric([exact], timeout=5)
+
+    with pytest.raises(
+        AgentMistake, match=r"the rubric of agent class Base, which would change, too; use rubric\.copy"
+    ):
+        Base.rubric.add(short)
+
+    class Extended(Base):
+        rubric = Base.rubric.copy().add(short)
+
+    assert (Base().rubric.names, Extended().rubric.names) == (("exact",), ("exact", "short"))
+
+
 def nothing_known(price: float) -> float:
     return price
 
@@ -179,6 +224,11 @@ def nothing_known(price: float) -> float:
         (lambda: Rubric([exact], [float("nan")]), TypeError, "the weight is nan"),
         (lambda: Rubric([exact], timeout=0), ValueError, "the timeout is 0"),
         (lambda: Rubric([nothing_known]), TypeError, "its parameter 'price' is none of run, prompt, completion"),
+        (
+            lambda: Rubric([ranking_by_answer]),
+            TypeError,
+            "its parameter 'answer' is not available together with 'runs'",
+        ),
         (lambda: graded("a rubric"), TypeError, "rubric is 'a rubric'; it must be a Rubric"),  # type: ignore[arg-type]
     ],
 )
@@ -210,6 +260,10 @@ class Collecting(Agent):
 def ranking(runs: Sequence[Run]) -> list[float]:
     lengths = [len(str(run.messages[-1]["content"])) for run in runs]
     return [sorted(lengths).index(length) / (len(runs) - 1) for length in lengths]
+
+
+def ranking_by_answer(runs: Sequence[Run], answer: str) -> list[float]:
+    return [float(answer in str(run.messages)) for run in runs]
 
 
 async def test_functions_of_a_group_add_to_the_rewards(new_world: NewWorld) -> None:
@@ -358,6 +412,8 @@ async def test_models_can_be_called_until_the_outcome(new_world: NewWorld) -> No
         (number_from(0, 10), "Score: 11", None),
         (number_from(0, 10), "between 7 and 8", None),
         (number_from(0, 10), "70%", None),
+        (number_from(0, 10), "7.5%", None),
+        (number_from(0, 10), "7.5.", 7.5),
         (number_from(0, 10), "", None),
         (json_field("score"), '```json\n{"score": 0.5, "why": "{}"}\n```', 0.5),
         (json_field("ok"), '{"ok": true}', 1.0),
@@ -376,7 +432,9 @@ def test_parsers(parser: Callable[[str], float], reply: str, score: float | None
         assert parser(reply) == score
 
 
-def test_a_judge_needs_an_attempt() -> None:
+def test_a_judge_needs_an_attempt_and_shows_the_response() -> None:
     with pytest.raises(ValueError, match="attempts is 0"):
         Judge(attempts=0)
+    with pytest.raises(ValueError, match=r"the prompt has no \{response\}"):
+        Judge(prompt="Is {reponse} correct?")
     assert (Judge("critic").name, Judge("critic", name="taste").name) == ("critic", "taste")

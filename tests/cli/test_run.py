@@ -376,3 +376,16 @@ def test_further_models_of_a_script(here: Path, invoke: Invoke) -> None:
     (here / "wrong.py").write_text(MODELS.format("[1]"))
     wrong = invoke(*command[:-2], "wrong.py:Model")
     assert (wrong.exit_code, "MODELS must be a dictionary of scripted models" in wrong.stderr) == (1, True)
+
+
+def test_the_log_line_of_a_rubric_says_what_its_function_raised(here: Path, invoke: Invoke) -> None:
+    strict = "from rollout_server import Agent, Rubric\n\n\ndef exact(response, answer):\n    return float(answer in response)\n"
+    (here / "strict.py").write_text(
+        f"{strict}\n\nclass Strict(Agent):\n    name = 'strict'\n    rubric = Rubric([exact])\n"
+    )
+    told = invoke("run", "strict.py", "--prompt", "5 + 3?", "--metadata", '{"ground_truth": 8}')
+    line = f"agent strict: reward() failed at {here / 'strict.py'}:5: strict.py:5: TypeError: 'in <string>' requires string"
+    assert (told.exit_code, line in told.stdout) == (1, True), told.stderr
+    (here / "lax.py").write_text((here / "strict.py").read_text().replace("float(answer in response)", "None"))
+    told = invoke("run", "lax.py", "--prompt", "5 + 3?")
+    assert "agent strict: reward() failed: RewardFailed: reward function 'exact' (" in told.stdout

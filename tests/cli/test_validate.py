@@ -146,3 +146,24 @@ def test_what_cannot_be_imported_is_told_in_either_form(here: Path, invoke: Invo
         return
     wanted = {"command": "validate", "kind": "failed", "message": text, "file": "agent.py", "line": 3}
     assert (told.exit_code, document(told)) == (1, {"error": wanted})
+
+
+RANKED = """
+from rollout_server import Agent, Limits, Rubric
+
+
+def ranking(runs: list) -> list[float]:
+    return [1.0 for _ in runs]
+
+
+class Ranked(Agent):
+    name = "ranked"
+    limits = Limits(turns=1)
+    rubric = Rubric([ranking])
+"""
+
+
+def test_rewards_over_a_group_need_a_group(here: Path, invoke: Invoke) -> None:
+    Path("ranked.py").write_text(RANKED)
+    (agent,) = document(invoke("validate", "ranked.py", "--json"))["agents"]
+    assert (agent["valid"], [text[:25] for text in agent["advice"]]) == (True, ["rewards over a group are "])

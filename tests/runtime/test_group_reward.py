@@ -10,16 +10,19 @@ import pytest
 from rollout_server import Agent, RewardResult, Run
 from rollout_server.core.error import Busy
 from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
+from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.state import GroupResult
+from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
+from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.outcome_receivers import RECEIVER, Receiver
 from tests.support.group_harness import SLOW, GroupHarness, Ranked, finished, items
-from tests.support.runtime_harness import FOREVER, ME, SECRET, Looping, Say, Script, assert_internal, limits
+from tests.support.runtime_harness import FOREVER, ME, SECRET, Looping, Say, Script, assert_internal, limits, wait
 
 BROKEN = Say(failure=Failure(Category.NETWORK, "nobody there"))
 
@@ -214,6 +217,42 @@ async def test_a_group_reward_has_a_time_limit(
     assert asyncio.get_running_loop().time() - before == pytest.approx(30)
     assert "did not return within 30 s" in str(outcomes(group)[0].end)
     assert "reward_group()" in caplog.text
+
+
+class Stuck:
+    """Further models that never reply."""
+
+    limits = ModelLimits()
+
+    def __init__(self) -> None:
+        self.endpoints = {"judge": ModelEndpoint(Target("http://j", Dialect.OPENAI, model="m"))}
+        self.ended = 0
+
+    async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
+        try:
+            await wait(FOREVER)
+            raise AssertionError("it was not cancelled")
+        finally:
+            self.ended += 1
+
+
+class Threaded(Short):
+    """Asks a further model from a thread."""
+
+    reward_group_seconds = 0.2
+
+    def reward_group(self, runs: Sequence[Run]) -> list[RewardResult]:  # type: ignore[override]
+        reply = runs[-1].wait(runs[-1].model("judge").sample([{"role": "user", "content": "?"}]))
+        return [RewardResult(reward=float(reply.content)) for _ in runs]
+
+
+async def test_a_call_that_a_thread_of_the_group_reward_waits_for_is_cancelled(
+    harness: Callable[..., GroupHarness],
+) -> None:
+    models = Stuck()
+    group = harness(Threaded(), models=models).start_group(2)
+    assert (await finished(group)).failed == 2
+    assert models.ended == 1
 
 
 class Returning(Agent):

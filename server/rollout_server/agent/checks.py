@@ -47,9 +47,9 @@ def checked_attribute(owner: str, attribute: str, value: object) -> object:
         return value
     if attribute == "reward_rule":
         return _checked_rule(owner, value)
-    if attribute == "rubric" and value is None:
-        return None
-    wanted = {"limits": Limits, "rubric": Rubric, "replayable": bool}.get(attribute, str)
+    if attribute == "rubric":
+        return _checked_rubric(owner, value)
+    wanted = {"limits": Limits, "replayable": bool}.get(attribute, str)
     if not isinstance(value, wanted):
         state = "is missing" if value is None else f"is {value!r}"
         raise TypeError(f"{owner}: {attribute} {state}; it must be a {wanted.__name__}")
@@ -65,6 +65,15 @@ def checked_attribute(owner: str, attribute: str, value: object) -> object:
             raise ValueError(f"{owner}: {attribute} must not be blank")
         if len(value) > ID_LENGTH:
             raise ValueError(f"{owner}: {attribute} has {len(value)} characters; at most {ID_LENGTH} are allowed")
+    return value
+
+
+def _checked_rubric(owner: str, value: object) -> Rubric | None:
+    if value is None:
+        return None
+    if not isinstance(value, Rubric):
+        raise TypeError(f"{owner}: rubric is {value!r:.100}; it must be a Rubric")
+    value.belong_to(owner)
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from rollout_server.agent.base import Agent, call_method, with_location
@@ -38,7 +39,8 @@ class Environment(Agent):
     """Base class of agents in which the world speaks, such as a text game, a simulated user or a Gymnasium-like environment.
 
     `reset` begins the episode. Then the model and `step` take turns until `step` says that the episode is done, or until a limit
-    of the rollout is met. The reward of the rollout is the sum of the rewards of its turns; override `reward` for another one.
+    of the rollout is met. The reward of the rollout is the sum of the rewards of its turns, plus that of the `rubric` if the class
+    has one; override `reward` for another one.
 
     One object runs many rollouts concurrently. Keep the state of one world in `run.state`.
 
@@ -88,13 +90,18 @@ class Environment(Agent):
             """
 
         async def reward(self, run: Run) -> RewardValue:
-            """Return the sum of the rewards of the rollout's turns; None if no turn has one."""
-            return sum(run.turn_rewards.values()) if run.turn_rewards else None
+            """Return the sum of the rewards of the rollout's turns and of the rubric's reward; None if there are none."""
+            turns = sum(run.turn_rewards.values()) if run.turn_rewards else None
+            if self.rubric is None:
+                return turns
+            scored = await self.rubric.score(run)
+            return scored if turns is None else replace(scored, reward=turns + (scored.reward or 0.0))
 
     async def play(self, run: Run) -> None:
         """Run one episode."""
         first = await call_method(self.reset, f"reset() of agent {self.name}", run)
         with with_location(self.reset):
+            run = run.latest  # `reset` may have replaced the conversation by a compaction
             await run.append(*_as_messages(first, f"agent {self.name!r}: reset"))
         done = False
         while not done:

@@ -30,7 +30,7 @@ Is the response correct, measured by the reference answer? Reply with yes or no.
 
 _PLACEHOLDER: Final = re.compile(r"\{(question|answer|response)\}")
 _YES_NO: Final = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
-_NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w%])")
+_NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w%]|\.\d)")
 
 
 def yes_or_no(reply: str) -> float:
@@ -80,7 +80,7 @@ class Judge:
     Args:
         model: name of the model, as for `run.model`.
         prompt: text of the user message. {question} is replaced by the last user message of the request, {answer} by the
-            metadata's answer, {response} by the text of the rollout's last message.
+            metadata's answer, {response} by the text of the model's last message. It must have {response}.
         parser: `yes_or_no`, `number_from(low, high)`, `json_field(name, low, high)`, or any function that returns the score in a
             text and raises ValueError if there is none.
         name: name of the score; by default that of the model.
@@ -96,9 +96,14 @@ class Judge:
     attempts: int = 3
 
     def __post_init__(self) -> None:
-        """Raises ValueError for `attempts` below 1."""
+        """Raises ValueError for `attempts` below 1, and for a prompt that does not show the response."""
         if self.attempts < 1:
             raise ValueError(f"Judge: attempts is {self.attempts}; it must be at least 1")
+        if "{response}" not in self.prompt:
+            known = "{question}, {answer} and {response}"
+            raise ValueError(
+                f"Judge: the prompt has no {{response}}, so the model could not see it; it may have {known}"
+            )
         object.__setattr__(self, "name", self.name or self.model)
 
     async def __call__(self, run: Run, prompt: Sequence[Mapping[str, JSON]], response: str, answer: JSON) -> float:
@@ -118,10 +123,10 @@ class Judge:
             try:
                 return self.parser(reply.content)
             except ValueError as error:
-                lacks = f"(finish_reason {reply.finish_reason!r}) must {error}"
+                lacks = f"(finish_reason {reply.finish_reason!r}) must {error!s:.300}"
                 messages += [
                     {"role": "assistant", "content": reply.content},
-                    {"role": "user", "content": f"No score can be read from this reply. Please {error}."},
+                    {"role": "user", "content": f"No score can be read from this reply. Please {error!s:.300}."},
                 ]
         text = f"model {self.model!r}, in turn {run.turn}: no score in {self.attempts} replies; the last one {lacks}"
         raise ModelFailed(Failure(Category.ENGINE_CLIENT, text, run.turn))

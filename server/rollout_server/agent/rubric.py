@@ -7,13 +7,14 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import authors_frames, raised_at, written_at
-from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.messages import text_of
 from rollout_server.runtime.run.run import Run
 
@@ -21,6 +22,7 @@ ARGUMENTS: Final = ("run", "prompt", "completion", "response", "answer", "state"
 _GROUP: Final = "runs"
 _MOST_FUNCTIONS: Final = 100
 _FRAMES: Final = 8
+_LEFT_OUT: Final = "%s; its score is left out, because it is optional"
 OPTIONAL_FAILED: Final = "reward_function_failed"
 """Code of the note about an optional reward function that failed."""
 
@@ -52,7 +54,7 @@ class Rubric:
 
     - `run`: the rollout.
     - `prompt`: the messages of the request. `completion`: the messages after them, tool results included.
-    - `response`: the text of the last message.
+    - `response`: the text of the model's last message.
     - `answer`: the metadata's "ground_truth", or else its "answer"; None if it has neither.
     - `state`, `metadata`: those of the rollout.
     - `runs`: all completed rollouts of the group, for ranking them. The function returns a list with one score for each.
@@ -60,6 +62,8 @@ class Rubric:
     A function that raises, exceeds its timeout or returns something else than a finite number ends the rollout as a failure that
     names the function: a bug or an infrastructure failure is never a reward of 0. With `optional=True` it only leaves its score
     out, and the rollout gets the note `reward_function_failed`.
+
+    A rubric that an agent has cannot be changed any more; a subclass extends a copy: `rubric = Base.rubric.copy().add(polite)`.
 
     Args:
         funcs: the functions.
@@ -78,6 +82,7 @@ class Rubric:
         if weights is not None and len(weights) != len(funcs):
             raise ValueError(f"Rubric has {len(funcs)} funcs and {len(weights)} weights; give one weight per function")
         self._timeout = timeout
+        self._owner = ""
         self._functions: list[RewardFunction] = []
         for index, function in enumerate(funcs):
             self.add(function, 1.0 if weights is None else weights[index])
@@ -99,13 +104,28 @@ class Rubric:
             timeout: seconds; None: the rubric's.
             name: name of its score; by default the function's name, or the callable's attribute `name`.
             optional: whether the rollout continues without this score if the function fails.
+
+        Raises AgentMistake if the rubric is that of an agent, whose reward would change unseen.
         """
+        if self._owner:
+            text = f"it is the rubric of {self._owner}, which would change, too; use rubric.copy().add(...)"
+            raise AgentMistake(f"Rubric.add: {text}")
         seconds = self._timeout if timeout is None else timeout
         chosen = name or getattr(func, "__name__", None) or getattr(func, "name", None)
         added = RewardFunction(func, str(chosen), weight, seconds, optional, _parameters(func), _location(func))
         _check(added, [each.name for each in self._functions])
         self._functions.append(added)
         return self
+
+    def copy(self) -> Self:
+        """Return a rubric with the same functions, to which others can be added."""
+        copied = copy(self)
+        copied._functions, copied._owner = list(self._functions), ""
+        return copied
+
+    def belong_to(self, owner: str) -> None:
+        """Refuse further functions from now on. `owner` is the agent's class, for the error."""
+        self._owner = self._owner or owner
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,7 +180,18 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
             raise TypeError(
                 f"reward function: its parameter {parameter.name!r} is none of {known}{_location(function)}"
             )
-    return (_GROUP,) if _GROUP in wanted else tuple(wanted)
+    if _GROUP not in wanted:
+        return tuple(wanted)
+    others = [name for name in wanted if name != _GROUP and _is_required(function, name)]
+    if others:
+        text = f"its parameter {others[0]!r} is not available together with {_GROUP!r}; each run has it"
+        raise TypeError(f"reward function: {text}{_location(function)}")
+    return (_GROUP,)
+
+
+def _is_required(function: Callable[..., Any], name: str) -> bool:
+    parameter = inspect.signature(function).parameters.get(name)
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def _check(added: RewardFunction, names: Sequence[str]) -> None:
@@ -188,11 +219,15 @@ def _arguments(run: Run) -> Mapping[str, Any]:
         "run": run,
         "prompt": prompt,
         "completion": list(completion),
-        "response": text_of(messages[-1].get("content")) if messages else "",
+        "response": next((text_of(each.get("content")) for each in reversed(messages) if _is_reply(each)), ""),
         "answer": metadata.get("ground_truth", metadata.get("answer")),
         "state": run.state,
         "metadata": metadata,
     }
+
+
+def _is_reply(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant"
 
 
 def _chosen(function: RewardFunction, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,7 +268,7 @@ async def _group_scores(function: RewardFunction, runs: Sequence[Run]) -> Sequen
     except RewardFailed as failed:
         if not function.optional:
             raise
-        runs[0].logger.warning("%s", failed)
+        runs[0].logger.warning(_LEFT_OUT, failed, exc_info=failed.__cause__)
         return None
 
 
@@ -250,10 +285,13 @@ async def _result(function: RewardFunction, arguments: Mapping[str, Any], run: R
     except RolloutFailed as failed:  # a further model that the function calls
         text = f"{function.label}: {failed.failure.message}"
         raise RewardFailed(replace(failed.failure, message=text)) from failed
-    except Exception as error:  # the boundary to an author's code
+    # The boundary to an author's code. SystemExit and RolloutEnded would not name the function, and miss `optional`.
+    except (Exception, SystemExit, KeyboardInterrupt, RolloutEnded) as error:
         what = f"raised {type(error).__name__}{raised_at(error)}"
         if isinstance(error, TimeoutError) and timer.expired():
             what = f"did not return within {function.timeout:g} s"
+        if isinstance(error, RolloutEnded):
+            what = f"used a method of run that is not possible in a reward{raised_at(error)}"
         if isinstance(error, AgentMistake):  # this package's own text, such as an unknown name of a model
             what = f"{what}: {error}"
         text = f"{function.label} {what}; the server's log has the traceback"
@@ -273,7 +311,7 @@ def _number(function: RewardFunction, value: object) -> float:
 
 
 def _note(run: Run, failed: RewardFailed) -> None:
-    run.logger.warning("%s; its score is left out, because it is optional", failed, exc_info=failed.__cause__)
+    run.logger.warning(_LEFT_OUT, failed, exc_info=failed.__cause__)
     run.note(OPTIONAL_FAILED, str(failed))
 
 

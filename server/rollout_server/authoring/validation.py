@@ -140,4 +140,9 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
         found.append(
             "it has no reward, so `rollout eval` has no pass rate; define async def reward(self, run) or a rubric"
         )
+    if agent.overrides("reward_group"):
+        found.append(
+            "rewards over a group are computed only for a group that one call starts (`rollout start --group N`), not by "
+            "`rollout run` and `rollout eval`"
+        )
     return found

@@ -179,12 +179,14 @@ def print_server_log(console: Console) -> Iterator[None]:
 
 def _log_text(record: logging.LogRecord) -> str:
     from rollout_server.authoring.author_traceback import author_error
+    from rollout_server.runtime.errors import RewardFailed
 
     error = record.exc_info[1] if record.exc_info else None
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None:
         return record.getMessage()
-    # The driver wraps a SystemExit of an agent in another exception. The exit itself has the author's traceback.
-    mistake = author_error(error.__cause__ if isinstance(error.__cause__, SystemExit) else error, "")
+    # The driver wraps a SystemExit of an agent, and a rubric what its functions raise. The cause has the author's traceback.
+    wrapped = isinstance(error, RewardFailed) or isinstance(error.__cause__, SystemExit)
+    mistake = author_error(error.__cause__ if wrapped and error.__cause__ else error, "")
     return f"{record.getMessage()}: {str(mistake).removeprefix(': ')}"

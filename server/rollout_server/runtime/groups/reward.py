@@ -14,6 +14,7 @@ from rollout_server.runtime.aio.source_location import raised_at, waits_at, writ
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.driver import await_cancelled, contain
 from rollout_server.runtime.run.reward import checked_reward
+from rollout_server.runtime.run.run import Run
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +52,10 @@ async def group_rewards(
         _log.error("agent %s: reward_group() failed%s; group %s", agent.name, where, group_id, exc_info=error)
         return error.failure if isinstance(error, RolloutFailed) else agent_failure("failed", group_id)
     finally:
-        task.cancel()
-        await await_cancelled([task])
+        waiting = [each for run in runs if isinstance(run, Run) for each in run.under_way]  # what threads wait for
+        for each in (task, *waiting):
+            each.cancel()
+        await await_cancelled([task, *waiting])
 
 
 def agent_failure(what: str, group_id: str) -> Failure:

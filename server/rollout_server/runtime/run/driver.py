@@ -263,7 +263,9 @@ def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Fail
 
 def _log_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
-    location = (raised_at(error) if error is not None else "") or _location(rollout, part)
+    location = raised_at(error) if error is not None else ""
+    if not location and not isinstance(error, RolloutFailed):  # its text says what failed
+        location = _location(rollout, part)
     _log.error(
         "agent %s: %s() failed%s", rollout.agent.name, part, location, exc_info=error, extra=_log_fields(rollout)
     )

@@ -100,7 +100,7 @@ def _endpoint(context: RunContext, name: str) -> ModelEndpoint:
     if name not in own:
         names = sorted({*own, *rollout.spec.models})
         there = f"there are {', '.join(names)}" if names else "this rollout has none"
-        advice = "name it in `models` of the request, or in the server's ROLLOUT_MODELS"
+        advice = "name it in `models` of the request, or in the server's ROLLOUT_MODELS (with --script: in its MODELS)"
         raise AgentMistake(f"model: there is no model {name!r:.100}; {there}; {advice}")
     return own[name]
 
