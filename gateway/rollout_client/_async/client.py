@@ -168,8 +168,8 @@ class AsyncClient:
             count: number of rollouts, up to 1,024.
             spec: the spec of each rollout; or pass its fields as keywords. The server appends "/0", "/1", ... to `rollout_id` and
                 sets `group_index`. Without `group_id` it makes one.
-            min_usable: cancel the other rollouts once this many are usable, which means completed, or failed because their time
-                limit expired. 0: never.
+            min_usable: cancel the other rollouts once this many are usable, which means completed, or failed with a class of
+                `train_on`. 0: never.
             refill: how many rollouts may be started anew in place of failed ones that are not usable.
             timeout: seconds for all attempts together. None: the client's timeout.
             call_metadata: additional gRPC metadata.

@@ -70,7 +70,7 @@ class GroupResult(_message.Message):
     asked: _builtins.int
     """Number of rollouts that were asked for."""
     usable: _builtins.int
-    """Number of usable rollouts: those that completed, and those that failed because their time limit expired."""
+    """Number of usable rollouts: those that completed, and those that failed with a class that trains (`RolloutSpec.train_on`)."""
     refilled: _builtins.int
     """Number of rollouts that were started anew because another one failed. Those that they replace are not counted below."""
     completed: _builtins.int

@@ -855,7 +855,7 @@ class GroupOutcome(_message.Message):
     index: _builtins.int
     """Its `RolloutSpec.group_index`."""
     usable: _builtins.bool
-    """It completed, or it failed because its time limit expired."""
+    """It completed, or it failed with a class that trains (`RolloutSpec.train_on`)."""
     replaced: _builtins.bool
     """A new rollout with the same index was started in its place. This one is not counted in the group's result."""
     @_builtins.property
