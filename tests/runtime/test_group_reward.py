@@ -374,7 +374,13 @@ async def test_rollouts_that_were_started_one_by_one_do_not_wait(harness: Callab
     world = harness(agent)
     rollouts = [world.start(Say("xx"), group_id="g", group_index=index) for index in range(2)]
     await asyncio.sleep(1)
-    assert [each.outcome and each.outcome.reward_result.reward for each in rollouts] == [2.0, 2.0]
+    found = [each.outcome for each in rollouts if each.outcome is not None]
+    assert [each.reward_result.reward for each in found] == [2.0, 2.0]
+    assert [[warned.code for warned in each.warnings] for each in found] == [["group_reward_missing"]] * 2
+    alone = world.start()
+    await asyncio.sleep(1)
+    assert alone.outcome is not None
+    assert alone.outcome.warnings == ()
     assert agent.groups == []
 
 
