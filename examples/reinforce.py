@@ -51,9 +51,10 @@ async def main():
     async with Server([Calculator()], settings) as server, Trainer(f"localhost:{server.grpc_port}", **model) as trainer:
         for step in range(15):
             async for group in trainer.rollouts([question], n=64, tokenizer="toy"):
-                mean = sum(rollout.reward for rollout in group.rollouts) / len(group.rollouts)
+                judged = [each for each in group.rollouts if each.reward is not None]  # failed ones have none
+                mean = sum(rollout.reward for rollout in judged) / max(len(judged), 1)
                 print(f"step {step:2}: mean reward {mean:.2f}")
-                for rollout in group.rollouts:
+                for rollout in judged:
                     for sample in rollout.samples:
                         learn(sample, rollout.reward - mean)
 

@@ -33,13 +33,13 @@ async def main(server: str, tokenizer_name: str, tokenizer_file: str) -> None:
         for version in range(2):
             prompts = [Prompt(question, metadata={"ground_truth": "8"})] * 2
             async for group in trainer.rollouts(prompts, n=4, tokenizer=tokenizer_name, limits={"turns": 4}):
-                rewards = [rollout.reward or 0.0 for rollout in group.rollouts]
-                mean = sum(rewards) / len(rewards)
-                for rollout, reward in zip(group.rollouts, rewards, strict=True):
+                judged = [each for each in group.rollouts if each.reward is not None]  # failed ones have no reward
+                mean = sum(each.reward for each in judged) / max(len(judged), 1)
+                for rollout in judged:
                     for sample in rollout.samples:  # your optimizer goes here
                         trained = sum(sample.response_mask)
                         print(
-                            f"policy-{version}: advantage {reward - mean:+.1f} for {trained} of {len(sample.response_ids)}"
+                            f"policy-{version}: advantage {rollout.reward - mean:+.1f} for {trained} of {len(sample.response_ids)}"
                         )
 
 

@@ -91,6 +91,23 @@ async def test_the_trainer_learns(tmp_path: Path) -> None:
     assert sum(means[-3:]) / 3 > 0.9
 
 
+async def test_the_trainer_leaves_out_rollouts_without_a_reward(tmp_path: Path) -> None:
+    (block,) = blocks("python", "def learn")
+    changes = {
+        "range(15)": "range(2)",
+        "n=64": "n=4",
+        # Of each group at least one rollout fails, and in the second step all do.
+        "    [digit] = random": "    calls.append(1)\n    assert len(calls) in (2, 3)\n    [digit] = random",
+        "\nasync def main": "\ncalls = []\n\n\nasync def main",
+    }
+    for old, new in changes.items():
+        assert block.count(old) == 1
+        block = block.replace(old, new)
+    lines = (await run_python(block, tmp_path)).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["step  0", "step  1"]
+    assert lines[1].endswith("mean reward 0.00")
+
+
 async def test_the_agent_is_served(here: Path) -> None:
     (block,) = blocks("python", "class Weather")
     assert len([line for line in block.splitlines() if line.strip()]) <= 15

@@ -199,7 +199,7 @@ def _samples(outcome: Outcome, rollout: Rollout) -> list[TrainingSample]:
 
 
 def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: Rollout) -> TrainingSample:
-    end, reason = _end(outcome)
+    (end, reason), (trainable, untrainable_reason) = _end(outcome), _verdict(sample, outcome)
     spans = _spans(sample.spans) if sample.spans else None
     if segment is not None:
         _compare(sample, segment)
@@ -226,8 +226,8 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
         tool_ms=outcome.metrics.tool_ms,
         failure_class=failure_class_of(outcome),
         role=sample.role or "agent",
-        trainable=_is_trainable(sample, outcome),
-        untrainable_reason=sample.untrainable_reason,
+        trainable=trainable,
+        untrainable_reason=untrainable_reason,
         turn_rewards=tuple(
             TurnReward(each.turn, each.value) for each in outcome.turn_rewards if each.segment_id == sample.segment_id
         ),
@@ -279,9 +279,15 @@ def failure_class_of(outcome: Outcome) -> str:
     return _CANCELLED if outcome.HasField("cancellation") else ""
 
 
-def _is_trainable(sample: Sample, outcome: Outcome) -> bool:
-    """Return the server's verdict. A server that sends none is an old one: then a failed or cancelled rollout does not train."""
-    return sample.trainable if sample.HasField("trainable") else not failure_class_of(outcome)
+def _verdict(sample: Sample, outcome: Outcome) -> tuple[bool, str]:
+    """Return whether the server says that the sample trains, and why not.
+
+    A server that says nothing is an old one: then a failed or cancelled rollout does not train.
+    """
+    if sample.HasField("trainable"):
+        return sample.trainable, sample.untrainable_reason
+    found = failure_class_of(outcome)
+    return not found, f"failure_{found}" if outcome.HasField("failure") else found
 
 
 def _end(outcome: Outcome) -> tuple[str, str]:

@@ -126,9 +126,11 @@ def test_a_failure_of_an_unknown_kind_is_internal_and_a_cancellation_has_its_wor
     outcome.failure.category = 99  # type: ignore[assignment]
     assert (samples(outcome)[0].end, samples(outcome)[0].reason) == ("failure", "internal")
     assert (samples(outcome)[0].failure_class, samples(outcome)[0].trainable) == ("unspecified", False)
+    assert samples(outcome)[0].untrainable_reason == "failure_unspecified"
     outcome.cancellation.reason = "diverged"
     assert (samples(outcome)[0].end, samples(outcome)[0].reason) == ("cancellation", "diverged")
     assert (samples(outcome)[0].failure_class, samples(outcome)[0].trainable) == ("cancelled", False)
+    assert samples(outcome)[0].untrainable_reason == "cancelled"
 
 
 def test_nothing_known_is_no_sample_and_an_unfinished_rollout_an_error() -> None:

@@ -138,6 +138,15 @@ def test_trl_gets_logprobs_of_all_rows_or_none() -> None:
     assert to_trl([sample("a"), sample("b", logprobs=None)])["logprobs"] is None
 
 
+def test_a_row_that_does_not_train_takes_no_logprobs_from_the_others() -> None:
+    failed = sample("b", logprobs=None, trainable=False, untrainable_reason="failure_engine")
+    made = to_trl([sample("a"), failed])
+    assert made["logprobs"] == [sample().logprobs, [0.0] * 7]
+    assert made["env_mask"][1] == [0] * 7
+    assert to_trl([failed])["logprobs"] is None
+    assert to_trl([])["logprobs"] == []
+
+
 def test_trl_gets_no_second_row_of_a_rollout() -> None:
     with pytest.raises(ValueError, match="'a' has 2 samples"):
         to_trl([sample("a"), sample("b"), sample("a", segment_id="1")])

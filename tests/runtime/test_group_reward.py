@@ -4,25 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import pytest
 from rollout_server import Agent, RewardResult, Run
 from rollout_server.core.error import Busy
-from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
+from rollout_server.core.message import Message
+from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop, segment_rewards
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.groups.group import RolloutGroup
-from rollout_server.runtime.groups.state import GroupResult
+from rollout_server.runtime.groups.state import GroupPlan, GroupResult
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
-from rollout_server.runtime.ports import CompletionRequest
+from rollout_server.runtime.ports import CompletionRequest, Credentials
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import RolloutState
-from rollout_server.runtime.start_request import Capacity
+from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.outcome_receivers import RECEIVER, Receiver
 from tests.support.group_harness import SLOW, GroupHarness, Ranked, finished, items
-from tests.support.runtime_harness import FOREVER, ME, SECRET, Looping, Say, Script, assert_internal, limits, wait
+from tests.support.runtime_harness import (
+    FOREVER,
+    ME,
+    SECRET,
+    Looping,
+    Say,
+    Script,
+    a_spec,
+    assert_internal,
+    limits,
+    wait,
+)
 
 BROKEN = Say(failure=Failure(Category.NETWORK, "nobody there"))
 
@@ -279,6 +291,18 @@ async def test_a_group_reward_that_is_none_fails_its_rollouts(
     assert "agent 'returning': reward_group" in caplog.text
 
 
+async def test_a_group_reward_gives_rewards_of_roles_only_with_the_rule_own(
+    harness: Callable[..., GroupHarness], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = Returning([RewardResult(1.0, roles={"agent": 0.25})] * 2)
+    assert (await finished(harness(agent).start_group(2))).failed == 2
+    assert 'rewards of roles reach samples only with reward_rule = "own", it is "copy"' in caplog.text
+    agent.reward_rule = "own"
+    group = harness(agent).start_group(2)
+    await finished(group)
+    assert [segment_rewards(outcome) for outcome in outcomes(group)] == [{"0": 0.25}] * 2
+
+
 async def test_a_group_reward_replaces_and_extends_the_rollouts_own(harness: Callable[..., GroupHarness]) -> None:
     both = RewardResult(scores={"both": 2.0, "new": 3.0})
     group = harness(Returning([None, 2, both, RewardResult(reward=0.0, extra_json="{}")])).start_group(4)
@@ -302,6 +326,83 @@ async def test_an_early_stop_keeps_the_rollouts_that_wait(harness: Callable[...,
     assert (agent.groups, rewards(group)) == ([[0, 3]], [0.0, None, None, 1.0])
 
 
+class Cleaning(Ranked):
+    """Takes 20 s to clean up the rollout of index 1."""
+
+    async def cleanup(self, run: Run) -> None:
+        if run.request.group_index == 1:
+            await asyncio.sleep(20)
+
+
+async def test_a_rollout_cancelled_during_its_cleanup_stops_no_group_early(
+    harness: Callable[..., GroupHarness],
+) -> None:
+    agent = Cleaning()
+    world = harness(agent)
+    world.says(_0=Say("xx"), _1=Say("x"), _2=Say("xxx", seconds=50))
+    group = world.start_group(3, min_usable=2)
+    await asyncio.sleep(10)
+    world.roster.cancel(Selection(ME, uids=(group.members[1].uid,)), "not needed")
+    assert await finished(group) == GroupResult(3, 2, 0, 2, 0, 1, early_stop=False)
+    assert (agent.groups, rewards(group)) == ([[0, 2]], [0.0, None, 1.0])
+
+
+class Models:
+    """A judge that replies after 10 s, only with the key of the request."""
+
+    endpoints: Mapping[str, ModelEndpoint] = {}
+    limits = ModelLimits()
+
+    def __init__(self) -> None:
+        self.deadlines: list[float | None] = []
+
+    async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
+        assert request.credentials.completions == "key"
+        self.deadlines.append(request.deadline)
+        await asyncio.sleep(10)
+        return ModelCompletion(Message.write({"role": "assistant", "content": "4"}), "stop", (7, 2), 1)
+
+
+class Asking(Ranked):
+    """Asks a judge twice for each rollout of a group."""
+
+    async def reward_group(self, runs: Sequence[Run]) -> list[float]:  # type: ignore[override]
+        replies = [
+            (await run.model("judge").sample([{"role": "user", "content": "?"}])).content for _ in "12" for run in runs
+        ]
+        return [float(reply) for reply in replies[: len(runs)]]
+
+
+def start_judged(world: GroupHarness, **fields: object) -> RolloutGroup:
+    """Start a group of two whose rollouts ask the judge of the request."""
+    judge = {"judge": Target("http://j", Dialect.OPENAI, model="m")}
+    spec = a_spec(rollout_id="g", agent="ranked", models=judge, **fields)
+    return world.start_request(
+        StartRequest(spec, "me", credentials=Credentials(models={"judge": "key"})), GroupPlan(2)
+    )[0]
+
+
+async def test_a_rollout_cancelled_while_its_group_is_judged_does_not_fail_the_others(
+    harness: Callable[..., GroupHarness],
+) -> None:
+    group = start_judged(world := harness(Asking(), models=Models()))
+    await asyncio.sleep(5)
+    world.roster.cancel(Selection(ME, uids=(group.members[0].uid,)), "not needed")
+    assert await finished(group) == GroupResult(2, 1, 0, 1, 0, 1, early_stop=False)
+    assert rewards(group) == [None, 4.0]
+    await asyncio.sleep(1)
+    assert [each.credentials for each in group.members] == [Credentials()] * 2
+
+
+async def test_the_time_limit_of_a_rollout_does_not_bound_the_models_of_its_group(
+    harness: Callable[..., GroupHarness],
+) -> None:
+    models = Models()
+    group = start_judged(harness(Asking(), models=models), **limits(seconds=1.0))
+    assert (await finished(group)).completed == 2
+    assert models.deadlines == [None] * 4
+
+
 async def test_rollouts_that_wait_count_towards_the_capacity(harness: Callable[..., GroupHarness]) -> None:
     world = harness(Ranked(), Looping(), capacity=Capacity(running=2, queued=2))
     world.says(_0=Say(), _1=Say(), _2=Say(), _3=Say(seconds=50))
@@ -320,7 +421,13 @@ async def test_rollouts_that_were_started_one_by_one_do_not_wait(harness: Callab
     world = harness(agent)
     rollouts = [world.start(Say("xx"), group_id="g", group_index=index) for index in range(2)]
     await asyncio.sleep(1)
-    assert [each.outcome and each.outcome.reward_result.reward for each in rollouts] == [2.0, 2.0]
+    found = [each.outcome for each in rollouts if each.outcome is not None]
+    assert [each.reward_result.reward for each in found] == [2.0, 2.0]
+    assert [[warned.code for warned in each.warnings] for each in found] == [["group_reward_missing"]] * 2
+    alone = world.start()
+    await asyncio.sleep(1)
+    assert alone.outcome is not None
+    assert alone.outcome.warnings == ()
     assert agent.groups == []
 
 

@@ -174,6 +174,14 @@ async def test_a_cancelled_rollout_is_not_started_anew(harness: Callable[..., Gr
     assert await finished(group) == GroupResult(2, 0, 1, 0, 0, 2, early_stop=False)
 
 
+async def test_a_rollout_whose_time_limit_is_not_usable_is_started_anew(harness: Callable[..., GroupHarness]) -> None:
+    world = harness()
+    world.says(_0=Say(seconds=FOREVER))
+    request = StartRequest(a_spec(rollout_id="g", **limits(seconds=5.0)), "me")
+    group, _ = world.start_request(request, GroupPlan(1, refill=1, train_on=frozenset({FailureClass.POLICY})))
+    assert await finished(group) == GroupResult(1, 1, 1, 1, 0, 0, early_stop=False)
+
+
 async def test_a_drain_starts_nothing_anew(harness: Callable[..., GroupHarness]) -> None:
     world = harness()
     world.says(_0=Say(seconds=3, failure=BROKEN.failure), _1=Say(seconds=FOREVER))

@@ -45,7 +45,7 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
     A sample that is not trainable keeps its row, because TRL assigns rows to groups by position, but its mask is 0 throughout. Its
     reward is None unless the agent gave one: a reward function should return None for it, not 0.
 
-    `logprobs` is None for all rows if one sample has none, because TRL has no value for a row without logprobs.
+    `logprobs` is None for all rows if one trainable sample has none, because TRL has no value for a row without logprobs.
 
     Args:
         samples: exactly one sample per prompt, in the order of the prompts that TRL passed.
@@ -59,11 +59,13 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
     uid, count = next(iter(counted.most_common(1)), ("", 0))
     if count > 1:
         raise ValueError(f"rollout {uid!r} has {count} samples, but TRL takes one row per prompt; choose one of them")
-    known = [logprobs for row in rows if (logprobs := trained_logprobs(row)) is not None]
+    # A sample that is not trainable has mask 0 throughout: if its logprobs are unknown, the other rows keep theirs.
+    unknown = [row for row in rows if row.logprobs is None]
+    lacking = any(row.trainable for row in unknown) or 0 < len(unknown) == len(rows)
     return TrlOutput(
         prompt_ids=[list(row.prompt_ids) for row in rows],
         completion_ids=[list(row.response_ids) for row in rows],
-        logprobs=known if len(known) == len(rows) else None,
+        logprobs=None if lacking else [trained_logprobs(row) or [0.0] * len(row.response_ids) for row in rows],
         env_mask=[trained_mask(row) for row in rows],
         rollout_untrainable=[row.untrainable_reason for row in rows],
         rollout_uid=[row.uid for row in rows],

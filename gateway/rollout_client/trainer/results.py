@@ -41,8 +41,8 @@ class Finished:
     Args:
         rollout: the rollout with its outcome, as the server delivered it.
         samples: training samples, usually one. Empty on a mismatch.
-        untrainable: samples that must not be trained on, because their rollout failed or was cancelled; their
-            `untrainable_reason` says why. `train_on` of the request decides.
+        untrainable: samples that must not be trained on: their rollout failed or was cancelled (`train_on` of the request decides),
+            or their role does not train. Their `untrainable_reason` says why.
         mismatch: first difference between the server's samples and the tokens that this trainer generated. None: they are equal.
         checked: every token of the samples was compared. False if part of the ledger came from the server: after a restart of
             either side, or if more rollouts ran than `remembered`.
@@ -66,7 +66,7 @@ class Finished:
 
     @property
     def reward(self) -> float | None:
-        """Reward that the agent gave the rollout; None: none."""
+        """Reward that the agent gave the rollout. None: none, as for every rollout that failed or was cancelled; it is not 0."""
         outcome = self.rollout.outcome
         return outcome.reward if outcome.HasField("reward") else None
 

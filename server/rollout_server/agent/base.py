@@ -257,11 +257,7 @@ class Agent(metaclass=_AgentClass):
         value = await call_method(self.reward, f"reward() of agent {self.name}", cast("Run", run))
         where = f"agent {self.name!r}: reward"
         with with_location(self.reward):
-            result = checked_reward(value, where)
-            if result.roles and self.reward_rule != RewardRule.OWN.value:
-                text = f'rewards of roles reach samples only with reward_rule = "own", it is "{self.reward_rule}"'
-                raise ValueError(f"{where} in a RewardResult: {text}")
-            return result
+            return self._checked_reward(value, where)
 
     async def judge_group(self, runs: Sequence[object]) -> Sequence[RewardResult | None]:
         """Call `reward_group` and return its checked result; the runtime's entry point.
@@ -278,7 +274,14 @@ class Agent(metaclass=_AgentClass):
                 raise ValueError(
                     f"{where} returned {len(values)} rewards for {len(runs)} runs; return one for each run"
                 )
-            return [None if value is None else checked_reward(value, where) for value in values]
+            return [None if value is None else self._checked_reward(value, where) for value in values]
+
+    def _checked_reward(self, value: object, where: str) -> RewardResult:
+        result = checked_reward(value, where)
+        if result.roles and self.reward_rule != RewardRule.OWN.value:
+            text = f'rewards of roles reach samples only with reward_rule = "own", it is "{self.reward_rule}"'
+            raise ValueError(f"{where} in a RewardResult: {text}")
+        return result
 
     def tools_for(self, request: Request) -> Sequence[Tool]:
         """Call `choose_tools` and return its checked result; the runtime's entry point.

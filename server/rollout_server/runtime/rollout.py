@@ -30,6 +30,10 @@ class RolloutOwner(Protocol):
 class GroupMembership(Protocol):
     """The group that a rollout was started with."""
 
+    @property
+    def rewarding(self) -> bool:
+        """Whether the reward of the group is being computed. It may read a rollout that is cancelled meanwhile."""
+
     def wait(self, rollout: Rollout, run: object, ended: Ended) -> bool:
         """Keep back the end of a rollout until its group has a reward. Return False if the end needs no group reward."""
 
@@ -200,6 +204,11 @@ class Rollout:
     def held(self) -> bool:
         """Whether a consumer still has to see its end. Until `release` it is not dropped."""
         return self._held
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the reward of its group is being computed: even after its end, its further models may be called."""
+        return self.group is not None and self.group.rewarding
 
     def queued_ms(self) -> float:
         """Return the milliseconds since it was accepted."""

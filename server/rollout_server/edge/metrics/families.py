@@ -50,6 +50,7 @@ WARNINGS = frozenset(
         "logprobs_positive",
         "token_unknown",
         "cleanup_failed",
+        "group_reward_missing",
     }
 )
 

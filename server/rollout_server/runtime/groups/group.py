@@ -87,6 +87,11 @@ class RolloutGroup:
         return self.admitted.request.caller
 
     @property
+    def rewarding(self) -> bool:
+        """See `GroupMembership`."""
+        return self._rewarding
+
+    @property
     def last_sequence(self) -> int:
         """Number of the last item that `follow` can yield now."""
         return len(self._items)
@@ -135,6 +140,9 @@ class RolloutGroup:
         index = self._index(rollout)
         self._held[index] = HeldEnd(rollout, run, ended)
         self._registry.park(rollout)
+        if rollout.ending.requested.done():  # during the agent's `cleanup`
+            self._end_early(index)
+            return True
         rollout.ending.requested.add_done_callback(lambda _: self._end_early(index))
         self._step(rollout, ended.end)
         return True
@@ -152,7 +160,7 @@ class RolloutGroup:
     def _step(self, rollout: Rollout, end: End, *, has_outcome: bool = False) -> bool:
         """Apply the end of a rollout. Return whether another one was started in its place."""
         before, index = self._state, self._index(rollout)
-        may_refill = has_outcome and not (self._rewarding or self._registry.draining or rollout.ending.requested.done())
+        may_refill = has_outcome and not (self._rewarding or self._registry.draining or _is_cancelled(rollout))
         self._state = state = before.after(index, end, may_refill=may_refill)
         if state.refilled > before.refilled:
             self.members[index] = self._registry.start_anew(rollout, self._member(index, state.refilled))
@@ -233,6 +241,12 @@ class RolloutGroup:
 
     def _index(self, rollout: Rollout) -> int:
         return rollout.spec.group_index or 0
+
+
+def _is_cancelled(rollout: Rollout) -> bool:
+    """Return whether a caller cancelled the rollout, even if it ended otherwise before that."""
+    requested = rollout.ending.requested
+    return requested.done() and isinstance(requested.result(), Cancellation)
 
 
 def _with_reward(held: HeldEnd, reward: RewardResult | Failure) -> Ended:

@@ -317,7 +317,8 @@ class RolloutRegistry:
         """
         if self._outbox.holds(rollout):
             return
-        rollout.drop_credentials()
+        if not rollout.is_read:
+            rollout.drop_credentials()
         if not (rollout.running or rollout.held):
             self._queue.forget(rollout)
             self._retention.add(rollout)

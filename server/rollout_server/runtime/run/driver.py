@@ -38,6 +38,8 @@ GRACE_SECONDS = 5.0
 """How long an agent's tasks may continue after the end of their rollout."""
 CLEANUP_FAILED = "cleanup_failed"
 """Code of the warning about a cleanup that failed or did not return."""
+GROUP_REWARD_MISSING = "group_reward_missing"
+"""Code of the warning about a rollout whose agent rewards groups, but that was not started with its group."""
 
 
 class _Crashed(Exception):
@@ -80,11 +82,12 @@ async def drive(
         # ignores its cancellation. What such a task still does is rejected, because the end is decided.
         rollout.ending.decide(end, reward)
         total_ms = 1000 * (rollout.clock.monotonic() - started)
-        ended = Ended(end, reward, total_ms, queued_ms, reward_rule=rollout.reward_rule)
+        warnings = _group_reward_missing(rollout, end)
+        ended = Ended(end, reward, total_ms, queued_ms, warnings, rollout.reward_rule)
         _cancel(run, tasks)
         try:
             if run is not None and rollout.agent.overrides("cleanup"):
-                ended = replace(ended, warnings=await _run_cleanup(rollout, run, tasks))
+                ended = replace(ended, warnings=(*warnings, *await _run_cleanup(rollout, run, tasks)))
         finally:
             if rollout.group is None or run is None or not rollout.group.wait(rollout, run.latest, ended):
                 rollout.record(ended)
@@ -172,6 +175,15 @@ async def _run_reward(
     if _has_failed(judge):
         return _agent_failure(rollout, "reward", judge), RewardResult()
     return stop, judge.result()
+
+
+def _group_reward_missing(rollout: Rollout, end: End) -> tuple[Warned, ...]:
+    """Return a warning if the reward lacks what the agent's `reward_group` would add, because no group was started."""
+    apart = rollout.spec.group_id and rollout.group is None
+    if not (apart and isinstance(end, Stop) and rollout.agent.overrides("reward_group")):
+        return ()
+    text = "The agent's reward_group was not called, because this rollout was started without StartGroup"
+    return (Warned(GROUP_REWARD_MISSING, text, rollout.machine.turn),)
 
 
 async def _run_cleanup(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> tuple[Warned, ...]:

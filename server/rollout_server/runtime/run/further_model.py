@@ -58,7 +58,8 @@ class RolloutModel:
         )
         self._usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
-        context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
+        if context.rollout.outcome is None:
+            context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
         return ModelReply.of(called)
 
     def _request(self, messages: Sequence[Mapping[str, JSON]], sampling: Sampling) -> CompletionRequest:
@@ -74,7 +75,7 @@ class RolloutModel:
             None,
             0,
             conversation.line,
-            rollout.deadline,
+            rollout.deadline if rollout.ending.decided is None else None,
             Credentials(completions=self._endpoint.bearer),
             sampling=sampling,
         )
@@ -117,7 +118,8 @@ def _failure(name: str, failure: Failure, turn: int) -> Failure:
 def _check_unfinished(context: RunContext) -> None:
     """Raise `RolloutEnded` once the rollout has its outcome.
 
-    Until then rewards may call models: that of the rollout, and that of its group, for which a decided end waits.
+    Until then rewards may call models: that of the rollout, and that of its group, for which a decided end waits. A rollout that is
+    cancelled while the reward of its group is computed does not fail the others: until that reward is known, its models work.
     """
-    if context.rollout.outcome is not None:
+    if context.rollout.outcome is not None and not context.rollout.is_read:
         raise RolloutEnded(context.ending.end)
