@@ -108,6 +108,7 @@ class TrainingSample:
         failure_class: who has to act if the rollout failed, such as "engine"; "cancelled" if it was cancelled, empty if it
             completed. docs/failures.md lists them.
         role: the part that the conversation plays, as the agent names it, such as "critic"; "agent" by default.
+        model: name of the further model that generated the completions; empty: the request's completion target did.
         trainable: whether to train on the sample. The mask does not depend on it: it says who wrote the tokens.
         untrainable_reason: why not, as a stable word such as "failure_engine" or "cancelled"; empty if it is trainable.
         turn_rewards: rewards that the agent gave to turns of the sample, by turn. A turn without a reward is missing.
@@ -140,6 +141,7 @@ class TrainingSample:
     trainable: bool = True
     untrainable_reason: str = ""
     turn_rewards: tuple[TurnReward, ...] = ()
+    model: str = ""
 
     @property
     def turn_scores(self) -> list[float]:
@@ -231,6 +233,7 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
         turn_rewards=tuple(
             TurnReward(each.turn, each.value) for each in outcome.turn_rewards if each.segment_id == sample.segment_id
         ),
+        model=sample.model,
     )
 
 

@@ -171,16 +171,17 @@ class Server:
         tools = tool_resources(tokenizers, settings)
         stack.push_async_callback(tools.close)
         metrics, self._streams = self._metrics, make_streams(settings)
+        samplers = trainers(client, channels, tokenizers, self._streams, settings)
         registry = make_registry(
             self._agents,
-            trainers(client, channels, tokenizers, self._streams, settings),
+            samplers,
             settings,
             RegistryDependencies(
                 observer=metrics,
                 reporter=reporter(client, channels, settings),
                 retry_policy=delivery_retry_policy(settings),
                 tool_resources=tools,
-                models=further_models(client, rules, settings),
+                models=further_models(samplers.engines, rules, settings),
             ),
             shared=keys.demands,
         )

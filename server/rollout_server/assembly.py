@@ -141,7 +141,7 @@ def trainers(
     )
 
 
-def further_models(client: HttpClient, rules: TargetRules, settings: Settings) -> EngineModels:
+def further_models(engines: Engines, rules: TargetRules, settings: Settings) -> EngineModels:
     """Return the access to further models. Raises `WrongSettings` for entries and keys that cannot be used."""
     keys: list[str] = []
     with _naming("ROLLOUT_MODELS"):
@@ -158,7 +158,7 @@ def further_models(client: HttpClient, rules: TargetRules, settings: Settings) -
     with _naming("ROLLOUT_MODELS_KEYS"):
         endpoints = read_endpoints(settings.models, keys)
     limits = ModelLimits(settings.models_calls, settings.models_tokens)
-    return EngineModels(Access(client, retry_policy(settings)), endpoints, limits, settings.models_concurrency)
+    return EngineModels(engines, endpoints, limits, settings.models_concurrency)
 
 
 def retry_policy(settings: Settings) -> RetryPolicy:

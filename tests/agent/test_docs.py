@@ -22,6 +22,7 @@ from countdown import Countdown
 from debate import Debate
 from moody import Moody
 from numbers_ import Numbers
+from reviewed import Reviewed
 from rollout_server.testing.script import ScriptedReply
 from squares import Squares
 
@@ -65,6 +66,13 @@ def test_a_rubric_with_a_judge_and_a_critic(serving, scripted_model, mock_engine
     rollout = serving(Clear(), models=models.entries).play("2 + 2?", model, metadata={"ground_truth": "4"})
     assert rollout.scores == {"correct": 1.0, "brief": 1.0, "clarity": 6.0}
     assert (rollout.reward, rollout.messages[2]["content"]) == (1.5, "Is it?")
+
+
+def test_a_conversation_of_a_further_model(serving, scripted_model, mock_engine):
+    model = scripted_model.says("It is 5.").says("It is 4.")
+    rollout = serving(Reviewed(), models=mock_engine(critic=Scripted("Is it?")).entries).play("2 + 2?", model)
+    assert (rollout.failure, len(rollout.samples)) == (None, 1)  # the mock engine reports no ids
+    assert rollout.messages[2]["content"] == "Is it?"
 
 
 def test_policies(serving, scripted_model):
@@ -118,6 +126,7 @@ def project(tmp_path: Path) -> Path:
         "careful",
         "coder",
         "clear",
+        "reviewed",
         "countdown",
         "debate",
         "brief",
@@ -135,4 +144,4 @@ def test_the_snippets_run(project: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 passed" in done.stdout
+    assert "13 passed" in done.stdout

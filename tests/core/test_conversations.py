@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import DriftKind, MaskReason, Origin, Role, SegmentKind
-from rollout_server.core.machine import LimitReached, Machine, replay
+from rollout_server.core.machine import IllegalRecord, LimitReached, Machine, replay
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import (
     Appended,
@@ -224,6 +224,8 @@ WRONG = [
     Forked("1", "0", Origin(SegmentKind.DRIFT, "0", 0), 1, (USER,)),
     Forked("1", "0", Origin(COMPACTION, "0"), 1, (USER,), role=Role("critic")),
     Forked("1", "0", Origin(COMPACTION, "0"), 1, (USER,), role=Role(trainable=False)),
+    Forked("1", "0", Origin(COMPACTION, "0"), 1, (USER,), role=Role(model="critic")),
+    Forked("1", "0", Origin(BRANCH, "0", 3), 3, role=Role(model="critic")),
 ]
 
 
@@ -289,6 +291,23 @@ def test_all_segments_of_a_conversation_have_its_role() -> None:
         ("compaction", CRITIC),
         ("branch", Role()),
     ]
+
+
+def test_a_branch_and_a_compaction_keep_the_further_model() -> None:
+    machine = begun()
+    record = machine.fork(SUBAGENT, (USER,), role=Role("critic", trainable=True, model="large"))
+    machine.accept(record)
+    critic = machine.find(record)
+    machine.accept(answered(asks(machine, critic), 7))
+    branch = machine.fork(BRANCH, (), critic, Role("other"))
+    assert branch.role == Role("other", model="large")
+    with pytest.raises(IllegalRecord):
+        machine.accept(replace(branch, role=Role("other")))
+    machine.accept(branch)
+    assert machine.find(branch).role.model == "large"
+    shorter = forks(machine, COMPACTION, critic)
+    machine.accept(answered(asks(machine, shorter), 8))
+    assert [segment.role.model for segment in machine.ledger.segments] == ["", "large", "large"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1.1e9, -1.1e9])

@@ -109,6 +109,7 @@ class Asynchronous(Agent):
         assert_type(results[0].failed, bool)
         await run.append({"role": "user", "content": "More?"}, {"role": "user", "content": ["text"]})
         assert_type(await run.fork(), Run)
+        assert_type(await run.fork([{"role": "user", "content": "x"}], model="critic", trainable=True), Run)
         assert_type(await run.fork([{"role": "user", "content": "x"}], kind="compaction", tools=[add]), Run)
         assert_type(run.now(), datetime)
         assert_type(run.random(), Random)

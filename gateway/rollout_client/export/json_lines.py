@@ -141,7 +141,7 @@ _TURN_REWARD: Final[Mapping[str, _Reader]] = MappingProxyType({"turn": _count, "
 _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
         **dict.fromkeys(("segment_id", "kind", "parent_id", "uid", "rollout_id", "group_id", "end", "reason"), _text),
-        **dict.fromkeys(("failure_class", "role", "untrainable_reason"), _text),
+        **dict.fromkeys(("failure_class", "role", "untrainable_reason", "model"), _text),
         **dict.fromkeys(("prompt_ids", "response_ids", "response_mask"), _ids),
         **dict.fromkeys(("completion_ms", "tool_ms"), _number),
         "logprobs": _or_none(_numbers),

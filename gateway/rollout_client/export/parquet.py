@@ -87,6 +87,7 @@ def _schema(arrow: Any) -> Any:
         "trainable": arrow.bool_(),
         "untrainable_reason": text,
         "turn_rewards": arrow.list_(arrow.struct([("turn", integer), ("value", number)])),
+        "model": text,
     }
     return arrow.schema(columns)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 from rollout_client.chat_messages import messages
-from rollout_client.samples import TrainingSample, failure_class_of, raise_for_failure, samples
+from rollout_client.samples import MODEL, TrainingSample, failure_class_of, raise_for_failure, samples
 from rollout_client.spec import MessageLike
 from rollout_client.trainer.rollout_records import Record
 from rollout_client.trainer.verify import Mismatch, find_mismatch
@@ -45,7 +45,7 @@ class Finished:
             or their role does not train. Their `untrainable_reason` says why.
         mismatch: first difference between the server's samples and the tokens that this trainer generated. None: they are equal.
         checked: every token of the samples was compared. False if part of the ledger came from the server: after a restart of
-            either side, or if more rollouts ran than `remembered`.
+            either side, if more rollouts ran than `remembered`, or if a sample of a further model trains.
     """
 
     rollout: Rollout = field(repr=False)
@@ -128,12 +128,16 @@ def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     except ValueError as error:
         wrong = Mismatch("", "segment", None, "consistent samples", str(error))
         return Finished(rollout, (), wrong, True)
+    own = [
+        each for each in found if not each.model
+    ]  # this trainer did not generate the others, so it cannot verify them
     trained = [each for each in found if each.trainable]
     rest = [each for each in found if not each.trainable]
     if record is None:
         return Finished(rollout, trained, None, not found, rest)
-    wrong_at = find_mismatch(record, found, turns=rollout.outcome.metrics.turns)
-    checked = all(ledger.complete for _, ledger in record.ledgers())
+    others = {span.turn for each in found if each.model for span in each.spans or () if span.author == MODEL}
+    wrong_at = find_mismatch(record, own, turns=rollout.outcome.metrics.turns - len(others))
+    checked = all(ledger.complete for _, ledger in record.ledgers()) and not any(each.model for each in trained)
     if wrong_at:
         return Finished(rollout, (), wrong_at, checked)
     return Finished(rollout, trained, None, checked, rest)

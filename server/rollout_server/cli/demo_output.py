@@ -131,6 +131,7 @@ def agent_action(event: event_pb2.RolloutEvent) -> tuple[str, str]:
             count = plural(forked.count, "message")
             role = "" if forked.role in ("", "agent") else f", role {forked.role}"
             role += "" if forked.trainable or not forked.HasField("trainable") else ", not trainable"
+            role += f", model {forked.model}" if forked.model else ""
             return (
                 "fork",
                 f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}{role}",

@@ -171,11 +171,14 @@ class Machine:
     ) -> Forked:
         """Return the record that would open a conversation now. Changes nothing.
 
-        A branch has the messages of its parent, a compaction has its role.
+        A branch has the messages and the model of its parent, a compaction has its role.
         """
         forked = of or self.main
         origin = forked.line.branch_origin() if kind is SegmentKind.BRANCH else Origin(kind, forked.id)
-        role = forked.role if kind is SegmentKind.COMPACTION else role
+        if kind is SegmentKind.BRANCH:
+            role = replace(role, model=forked.role.model)
+        elif kind is SegmentKind.COMPACTION:
+            role = forked.role
         count = len(messages or forked.messages)
         return Forked(self.ledger.next_id, forked.id, origin, count, messages, role=role)
 

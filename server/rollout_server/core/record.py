@@ -141,7 +141,8 @@ class Forked:
         count: number of messages that the new conversation starts with.
         messages: messages given by the agent; empty for a branch, which has those of its parent.
         tools: names of the tools in the new conversation's chat template.
-        role: the part that the new conversation plays. A compaction keeps that of the conversation it replaces.
+        role: the part that the new conversation plays, and its further model. A compaction keeps the role of the conversation it
+            replaces, a branch the model of its parent.
     """
 
     segment_id: str

@@ -84,10 +84,12 @@ class Role:
     Args:
         name: chosen by the agent's author, such as "solver" or "critic".
         trainable: whether its samples train. The masks of its tokens say who wrote them in either case.
+        model: name of the further model that generates its completions; empty for the request's completion target.
     """
 
     name: str = "agent"
     trainable: bool = True
+    model: str = ""
 
 
 AGENT: Final = Role()

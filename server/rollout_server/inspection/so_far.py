@@ -62,6 +62,7 @@ def _add_spans(
         fork = forks.get(name) or forks.get(segment.origin.parent_id)
         if fork is not None:
             forks[name], segment.role, segment.trainable = fork, fork.role, fork.trainable
+            segment.model = fork.model
     segment.spans.extend(event.answered.spans)
     segment.verified = segment.verified and event.answered.verified
 

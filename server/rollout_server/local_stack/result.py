@@ -79,9 +79,10 @@ def objections(finished: FinishedRollout, verdict: Verdict | None) -> str:
         return ""
     if verdict.refusals:
         return "; ".join(refusal.text for refusal in verdict.refusals)
-    if len(finished.samples) != 1:  # the verdict of the rollout id covers only one of several conversations
+    own = [sample for sample in finished.samples if not sample.model]  # the trainer does not see the others
+    if len(own) != 1:  # the verdict of the rollout id covers only one of several conversations
         return ""
-    expected, (sample,) = verdict.sample, finished.samples
+    expected, (sample,) = verdict.sample, own
     mask = tuple(sample.response_mask)
     # Tokens that the agent masked out have mask 1 in the trainer, which gets that mask only with the outcome.
     if any(event.HasField("masked") for event in finished.events):

@@ -8,8 +8,8 @@ from typing import Protocol, Unpack
 
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.record import ModelCalled
-from rollout_server.core.spec import Target
-from rollout_server.runtime.ports import CompletionRequest
+from rollout_server.core.spec import Spec, Target
+from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
 from rollout_server.runtime.run.arguments import SamplingOptions
 from rollout_server.runtime.run.messages import text_of
 
@@ -104,6 +104,9 @@ class FurtherModels(Protocol):
     async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
         """Request a completion, with retries. `request.credentials.completions` is the endpoint's key. Raise `RolloutFailed`."""
 
+    def open(self, target: Target, spec: Spec, tools: Sequence[Tool]) -> Sampler:
+        """Return a sampler for a conversation that the endpoint continues, with token ids if it reports any."""
+
 
 class NoFurtherModels:
     """A server without endpoints: the default."""
@@ -112,5 +115,9 @@ class NoFurtherModels:
     limits = ModelLimits()
 
     async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
+        """Raise NotImplementedError: this server calls no further models."""
+        raise NotImplementedError("this server calls no further models")
+
+    def open(self, target: Target, spec: Spec, tools: Sequence[Tool]) -> Sampler:
         """Raise NotImplementedError: this server calls no further models."""
         raise NotImplementedError("this server calls no further models")

@@ -26,7 +26,7 @@ from tests.support.rest_gateway import Plain, PlainServer, Sse, event, listening
 from tests.support.scripted_server import UID, Refusal, stopped
 
 Code = grpc.StatusCode
-COUNT = 7
+COUNT = 8
 
 
 @pytest.fixture
@@ -157,9 +157,9 @@ async def test_a_server_that_stays_away_ends_the_stream_and_the_client_may_come_
 
 async def test_the_header_goes_before_the_query(plain: Plain) -> None:
     stream = await plain.events("?after=1", last="5")
-    assert [frame.json["sequence"] for frame in await stream.all()] == [6, 7]
+    assert [frame.json["sequence"] for frame in await stream.all()] == [6, 7, 8]
     stream = await plain.events("?after=5", last="")
-    assert [frame.json["sequence"] for frame in await stream.all()] == [6, 7]
+    assert [frame.json["sequence"] for frame in await stream.all()] == [6, 7, 8]
 
 
 async def test_who_has_seen_the_end_is_told_not_to_come_back(plain: Plain) -> None:
@@ -296,7 +296,7 @@ async def test_httpx_reads_the_stream_to_its_end(plain: Plain) -> None:
 async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
     origin = token_pb2.SegmentOrigin(parent_id="0", kind=token_pb2.SEGMENT_KIND_SUBAGENT)
     help_ = message_pb2.Message(json='{"role": "user", "content": "Help."}')
-    whose = {"role": "critic", "trainable": False}
+    whose = {"role": "critic", "trainable": False, "model": "large"}
     forked = event_pb2.Forked(of_segment_id="0", origin=origin, count=1, messages=[help_], tools=["add"], **whose)
     deeds: list[tuple[event_pb2.RolloutEvent, dict[str, Any]]] = [
         (
@@ -320,7 +320,7 @@ async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
         (event(6, rewarded=event_pb2.Rewarded(value=-0.5)), {"value": -0.5}),
         (
             event(
-                6, model_called=event_pb2.ModelCalled(model="judge", message=help_, finish_reason="stop", attempts=1)
+                7, model_called=event_pb2.ModelCalled(model="judge", message=help_, finish_reason="stop", attempts=1)
             ),
             {
                 "model": "judge",

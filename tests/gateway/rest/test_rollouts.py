@@ -52,6 +52,7 @@ def finished() -> pb.Rollout:
         ],
         verified=True,
         role="critic",
+        model="large",
         trainable=True,
         reward=0.0,
     )
@@ -70,6 +71,7 @@ def finished() -> pb.Rollout:
         trainable=False,
         untrainable_reason="masked",
         role="critic",
+        model="large",
         reward=0.0,
     )
     outcome = outcome_pb2.Outcome(
@@ -146,8 +148,8 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
     ]
     from_drift = {"parent_id": "9", "parent_tokens": 1, "kind": "drift"}
     nowhere = {"parent_id": "", "parent_tokens": 0, "kind": "unspecified"}
-    judged = {"trainable": False, "untrainable_reason": "masked", "role": "critic", "reward": 0.0}
-    untrainable = {"trainable": False, "untrainable_reason": "failure_engine", "role": "", "reward": None}
+    judged = {"trainable": False, "untrainable_reason": "masked", "role": "critic", "reward": 0.0, "model": "large"}
+    untrainable = {"trainable": False, "untrainable_reason": "failure_engine", "role": "", "reward": None, "model": ""}
     samples = [
         {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True, **judged},
         {**empty, "logprobs": None, "spans": [], "origin": nowhere, "verified": False, **untrainable},
@@ -166,7 +168,7 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
         },
     ]
     origin = {"parent_id": "", "parent_tokens": 0, "kind": "main"}
-    role = {"role": "critic", "trainable": True, "reward": 0.0}
+    role = {"role": "critic", "trainable": True, "reward": 0.0, "model": "large"}
     segments = [{"id": "0", "origin": origin, "spans": spans, "verified": True, **role}]
     parts: dict[str, dict[str, Any]] = {
         "basic": basic,

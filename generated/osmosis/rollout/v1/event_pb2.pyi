@@ -551,6 +551,7 @@ class Forked(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     of_segment_id: _builtins.str
     """The segment of the conversation that was forked."""
     count: _builtins.int
@@ -559,6 +560,8 @@ class Forked(_message.Message):
     """The part that the conversation plays; see Segment."""
     trainable: _builtins.bool
     """Whether the conversation trains. Unset: not sent."""
+    model: _builtins.str
+    """Name of the further model that generates the conversation's completions. Empty: `RolloutSpec.completions` does."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
         """Origin of the new conversation's first segment. Its first prompt decides how many tokens it shares with the parent: see
@@ -583,10 +586,11 @@ class Forked(_message.Message):
         tools: _abc.Iterable[_builtins.str] | None = ...,
         role: _builtins.str = ...,
         trainable: _builtins.bool | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "origin", b"origin", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "count", b"count", "messages", b"messages", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "tools", b"tools", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "count", b"count", "messages", b"messages", "model", b"model", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "tools", b"tools", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trainable: _TypeAlias = _typing.Literal["trainable"]  # noqa: Y015
     _WhichOneofArgType__trainable: _TypeAlias = _typing.Literal["_trainable", b"_trainable"]  # noqa: Y015

@@ -294,6 +294,7 @@ class Segment(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Unique within its rollout: "0", "1", ..."""
     verified: _builtins.bool
@@ -304,6 +305,8 @@ class Segment(_message.Message):
     """The agent declared that the conversation trains. Unset: not sent."""
     reward: _builtins.float
     """The reward of the segment by `Outcome.reward_rule`; unset: none. Only in an outcome."""
+    model: _builtins.str
+    """Name of the further model that generated its completions. Empty: `RolloutSpec.completions` did."""
     @_builtins.property
     def origin(self) -> Global___SegmentOrigin:
         """Why the segment was opened, and its parent."""
@@ -322,10 +325,11 @@ class Segment(_message.Message):
         role: _builtins.str = ...,
         trainable: _builtins.bool | None = ...,
         reward: _builtins.float | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "origin", b"origin", "reward", b"reward", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "id", b"id", "origin", b"origin", "reward", b"reward", "role", b"role", "spans", b"spans", "trainable", b"trainable", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "id", b"id", "model", b"model", "origin", b"origin", "reward", b"reward", "role", b"role", "spans", b"spans", "trainable", b"trainable", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
@@ -398,6 +402,7 @@ class Sample(_message.Message):
     UNTRAINABLE_REASON_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """Id of the segment."""
     response_mask: _builtins.bytes
@@ -416,6 +421,10 @@ class Sample(_message.Message):
     """The role of the segment."""
     reward: _builtins.float
     """The reward of the sample by `Outcome.reward_rule`; unset: none. A sample that is not trainable has none."""
+    model: _builtins.str
+    """Name of the further model that generated its completions, so that the trainer cannot know them. Empty: `RolloutSpec.completions`
+    did.
+    """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the first prompt. All have mask 0."""
@@ -451,10 +460,11 @@ class Sample(_message.Message):
         untrainable_reason: _builtins.str = ...,
         role: _builtins.str = ...,
         reward: _builtins.float | None = ...,
+        model: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "reward", b"reward", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "role", b"role", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "model", b"model", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "role", b"role", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -1,4 +1,8 @@
-"""Calls of further models, such as a judge: chat completions of any engine, without token ids."""
+"""Calls of further models, such as a judge, and samplers of conversations whose completions come from one.
+
+Single calls are chat completions of any engine, without token ids. The sampler of a conversation asks for ids, which become a
+sample. The engine renders it: the request's tokenizer is that of another model.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from dataclasses import replace
 from typing import Final
 from weakref import WeakValueDictionary
 
+from rollout_server.core.record import Answered
 from rollout_server.core.spec import ENGINES, Dialect, Spec, Target
 from rollout_server.core.spec_validation import MODEL_NAME, model_violations
 from rollout_server.edge.engine.completion_client import Chat
 from rollout_server.edge.engine.errors import EndpointNames
-from rollout_server.edge.engine.transport import Access
+from rollout_server.edge.engine.samplers import Engines
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
-from rollout_server.runtime.ports import CompletionRequest
+from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
 
 _WHERE: Final = "in `models` of the request or ROLLOUT_MODELS"
 NAMES: Final = EndpointNames(
@@ -58,26 +63,50 @@ class EngineModels:
     """The `FurtherModels` of a server.
 
     Args:
-        access: HTTP client and retry policy.
+        engines: HTTP client, retry policy and tokenizers.
         endpoints: the server's own models.
         limits: limits of each rollout.
         concurrency: maximum concurrent calls of one model at one URL, over all rollouts; further calls wait.
     """
 
     def __init__(
-        self, access: Access, endpoints: Mapping[str, ModelEndpoint], limits: ModelLimits, concurrency: int
+        self, engines: Engines, endpoints: Mapping[str, ModelEndpoint], limits: ModelLimits, concurrency: int
     ) -> None:
         self.endpoints = endpoints
         self.limits = limits
-        self._access = replace(access, names=NAMES)
+        self._engines = replace(engines, access=replace(engines.access, names=NAMES))
         self._concurrency = concurrency
-        # Requests name endpoints, so there may be any number: a semaphore lives as long as a call uses it.
+        # Requests name endpoints, so there may be any number: a semaphore lives as long as a call or a conversation uses it.
         self._slots: WeakValueDictionary[tuple[str, str], asyncio.Semaphore] = WeakValueDictionary()
 
     async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
         """See `FurtherModels.complete`. Engines are called as OPENAI: their own forms add token ids that nobody reads."""
-        slots = self._slots.setdefault((target.url, target.model), asyncio.Semaphore(self._concurrency))
         spec = Spec("", (), replace(target, dialect=Dialect.OPENAI))
-        async with slots:
-            completion, attempts = await Chat(self._access, spec, ()).complete(request.messages, request)
+        async with self._slots_of(target):
+            completion, attempts = await Chat(self._engines.access, spec, ()).complete(request.messages, request)
         return ModelCompletion(completion.message, completion.finish_reason, completion.usage, attempts)
+
+    def open(self, target: Target, spec: Spec, tools: Sequence[Tool]) -> Sampler:
+        """See `FurtherModels.open`."""
+        sampler = self._engines.open(replace(spec, completions=target, tokenizer=None), tools, tokens=False)
+        return _LimitedSampler(sampler, self._slots_of(target))
+
+    def _slots_of(self, target: Target) -> asyncio.Semaphore:
+        return self._slots.setdefault((target.url, target.model), asyncio.Semaphore(self._concurrency))
+
+
+class _LimitedSampler:
+    """A sampler that shares the slots of its endpoint with all rollouts."""
+
+    def __init__(self, sampler: Sampler, slots: asyncio.Semaphore) -> None:
+        self._sampler = sampler
+        self._slots = slots
+
+    async def sample(self, request: CompletionRequest) -> Answered:
+        """Wait for a slot and request a completion. Raises `RolloutFailed`."""
+        async with self._slots:
+            return await self._sampler.sample(request)
+
+    def fork(self, fork: Fork) -> Sampler:
+        """Return the sampler of a forked conversation."""
+        return _LimitedSampler(self._sampler.fork(fork), self._slots)

@@ -183,6 +183,7 @@ class _View:
             tools=[utf8(name) for name in record.tools],
             role=utf8(record.role.name),
             trainable=record.role.trainable,
+            model=record.role.model,
         )
 
     def _fill_outcome(self, proto: event_pb2.RolloutEvent) -> None:

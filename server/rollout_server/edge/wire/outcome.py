@@ -90,6 +90,7 @@ def segment_to_proto(segment: Segment, reward: float | None = None) -> token_pb2
         role=utf8(segment.role.name),
         trainable=segment.role.trainable,
         reward=reward,
+        model=segment.role.model,
     )
 
 
@@ -132,6 +133,7 @@ def _sample(
         untrainable_reason=reason,
         role=utf8(segment.role.name),
         reward=reward,
+        model=segment.role.model,
     )
 
 

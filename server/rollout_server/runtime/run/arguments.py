@@ -141,7 +141,7 @@ _READERS: Mapping[str, tuple[Callable[[object], Any], str]] = MappingProxyType(
 )
 
 
-def fork_kind(word: str | None, messages: int | None, *, has_tools: bool) -> SegmentKind:
+def fork_kind(word: str | None, messages: int | None, *, has_tools: bool = False, model: object = None) -> SegmentKind:
     """Return the kind of the new conversation. `messages` is their number, None if none were passed. Raise `AgentMistake`."""
     if word is not None and word not in _KINDS:
         raise AgentMistake(f"fork: kind is {word!r}; it must be one of {', '.join(_KINDS)}")
@@ -155,14 +155,26 @@ def fork_kind(word: str | None, messages: int | None, *, has_tools: bool) -> Seg
         raise AgentMistake(
             "fork: a branch shares this conversation's tokens, which contain its tools; to change tools, pass messages"
         )
+    if model is not None and kind is not SegmentKind.SUBAGENT:
+        raise AgentMistake(
+            f"fork: a {kind.value} keeps the model of its conversation; leave out model={model!r:.100}, or open a subagent: pass "
+            "messages, and no other kind"
+        )
+    if model is not None and not isinstance(model, str):
+        raise AgentMistake(f"fork: model is {model!r:.100}; it must be the name of a further model")
     if not branches and not messages:
         raise AgentMistake(f"fork: a {kind.value} needs its initial messages")
     return kind
 
 
-def fork_role(kind: SegmentKind, parent: Role, name: object, trainable: object) -> Role:
-    """Return the role of the new conversation; None for `name` or `trainable` keeps the default. Raise `AgentMistake`."""
-    default = AGENT if kind is SegmentKind.SUBAGENT else parent
+def fork_role(kind: SegmentKind, parent: Role, name: object, trainable: object, model: str | None = None) -> Role:
+    """Return the role of the new conversation; None for `name`, `trainable` or `model` keeps the default. Raise `AgentMistake`.
+
+    A subagent of a further model has its name as role and does not train, unless declared otherwise.
+    """
+    default, model = parent, parent.model if model is None else model
+    if kind is SegmentKind.SUBAGENT:
+        default = Role(model, trainable=False, model=model) if model else AGENT
     if name is None and trainable is None:
         return default
     if kind is SegmentKind.COMPACTION:
@@ -173,7 +185,8 @@ def fork_role(kind: SegmentKind, parent: Role, name: object, trainable: object) 
         raise AgentMistake(f"fork: trainable is {trainable!r:.100}; it must be True or False")
     if name is not None and not (isinstance(name, str) and name.strip() and len(name) <= ID_LENGTH and _is_utf8(name)):
         raise AgentMistake(f"fork: role is {name!r:.100}; it must be a non-blank text of 1 to {ID_LENGTH} characters")
-    return Role(default.name if name is None else str(name), default.trainable if trainable is None else trainable)
+    trains = default.trainable if trainable is None else trainable
+    return Role(default.name if name is None else str(name), trains, default.model)
 
 
 def _is_utf8(text: str) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Unpack
 
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.core.record import Asked, ModelCalled
-from rollout_server.core.spec import Sampling
+from rollout_server.core.record import Answered, Asked, ModelCalled
+from rollout_server.core.spec import Sampling, Target
 from rollout_server.runtime.errors import AgentMistake, ModelFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelEndpoint, ModelReply, ModelUsage
-from rollout_server.runtime.ports import CompletionRequest, Credentials
+from rollout_server.runtime.ports import CompletionRequest, Credentials, Fork, Sampler, Tool
 from rollout_server.runtime.run.arguments import SamplingOptions, check_room, turn_sampling
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.messages import checked_messages
@@ -22,7 +23,7 @@ _PASSING = (Category.NETWORK, Category.TIMEOUT, Category.RATE_LIMITED)
 
 
 class RolloutModel:
-    """The `ModelClient` of one rollout and one name."""
+    """The `ModelClient` of one rollout and one name, and the source of completions for conversations of that model."""
 
     def __init__(self, context: RunContext, conversation: Conversation, name: str) -> None:
         """Raise `AgentMistake` if neither the request nor the server has a model of this name."""
@@ -30,7 +31,7 @@ class RolloutModel:
         self._conversation = conversation
         self._name = name
         self._endpoint = _endpoint(context, name)
-        self._usage = context.model_usage.setdefault(name, ModelUsage())
+        self.usage = context.model_usage.setdefault(name, ModelUsage())
 
     async def sample(self, messages: Sequence[Mapping[str, JSON]], **sampling: Unpack[SamplingOptions]) -> ModelReply:
         """See `ModelClient.sample`."""
@@ -38,8 +39,8 @@ class RolloutModel:
         options = turn_sampling(Sampling(), sampling, target.dialect)
         request = self._request(messages, options)
         _check_unfinished(context)
-        self._check_limits()
-        self._usage.calls += 1
+        self.check_limits()
+        self.usage.calls += 1
         clock, turn = context.rollout.clock, context.machine.turn
         began = clock.monotonic()
         try:
@@ -56,7 +57,7 @@ class RolloutModel:
             1000 * (clock.monotonic() - began),
             self._conversation.id,
         )
-        self._usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
+        self.usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
         if context.rollout.outcome is None:
             context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
@@ -67,7 +68,7 @@ class RolloutModel:
         if not given:
             raise AgentMistake(f"model {self._name!r}: sample needs at least one message")
         rollout, conversation = self._context.rollout, self._conversation
-        key = f"{rollout.uid}/model/{self._name}/{self._usage.calls + 1}"
+        key = f"{rollout.uid}/model/{self._name}/{self.usage.calls + 1}"
         asked = Asked(self._context.machine.turn, conversation.id, key, len(given), sampling)
         return CompletionRequest(
             asked,
@@ -80,8 +81,27 @@ class RolloutModel:
             sampling=sampling,
         )
 
-    def _check_limits(self) -> None:
-        limits, usage = self._context.models.limits, self._usage
+    @property
+    def target(self) -> Target:
+        """Where the model is served."""
+        return self._endpoint.target
+
+    @property
+    def bearer(self) -> str:
+        """The key of its endpoint at this time; "" for none. A request's key may be replaced while the rollout runs."""
+        return _endpoint(self._context, self._name).bearer
+
+    def open(self, tools: Sequence[Tool]) -> Sampler:
+        """Return a sampler for a conversation that the model continues."""
+        return _ModelSampler(self, self._context.models.open(self.target, self._context.rollout.spec, tools))
+
+    def failed(self, failure: Failure, turn: int) -> Failure:
+        """Return the failure of a rollout that ends because the model's endpoint failed in a turn."""
+        return _failure(self._name, failure, turn)
+
+    def check_limits(self) -> None:
+        """Raise `AgentMistake` if the rollout is too large, or has used up its calls or tokens of the model."""
+        limits, usage = self._context.models.limits, self.usage
         check_room(self._context.machine, self._conversation, f"model {self._name!r}")
         for used, most, what, setting in (
             (usage.calls, limits.calls, "calls", "ROLLOUT_MODELS_CALLS"),
@@ -90,6 +110,31 @@ class RolloutModel:
             if used >= most:
                 text = f"model {self._name!r}: the rollout has used {used:,} {what}, at most {most:,} are allowed ({setting})"
                 raise AgentMistake(text)
+
+
+class _ModelSampler:
+    """The sampler of a conversation of a further model: with its key only, counted, and with failures of an engine."""
+
+    def __init__(self, model: RolloutModel, sampler: Sampler) -> None:
+        self._model = model
+        self._sampler = sampler
+
+    async def sample(self, request: CompletionRequest) -> Answered:
+        """Request a completion. Raise `RolloutFailed`, always of the class ENGINE."""
+        usage = self._model.usage
+        usage.calls += 1
+        own = replace(request, credentials=Credentials(completions=self._model.bearer))
+        try:
+            answered = await self._sampler.sample(own)
+        except RolloutFailed as failed:
+            raise RolloutFailed(self._model.failed(failed.failure, request.asked.turn)) from failed
+        generated = len(answered.token_ids or ()) if answered.usage is None else answered.usage[1]
+        usage.generated_tokens += generated
+        return answered
+
+    def fork(self, fork: Fork) -> Sampler:
+        """Return the sampler of a forked conversation, which has the same model."""
+        return _ModelSampler(self._model, self._sampler.fork(fork))
 
 
 def _endpoint(context: RunContext, name: str) -> ModelEndpoint:

@@ -19,7 +19,7 @@ from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
 from rollout_server.core.record import Appended, GivenUp, Masked, Note, Rewarded
-from rollout_server.core.spec import DriftPolicy
+from rollout_server.core.spec import DriftPolicy, Sampling
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
@@ -51,7 +51,12 @@ class Run:
     """One conversation of a rollout, as its agent sees it. Most rollouts have only one."""
 
     def __init__(
-        self, context: RunContext, conversation: Conversation, sampler: Sampler, executor: ToolExecutor
+        self,
+        context: RunContext,
+        conversation: Conversation,
+        sampler: Sampler,
+        executor: ToolExecutor,
+        model: RolloutModel | None = None,
     ) -> None:
         self._context = context
         self._rollout = context.rollout
@@ -59,6 +64,7 @@ class Run:
         self._conversation = conversation
         self._sampler = sampler
         self._executor = executor
+        self._model = model
         self._successor: Run | None = None
         self._random: Random | None = None
 
@@ -138,12 +144,16 @@ class Run:
     async def sample(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Request a completion: `await run.sample()`, or `await run.sample(temperature=0.2, max_tokens=64)`.
 
-        The options apply to this turn; all other parameters are the request's. Raises `RolloutEnded` when a limit is met or the
-        trainer fails, and `AgentMistake` for an unknown option or an invalid value.
+        The options apply to this turn; all other parameters are the request's, and unset in a conversation of a further model.
+        Raises `RolloutEnded` when a limit is met or the trainer fails, and `AgentMistake` for an unknown option, for an invalid
+        value, and once the rollout has used up its calls or tokens of a further model.
         """
-        conversation, spec = self._conversation, self._rollout.spec
-        effective = turn_sampling(spec.sampling, sampling, spec.completions.dialect) if sampling else spec.sampling
+        conversation, spec, model = self._conversation, self._rollout.spec, self._model
+        defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
+        effective = turn_sampling(defaults, sampling, target.dialect) if sampling else defaults
         await self._context.check(conversation)
+        if model is not None:
+            model.check_limits()
         asked = self._machine.request_completion(conversation, None if effective == spec.sampling else effective)
         if isinstance(asked, LimitReached):
             self._context.end(asked.stop)
@@ -163,7 +173,7 @@ class Run:
             self._abandon_turn(asked.turn)
             raise
         logged = self._context.record(answered)
-        source = spec.completions.failure_class
+        source = target.failure_class
         drift = drift_failure(logged, source) if spec.on_drift is DriftPolicy.FAIL else None
         if drift is not None:
             self._context.end(drift)
@@ -202,6 +212,7 @@ class Run:
         tools: Sequence[Tool] | None = None,
         role: str | None = None,
         trainable: bool | None = None,
+        model: str | None = None,
     ) -> Run:
         """Open another conversation, which becomes a separate training sample. Several can run concurrently.
 
@@ -218,26 +229,34 @@ class Run:
                 carry it, and `RewardResult.roles` gives rewards by it. Default: "agent" for a subagent, otherwise the role of
                 this conversation, which a compaction always keeps.
             trainable: False: its samples do not train. Default: True for a subagent, otherwise as this conversation.
+            model: name of a further model that generates the completions, for a subagent only; None: the same as here. The trainer
+                does not see the conversation. Role and trainable then default to the model's name and False.
 
         Raises:
-            RolloutEnded: when the rollout has ended, and if its trainer does not support several conversations.
+            RolloutEnded: when the rollout has ended, and if its trainer does not support several conversations. With `model`, any
+                trainer does.
             AgentMistake: for arguments that do not fit together, or during a turn of this conversation (only a subagent can be
                 opened then).
         """
-        opens = fork_kind(kind, None if messages is None else len(messages), has_tools=tools is not None)
+        count = None if messages is None else len(messages)
+        opens = fork_kind(kind, count, has_tools=tools is not None, model=model)
         subagent = opens is SegmentKind.SUBAGENT
         await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if subagent else ()))
         given = None if tools is None else forkable_tools(tools)
-        part = fork_role(opens, self._conversation.role, role, trainable)
+        part = fork_role(opens, self._conversation.role, role, trainable, model)
+        further = self._model if model is None else RolloutModel(self._context, self._conversation, model)
         forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation, part)
         offered = self._executor.tools if given is None else given
         try:
-            sampler = self._sampler.fork(Fork(forked.origin, given))
+            if further is self._model or further is None:
+                sampler = self._sampler.fork(Fork(forked.origin, given))
+            else:  # the trainer does not see this conversation
+                sampler = further.open(offered)
         except RolloutFailed as failed:
             self._context.end(failed.failure)
         self._context.record(replace(forked, tools=tuple(tool.name for tool in offered)))
         executor = self._executor if given is None else self._executor.with_tools(given)
-        run = Run(self._context, self._machine.find(forked), sampler, executor)
+        run = Run(self._context, self._machine.find(forked), sampler, executor, further)
         if opens is SegmentKind.COMPACTION:
             self._successor = run
         return run
