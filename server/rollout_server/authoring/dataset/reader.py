@@ -57,6 +57,8 @@ class Dataset:
     def description(self) -> str:
         """Describe in one line what was taken from where."""
         parts = [self.columns.description()]
+        if not self.columns.ground_truth:
+            parts.append("no ground truth")
         if self.options.system_prompt is not None:
             parts.append("system_prompt from --system-prompt" if self.options.system_prompt else "no system prompt")
         if self.options.shuffle is not None:
