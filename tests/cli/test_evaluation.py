@@ -294,3 +294,11 @@ def test_help_shows_flags_under_headings(invoke: Invoke) -> None:
         for text in ("─ Options", "─ Files", "--samples", "─ Dataset", "--split", "─ Model", "--script")
     ]
     assert places == sorted(places)
+
+
+def test_names_of_files_cannot_control_the_terminal(project: Path, invoke: Invoke) -> None:
+    Path("dataset.jsonl").rename("\x1b[31m[red].jsonl")
+    told = invoke("eval", "agent.py", "\x1b[31m[red].jsonl", *SCRIPTED[3:])
+    assert told.exit_code == 0
+    assert "␛[31m[red].report.html" in told.stdout
+    assert "\x1b" not in told.stdout + told.stderr

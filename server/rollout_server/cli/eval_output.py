@@ -69,7 +69,7 @@ def show_summary(console: Console, summary: Summary, unmet: Sequence[str], files
         console.print(Text(visible(f"  {kind}: {text}"), "red"), soft_wrap=True)
     named = f"; samples are in {files['samples']}" if "samples" in files else ""
     text = f"next: open {files['report']}; each rollout is a line of {files['results']}{named}"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(Text(visible(text)), soft_wrap=True)
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:
