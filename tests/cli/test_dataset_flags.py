@@ -134,7 +134,7 @@ def test_a_system_prompt_is_a_text_or_a_file(project: Path, invoke: Invoke) -> N
     asked = ("eval", "agent.py", "d.csv", "--overwrite", "--system-prompt")
     for value, system in (("Be long.", "Be long."), ("@system.txt", "Be brief.\n")):
         told = invoke(*asked, value)
-        assert "prompt from 'question', system_prompt from --system-prompt" in told.stdout
+        assert "prompt from 'question', no ground truth, system_prompt from --system-prompt" in told.stdout
         assert results("d.results.jsonl")[0]["messages"][0] == {"role": "system", "content": system}
     assert "absent.txt: No such file" in complaint(invoke(*asked, "@absent.txt"))
     Path("system.txt").write_bytes(b"\xff")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from rollout_client.export import read_jsonl
+from rollout_server.evaluation import results_file
 
 from tests.cli.conftest import Invoke, complaint, document
 
@@ -97,7 +98,7 @@ def test_results_of_another_evaluation_are_not_mixed_in(project: Path, invoke: I
     assert "endpoint.sampling.temperature was not set and is 0.5 in this run" in changed
     assert "exclude each other" in complaint(invoke(*SCRIPTED, "--resume", "--overwrite"))
     assert invoke(*SCRIPTED, "--overwrite", "--temperature", "0.5").exit_code == 0
-    assert "is not a results file" in complaint(invoke(*SCRIPTED, "--resume", "--results", "dataset.jsonl"))
+    assert "is not a results file" in complaint(invoke(*SCRIPTED, "--resume", "--results", "agent.py"))
 
 
 def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invoke) -> None:
@@ -212,7 +213,7 @@ def test_samples_are_those_of_the_rollouts(project: Path, invoke: Invoke) -> Non
     assert "already exists" in complaint(invoke(*SCRIPTED, "--results", "other.jsonl", "--samples", "s.jsonl"))
     assert 'samples was "s.jsonl" and is not set in this run' in complaint(invoke(*SCRIPTED, "--resume"))
     same = complaint(invoke(*SCRIPTED, "--overwrite", "--results", "s.jsonl", "--samples", "s.jsonl"))
-    assert "must name different files" in same
+    assert "must be different files" in same
     Path("s.jsonl").unlink()
     again = document(invoke(*asked, "--resume"))
     assert (again["resumed"]["results"], again["summary"]["rollouts"]) == (0, 6)
@@ -231,3 +232,73 @@ def test_what_changed_is_named_before_it_runs_again(project: Path, invoke: Invok
     assert "3/3 · mean reward 1.000 · 0 failed" in told.stdout
     resumed = document(invoke(*SCRIPTED, "--resume", "--json"))["resumed"]
     assert resumed == {"results": 3, "changed_rows": [], "code_changed": True}
+
+
+def test_no_file_of_the_evaluation_replaces_its_dataset(project: Path, invoke: Invoke) -> None:
+    data = Path("dataset.jsonl").read_bytes()
+    for flag in ("--results", "--report", "--samples"):
+        told = complaint(invoke(*SCRIPTED, "--overwrite", flag, "../letter-counter/dataset.jsonl"))
+        assert "--results, --report, --samples and the dataset must be different files" in told
+    assert Path("dataset.jsonl").read_bytes() == data
+
+
+@pytest.mark.parametrize("threshold", ["nan", "inf"])
+def test_a_threshold_is_a_finite_number(project: Path, invoke: Invoke, threshold: str) -> None:
+    told = complaint(invoke(*SCRIPTED, "--threshold", threshold))
+    assert f"--threshold must be a finite number, not {threshold}" in told
+
+
+def test_another_choice_of_rows_keeps_the_samples_of_the_others(project: Path, invoke: Invoke) -> None:
+    asked = (*SCRIPTED, "--samples", "s.jsonl", "--json")
+    assert document(invoke(*asked))["summary"]["rollouts"] == 3
+    fewer = document(invoke(*asked, "--resume", "--limit", "1"))
+    assert (fewer["summary"]["rollouts"], fewer["resumed"]["results"]) == (1, 1)
+    assert len(list(read_jsonl("s.jsonl"))) == 3
+    assert document(invoke(*asked, "--resume"))["resumed"]["results"] == 3
+
+
+def test_a_disk_that_fills_up_is_reported_in_one_line(
+    project: Path, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "rollout eval: {}: cannot be written: No space left on device; what it contains stays"
+    Path("full").symlink_to("/dev/full")
+    assert complaint(invoke(*SCRIPTED, "--results", "full")).startswith(full.format("full"))
+
+    def append(_file: object, content: bytes, path: Path) -> None:
+        with open("/dev/full", "wb", buffering=0) as file:
+            results_file.append(file, content, path)
+
+    monkeypatch.setattr("rollout_server.evaluation.samples_file.append", append)
+    told = complaint(invoke(*SCRIPTED, "--samples", "s.jsonl"))
+    assert (told.count("\n"), told.startswith(full.format("s.jsonl"))) == (1, True)
+    assert not Path("dataset.report.html").exists()
+
+
+def test_an_agent_with_a_reward_over_groups_is_told_that_it_is_not_called(project: Path, invoke: Invoke) -> None:
+    note = "reward_group and the rubric's group functions are not called"
+    assert note not in invoke(*SCRIPTED).stdout
+    agent = Path("agent.py")
+    agent.write_text(
+        f"{agent.read_text()}\n    async def reward_group(self, runs):\n        return [0.0 for _ in runs]\n"
+    )
+    sys.modules.pop("agent", None)
+    told = invoke(*SCRIPTED, "--overwrite")
+    assert note in told.stdout
+    assert "mean reward  1 " in told.stdout
+
+
+def test_help_shows_flags_under_headings(invoke: Invoke) -> None:
+    told = invoke("eval", "--help", COLUMNS="120").stdout
+    places = [
+        told.index(text)
+        for text in ("─ Options", "─ Files", "--samples", "─ Dataset", "--split", "─ Model", "--script")
+    ]
+    assert places == sorted(places)
+
+
+def test_names_of_files_cannot_control_the_terminal(project: Path, invoke: Invoke) -> None:
+    Path("dataset.jsonl").rename("\x1b[31m[red].jsonl")
+    told = invoke("eval", "agent.py", "\x1b[31m[red].jsonl", *SCRIPTED[3:])
+    assert told.exit_code == 0
+    assert "␛[31m[red].report.html" in told.stdout
+    assert "\x1b" not in told.stdout + told.stderr

@@ -83,3 +83,10 @@ def test_percentiles_are_values_that_came() -> None:
     assert [percentile(values, percent) for percent in (0, 25, 26, 50, 99, 100)] == [1, 1, 2, 2, 4, 4]
     with pytest.raises(ValueError, match="at least one value"):
         percentile([], 50)
+
+
+def test_values_near_the_limit_of_a_float_have_a_mean_and_an_error() -> None:
+    assert estimate({1: [1e308], 2: [1e308], 3: [1e308]}) == Estimate(1e308, 0.0, 3)
+    found = estimate({1: [1.5e308], 2: [-1.5e308]})
+    assert found is not None
+    assert (found.mean, found.error) == (0.0, pytest.approx(1.5e308))

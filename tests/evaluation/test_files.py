@@ -88,6 +88,31 @@ def test_another_evaluation_is_named(tmp_path: Path, evaluation: dict[str, Any],
     assert named in str(raised.value)
 
 
+def test_one_process_writes_a_results_file(tmp_path: Path) -> None:
+    [job] = jobs_of(rows_of(tmp_path, {}), 1)
+    written(tmp_path / "r", [done(job)])
+    first, second = ResultsFile(tmp_path / "r", EVALUATION), ResultsFile(tmp_path / "r", EVALUATION)
+    with first.open(anew=False):
+        for anew in (True, False):
+            with pytest.raises(AuthorError, match="another process is writing these results"), second.open(anew=anew):
+                raise AssertionError("not reached")
+        first.write(done(job))
+    with second.open(anew=False):
+        second.resume([job])
+    assert list(second.results) == [(1, 1)]
+
+
+def test_a_full_disk_names_the_file_and_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "r").symlink_to("/dev/full")
+    text = "r: cannot be written: No space left on device; .* continue with --resume"
+    with pytest.raises(AuthorError, match=text), ResultsFile(tmp_path / "r", EVALUATION).open(anew=False):
+        raise AssertionError("not reached")
+    (tmp_path / "s.jsonl").symlink_to("/dev/full")
+    file = SamplesFile(tmp_path / "s.jsonl")
+    with pytest.raises(AuthorError, match=text.replace("r:", "s.jsonl:")), file.open(anew=False):
+        file.write([sample("a")])
+
+
 def test_long_values_are_cut_and_say_so() -> None:
     long = "x" * (LONGEST_TEXT + 5)
     assert bounded({"a": long, "b": [1, 2.5, True, None]}) == {
@@ -114,6 +139,16 @@ def run_until_killed(path: Path, uids: list[str]) -> SamplesFile:
 
 def uids_of(file: SamplesFile) -> list[str]:
     return [each.uid for each in read_jsonl(file.lines_path)]
+
+
+def test_samples_of_rows_that_this_run_leaves_out_stay(tmp_path: Path) -> None:
+    file = run_until_killed(tmp_path / "s.jsonl", ["u-row-1-1", "u-row-2-1", "orphan"])
+    one, two = jobs_of(rows_of(tmp_path, {}, {}), 1)
+    written(tmp_path / "r", [done(one, samples=2), done(two, samples=2)])
+    results = ResultsFile(tmp_path / "r", EVALUATION, "1")
+    results.resume([one])
+    assert list(file.resume(results.results, results.other_uids)) == [(1, 1)]
+    assert set(uids_of(file)) == {"u-row-1-1", "u-row-2-1"}
 
 
 @pytest.mark.parametrize("name", ["s.jsonl", "s.parquet"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.authoring.rollout_result import Times
+from rollout_server.authoring.rollout_result import Result, Times
 from rollout_server.evaluation.estimators import Estimate
 from rollout_server.evaluation.row_result import RowResult
 from rollout_server.evaluation.summary import MISSING, MOST_GROUPS, labels_of, summary_of
@@ -20,6 +20,17 @@ def result(row: int, reward: float | None, end: str = "stop", reason: str = "sto
 
 def failed(row: int, kind: str = "network", failure_class: str = "") -> RowResult:
     return RowResult("r", "failure", kind, reward=0.0, scores={"style": 0.0}, row=row, failure_class=failure_class)
+
+
+def test_a_reward_that_is_less_by_rounding_passes() -> None:
+    def passes(reward: float, threshold: float) -> bool:
+        return Result("r", "stop", "stop", reward=reward).passes(threshold)
+
+    assert 0.7 + 0.2 + 0.1 < 1
+    assert passes(0.7 + 0.2 + 0.1, 1.0)
+    assert passes(-1e-17, 0.0)
+    assert not passes(0.99999, 1.0)
+    assert not passes(-0.001, 0.0)
 
 
 def test_a_failure_is_not_a_reward_and_what_nobody_judged_does_not_count() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,8 +73,13 @@ class Result:
         return self.end == "stop"
 
     def passes(self, threshold: float) -> bool:
-        """Return whether the rollout completed with a reward of at least `threshold`."""
-        return self.finished and self.reward is not None and self.reward >= threshold
+        """Return whether the rollout completed with a reward of at least `threshold`.
+
+        A reward that is only less by rounding passes too: weighted scores of 0.7, 0.2 and 0.1 add up to 0.9999999999999999.
+        """
+        if not self.finished or self.reward is None:
+            return False
+        return self.reward >= threshold or math.isclose(self.reward, threshold, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def result_of(rollout_id: str, uid: str, outcome: outcome_pb2.Outcome, tool_errors: dict[str, int]) -> Result:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -20,6 +20,8 @@ _MAX_SEED = 2**63 - 1
 @dataclass(frozen=True, slots=True)
 class DatasetFlags:
     """The dataset, and which rows of it to use."""
+
+    help_panel: ClassVar[str] = "Dataset"
 
     dataset: Annotated[
         Path | None,

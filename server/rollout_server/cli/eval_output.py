@@ -69,11 +69,11 @@ def show_summary(console: Console, summary: Summary, unmet: Sequence[str], files
         console.print(Text(visible(f"  {kind}: {text}"), "red"), soft_wrap=True)
     named = f"; samples are in {files['samples']}" if "samples" in files else ""
     text = f"next: open {files['report']}; each rollout is a line of {files['results']}{named}"
-    console.print(text, markup=False, soft_wrap=True)
+    console.print(Text(visible(text)), soft_wrap=True)
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:
-    times = ", ".join(f"{name} {value:.3g} s" for name, value in summary.seconds.items())
+    times = ", ".join(f"{name} {value:.3g}" for name, value in summary.seconds.items())
     errors = ", ".join(f"{name} {count}" for name, count in summary.tool_errors.items())
     found = [
         ("rollouts", f"{summary.finished}/{summary.rollouts} completed, {plural(summary.rows, 'row')}"),
@@ -86,7 +86,7 @@ def _figures(summary: Summary) -> list[tuple[str, str]]:
         ("mean reward", _mean(summary.reward, "no rewards")),
         *((f"score {name}", _mean(score, "")) for name, score in summary.scores.items()),
         ("tokens", f"{summary.tokens['generated']:.0f} generated, {summary.tokens['generated_mean']:.1f} per rollout"),
-        ("time", times or "-"),
+        ("time", f"{times} s" if times else "-"),
         ("tool calls", f"{summary.tool_calls}" + (f", errors: {errors}" if errors else ", no errors")),
     ]
     if summary.failures:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 if TYPE_CHECKING:
     from rollout_server.authoring.endpoint import Endpoint
@@ -25,6 +26,8 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 @dataclass(frozen=True, slots=True)
 class EndpointFlags:
     """Flags that describe the endpoint that generates completions, and flags for sampling and limits."""
+
+    help_panel: ClassVar[str] = "Model, sampling and limits"
 
     dialect: Annotated[
         str,
@@ -126,7 +129,8 @@ class CompletionFlags(EndpointFlags):
 def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:
     """Return a decorator that makes the fields of these dataclasses the flags of a command.
 
-    typer derives flags from a function's signature, so the decorator replaces the signature.
+    typer derives flags from a function's signature, so the decorator replaces the signature. `--help` shows the options of a class
+    with `help_panel` under that heading.
     """
 
     def decorate(command: _Command) -> _Command:
@@ -144,7 +148,13 @@ def pick_flags(kind: type[_T], values: Mapping[str, Any]) -> _T:
 
 def _parameters(kind: type[Any]) -> list[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
-    defaults = {field.name: Parameter.empty if field.default is MISSING else field.default for field in fields(kind)}
+    for field in fields(kind):
+        for option in getattr(hints[field.name], "__metadata__", ()):
+            if isinstance(option, OptionInfo) and option.rich_help_panel is None:
+                option.rich_help_panel = getattr(kind, "help_panel", None)
+    # The fields of a base class come last, so that --model-url precedes what describes the endpoint.
+    ordered = sorted(fields(kind), key=lambda field: field.name not in kind.__annotations__)
+    defaults = {field.name: Parameter.empty if field.default is MISSING else field.default for field in ordered}
     return [
         Parameter(name, Parameter.KEYWORD_ONLY, annotation=hints[name], default=default)
         for name, default in defaults.items()

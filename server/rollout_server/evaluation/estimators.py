@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+# Sums of squares of larger values would exceed the range of a float; they are scaled.
+_SQUARABLE = 1e140
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -37,11 +40,13 @@ def estimate(values: Mapping[int, Sequence[float]]) -> Estimate | None:
     count = sum(map(len, rows))
     if not count:
         return None
-    mean = math.fsum(value for row in rows for value in row) / count
+    largest = max(abs(value) for row in rows for value in row)
+    scale = largest if largest > _SQUARABLE else 1.0
+    mean = math.fsum(value / scale for row in rows for value in row) / count
     if len(rows) < 2:
-        return Estimate(mean, None, count)
-    squares = math.fsum(math.fsum(value - mean for value in row) ** 2 for row in rows)
-    return Estimate(mean, math.sqrt(len(rows) / (len(rows) - 1) * squares) / count, count)
+        return Estimate(mean * scale, None, count)
+    squares = math.fsum(math.fsum(value / scale - mean for value in row) ** 2 for row in rows)
+    return Estimate(mean * scale, math.sqrt(len(rows) / (len(rows) - 1) * squares) / count * scale, count)
 
 
 def pass_at_k(rollouts: int, passed: int, k: int) -> float:

@@ -35,7 +35,7 @@ OnResult = Callable[[RowResult, Sequence[TrainingSample]], None]
 async def run_plan(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_result: OnResult) -> bool:
     """Run all rollouts of a plan, and call `on_result` with each result and its samples as its rollout ends.
 
-    Return False if the evaluation stopped early because of `most_failures`.
+    Return False if the evaluation stopped early because of `most_failures`. An exception of `on_result` stops it and is raised.
     """
     failures = 0
 
@@ -57,9 +57,12 @@ async def run_plan(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_resul
             failures += not result.finished
             on_result(result, found)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(plan.concurrency, len(plan.jobs))):
-            group.create_task(work())
+    try:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(plan.concurrency, len(plan.jobs))):
+                group.create_task(work())
+    except ExceptionGroup as errors:  # such as a full disk; the first is what the user has to mend
+        raise errors.exceptions[0] from None
     return plan.most_failures is None or failures < plan.most_failures
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from rollout_client import TrainingSample
 from rollout_client.export import read_jsonl, read_parquet, to_dict, write_jsonl, write_parquet
 
 from rollout_server.authoring.author_traceback import AuthorError
+from rollout_server.evaluation.results_file import append
 from rollout_server.evaluation.row_result import RowResult
 
 FORMS: Final = (".jsonl", ".parquet")
@@ -48,10 +49,15 @@ class SamplesFile:
         """Whether there are samples of an earlier run."""
         return self.path.exists() or self.lines_path.exists()
 
-    def resume(self, results: Mapping[_Key, RowResult]) -> dict[_Key, RowResult]:
+    def resume(self, results: Mapping[_Key, RowResult], other_uids: Set[str] = frozenset()) -> dict[_Key, RowResult]:
         """Remove all samples but those of the results, and return the results whose samples are all present.
 
-        Raises `AuthorError` if the file does not contain samples.
+        Args:
+            results: results that this run keeps.
+            other_uids: uids of rollouts that are not part of this run; their samples stay.
+
+        Raises:
+            AuthorError: the file does not contain samples.
         """
         rest = self.lines_path.with_name(f"{self.lines_path.name}.part")
         if not self.lines_path.exists() and self.path.exists():
@@ -62,7 +68,7 @@ class SamplesFile:
             os.replace(rest, self.lines_path)
         found = Counter(uid for uid, _ in self._lines()) if self.lines_path.exists() else Counter()
         complete = {key: result for key, result in results.items() if found[result.uid] == result.samples}
-        uids = {result.uid for result in complete.values()}
+        uids = {result.uid for result in complete.values()} | other_uids
         if self.lines_path.exists():
             with rest.open("wb") as file:
                 file.writelines(line for uid, line in self._lines() if uid in uids)
@@ -94,8 +100,7 @@ class SamplesFile:
         """Write the samples of one rollout."""
         assert self._file is not None  # noqa: S101 - within `open`
         lines = [json.dumps(to_dict(sample), allow_nan=False, separators=(",", ":")) for sample in samples]
-        self._file.write("".join(f"{line}\n" for line in lines).encode())
-        self._file.flush()
+        append(self._file, "".join(f"{line}\n" for line in lines).encode(), self.lines_path)
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
         """Iterate over the complete lines with the uids of their rollouts."""

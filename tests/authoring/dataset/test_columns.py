@@ -37,7 +37,7 @@ SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], st
         {"prompt": "What is 1 plus 1?", "completion": " 2"},
         QUESTION,
         {"completion": " 2"},
-        "prompt from 'prompt'",
+        "prompt from 'prompt', no ground truth",
     ),
     "trl_conversations": (
         {"prompt": QUESTION, "completion": [{"role": "assistant", "content": "2"}], "ground_truth": 2},
@@ -55,19 +55,19 @@ SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], st
         {"messages": QUESTION, "system_prompt": "Be brief."},
         [SYSTEM, *QUESTION],
         {},
-        "prompt from 'messages', system_prompt from 'system_prompt'",
+        "prompt from 'messages', system_prompt from 'system_prompt', no ground truth",
     ),
     "its_own": (
         {"user_prompt": "What is 1 plus 1?", "prompt": "template", "image": "python:3.11"},
         QUESTION,
         {"prompt": "template", "image": "python:3.11"},
-        "prompt from 'user_prompt'",
+        "prompt from 'user_prompt', no ground truth",
     ),
     "json_is_text": (
         {"prompt": '[{"role": "user"}]'},
         [{"role": "user", "content": '[{"role": "user"}]'}],
         {},
-        "prompt from 'prompt'",
+        "prompt from 'prompt', no ground truth",
     ),
 }
 
@@ -159,10 +159,10 @@ def test_a_system_prompt_replaces_that_of_the_rows(tmp_path: Path) -> None:
     path = json_lines(tmp_path / "d.jsonl", rows)
     found = read_dataset(path, DatasetOptions(system_prompt="Be brief."))
     assert [row.messages for row in found.rows] == [[SYSTEM, *QUESTION]] * 2
-    assert found.description().endswith("prompt from 'prompt', system_prompt from --system-prompt")
+    assert found.description().endswith("prompt from 'prompt', no ground truth, system_prompt from --system-prompt")
     found = read_dataset(path, DatasetOptions(system_prompt=""))
     assert [row.messages for row in found.rows] == [QUESTION] * 2
-    assert found.description().endswith("prompt from 'prompt', no system prompt")
+    assert found.description().endswith("prompt from 'prompt', no ground truth, no system prompt")
     only = json_lines(tmp_path / "only.jsonl", [{"prompt": [SYSTEM]}])
     with pytest.raises(AuthorError, match=r"only\.jsonl:1: prompt has only a system message"):
         read_dataset(only, DatasetOptions(system_prompt=""))

@@ -178,3 +178,14 @@ def test_the_method_is_checked_when_the_class_is_defined() -> None:
         class NoMethod(Agent):
             name = "no-method"
             dataset = ROWS  # type: ignore[assignment]
+
+
+def test_an_agent_without_rows_is_named() -> None:
+    class Empty(Agent):
+        name = "empty"
+
+        def dataset(self, split: str) -> list[dict[str, object]]:
+            return []
+
+    with pytest.raises(AuthorError, match=r"dataset of agent empty \[test\]: contains no row"):
+        read_dataset(Empty())

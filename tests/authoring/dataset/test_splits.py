@@ -138,7 +138,7 @@ def test_a_seed_determines_the_order(tmp_path: Path) -> None:
             assert chosen(path, None, offset, limit) == ALPHABET[offset : offset + limit]
     found = read_dataset(path, DatasetOptions(shuffle=7, limit=3))
     assert [ALPHABET[row.number - 1] for row in found.rows] == [row.prompt for row in found.rows]
-    assert found.description().endswith("3 rows; prompt from 'prompt', shuffled with seed 7")
+    assert found.description().endswith("3 rows; prompt from 'prompt', no ground truth, shuffled with seed 7")
 
 
 def test_the_order_is_the_same_in_another_process(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class Dataset:
     def description(self) -> str:
         """Describe in one line what was taken from where."""
         parts = [self.columns.description()]
+        if not self.columns.ground_truth:
+            parts.append("no ground truth")
         if self.options.system_prompt is not None:
             parts.append("system_prompt from --system-prompt" if self.options.system_prompt else "no system prompt")
         if self.options.shuffle is not None:
@@ -79,17 +81,18 @@ def read_dataset(source: Path | Agent, options: DatasetOptions = DatasetOptions(
         OSError: if a file cannot be read.
     """
     name, rows = _open(source, options.split)
+    where = name if isinstance(source, Path) else f"dataset {name}"
     first = next(rows, None)
     if first is None:
-        raise AuthorError("contains no row", name)
+        raise AuthorError("contains no row", where)
     try:
         columns = DatasetColumns.detect(first.fields, options.names)
     except AuthorError as error:
         raise first.error(error.text) from None
     sized = convert_rows(chain([first], rows), columns, options.system_prompt)
-    chosen = _choose(sized, options, name)
+    chosen = _choose(sized, options, where)
     if not chosen:
-        raise AuthorError(f"contains no row after the first {options.offset:,}, which --offset skips", name)
+        raise AuthorError(f"contains no row after the first {options.offset:,}, which --offset skips", where)
     return Dataset(name, chosen, columns, options)
 
 

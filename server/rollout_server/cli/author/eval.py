@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from rollout_server.evaluation.summary import Labels, Summary
 
 _MOST_LISTED = 20
+_FILES = "Files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +58,33 @@ class EvalFlags:
     results: Annotated[
         Path | None,
         typer.Option(
+            rich_help_panel=_FILES,
             metavar="FILE",
             help="Results, one line per rollout. Default: ./DATASET.results.jsonl.",
         ),
     ] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the results in the file; run missing, failed and changed rows.")
+        bool,
+        typer.Option(
+            "--resume",
+            rich_help_panel=_FILES,
+            help="Keep the results in the file; run missing, failed and changed rows.",
+        ),
     ] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite the results file.")] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", rich_help_panel=_FILES, help="Overwrite the results file.")
+    ] = False
     samples: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Training samples, FILE.jsonl or .parquet: token ids, masks, logprobs."),
+        typer.Option(
+            rich_help_panel=_FILES,
+            metavar="FILE",
+            help="Training samples, FILE.jsonl or .parquet: token ids, masks, logprobs.",
+        ),
     ] = None
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="HTML report. Default: ./DATASET.report.html."),
+        typer.Option(rich_help_panel=_FILES, metavar="FILE", help="HTML report. Default: ./DATASET.report.html."),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
 
@@ -164,17 +178,19 @@ class _Evaluation:
         with print_server_log(self._console):
             async with serve_for_command([self._agent], self._completion, self._flags.concurrency) as server:
                 self._facts = self._evaluation_facts(server)
-                file, samples = await asyncio.to_thread(self._open, jobs)
-                left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
-                self._files.report.parent.mkdir(parents=True, exist_ok=True)
-                self._files.report.open("ab").close()  # fail before the rollouts if the report cannot be written
-                self._print_start(server, jobs, left)
-                anew = not self._flags.resume
-                with samples.open(anew=anew) if samples else nullcontext(), file.open(anew=anew):
-                    try:
-                        await self._evaluate(server, left, file, samples)
-                    finally:
-                        self._results = list(file.results.values())
+                file, samples = self._open()
+                with file.lock():
+                    if self._flags.resume:
+                        await asyncio.to_thread(self._resume, file, samples, jobs)
+                    left = [job for job in jobs if (job.row.number, job.repeat) not in file.results]
+                    self._check_report()
+                    self._print_start(server, jobs, left)
+                    anew = not self._flags.resume
+                    with samples.open(anew=anew) if samples else nullcontext(), file.open(anew=anew):
+                        try:
+                            await self._evaluate(server, left, file, samples)
+                        finally:
+                            self._results = list(file.results.values())
         self._samples = samples
 
     def sum_up(self, labels: Labels) -> Summary:
@@ -210,30 +226,42 @@ class _Evaluation:
             plan = Plan(left, self._agent.name, flags.concurrency, flags.max_failures, samples is not None)
             self.complete = await run_plan(server.client, server.endpoint, plan, on_result)
 
-    def _open(self, jobs: Sequence[Job]) -> tuple[ResultsFile, SamplesFile | None]:
+    def _open(self) -> tuple[ResultsFile, SamplesFile | None]:
         from rollout_server.authoring.agent_loader import code_digest
         from rollout_server.authoring.author_traceback import AuthorError
         from rollout_server.evaluation.results_file import ResultsFile
         from rollout_server.evaluation.samples_file import SamplesFile
 
         flags, files = self._flags, self._files
+        if not math.isfinite(flags.threshold):
+            raise AuthorError(f"--threshold must be a finite number, not {flags.threshold}")
         if flags.resume and flags.overwrite:
             raise AuthorError("--resume and --overwrite exclude each other")
-        if len({Path(each).resolve() for each in files.written.values()}) < len(files.written):
-            raise AuthorError("--results, --report and --samples must name different files")
+        names = [*files.written.values(), files.dataset]
+        if len({Path(each).resolve() for each in names}) < len(names):
+            raise AuthorError("--results, --report, --samples and the dataset must be different files")
         file = ResultsFile(files.results, self._facts, code_digest(flags.target))
         samples = SamplesFile(files.samples) if files.samples else None
         if not flags.resume and not flags.overwrite and file.exists():
             raise AuthorError(f"{file.path} already exists; use --resume to continue it or --overwrite to replace it")
         if samples and samples.exists() and not flags.overwrite and not file.exists():
             raise AuthorError(f"{samples.path} already exists, without {file.path}; --overwrite replaces it")
-        if flags.resume:
-            file.resume(jobs)
-            if samples:
-                file.results = samples.resume(file.results)
-            changed = {"changed_rows": file.changed_rows, "code_changed": file.code_changed}
-            self.resumed = {"results": len(file.results), **changed}
         return file, samples
+
+    def _resume(self, file: ResultsFile, samples: SamplesFile | None, jobs: Sequence[Job]) -> None:
+        file.resume(jobs)
+        if samples:
+            file.results = samples.resume(file.results, file.other_uids)
+        changed = {"changed_rows": file.changed_rows, "code_changed": file.code_changed}
+        self.resumed = {"results": len(file.results), **changed}
+
+    def _check_report(self) -> None:
+        """Raise OSError if the report cannot be written, before rollouts run."""
+        report = self._files.report
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.open("ab").close()
+        if report.is_file() and report.stat().st_size == 0:
+            report.unlink()  # an interruption leaves no empty page
 
     def _evaluation_facts(self, server: LocalServer) -> Mapping[str, Any]:
         facts = {"agent": self._agent.name, "version": self._agent.version, "endpoint": server.endpoint.description()}
@@ -255,6 +283,10 @@ class _Evaluation:
         if server.model_stub is not None and server.model_stub.name == MOCK:
             notes.append(
                 "a mock model completes; use --model-url URL for a real model or --script FILE for your own mock"
+            )
+        if self._agent.overrides("reward_group"):
+            notes.append(
+                "reward_group and the rubric's group functions are not called, because an evaluation starts rollouts one by one"
             )
         for note in notes:
             self._console.print(note, markup=False, soft_wrap=True, style="yellow")
