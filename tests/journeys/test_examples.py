@@ -20,6 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DOCUMENTED_TRAINER = "http://localhost:9001"
 STARTS = ("/rollout", "/v1/rollout/init", "/v1/rollouts")
+GROUP = "/v1/groups"
 CANCELS = ("/v1/rollouts/cancel", "/v1/rollouts/{uid}/cancel")
 
 
@@ -68,7 +69,7 @@ async def test_every_operation_with_a_body_shows_one(documented: Documented) -> 
         for method, operation in methods.items()
         if "requestBody" in operation
     }
-    assert taking == {("post", path) for path in (*STARTS, *CANCELS)}
+    assert taking == {("post", path) for path in (*STARTS, GROUP, *CANCELS)}
     for method, path in taking:
         assert documented.examples(method, path), path
 
@@ -87,6 +88,20 @@ async def test_a_rollout_that_is_shown_comes_to_its_end(documented: Documented, 
         if path == "/v1/rollout/init":
             told = await documented.trainer.completed(example["rollout_id"])
             assert (told["status"], told["finish_reason"]) == ("COMPLETED", "stop")
+
+
+async def test_a_group_that_is_shown_comes_to_its_end(documented: Documented) -> None:
+    for name, example in documented.examples("post", GROUP).items():
+        reply = await documented.send("post", GROUP, example)
+        assert reply.is_success, (name, reply.text)
+        members = reply.json()["group"]["members"]
+        assert len(members) == example["count"]
+        for member in members:
+            rollout = await documented.finished(member["uid"])
+            assert (rollout["state"], rollout["outcome"]["end"]) == ("finished", "stop"), (name, rollout)
+            judged = documented.trainer.verdict(rollout["spec"]["rollout_id"])
+            assert judged is not None
+            assert judged.refusals == ()
 
 
 @pytest.mark.parametrize("path", CANCELS)

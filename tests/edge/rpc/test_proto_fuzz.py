@@ -86,7 +86,7 @@ class Builder:
 
     def _set(self, made: Message, field: FieldDescriptor, depth: int) -> None:
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            self._set_map(made, field)
+            self._set_map(made, field, depth)
         elif field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
             self._set_message(made, field, depth)
         elif field.is_repeated:
@@ -109,12 +109,15 @@ class Builder:
         for _ in range(self.chance.choice((1, 2, 5))):
             getattr(made, field.name).add().CopyFrom(self.fill(inner, depth - 1))
 
-    def _set_map(self, made: Message, field: FieldDescriptor) -> None:
+    def _set_map(self, made: Message, field: FieldDescriptor, depth: int) -> None:
         assert field.message_type is not None
-        value = field.message_type.fields_by_name["value"]
-        assert value.cpp_type == FieldDescriptor.CPPTYPE_STRING
+        entries, inner = getattr(made, field.name), field.message_type.fields_by_name["value"].message_type
         for _ in range(self.chance.choice((1, 3, 65))):
-            getattr(made, field.name)[self._text("")[:400]] = self._text("")
+            key = self._text("")[:400]
+            if inner is None:
+                entries[key] = self._text("")
+            else:
+                entries[key].CopyFrom(self.fill(inner, max(depth - 1, 0)))
 
     def _value(self, field: FieldDescriptor) -> Any:
         kind = field.cpp_type
