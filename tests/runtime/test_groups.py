@@ -164,17 +164,17 @@ async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
     world = Groups(capacity=Capacity(finished=0))
     rollout = world.start(Say("8"))
     rollout.update_credentials(Credentials("s3cr3t"))
-    rollout.hold()
+    rollout.hold("a consumer")
     await outcome_of(rollout)
     await asyncio.sleep(1)
     world.roster.forget()
     assert world.roster.get(rollout.uid, ME) is rollout
     assert rollout.credentials == Credentials()
-    rollout.release()
+    rollout.release("a consumer")
     with pytest.raises(NotFound):
         world.roster.get(rollout.uid, ME)
-    rollout.hold()
-    rollout.release()  # too late, so it has no effect
+    rollout.hold("a consumer")
+    rollout.release("a consumer")  # too late, so it has no effect
     world.roster.forget()
     await world.close()
 
@@ -182,8 +182,8 @@ async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
 async def test_what_is_released_before_its_end_is_forgotten_as_any_other() -> None:
     world = Groups(capacity=Capacity(finished=0))
     rollout = world.start(Say("8", seconds=5))
-    rollout.hold()
-    rollout.release()
+    rollout.hold("a consumer")
+    rollout.release("a consumer")
     await outcome_of(rollout)
     await asyncio.sleep(1)
     with pytest.raises(NotFound):

@@ -136,7 +136,7 @@ class Rollout:
         self._delivery: Delivery | None = None
         self._running = False
         self._received = False
-        self._held = False
+        self._holders: set[object] = set()
         self._finished: float | None = None
         self._deadline: float | None = None
         self._owner = owner
@@ -203,7 +203,7 @@ class Rollout:
     @property
     def held(self) -> bool:
         """Whether a consumer still has to see its end. Until `release` it is not dropped."""
-        return self._held
+        return bool(self._holders)
 
     @property
     def is_read(self) -> bool:
@@ -235,7 +235,7 @@ class Rollout:
     def join(self, group: GroupMembership, *, provisional: bool) -> None:
         """Join the group that it was started with. `provisional`: its end waits for the group's reward."""
         self.group, self.ending.provisional = group, provisional
-        self.hold()
+        self.hold(group)
 
     def take_slot(self) -> None:
         """Mark it as running."""
@@ -266,15 +266,17 @@ class Rollout:
         """Mark its outcome as acknowledged."""
         self._received = True
 
-    def hold(self) -> None:
-        """Keep it from being dropped until `release`. Has no effect on a rollout that has ended."""
-        self._held = self.outcome is None or self._held
+    def hold(self, by: object) -> None:
+        """Keep it from being dropped until `release` by the same object. Has no effect on a rollout that has ended."""
+        if self.outcome is None:
+            self._holders.add(by)
 
-    def release(self) -> None:
-        """End the hold and notify the owner."""
-        if self._held:
-            self._held = False
-            self._owner.on_released(self)
+    def release(self, by: object) -> None:
+        """End the hold of this object. Notify the owner if it was the last one."""
+        if by in self._holders:
+            self._holders.remove(by)
+            if not self._holders:
+                self._owner.on_released(self)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

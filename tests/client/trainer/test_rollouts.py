@@ -14,6 +14,7 @@ import pytest
 import trustme
 from rollout_client import AsyncClient, RolloutError, RolloutFailed
 from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, Trainer, parsers
+from rollout_server import Run
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
@@ -60,6 +61,46 @@ async def test_a_group_is_what_the_model_wrote(address: str) -> None:
     assert len(model.prompts) == 6
     assert {sampling.max_tokens for sampling in model.samplings} == {99}
     assert max(model.prompts, key=len) == [*sample.prompt_ids, *sample.response_ids][: len(max(model.prompts, key=len))]
+
+
+class Ranked(Calculator):
+    """Ranks the rollouts of a group by their index."""
+
+    async def reward_group(self, runs: Sequence[Run]) -> list[float]:
+        """Return the index of each run, and behind the point the number of runs."""
+        return [(run.request.group_index or 0) + len(runs) / 10 for run in runs]
+
+
+async def test_the_rollouts_of_a_stream_wait_for_the_reward_of_their_group() -> None:
+    """Two slots are enough for five rollouts, and a group id may be used again in the next step."""
+    prompt = Prompt([{"role": "user", "content": QUESTION}], group_id="p1")
+    async with Server([Ranked()], settings(max_running=2)) as server:
+        trainer = trainer_of(f"127.0.0.1:{server.grpc_port}", ToyModel())
+        async with trainer:
+            steps = [[each async for each in trainer.rollouts([prompt], n=5, tokenizer="toy")] for _ in range(2)]
+    for (group,) in steps:
+        assert sorted(each.reward or 0.0 for each in group.rollouts) == [0.5, 1.5, 2.5, 3.5, 4.5]
+        assert {each.samples[0].reward for each in group.rollouts} == {0.5, 1.5, 2.5, 3.5, 4.5}
+        assert [list(each.rollout.outcome.warnings) for each in group.rollouts] == [[]] * 5
+
+
+async def test_a_failed_rollout_of_a_stream_does_not_delay_its_group() -> None:
+    model, failing = ToyModel(), iter([True])
+
+    async def generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> Generated:
+        if "</tool_response>" in decode(prompt_ids) and next(failing, False):
+            raise ValueError("out of memory")
+        return await model(prompt_ids, sampling)
+
+    async with Server([Ranked()], settings()) as server:
+        trainer = Trainer(
+            f"127.0.0.1:{server.grpc_port}", generate=generate, decode=decode, parse=parsers.hermes, end_ids={END}
+        )
+        async with trainer:
+            (group,) = [each async for each in trainer.rollouts([QUESTION], n=3, tokenizer="toy")]
+    assert sorted(each.end for each in group.rollouts) == ["failure", "stop", "stop"]
+    rewards = [each.reward for each in group.rollouts]
+    assert len([reward for reward in rewards if reward is not None and round(reward % 1, 6) == 0.2]) == 2
 
 
 async def test_groups_come_as_they_finish_from_prompts_without_end(address: str) -> None:

@@ -137,7 +137,9 @@ class TrainStart(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     count: _builtins.int
-    """Number of rollouts in the group, 1 to 1,024; 0: 1."""
+    """Number of rollouts in the group, 1 to 1,024; 0: 1. If count > 1, the server sets `group_index`, and outcomes wait for a group reward
+    of the agent.
+    """
     @_builtins.property
     def rollout(self) -> _rollout_service_pb2.StartRolloutRequest:
         """As for StartRollout; spec.completions stays unset. If count > 1, "/0", "/1", ... is appended to each rollout_id, and to each

@@ -15,6 +15,8 @@ from rollout_server.edge.stream.stream import TrainerStream
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.wire import request as requests
 from rollout_server.edge.wire import train as wire
+from rollout_server.runtime.groups.group import RolloutGroup
+from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, Caller, StartRequest
@@ -148,9 +150,22 @@ class Dispatcher:
             _log.exception("a group of rollouts could not be started")
             stream.reply(RefusedItem(sequence, RolloutError("internal error of the server; its log has the reason")))
             return
-        # No `await` since `start_all` created the rollouts' tasks: each rollout is on the stream before its first turn.
+        # No `await` since `start_all` created the rollouts' tasks: before its first turn each rollout is in its group and on the
+        # stream.
+        self._form_group(admitted, taken)
         for rollout, attached in taken:
             stream.reply(StartedItem(self.streams.add(rollout, stream), attached))
+
+    def _form_group(self, admitted: Sequence[AdmittedStart], taken: Sequence[tuple[Rollout, bool]]) -> None:
+        """Let rollouts that were started together wait for the agent's `reward_group`, if it has one.
+
+        Such a group is found by nobody: its outcomes go to the stream. A trainer may use its group id again.
+        """
+        first = admitted[0]
+        if len(taken) > 1 and first.agent.overrides("reward_group") and not any(attached for _, attached in taken):
+            plan = GroupPlan(len(taken), train_on=first.request.spec.train_on)
+            group = RolloutGroup(first.request.spec.group_id or self.registry.new_id(), first, plan, self.registry)
+            group.form([rollout for rollout, _ in taken])
 
     def _admit(self, start: wire.Start, caller: Caller) -> Sequence[AdmittedStart]:
         start_requests = wire.start_requests(start, caller)

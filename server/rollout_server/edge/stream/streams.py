@@ -138,7 +138,7 @@ class Streams:
         if stream_rollout is None:
             stream_rollout = self._rollouts[rollout.uid] = StreamRollout(rollout, self._forget)
             stream_rollout.stream = stream
-            rollout.hold()
+            rollout.hold(stream_rollout)
         else:
             other = self._stream_of(stream_rollout)
             if other is not None:
@@ -210,7 +210,7 @@ class Streams:
     def _forget(self, stream_rollout: StreamRollout) -> None:
         if self._rollouts.get(stream_rollout.rollout.uid) is stream_rollout:
             del self._rollouts[stream_rollout.rollout.uid]
-            stream_rollout.rollout.release()
+            stream_rollout.rollout.release(stream_rollout)
 
     def _stream_of(self, stream_rollout: StreamRollout) -> TrainerStream | None:
         return stream_rollout.stream if isinstance(stream_rollout.stream, TrainerStream) else None

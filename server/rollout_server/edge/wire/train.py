@@ -49,7 +49,11 @@ def start_requests(start: Start, caller: Caller) -> Sequence[StartRequest]:
         return [request]
     name, key = request.spec.rollout_id, request.request_id
     return [
-        replace(request, spec=replace(request.spec, rollout_id=f"{name}/{k}"), request_id=f"{key}/{k}" if key else "")
+        replace(
+            request,
+            spec=replace(request.spec, rollout_id=f"{name}/{k}", group_index=k),
+            request_id=f"{key}/{k}" if key else "",
+        )
         for k in range(count)
     ]
 

@@ -54,7 +54,7 @@ class RolloutGroup:
         admitted: AdmittedStart,
         plan: GroupPlan,
         registry: RolloutRegistry,
-        dropped: Callable[[RolloutGroup], None],
+        dropped: Callable[[RolloutGroup], None] = lambda group: None,
     ) -> None:
         self.id = group_id
         self.admitted = admitted
@@ -76,7 +76,11 @@ class RolloutGroup:
 
     def start(self) -> None:
         """Start all rollouts, or none of them. Raise `RolloutError`."""
-        self.members = list(self._registry.start_group([self._member(index) for index in range(self.plan.count)]))
+        self.form(self._registry.start_group([self._member(index) for index in range(self.plan.count)]))
+
+    def form(self, members: Sequence[Rollout]) -> None:
+        """Form the group of rollouts that have just been started, with their `group_index`."""
+        self.members = list(members)
         self.created = self.members[0].created
         for rollout in self.members:
             self._adopt(rollout)
@@ -219,7 +223,7 @@ class RolloutGroup:
 
     def _release(self) -> None:
         for rollout in self._rollouts:
-            rollout.release()
+            rollout.release(self)
 
     def _add(self, item: FinishedMember | GroupResult) -> None:
         self._items.append(item)

@@ -182,7 +182,7 @@ def _group_reward_missing(rollout: Rollout, end: End) -> tuple[Warned, ...]:
     apart = rollout.spec.group_id and rollout.group is None
     if not (apart and isinstance(end, Stop) and rollout.agent.overrides("reward_group")):
         return ()
-    text = "The agent's reward_group was not called, because this rollout was started without StartGroup"
+    text = "The agent's reward_group was not called, because this rollout was not started as one of a group"
     return (Warned(GROUP_REWARD_MISSING, text, rollout.machine.turn),)
 
 
