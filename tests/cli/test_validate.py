@@ -167,3 +167,43 @@ def test_rewards_over_a_group_need_a_group(here: Path, invoke: Invoke) -> None:
     Path("ranked.py").write_text(RANKED)
     (agent,) = document(invoke("validate", "ranked.py", "--json"))["agents"]
     assert (agent["valid"], [text[:25] for text in agent["advice"]]) == (True, ["rewards over a group are "])
+
+
+NEEDY = """
+from rollout_server import Agent, Limits, Run
+from rollout_server.testing.script import ScriptedReply
+
+class Guest:
+    def reply(self, messages):
+        return ScriptedReply(content="Goodbye, " + messages[-1]["content"])
+
+class Model:
+    def reply(self, messages):
+        return ScriptedReply(content="Hello")
+
+MODELS = {"guest": Guest()}
+
+class Needy(Agent):
+    name = "needy"
+    limits = Limits(turns=3)
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        said = await run.model("guest").sample([{"role": "user", "content": run.metadata["name"]}])
+        run.state["said"] = said.content
+
+    async def reward(self, run: Run) -> float:
+        return float(run.state["said"] == "Goodbye, Ada")
+"""
+
+
+def test_a_dry_run_gets_metadata_and_further_models(here: Path, invoke: Invoke) -> None:
+    Path("needy.py").write_text(NEEDY)
+    told = invoke("validate", "needy.py", "--metadata", '{"name": "Ada"}', "--script", "needy.py:Model")
+    assert told.exit_code == 0, told.output
+    assert "reward 1" in told.stdout
+    without = invoke("validate", "needy.py")
+    assert without.exit_code == 1
+    assert "--metadata JSON" in without.stdout.splitlines()[-1]
+    both = invoke("validate", "needy.py", "--call-tools", "--script", "needy.py:Model")
+    assert "exclude each other" in both.output

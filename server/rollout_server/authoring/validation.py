@@ -77,14 +77,18 @@ def callable_tools(tools: Sequence[Tool]) -> list[tuple[str, Mapping[str, Any]]]
 
 
 async def validate(
-    client: AsyncClient, endpoint: Endpoint, agent: Agent, calls: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]]
+    client: AsyncClient,
+    endpoint: Endpoint,
+    agent: Agent,
+    calls: Callable[[], Sequence[tuple[str, Mapping[str, Any]]]],
+    metadata: Mapping[str, Any],
 ) -> AgentReport:
-    """Check an agent through the API that clients use, and run one rollout.
+    """Check an agent through the API that clients use, and run one rollout with this metadata.
 
     `calls` returns the tool calls that the mock model at `endpoint` makes.
     """
     tools = await client.tools(agent.name)
-    start = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name)
+    start = RolloutStart(f"dry-run-{agent.name}"[:256], [{"role": "user", "content": _PROMPT}], agent.name, metadata)
     result = await run_rollout(client, endpoint, start)
     errors = [f"the dry run ended with {result.end} ({result.reason}): {result.message}"] if not result.finished else []
     failed_cleanup = [text for text in result.warnings if text.startswith(CLEANUP_FAILED)]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollout_server.cli.demo_output import plural
 from rollout_server.cli.errors import quiet_transformers, report_errors
+from rollout_server.cli.flags import CompletionFlags
 from rollout_server.cli.json_output import AsJson, open_output
+from rollout_server.cli.prompt_flags import PromptFlags
 from rollout_server.edge.grpc_loop import run_loop
 
 if TYPE_CHECKING:
@@ -32,6 +34,15 @@ def validate(
             "--call-tools", help="Call each tool once with arguments that fit its schema. The tools run for real."
         ),
     ] = False,
+    metadata: Annotated[
+        str, typer.Option(metavar="JSON", help="Metadata of the dry run, for agents that read run.metadata.")
+    ] = "",
+    script: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="Mock model of the dry run, as in `rollout run`; its MODELS are the further models."
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Check agents: import, tool schemas and a dry run with a mock model.
@@ -49,10 +60,14 @@ def validate(
         from rich.console import Console
 
         from rollout_server.authoring.agent_loader import all_agents
+        from rollout_server.authoring.author_traceback import AuthorError
 
+        if call_tools and script:
+            raise AuthorError("--call-tools and --script exclude each other: a script decides which tools are called")
         agents = [agent for target in targets for agent in all_agents(target)]
         console = Console(highlight=False)
-        reports = run_loop(_validate(agents, console, call_tools=call_tools))
+        dry_run = DryRun(PromptFlags(metadata=metadata).read_metadata(), script, call_tools)
+        reports = run_loop(_validate(agents, console, dry_run))
         valid = all(report.valid for report in reports)
         step = _next(targets[0], reports, valid=valid, called=call_tools)
         found = [{**asdict(report), "valid": report.valid} for report in reports]
@@ -63,7 +78,16 @@ def validate(
     raise typer.Exit(0 if valid else 1)
 
 
-async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bool) -> list[AgentReport]:
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """The dry run of each agent: its metadata, and the mock model of `--script` or one that calls each tool once or none."""
+
+    metadata: Mapping[str, Any]
+    script: str = ""
+    call_tools: bool = False
+
+
+async def _validate(agents: Sequence[Agent], console: Console, dry_run: DryRun) -> list[AgentReport]:
     from rollout_server.authoring.author_traceback import AuthorError
     from rollout_server.cli.local_server import print_server_log
 
@@ -73,25 +97,26 @@ async def _validate(agents: Sequence[Agent], console: Console, *, call_tools: bo
             f"several agents have the name {', '.join(map(repr, sorted(doubled)))}; requests choose agents by name"
         )
     with print_server_log(console):
-        return [await _validate_agent(agent, call_tools=call_tools) for agent in agents]
+        return [await _validate_agent(agent, dry_run) for agent in agents]
 
 
-async def _validate_agent(agent: Agent, *, call_tools: bool) -> AgentReport:
+async def _validate_agent(agent: Agent, dry_run: DryRun) -> AgentReport:
     """Validate one agent in a separate server, because the mock model calls the tools of this agent."""
     from rollout_server.authoring.model_stubs import ModelStub
     from rollout_server.authoring.validation import DryModel, callable_tools
     from rollout_server.authoring.validation import validate as validated
-    from rollout_server.cli.local_server import serve_with_stub
+    from rollout_server.cli.local_server import serve_for_command, serve_with_stub
 
     calls: list[tuple[str, Any]] = []
 
     async def prepare(client: AsyncClient) -> ModelStub:
-        if call_tools:
+        if dry_run.call_tools:
             calls.extend(callable_tools(await client.tools(agent.name)))
         return ModelStub("a dry run", DryModel(calls))
 
-    async with serve_with_stub([agent], prepare) as server:
-        return await validated(server.client, server.endpoint, agent, lambda: calls)
+    serve = serve_for_command([agent], CompletionFlags(script=dry_run.script)) if dry_run.script else None
+    async with serve or serve_with_stub([agent], prepare) as server:
+        return await validated(server.client, server.endpoint, agent, lambda: calls, dry_run.metadata)
 
 
 def _show(console: Console, report: AgentReport) -> None:
@@ -136,7 +161,10 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
 def _next(named: str, reports: Sequence[AgentReport], *, valid: bool, called: bool) -> str:
     target = shlex.quote(named)
     if not valid:
-        return "fix the errors above and validate again"
+        return (
+            "fix the errors above and validate again; give what the agent needs from a request with --metadata JSON, and "
+            "further models with --script FILE"
+        )
     if not called and any(report.tools for report in reports):
         return f"rollout validate {target} --call-tools calls each tool once; rollout run {target} --prompt TEXT runs a rollout"
     return f"rollout run {target} --prompt TEXT runs a rollout; rollout eval {target} DATASET evaluates the agent"
