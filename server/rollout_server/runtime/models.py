@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, Unpack
 
 from rollout_server.core.message import JSON, Message
+from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.record import ModelCalled
 from rollout_server.core.spec import Spec, Target
+from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
 from rollout_server.runtime.run.arguments import SamplingOptions
 from rollout_server.runtime.run.messages import text_of
@@ -115,9 +117,13 @@ class NoFurtherModels:
     limits = ModelLimits()
 
     async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
-        """Raise NotImplementedError: this server calls no further models."""
-        raise NotImplementedError("this server calls no further models")
+        """Raise `RolloutFailed`."""
+        raise _unavailable()
 
     def open(self, target: Target, spec: Spec, tools: Sequence[Tool]) -> Sampler:
-        """Raise NotImplementedError: this server calls no further models."""
-        raise NotImplementedError("this server calls no further models")
+        """Raise `RolloutFailed`."""
+        raise _unavailable()
+
+
+def _unavailable() -> RolloutFailed:
+    return RolloutFailed(Failure(Category.ENGINE_CLIENT, "this server calls no further models"))
