@@ -98,7 +98,7 @@ class Environment(Agent):
             return scored if turns is None else replace(scored, reward=turns + (scored.reward or 0.0))
 
     async def play(self, run: Run) -> None:
-        """Run one episode."""
+        """Run one episode: `reset`, then completions and `step` in turn until `step` says that it is done."""
         first = await call_method(self.reset, f"reset() of agent {self.name}", run)
         with with_location(self.reset):
             run = run.latest  # `reset` may have replaced the conversation by a compaction

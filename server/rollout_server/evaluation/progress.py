@@ -27,7 +27,7 @@ class RunningFigures:
         self._before, self._tokens = self.done, 0
 
     def add(self, result: RowResult) -> None:
-        """Count a result."""
+        """Count one more result: its end, its reward if it has one, and its generated tokens."""
         self.done += 1
         self._failed += not result.finished
         self._tokens += result.tokens.generated

@@ -117,11 +117,11 @@ class NoFurtherModels:
     limits = ModelLimits()
 
     async def complete(self, target: Target, request: CompletionRequest) -> ModelCompletion:
-        """Raise `RolloutFailed`."""
+        """Raise `RolloutFailed`, because this server has no endpoints."""
         raise _unavailable()
 
     def open(self, target: Target, spec: Spec, tools: Sequence[Tool]) -> Sampler:
-        """Raise `RolloutFailed`."""
+        """Raise `RolloutFailed`, because this server has no endpoints."""
         raise _unavailable()
 
 
