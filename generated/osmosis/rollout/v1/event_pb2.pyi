@@ -118,6 +118,7 @@ class RolloutEvent(_message.Message):
     OBSERVED_FIELD_NUMBER: _builtins.int
     REWARDED_FIELD_NUMBER: _builtins.int
     MODEL_CALLED_FIELD_NUMBER: _builtins.int
+    CAPTURE_SETTLED_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """0: the event is not recorded (live tokens, place in the queue) and is not sent again after a stream breaks."""
@@ -194,6 +195,10 @@ class RolloutEvent(_message.Message):
         """A further model returned a message to the agent."""
 
     @_builtins.property
+    def capture_settled(self) -> Global___CaptureSettled:
+        """The calls of an agent that owns its loop were counted, and its main conversation chosen."""
+
+    @_builtins.property
     def finished(self) -> Global___Finished:
         """The rollout ended. Always the last event."""
 
@@ -220,13 +225,14 @@ class RolloutEvent(_message.Message):
         observed: Global___Observed | None = ...,
         rewarded: Global___Rewarded | None = ...,
         model_called: Global___ModelCalled | None = ...,
+        capture_settled: Global___CaptureSettled | None = ...,
         finished: Global___Finished | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "capture_settled", b"capture_settled", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "capture_settled", b"capture_settled", "drift_found", b"drift_found", "event", b"event", "finished", b"finished", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "resumed", b"resumed", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "rewarded", "model_called", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["accepted", "segment_opened", "asked", "answered", "appended", "tool_started", "tool_returned", "drift_found", "resumed", "note", "forked", "given_up", "masked", "observed", "rewarded", "model_called", "capture_settled", "finished"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -552,6 +558,7 @@ class Forked(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    AFTER_TURN_FIELD_NUMBER: _builtins.int
     of_segment_id: _builtins.str
     """The segment of the conversation that was forked."""
     count: _builtins.int
@@ -562,6 +569,8 @@ class Forked(_message.Message):
     """Whether the conversation trains. Unset: not sent."""
     model: _builtins.str
     """Name of the further model that generates the conversation's completions. Empty: `RolloutSpec.completions` does."""
+    after_turn: _builtins.int
+    """The turn of the forked conversation after whose completion a branch begins. 0: its current end."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
         """Origin of the new conversation's first segment. Its first prompt decides how many tokens it shares with the parent: see
@@ -587,10 +596,11 @@ class Forked(_message.Message):
         role: _builtins.str = ...,
         trainable: _builtins.bool | None = ...,
         model: _builtins.str = ...,
+        after_turn: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "origin", b"origin", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "count", b"count", "messages", b"messages", "model", b"model", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "tools", b"tools", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_trainable", b"_trainable", "after_turn", b"after_turn", "count", b"count", "messages", b"messages", "model", b"model", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "tools", b"tools", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__trainable: _TypeAlias = _typing.Literal["trainable"]  # noqa: Y015
     _WhichOneofArgType__trainable: _TypeAlias = _typing.Literal["_trainable", b"_trainable"]  # noqa: Y015
@@ -734,6 +744,32 @@ class ModelCalled(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelCalled: _TypeAlias = ModelCalled  # noqa: Y015
+
+@_typing.final
+class CaptureSettled(_message.Message):
+    """An agent that owns its loop has ended. Its main conversation supplies the messages of the outcome. The event's `segment_id` is
+    that of the main conversation.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def report(self) -> _outcome_pb2.CaptureReport:
+        """What its calls were."""
+
+    def __init__(
+        self,
+        *,
+        report: _outcome_pb2.CaptureReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CaptureSettled: _TypeAlias = CaptureSettled  # noqa: Y015
 
 @_typing.final
 class Resumed(_message.Message):

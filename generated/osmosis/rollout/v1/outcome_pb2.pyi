@@ -393,6 +393,64 @@ class TurnReward(_message.Message):
 Global___TurnReward: _TypeAlias = TurnReward  # noqa: Y015
 
 @_typing.final
+class CaptureReport(_message.Message):
+    """What the calls of an agent that owns its loop were."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTINUED_FIELD_NUMBER: _builtins.int
+    PARTED_FIELD_NUMBER: _builtins.int
+    JOINED_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
+    ABANDONED_FIELD_NUMBER: _builtins.int
+    AUXILIARY_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    LONGEST_SHARE_FIELD_NUMBER: _builtins.int
+    continued: _builtins.int
+    """Calls that continued a conversation."""
+    parted: _builtins.int
+    """Calls that opened a conversation or a branch, other than the first one."""
+    joined: _builtins.int
+    """Calls that joined an equal call whose completion was not there yet."""
+    replayed: _builtins.int
+    """Calls that got the completion of an earlier, equal call."""
+    abandoned: _builtins.int
+    """Completions that led nowhere while another answer to the same messages was continued. They are masked out."""
+    auxiliary: _builtins.int
+    """Completions beside the task. They do not train."""
+    restored: _builtins.int
+    """Answers in the agent's messages that were put back as they were sampled, because the agent had changed their form."""
+    dropped: _builtins.int
+    """System texts that were left out by a pattern, and tools that the server cannot offer."""
+    refused: _builtins.int
+    """Calls that were refused."""
+    longest_share: _builtins.float
+    """The trained tokens of the longest segment divided by all trained tokens, from 0 to 1; 0 without any."""
+    def __init__(
+        self,
+        *,
+        continued: _builtins.int = ...,
+        parted: _builtins.int = ...,
+        joined: _builtins.int = ...,
+        replayed: _builtins.int = ...,
+        abandoned: _builtins.int = ...,
+        auxiliary: _builtins.int = ...,
+        restored: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        longest_share: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "auxiliary", b"auxiliary", "continued", b"continued", "dropped", b"dropped", "joined", b"joined", "longest_share", b"longest_share", "parted", b"parted", "refused", b"refused", "replayed", b"replayed", "restored", b"restored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CaptureReport: _TypeAlias = CaptureReport  # noqa: Y015
+
+@_typing.final
 class Outcome(_message.Message):
     """How a rollout ended, and its results. Decided exactly once; delivered at least once, as the same bytes each time."""
 
@@ -431,6 +489,7 @@ class Outcome(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     REWARD_RULE_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """The agent's reward; unset: the agent returned none."""
     extra_json: _builtins.str
@@ -477,6 +536,10 @@ class Outcome(_message.Message):
     def turn_rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnReward]:
         """Rewards that the agent gave to turns, by turn. A turn without a reward is not listed."""
 
+    @_builtins.property
+    def capture(self) -> Global___CaptureReport:
+        """Only for an agent that owns its loop: what its calls were."""
+
     def __init__(
         self,
         *,
@@ -493,10 +556,11 @@ class Outcome(_message.Message):
         warnings: _abc.Iterable[Global___Warning] | None = ...,
         turn_rewards: _abc.Iterable[Global___TurnReward] | None = ...,
         reward_rule: Global___RewardRule.ValueType = ...,
+        capture: Global___CaptureReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "end", b"end", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "capture", b"capture", "end", b"end", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "end", b"end", "extra_json", b"extra_json", "failure", b"failure", "messages", b"messages", "metrics", b"metrics", "reward", b"reward", "reward_rule", b"reward_rule", "samples", b"samples", "scores", b"scores", "segments", b"segments", "stop", b"stop", "turn_rewards", b"turn_rewards", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "capture", b"capture", "end", b"end", "extra_json", b"extra_json", "failure", b"failure", "messages", b"messages", "metrics", b"metrics", "reward", b"reward", "reward_rule", b"reward_rule", "samples", b"samples", "scores", b"scores", "segments", b"segments", "stop", b"stop", "turn_rewards", b"turn_rewards", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

@@ -298,6 +298,34 @@ class StartRolloutRequest(_message.Message):
 Global___StartRolloutRequest: _TypeAlias = StartRolloutRequest  # noqa: Y015
 
 @_typing.final
+class ModelAccess(_message.Message):
+    """How an agent that runs elsewhere reaches the model endpoint of its rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    base_url: _builtins.str
+    """The base URL of the endpoint, for Anthropic clients. OpenAI clients need it with "/v1" appended. Only a path ("/r/UID") if the
+    server does not know under which URL its gateway is reached.
+    """
+    key: _builtins.str
+    """The key of the rollout: valid for this endpoint only, until the rollout ends."""
+    def __init__(
+        self,
+        *,
+        base_url: _builtins.str = ...,
+        key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_url", b"base_url", "key", b"key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelAccess: _TypeAlias = ModelAccess  # noqa: Y015
+
+@_typing.final
 class StartRolloutResponse(_message.Message):
     """A rollout was accepted or found."""
 
@@ -307,6 +335,7 @@ class StartRolloutResponse(_message.Message):
     ATTACHED_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     FUNCTION_TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    ACCESS_FIELD_NUMBER: _builtins.int
     attached: _builtins.bool
     """The rollout had been accepted earlier."""
     @_builtins.property
@@ -325,6 +354,10 @@ class StartRolloutResponse(_message.Message):
         any, holds strings only. Further keywords are kept. What this shape cannot express is added to the property's `description`.
         """
 
+    @_builtins.property
+    def access(self) -> Global___ModelAccess:
+        """Only if the agent runs elsewhere (`Agent.external`)."""
+
     def __init__(
         self,
         *,
@@ -332,10 +365,11 @@ class StartRolloutResponse(_message.Message):
         attached: _builtins.bool = ...,
         tools: _abc.Iterable[_message_pb2.Tool] | None = ...,
         function_tools_json: _abc.Iterable[_builtins.str] | None = ...,
+        access: Global___ModelAccess | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "function_tools_json", b"function_tools_json", "rollout", b"rollout", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "attached", b"attached", "function_tools_json", b"function_tools_json", "rollout", b"rollout", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -990,6 +1024,7 @@ class Agent(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     DEFAULT_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
+    EXTERNAL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the agent."""
     version: _builtins.str
@@ -1000,6 +1035,8 @@ class Agent(_message.Message):
     """The agent runs if a request names no agent."""
     description: _builtins.str
     """What the agent does, for humans."""
+    external: _builtins.bool
+    """The agent runs elsewhere: it calls the model over AgentService, with `StartRolloutResponse.access`."""
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
         """Tools of the agent."""
@@ -1018,10 +1055,11 @@ class Agent(_message.Message):
         limits: _spec_pb2.Limits | None = ...,
         default: _builtins.bool = ...,
         description: _builtins.str = ...,
+        external: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default", b"default", "description", b"description", "limits", b"limits", "name", b"name", "replayable", b"replayable", "tools", b"tools", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default", b"default", "description", b"description", "external", b"external", "limits", b"limits", "name", b"name", "replayable", b"replayable", "tools", b"tools", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -250,6 +250,50 @@ class Span(_message.Message):
 Global___Span: _TypeAlias = Span  # noqa: Y015
 
 @_typing.final
+class Parting(_message.Message):
+    """Where a call of an agent that owns its loop parted from the conversations of its rollout, so that another one was opened."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FIELD_FIELD_NUMBER: _builtins.int
+    EXPECTED_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    API_FIELD_NUMBER: _builtins.int
+    CLIENT_AGENT_FIELD_NUMBER: _builtins.int
+    message: _builtins.int
+    """Index of the first message that differs from the closest conversation, counted from 0; its length if it only goes on."""
+    field: _builtins.str
+    """What differs there: "role", "content", "tool_calls", "reasoning", "tools", "history" (the messages end before the next answer)
+    or "parallel" (the conversation was waiting for a completion).
+    """
+    expected: _builtins.str
+    """The text there so far, at most 200 characters."""
+    found: _builtins.str
+    """The text that the agent sent, at most 200 characters."""
+    api: _builtins.str
+    """The API of the call: "chat", "responses", "messages" or "grpc"."""
+    client_agent: _builtins.str
+    """The client's id of the agent that called; empty: none."""
+    def __init__(
+        self,
+        *,
+        message: _builtins.int = ...,
+        field: _builtins.str = ...,
+        expected: _builtins.str = ...,
+        found: _builtins.str = ...,
+        api: _builtins.str = ...,
+        client_agent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api", b"api", "client_agent", b"client_agent", "expected", b"expected", "field", b"field", "found", b"found", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Parting: _TypeAlias = Parting  # noqa: Y015
+
+@_typing.final
 class SegmentOrigin(_message.Message):
     """The origin of a segment."""
 
@@ -258,6 +302,7 @@ class SegmentOrigin(_message.Message):
     PARENT_ID_FIELD_NUMBER: _builtins.int
     PARENT_TOKENS_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    PARTING_FIELD_NUMBER: _builtins.int
     parent_id: _builtins.str
     """Id of the segment that this one follows; empty for the main segment."""
     parent_tokens: _builtins.int
@@ -266,16 +311,21 @@ class SegmentOrigin(_message.Message):
     """
     kind: Global___SegmentKind.ValueType
     """Why the segment was opened."""
+    @_builtins.property
+    def parting(self) -> Global___Parting:
+        """Only for an agent that owns its loop: where its call parted from the other conversations."""
+
     def __init__(
         self,
         *,
         parent_id: _builtins.str = ...,
         parent_tokens: _builtins.int = ...,
         kind: Global___SegmentKind.ValueType = ...,
+        parting: Global___Parting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["parting", b"parting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "parent_id", b"parent_id", "parent_tokens", b"parent_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "parent_id", b"parent_id", "parent_tokens", b"parent_tokens", "parting", b"parting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
