@@ -89,6 +89,7 @@ class ModelPrompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     PREVIOUS_COMPLETION_ID_FIELD_NUMBER: _builtins.int
+    HOSTED_TOOLS_FIELD_NUMBER: _builtins.int
     previous_completion_id: _builtins.str
     """The messages follow the completion with this id; empty: they are the whole conversation."""
     @_builtins.property
@@ -103,6 +104,10 @@ class ModelPrompt(_message.Message):
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
         """The tools offered to the model."""
 
+    @_builtins.property
+    def hosted_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of tools that the API's provider runs itself, such as "web_search": the model is not offered them."""
+
     def __init__(
         self,
         *,
@@ -110,10 +115,11 @@ class ModelPrompt(_message.Message):
         messages: _abc.Iterable[Global___HistoryMessage] | None = ...,
         tools: _abc.Iterable[_message_pb2.Tool] | None = ...,
         previous_completion_id: _builtins.str = ...,
+        hosted_tools: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instructions", b"instructions", "messages", b"messages", "previous_completion_id", b"previous_completion_id", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hosted_tools", b"hosted_tools", "instructions", b"instructions", "messages", b"messages", "previous_completion_id", b"previous_completion_id", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -51,6 +51,7 @@ class ModelCall:
         instructions: texts of the system prompt, where the API has them apart from the messages.
         tools: the tools offered to the model, in order.
         previous: id of the completion that the messages follow; empty: they are the whole conversation.
+        hosted_tools: names of tools that the API's provider runs itself; the model is not offered them.
         api: the API that the agent uses.
         sampling: the agent's sampling parameters. `extra_json` may have `tool_choice`, `parallel_tool_calls`, `response_format`.
         repeat_key: the client's idempotency key; empty: none.
@@ -64,6 +65,7 @@ class ModelCall:
     instructions: tuple[str, ...] = ()
     tools: tuple[OfferedTool, ...] = ()
     previous: str = ""
+    hosted_tools: tuple[str, ...] = ()
     api: ModelApi = ModelApi.GRPC
     sampling: Sampling = Sampling()
     repeat_key: str = ""
