@@ -53,6 +53,7 @@ class TemplateTraits:
         arguments: the forms of tool call arguments that the template accepts.
         short_form: True if, in all probed conversations, the environment is the same after a short and after the full history.
         inside: ids of special tokens that the template writes inside completions, such as the end of a tool call.
+        late_system: whether the template shows a system message that follows a completion, at its place.
         refusal: why the template cannot be used, with an example; empty if it can.
     """
 
@@ -62,6 +63,7 @@ class TemplateTraits:
     short_form: bool = False
     refusal: str = ""
     inside: frozenset[int] = frozenset()
+    late_system: bool = True
 
     @property
     def stops(self) -> tuple[StopToken, ...]:
@@ -112,7 +114,7 @@ def probe(
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
-    return TemplateTraits(final, calls, accepted, short, refusal, inside)
+    return TemplateTraits(final, calls, accepted, short, refusal, inside, _shows_late_system(render))
 
 
 class _Closers:
@@ -212,6 +214,13 @@ def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) 
         end = len(turn.full) - len(text) - len(stop.text)
         written = turn.full[common_prefix(turn.prompt, turn.full) : end]
         yield from (index for index, token in special.items() if token and token in written)
+
+
+def _shows_late_system(render: Render) -> bool:
+    """Return whether a system message after a completion is shown there. Templates may refuse it, drop it or move it."""
+    rule = "Q8zObeyThisFromNowOn"
+    text = _try(render, [_USER, _ASSISTANT, {"role": "system", "content": rule}, _USER])
+    return text is not None and text.find(rule) > text.find(_CONTENT) >= 0
 
 
 def _calls(message: Fields) -> Sequence[JSON]:
