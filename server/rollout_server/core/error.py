@@ -71,6 +71,38 @@ class NotPossible(RolloutError):
     reason = "NOT_POSSIBLE"
 
 
+class RolloutOver(NotPossible):
+    """The rollout has ended, or is ending: its agent can call the model no more."""
+
+    reason = "ROLLOUT_OVER"
+
+    def __init__(self) -> None:
+        super().__init__("the rollout has ended; it takes no further calls")
+
+
+class AlreadyFinished(Conflict):
+    """The agent's work was ended before, with another result."""
+
+    reason = "ALREADY_FINISHED"
+
+
+class CallRefused(RolloutError):
+    """A model call of an agent that is invalid or not supported. The rollout goes on.
+
+    Args:
+        reason: a stable word in capitals, such as ONE_CONVERSATION or CONTEXT_LENGTH_EXCEEDED.
+        field: path of the field of `CallModelRequest`, such as `prompt.messages[0].content`; empty if it is no single field.
+        text: what was wrong and what to do.
+        tokens, maximum: for CONTEXT_LENGTH_EXCEEDED, the length of the prompt and of the longest one; 0 if unknown.
+    """
+
+    def __init__(self, reason: str, field: str, text: str, *, tokens: int = 0, maximum: int = 0) -> None:
+        super().__init__(text, reason=reason)
+        self.field = field
+        self.tokens = tokens
+        self.maximum = maximum
+
+
 class Superseded(RolloutError):
     """A newer call replaced this one."""
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, RewardRule, Stop
 from rollout_server.core.record import Accepted, Ended, Input, Record
+from rollout_server.runtime.capture.endpoint import CaptureSlot
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.ports import Clock, Credentials, Tool
@@ -129,6 +130,7 @@ class Rollout:
         self.clock = clock
         self.machine = Machine(uid, request.spec.messages, request.spec.limits)
         self.ending = RolloutEnding()
+        self.capture = CaptureSlot(self.ending.requested, self.ending.reached)
         self.group: GroupMembership | None = None
         self.log = Log()
         self.created = clock.wall()
@@ -223,6 +225,7 @@ class Rollout:
         now = self.clock.wall()
         if isinstance(record, Ended):
             self._finished, self.ending.provisional = now, False
+            self.capture.close()
             self._stop_detach_timer()
         conversation = self.machine.find(record)
         turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.spec import Target
+from rollout_server.runtime.capture.endpoint import ModelAccess, no_model_access
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
@@ -84,7 +85,10 @@ class NoReporter:
 
 @dataclass(frozen=True, slots=True)
 class RegistryDependencies:
-    """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models."""
+    """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models.
+
+    `model_access` returns the access to the model endpoint of a rollout, by its uid.
+    """
 
     clock: Clock = Clock()
     observer: Observer = field(default_factory=NoObserver)
@@ -92,3 +96,4 @@ class RegistryDependencies:
     retry_policy: DeliveryRetryPolicy = DeliveryRetryPolicy()
     tool_resources: ToolResources | None = None
     models: FurtherModels = field(default_factory=NoFurtherModels)
+    model_access: Callable[[str], ModelAccess] = no_model_access

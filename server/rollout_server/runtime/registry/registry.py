@@ -67,6 +67,7 @@ class RolloutRegistry:
         self._observer = dependencies.observer
         self._tool_resources = dependencies.tool_resources or ToolResources()
         self._models = dependencies.models
+        self.model_access = dependencies.model_access
         self._outbox = Outbox(dependencies, self._settle)
         self._index = RolloutIndex()
         self._queue = RolloutQueue(capacity, self._clock)
@@ -268,7 +269,8 @@ class RolloutRegistry:
     def _run(self, rollout: Rollout) -> None:
         rollout.take_slot()
         task = asyncio.create_task(
-            drive(rollout, self._open_sampler, self._tool_resources, self._models), name=f"drive {rollout.uid}"
+            drive(rollout, self._open_sampler, self._tool_resources, self._models, self.model_access),
+            name=f"drive {rollout.uid}",
         )
         self._tasks.add(task)
         task.add_done_callback(lambda done: self._on_driven(done, rollout))

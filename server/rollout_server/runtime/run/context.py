@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End
 from rollout_server.core.record import Input, Record
+from rollout_server.runtime.capture.endpoint import ModelAccess, no_model_access
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
 from rollout_server.runtime.rollout import Rollout
@@ -29,17 +30,26 @@ class RunContext:
         threads: slots for the agent's synchronous functions.
         cleanup_threads: slots for what is called after the end, so that a cleanup never waits for functions of other rollouts.
         models: the server's access to further models.
+        model_access: returns the access to the model endpoint of a rollout, by its uid.
 
     Attributes:
         state: the agent's own data about this rollout.
         model_usage: what the rollout has used of each further model.
     """
 
-    def __init__(self, rollout: Rollout, threads: Slots, cleanup_threads: Slots, models: FurtherModels) -> None:
+    def __init__(
+        self,
+        rollout: Rollout,
+        threads: Slots,
+        cleanup_threads: Slots,
+        models: FurtherModels,
+        model_access: Callable[[str], ModelAccess] = no_model_access,
+    ) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
         self.ending = rollout.ending
         self.models = models
+        self.model_access = model_access
         self.model_usage: dict[str, ModelUsage] = {}
         self.state: dict[str, Any] = {}
         self._loop = asyncio.get_running_loop()

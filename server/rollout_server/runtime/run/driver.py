@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.capture.endpoint import ModelAccess, no_model_access
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import FurtherModels
 from rollout_server.runtime.ports import OpenSampler
@@ -55,7 +56,11 @@ def seconds_to_end(agent: AgentProtocol) -> float:
 
 
 async def drive(
-    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, models: FurtherModels
+    rollout: Rollout,
+    open_sampler: OpenSampler,
+    tool_resources: ToolResources,
+    models: FurtherModels,
+    model_access: Callable[[str], ModelAccess] = no_model_access,
 ) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
     started = rollout.clock.monotonic()
@@ -66,7 +71,7 @@ async def drive(
     run: Run | None = None
     try:
         with _time_limit(rollout):
-            run = _open(rollout, open_sampler, tool_resources, models)
+            run = _open(rollout, open_sampler, tool_resources, models, model_access)
             end = (
                 await _run_to_end(rollout, run, tasks)
                 if run is not None
@@ -80,6 +85,7 @@ async def drive(
         # Reached on every path, also when the driver itself is cancelled: a rollout always gets an outcome. Without a cleanup,
         # the tasks are cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that
         # ignores its cancellation. What such a task still does is rejected, because the end is decided.
+        rollout.capture.close()
         rollout.ending.decide(end, reward)
         total_ms = 1000 * (rollout.clock.monotonic() - started)
         warnings = _group_reward_missing(rollout, end)
@@ -95,12 +101,16 @@ async def drive(
 
 
 def _open(
-    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, models: FurtherModels
+    rollout: Rollout,
+    open_sampler: OpenSampler,
+    tool_resources: ToolResources,
+    models: FurtherModels,
+    model_access: Callable[[str], ModelAccess],
 ) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
         return Run(
-            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models),
+            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models, model_access),
             rollout.machine.main,
             sampler,
             ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),

@@ -1,0 +1,144 @@
+"""The model endpoint of one rollout, as its callers see it, and the slot through which they find it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from rollout_server.core.capture.call import Completed, ModelCall
+from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
+from rollout_server.core.outcome import Failure, RewardResult
+
+
+MOST_CALLS: Final = 64
+"""Calls of one rollout that may be open at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAccess:
+    """How an agent reaches the model endpoint of its rollout.
+
+    Args:
+        base_url: the base URL, for Anthropic clients; OpenAI clients need it with "/v1" appended. Only a path, "/r/UID", if the
+            server does not know under which URL its gateway is reached.
+        key: the key of the rollout, valid until it ends; empty on a server without endpoints.
+    """
+
+    base_url: str
+    key: str = field(default="", repr=False)
+
+
+def no_model_access(uid: str) -> ModelAccess:
+    """Return the access of a rollout on a server without a gateway and keys: the default."""
+    return ModelAccess(f"/r/{uid}")
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedWork:
+    """What an agent that runs elsewhere says at the end of its work.
+
+    Args:
+        reward: the reward; without a number, the agent class computes it.
+        failure: why the agent failed; None if it did not. A rollout with a failure has no reward.
+    """
+
+    reward: RewardResult = RewardResult()
+    failure: Failure | None = None
+
+
+class AgentEndpoint(Protocol):
+    """The endpoint that calls of a rollout's agent reach. `runtime.capture.capture.Capture` implements it."""
+
+    async def call(self, call: ModelCall) -> Completed:
+        """Return the completion of a call. A caller that is cancelled cancels nothing: the same call gets the completion later.
+
+        Raises:
+            CallRefused: if the call is invalid or not supported. The rollout goes on.
+            RolloutOver: if the rollout has ended, or ends before the completion.
+            Busy: if too many calls are open.
+        """
+
+    def confirm(self, completion_id: str) -> None:
+        """Record that a completion reached the agent to its last byte. Raise `NotFound`, or `RolloutOver`."""
+
+    def finish(self, work: FinishedWork) -> bool:
+        """End the agent's work. Return whether it had been ended with the same result.
+
+        Raises `AlreadyFinished` if it was ended with another result, and `RolloutOver` if the rollout ended without it.
+        """
+
+
+class CaptureSlot:
+    """Where the calls for a rollout find its endpoint. Calls that arrive before its agent has opened it wait.
+
+    Args:
+        ended: futures of which one is done once the rollout is ending.
+    """
+
+    def __init__(self, *ended: asyncio.Future[object]) -> None:
+        self._ended = ended
+        self._opened: asyncio.Future[AgentEndpoint] = asyncio.get_running_loop().create_future()
+        self._settle: Callable[[], None] | None = None
+        self._waiting = 0
+        self._closed = False
+        self._finished: FinishedWork | None = None
+
+    async def call(self, call: ModelCall) -> Completed:
+        """See `AgentEndpoint.call`."""
+        return await (await self.opened()).call(call)
+
+    async def confirm(self, completion_id: str) -> None:
+        """See `AgentEndpoint.confirm`."""
+        (await self.opened()).confirm(completion_id)
+
+    async def finish(self, work: FinishedWork) -> bool:
+        """See `AgentEndpoint.finish`. It can be repeated with the same result after the end of the rollout."""
+        if self._finished is not None:
+            return repeats(self._finished, work)
+        repeated = (await self.opened()).finish(work)
+        self._finished = work
+        return repeated
+
+    async def opened(self) -> AgentEndpoint:
+        """Wait until the rollout's agent has opened its endpoint. Raise `RolloutOver` and `Busy`."""
+        if not self._opened.done():
+            if self._waiting >= MOST_CALLS:
+                raise too_many_calls()
+            self._waiting += 1
+            try:
+                await asyncio.wait({self._opened, *self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._waiting -= 1
+        if self._closed or not self._opened.done():
+            raise RolloutOver()
+        return self._opened.result()
+
+    def open(self, endpoint: AgentEndpoint, settle: Callable[[], None]) -> None:
+        """Set the endpoint. `settle` is called once, right before the end of the rollout is decided."""
+        self._opened.set_result(endpoint)
+        self._settle = settle
+
+    def close(self) -> None:
+        """Settle the endpoint and refuse all further calls. Only the first call has an effect."""
+        self._closed = True
+        self._opened.cancel()  # wakes the calls that wait for it
+        settle, self._settle = self._settle, None
+        if settle is not None:
+            settle()
+
+
+def repeats(earlier: FinishedWork, work: FinishedWork) -> bool:
+    """Return True if work that had been finished is finished again with the same result. Raise `AlreadyFinished` otherwise."""
+    if earlier != work:
+        raise AlreadyFinished("the rollout was finished with another result")
+    return True
+
+
+def too_many_calls() -> Busy:
+    """Return the error of a call beyond `MOST_CALLS`."""
+    text = (
+        f"the rollout has {MOST_CALLS} open calls, more are not allowed; repeat the call when one of them has returned"
+    )
+    return Busy(text, retry_after=1.0, reason="TOO_MANY_CALLS")
