@@ -37,6 +37,8 @@ from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.grpc_loop import loop_factory, run_loop
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
+from rollout_server.edge.model_keys import ModelKeys
+from rollout_server.edge.rpc.agent_service import AgentService
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings, own_socket
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
@@ -48,6 +50,7 @@ from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.network_exposure import log_exposure
 from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
+from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents
@@ -65,6 +68,7 @@ SWITCH_SECONDS = 0.0005
 The event loop releases the GIL in each system call. With Python's default of 5 ms it would then wait, again and again, for threads
 that render whole conversations. Hundreds of sends and receives in one iteration of the loop would add up to seconds.
 """
+_ON_THIS_MACHINE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 KEYS_SECONDS = 1.0
 """Interval in seconds at which the file of API keys is checked for changes."""
 
@@ -90,6 +94,8 @@ class Server:
         self._rpc: RpcServer
         self._http: EmbeddedGateway | None = None
         self._metrics = MetricsObserver()
+        self._model_keys = ModelKeys()
+        self._tokenizers = Tokenizers(tokenizer_settings(settings))
 
     async def __aenter__(self) -> Self:
         """Start the server.
@@ -143,6 +149,7 @@ class Server:
             TrainerService(
                 Dispatcher(self._registry, self._streams, facts.violations, self._metrics.families.ignored.inc)
             ),
+            AgentService(self._registry, self._model_keys, self._tokenizers, self._metrics.count_model_call),
         )
         _, self.grpc_port = await self._rpc.start()
         self._stack.push_async_callback(self._rpc.stop, 1.0)
@@ -159,7 +166,7 @@ class Server:
 
     async def _make_registry(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
         settings, stack = self.settings, self._stack
-        tokenizers = Tokenizers(tokenizer_settings(settings))
+        tokenizers = self._tokenizers
         stack.push_async_callback(tokenizers.close)
         await tokenizers.load_named()
         lookup = CheckedLookup(rules)
@@ -182,6 +189,7 @@ class Server:
                 retry_policy=delivery_retry_policy(settings),
                 tool_resources=tools,
                 models=further_models(samplers.engines, rules, settings),
+                model_access=self._model_access,
             ),
             shared=keys.demands,
         )
@@ -195,6 +203,15 @@ class Server:
             port = serve_metrics(metrics, settings.metrics_port, settings.host)
             stack.push_async_callback(port.stop)
         return registry
+
+    def _model_access(self, uid: str) -> ModelAccess:
+        """Return the access to a rollout's model endpoint. Without a public URL it is that of this process's HTTP port."""
+        settings, url = self.settings, self.settings.public_url or ""
+        if not url and self.http_port:
+            host = _ON_THIS_MACHINE.get(settings.host, settings.host)
+            scheme = "http" if settings.tls_cert is None else "https"
+            url = f"{scheme}://{_bracket_ipv6(host)}:{self.http_port}"
+        return ModelAccess(f"{url.rstrip('/')}/r/{uid}", self._model_keys.key(uid))
 
     def _watch_loop(self) -> None:
         if self.settings.loop_block_seconds:

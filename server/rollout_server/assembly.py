@@ -64,6 +64,7 @@ FEATURES = (
     "trainer_stream",
     "groups",
     "models",
+    "model_endpoint",
 )
 
 

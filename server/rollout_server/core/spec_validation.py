@@ -169,7 +169,7 @@ def sampling_violations(sampling: Sampling, dialect: Dialect) -> Iterator[Violat
         yield Violation("spec.sampling.max_tokens", f"must be from 1 to {most}")
     if len(sampling.stop) > 64:
         yield Violation("spec.sampling.stop", f"has {len(sampling.stop)} entries, at most 64 are allowed")
-    yield from _json_object(sampling.extra_json, "spec.sampling.extra_json")
+    yield from json_object_violations(sampling.extra_json, "spec.sampling.extra_json")
 
 
 def _limits(limits: Limits, *, least: int) -> Iterator[Violation]:
@@ -191,7 +191,7 @@ def _tokenizer(spec: Spec) -> Iterator[Violation]:
     for name, value in (("name", spec.tokenizer.name), ("revision", spec.tokenizer.revision)):
         if len(value) > ID_LENGTH:
             yield Violation(f"spec.tokenizer.{name}", f"has at most {ID_LENGTH} characters")
-    yield from _json_object(spec.tokenizer.template_kwargs_json, "spec.tokenizer.template_kwargs_json")
+    yield from json_object_violations(spec.tokenizer.template_kwargs_json, "spec.tokenizer.template_kwargs_json")
 
 
 def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
@@ -199,13 +199,14 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
     if size > bounds.metadata_bytes:
         yield Violation("spec.metadata_json", f"has {size} bytes, at most {bounds.metadata_bytes} are allowed")
     else:
-        yield from _json_object(spec.metadata_json, "spec.metadata_json")
-    yield from _json_object(spec.source_json, "spec.source_json")
+        yield from json_object_violations(spec.metadata_json, "spec.metadata_json")
+    yield from json_object_violations(spec.source_json, "spec.source_json")
     if spec.cancel_after_detach is not None and not 0 <= spec.cancel_after_detach <= MAX_SECONDS:
         yield Violation("spec.cancel_after_detach", f"must be from 0 to {MAX_SECONDS} s; unset is never")
 
 
-def _json_object(text: str, where: str) -> Iterator[Violation]:
+def json_object_violations(text: str, where: str) -> Iterator[Violation]:
+    """Check that a text is empty or one JSON object."""
     if not text:
         return
     if first_too_many((text,)) is not None:

@@ -108,7 +108,7 @@ class Keyring:
         """
         if not self.demands:
             return Caller(ANONYMOUS)
-        digest = _digest(_bare(authorization or ""))
+        digest = _digest(bare_key(authorization or ""))
         found: Caller | None = None
         for key in (*self._given, *self._filed, *self._internal):
             if hmac.compare_digest(key.digest, digest):
@@ -140,10 +140,11 @@ class Keyring:
 
 def fingerprint(authorization: str) -> str:
     """Return the first 12 hex digits of the hash of a header's key: enough to find its entry, too few to use it."""
-    return _digest(_bare(authorization)).hex()[:12]
+    return _digest(bare_key(authorization)).hex()[:12]
 
 
-def _bare(authorization: str) -> str:
+def bare_key(authorization: str) -> str:
+    """Return the key of a header: `Bearer KEY`, or the key alone."""
     scheme, _, rest = authorization.strip().partition(" ")
     return rest.strip() if scheme.lower() == "bearer" else authorization.strip()
 

@@ -85,6 +85,10 @@ class AgentProtocol(Protocol):
         """Whether `play` can run again over a log (D3)."""
 
     @property
+    def external(self) -> bool:
+        """Whether it runs elsewhere and calls the model over the model endpoint of its rollout."""
+
+    @property
     def limits(self) -> Limits:
         """The agent's own limits."""
 

@@ -24,6 +24,12 @@ class ServingSettings(BaseSettings):
     grpc_port: int = Field(
         50051, ge=0, le=65535, validation_alias=env_names("ROLLOUT_GRPC_PORT"), description="gRPC port; 0: any."
     )
+    public_url: str | None = Field(
+        None,
+        pattern=r"^https?://[^\s?#]+$",
+        validation_alias=env_names("ROLLOUT_PUBLIC_URL"),
+        description="URL under which agents that run elsewhere reach the HTTP gateway; unset: that of this process's HTTP port.",
+    )
     http: bool = Field(True, validation_alias=env_names("ROLLOUT_HTTP"), description="Serve the HTTP gateway.")
     drain_seconds: float = Field(
         30.0,

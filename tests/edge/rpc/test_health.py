@@ -15,6 +15,7 @@ from tests.support.server_client import Caller, first, settled
 from tests.support.start_requests import start
 
 SERVICE = "osmosis.rollout.v1.RolloutService"
+AGENTS = "osmosis.rollout.v1.AgentService"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
@@ -24,7 +25,7 @@ async def status(caller: Caller, service: str) -> int:
     return int(response.status)
 
 
-@pytest.mark.parametrize("service", ["", SERVICE])
+@pytest.mark.parametrize("service", ["", SERVICE, AGENTS])
 async def test_a_service_serves_until_the_server_drains(caller: Caller, gated: Gated, service: str) -> None:
     assert await status(caller, service) == SERVING
     uid = (await caller.start(start(agent="gated"))).rollout.uid
@@ -44,7 +45,7 @@ async def test_a_service_that_is_not_there_is_not_found(caller: Caller, service:
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("service", ["", SERVICE])
+@pytest.mark.parametrize("service", ["", SERVICE, AGENTS])
 async def test_a_watch_tells_when_the_drain_begins(caller: Caller, service: str) -> None:
     watching = HealthStub(caller.channel).Watch(health_pb2.HealthCheckRequest(service=service))
     assert [response.status for response in await first(watching, 1)] == [SERVING]

@@ -52,6 +52,7 @@ def visit(address: str, trainer_url: str) -> None:
         stranger = Stranger(channel)
         assert stranger.services == {
             SERVICE,
+            "osmosis.rollout.v1.AgentService",
             "osmosis.rollout.v1.TrainerService",
             "grpc.health.v1.Health",
             "grpc.reflection.v1alpha.ServerReflection",

@@ -31,6 +31,8 @@ GENERATED = "generated"
 
 # Stop reasons of the contract (Stop.reason), then finish reasons of trainers of the asynchronous HTTP API.
 STOPS = frozenset({"stop", "max_turns", "max_tokens", "max_bytes", "length", "tool_calls", "content_filter"})
+# Results of a call at a model endpoint.
+MODEL_CALLS = ("completed", "replayed", "refused", "over", "busy", "failed", "disconnected")
 CANCELLATIONS = frozenset({"detached", "shutdown"})
 # Warning codes of the contract (Warning.code).
 RESAMPLED = "resampled"
@@ -104,6 +106,7 @@ class Families:
         self.ignored = self._counter(
             "stream_answers_ignored", "Responses of trainers on streams that were late, duplicate or not requested."
         )
+        self.model_calls = self._counters("model_calls", "Calls of agents that own their loop.", "result")
         self.warnings = self._counters("warnings", "Warnings in outcomes.", "code")
         self.queue = self._times("queue", "Time from acceptance to the first turn, or to an end in the queue.", "agent")
         self.duration = self._times("duration", "Time from the first turn to the end.", "agent", "end")
@@ -140,6 +143,8 @@ class Families:
             self.segments(segment.value)
         for attempt in Attempt:
             self.delivery(attempt.value)
+        for result in MODEL_CALLS:
+            self.model_calls(result)
         for code in WARNINGS:
             self.warnings(code)
 

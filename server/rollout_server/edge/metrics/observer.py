@@ -79,6 +79,10 @@ class MetricsObserver:
         """Count one attempt to deliver an outcome."""
         self.families.delivery(attempt.value).observe(milliseconds / 1000)
 
+    def count_model_call(self, result: str) -> None:
+        """Count one call at a model endpoint. `result` is one of `MODEL_CALLS`."""
+        self.families.model_calls(result).inc()
+
     def watch_registry(self, registry: Watched) -> None:
         """Expose the numbers of running and waiting rollouts of one registry."""
         self.watch("running", "Rollouts that are running.", lambda: registry.running)

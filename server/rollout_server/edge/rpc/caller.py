@@ -6,36 +6,59 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import TypeAlias
 
-from osmosis.rollout.v1 import rollout_service_pb2, trainer_service_pb2
+from osmosis.rollout.v1 import agent_service_pb2, rollout_service_pb2, trainer_service_pb2
 
-from rollout_server.core.error import Unauthenticated
+from rollout_server.core.error import Forbidden, Unauthenticated
 from rollout_server.runtime.start_request import Caller
 
 Admit: TypeAlias = "Callable[[str | None], Caller]"
 """Returns the caller for an authorization header. Raises `Unauthenticated`."""
 
+AdmitModel: TypeAlias = "Callable[[str], str | None]"
+"""Returns the uid of the rollout to which an authorization header's model key belongs; None if it is no such key."""
+
 _caller: ContextVar[Caller] = ContextVar("caller")
+_key_uid: ContextVar[str] = ContextVar("key_uid")
 _SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _GUARDED = (f"/{_SERVICE}/", f"/{_TRAINERS}/")
 _OPEN = f"/{_SERVICE}/GetServerInfo"
+_AGENTS = f"/{agent_service_pb2.DESCRIPTOR.services_by_name['AgentService'].full_name}/"
 
 
-def admit(admit: Admit, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Authenticate the current call and store its caller. Health checks and GetServerInfo need no key.
+def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+    """Authenticate the current call and store its caller, or on AgentService the rollout of its key.
 
-    Raises `Unauthenticated`, also for two `authorization` entries: a proxy that checked the key may have read the other one.
+    Health checks and GetServerInfo need no key. Raises `Unauthenticated`, and `Forbidden` on AgentService. Also for two
+    `authorization` entries: a proxy that checked the key may have read the other one.
     """
-    if not method.startswith(_GUARDED) or method == _OPEN:
+    if not method.startswith((*_GUARDED, _AGENTS)) or method == _OPEN:
         return
     headers = [value for name, value in metadata if name == "authorization"]
+    header = headers[0] if len(headers) == 1 and isinstance(headers[0], str) else None
+    if method.startswith(_AGENTS):
+        uid = None if header is None else admit_model(header)
+        if uid is None:
+            raise wrong_model_key()
+        _key_uid.set(uid)
+        return
     if len(headers) > 1:
         text = f"the metadata has {len(headers)} `authorization` entries; send one"
         raise Unauthenticated(text, reason="KEY_AMBIGUOUS")
-    header = headers[0] if headers else None
-    _caller.set(admit(header if isinstance(header, str) else None))
+    _caller.set(admit(header))
+
+
+def wrong_model_key() -> Forbidden:
+    """Return the error of a call without the key of its rollout. It is the same whether or not there is such a rollout."""
+    text = "needs the key of this rollout's model endpoint, as the start of the rollout returned it"
+    return Forbidden(text, reason="MODEL_KEY_INVALID")
 
 
 def caller() -> Caller:
     """Return the caller of the current call. Raise LookupError in a call that needs no key."""
     return _caller.get()
+
+
+def key_uid() -> str:
+    """Return the uid of the rollout whose key the current call has. Raise LookupError outside AgentService."""
+    return _key_uid.get()

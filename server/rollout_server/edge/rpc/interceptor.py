@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
-from rollout_server.core.error import InvalidRequest, RolloutError, Unauthenticated, Violation
+from rollout_server.core.error import Forbidden, InvalidRequest, RolloutError, Unauthenticated, Violation
 from rollout_server.edge.api_keys import WrongKeys
-from rollout_server.edge.rpc.caller import Admit, admit
+from rollout_server.edge.rpc.caller import Admit, AdmitModel, admit
 from rollout_server.edge.rpc.field_count import MAX_FIELDS, TooManyFields, check_fields
 from rollout_server.edge.rpc.open_calls import OpenCalls
 from rollout_server.edge.rpc.status import internal, status_of
@@ -32,8 +32,9 @@ _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 class RequestInterceptor(grpc.aio.ServerInterceptor):
     """Wraps all rpcs but client-streaming ones, which the contract does not have."""
 
-    def __init__(self, admit: Admit) -> None:
+    def __init__(self, admit: Admit, admit_model: AdmitModel) -> None:
         self._admit = admit
+        self._admit_model = admit_model
         self._wrong_keys = WrongKeys()
         self._calls = OpenCalls()
 
@@ -51,13 +52,17 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
         metadata = tuple(handler_call_details.invocation_metadata or ())
+
+        def check() -> None:
+            admit(self._admit, self._admit_model, method, metadata)
+
         try:
-            admit(self._admit, method, metadata)
+            check()
         except (Exception, asyncio.CancelledError) as error:
             # gRPC calls a stream-stream handler before it receives a message. So a refused call's request is never read.
             refused = _RejectedCall(error, method, handler.response_streaming, self._wrong_keys)
             return grpc.stream_stream_rpc_method_handler(refused.refuse)
-        wrapped = _WrappedHandler(handler, method, self._calls, lambda: admit(self._admit, method, metadata))
+        wrapped = _WrappedHandler(handler, method, self._calls, check)
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -87,7 +92,7 @@ class _RejectedCall:
         request_id = _identify(context)
         if self._streams:
             await context.send_initial_metadata(((REQUEST_ID, request_id),))
-        if isinstance(self._error, Unauthenticated):
+        if isinstance(self._error, Unauthenticated | Forbidden):
             header = dict(context.invocation_metadata() or ()).get("authorization")
             await asyncio.sleep(self._wrong_keys.record(header if isinstance(header, str) else None, context.peer()))
         await _end(context, self._error, self._method, request_id)

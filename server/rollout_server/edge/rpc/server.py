@@ -18,18 +18,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 from osmosis.rollout.v1 import (
+    agent_service_pb2,
+    agent_service_pb2_grpc,
     rollout_service_pb2,
     rollout_service_pb2_grpc,
     trainer_service_pb2,
     trainer_service_pb2_grpc,
 )
 
+from rollout_server.edge.rpc.agent_service import AgentService
 from rollout_server.edge.rpc.caller import Admit
 from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ServerTls, server_credentials
 from rollout_server.edge.rpc.train_service import TrainerService
 
+AGENTS = agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
 SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -57,20 +61,28 @@ class RpcSettings:
 
 
 class RpcServer:
-    """Serves RolloutService, TrainerService if given, health and reflection."""
+    """Serves RolloutService, TrainerService and AgentService if given, health and reflection."""
 
     def __init__(
-        self, service: RolloutService, settings: RpcSettings, admit: Admit, trainers: TrainerService | None = None
+        self,
+        service: RolloutService,
+        settings: RpcSettings,
+        admit: Admit,
+        trainers: TrainerService | None = None,
+        agents: AgentService | None = None,
     ) -> None:
         self._settings = settings
         self._health = HealthServicer()
-        self._boundary = RequestInterceptor(admit)
+        self._boundary = RequestInterceptor(admit, (lambda header: None) if agents is None else agents.key_uid)
         self._server = grpc.aio.server(interceptors=[self._boundary], options=_options(settings))
         rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server(service, self._server)
         self._names = [SERVICE]
         if trainers is not None:
             trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server(trainers, self._server)
             self._names.append(TRAINERS)
+        if agents is not None:
+            agent_service_pb2_grpc.add_AgentServiceServicer_to_server(agents, self._server)
+            self._names.append(AGENTS)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*self._names, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

@@ -62,7 +62,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
         """Start a rollout or find it."""
         rollout, attached = await self._start(request)
-        return started(rollout, attached=attached, function_tools=request.include_function_tools)
+        return self._started(rollout, attached=attached, function_tools=request.include_function_tools)
 
     async def RunRollout(
         self, request: pb.RunRolloutRequest, context: _Context
@@ -73,7 +73,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
         rollout, attached = await self._start(request.start)
         with rollout.attached():
-            yield pb.RunRolloutResponse(started=started(rollout, attached=attached))
+            yield pb.RunRolloutResponse(started=self._started(rollout, attached=attached))
             async for shown in _events(rollout, request.after_sequence, detail):
                 yield pb.RunRolloutResponse(event=shown)
 
@@ -192,6 +192,13 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             default_agent=registry.default_agent,
             keys_required=facts.keys_required(),
         )
+
+    def _started(self, rollout: Rollout, *, attached: bool, function_tools: bool = False) -> pb.StartRolloutResponse:
+        response = started(rollout, attached=attached, function_tools=function_tools)
+        if rollout.agent.external:
+            access = self._registry.model_access(rollout.uid)
+            response.access.base_url, response.access.key = access.base_url, access.key
+        return response
 
     async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""

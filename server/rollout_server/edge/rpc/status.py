@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.any_pb2 import Any
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
@@ -9,6 +11,7 @@ from grpc import StatusCode
 
 from rollout_server.core.error import (
     Busy,
+    CallRefused,
     Conflict,
     Draining,
     Forbidden,
@@ -19,6 +22,7 @@ from rollout_server.core.error import (
     RolloutError,
     Superseded,
     Unauthenticated,
+    Violation,
 )
 from rollout_server.edge.wire.spec import duration
 
@@ -44,6 +48,8 @@ _LONGEST_VIOLATIONS = 2000
 
 def code_of(error: RolloutError) -> StatusCode:
     """Return the status code of an error."""
+    if isinstance(error, CallRefused):
+        return StatusCode.FAILED_PRECONDITION if error.reason == "ONE_CONVERSATION" else StatusCode.INVALID_ARGUMENT
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), StatusCode.INTERNAL)
 
 
@@ -52,9 +58,13 @@ def status_of(error: RolloutError, request_id: str) -> Status:
     metadata = {"request_id": request_id}
     if isinstance(error, Gone):
         metadata |= {"oldest": str(error.oldest), "newest": str(error.newest)}
+    if isinstance(error, CallRefused) and error.maximum:
+        metadata |= {"tokens": str(error.tokens), "maximum": str(error.maximum)}
     details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
     if isinstance(error, InvalidRequest):
-        details.append(_pack(_bad_request(error)))
+        details.append(_pack(_bad_request(error.violations)))
+    if isinstance(error, CallRefused) and error.field:
+        details.append(_pack(_bad_request([Violation(error.field, error.message)])))
     if isinstance(error, Busy | Draining):
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=duration(error.retry_after))))
     number: int = code_of(error).value[0]
@@ -69,10 +79,10 @@ def internal(request_id: str) -> Status:
     return Status(code=number, message=text, details=[_pack(info)])
 
 
-def _bad_request(error: InvalidRequest) -> error_details_pb2.BadRequest:
+def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest:
     """Return the invalid fields, as many as there is room for."""
     bad = error_details_pb2.BadRequest()
-    for violation in error.violations:
+    for violation in violations:
         if bad.ByteSize() > _LONGEST_VIOLATIONS:
             break
         field, description = (_short(text, _LONGEST_TEXT) for text in (violation.field, violation.description))

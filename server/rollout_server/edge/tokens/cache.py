@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
+from rollout_server.core.capture.call import OfferedTool
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
@@ -93,7 +94,10 @@ class Tokenizers:
 
 
 async def open_renderer(
-    tokenizers: Tokenizers, name: TokenizerName | None, tools: Sequence[Tool], form: RenderingForm | None = None
+    tokenizers: Tokenizers,
+    name: TokenizerName | None,
+    tools: Sequence[Tool | OfferedTool],
+    form: RenderingForm | None = None,
 ) -> Renderer:
     """Return a renderer for one rollout; load the tokenizer if it is not cached.
 
@@ -112,7 +116,7 @@ async def open_renderer(
     return await loaded.run(partial(Renderer, form=form), loaded, [as_function(tool) for tool in tools], switches)
 
 
-def as_function(tool: Tool) -> dict[str, JSON]:
+def as_function(tool: Tool | OfferedTool) -> dict[str, JSON]:
     """Return the tool in OpenAI's format for function tools."""
     parameters = parse_object(tool.parameters_json_schema)
     return {

@@ -65,7 +65,7 @@ def spec_from_proto(
         typed=typed,
         outcome=_target_from_proto(proto.outcome, Dialect.HTTP_PLAIN) if proto.HasField("outcome") else None,
         tools=_target_from_proto(proto.tools) if proto.HasField("tools") else None,
-        sampling=_sampling_from_proto(proto.sampling),
+        sampling=sampling_from_proto(proto.sampling),
         limits=_limits_from_proto(proto.limits),
         tokenizer=_tokenizer_from_proto(proto.tokenizer) if proto.HasField("tokenizer") else None,
         on_drift=_DRIFT_POLICIES.get(proto.on_drift),
@@ -102,7 +102,8 @@ def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
     )
 
 
-def _sampling_from_proto(proto: spec_pb2.Sampling) -> Sampling:
+def sampling_from_proto(proto: spec_pb2.Sampling) -> Sampling:
+    """Return the core value of sampling parameters."""
     return Sampling(
         temperature=proto.temperature if proto.HasField("temperature") else None,
         top_p=proto.top_p if proto.HasField("top_p") else None,

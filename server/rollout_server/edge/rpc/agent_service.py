@@ -1,0 +1,130 @@
+"""AgentService: the model endpoint of each rollout, for agents that own their loop.
+
+The interceptor has checked the key of a call before its request is read. Here the key's rollout is looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Final, TypeAlias
+
+import grpc
+from osmosis.rollout.v1 import agent_service_pb2 as pb
+from osmosis.rollout.v1 import agent_service_pb2_grpc
+
+from rollout_server.core.capture.call import OfferedTool
+from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, RolloutOver, Violation
+from rollout_server.core.message import Message
+from rollout_server.edge.api_keys import bare_key
+from rollout_server.edge.model_keys import ModelKeys
+from rollout_server.edge.offload import offload_request
+from rollout_server.edge.rpc.caller import key_uid, wrong_model_key
+from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
+from rollout_server.edge.wire import enums
+from rollout_server.edge.wire import model_call as wire
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.start_request import Caller
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_HOLDER: Final = Caller("", admin=True)
+"""A key names its rollout, whoever holds it."""
+_RESULTS: Final = {RolloutOver: "over", Busy: "busy"}
+MOST_COUNTS: Final = 64
+"""Prompts that are counted at the same time."""
+
+
+class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
+    """Serves the model endpoints of a registry's rollouts. `count_call` is called with the result of each model call."""
+
+    def __init__(
+        self,
+        registry: RolloutRegistry,
+        keys: ModelKeys,
+        tokenizers: Tokenizers,
+        count_call: Callable[[str], None] = lambda result: None,
+    ) -> None:
+        self._registry = registry
+        self._count_call = count_call
+        self._keys = keys
+        self._tokenizers = tokenizers
+        self._counts = 0
+
+    def key_uid(self, authorization: str) -> str | None:
+        """Return the uid of the rollout to which the key of this header belongs; None if it is no key of a rollout."""
+        return self._keys.uid_of(bare_key(authorization))
+
+    async def CallModel(self, request: pb.CallModelRequest, context: _Context) -> AsyncIterator[pb.CallModelResponse]:
+        """Complete one call. If its caller leaves, the completion is kept for the same call."""
+        capture = self._rollout(request.uid).capture
+        result = "disconnected"
+        try:
+            call = await offload_request(lambda: wire.model_call(request), request.ByteSize())
+            completed = await capture.call(call)
+            result = "replayed" if completed.replayed else "completed"
+        except RolloutError as error:
+            result = _RESULTS.get(type(error), "refused")
+            raise
+        except Exception:
+            result = "failed"
+            raise
+        finally:
+            self._count_call(result)
+        yield pb.CallModelResponse(completion=wire.completion_to_proto(completed))
+
+    async def ConfirmCompletion(
+        self, request: pb.ConfirmCompletionRequest, context: _Context
+    ) -> pb.ConfirmCompletionResponse:
+        """Record that a completion reached the agent."""
+        await self._rollout(request.uid).capture.confirm(request.completion_id)
+        return pb.ConfirmCompletionResponse()
+
+    async def FinishRollout(self, request: pb.FinishRolloutRequest, context: _Context) -> pb.FinishRolloutResponse:
+        """End the work of an agent that runs elsewhere."""
+        rollout = self._rollout(request.uid)
+        if not rollout.agent.external:
+            text = f"the server itself runs the agent {rollout.agent.name!r}, which ends its rollouts"
+            raise NotPossible(text, reason="NOT_EXTERNAL")
+        work = await offload_request(lambda: wire.finished_work(request), request.ByteSize())
+        return pb.FinishRolloutResponse(repeated=await rollout.capture.finish(work))
+
+    async def CountTokens(self, request: pb.CountTokensRequest, context: _Context) -> pb.CountTokensResponse:
+        """Count the tokens of a prompt."""
+        rollout = self._rollout(request.uid)
+        if rollout.spec.tokenizer is None:
+            raise NotPossible("the rollout names no tokenizer, so no tokens can be counted", reason="NO_TOKENIZER")
+        if self._counts >= MOST_COUNTS:
+            raise Busy(f"{MOST_COUNTS} prompts are being counted", retry_after=1.0, reason="TOO_MANY_CALLS")
+        self._counts += 1
+        try:
+            prompt = await offload_request(lambda: wire.counted_prompt(request.prompt), request.ByteSize())
+            return pb.CountTokensResponse(tokens=await self._count(rollout, *prompt))
+        finally:
+            self._counts -= 1
+
+    async def GetModelAccess(self, request: pb.GetModelAccessRequest, context: _Context) -> pb.GetModelAccessResponse:
+        """Return the model's name and the rollout's state, also of a rollout that has ended."""
+        rollout = self._rollout(request.uid)
+        return pb.GetModelAccessResponse(model="rollout", state=enums.STATES[rollout.state])
+
+    def _rollout(self, uid: str) -> Rollout:
+        """Return the rollout of the call's key. Raises `Forbidden` for another `uid`, `RolloutOver` if it was dropped."""
+        if uid != key_uid():
+            raise wrong_model_key()
+        try:
+            return self._registry.get(uid, _HOLDER)
+        except NotFound:  # the key is genuine, so there was such a rollout
+            raise RolloutOver() from None
+
+    async def _count(self, rollout: Rollout, messages: Sequence[Message], tools: Sequence[OfferedTool]) -> int:
+        """Return the number of tokens of a prompt. Rendering runs in the renderer's threads."""
+        try:
+            renderer = await open_renderer(self._tokenizers, rollout.spec.tokenizer, tools)
+        except RolloutFailed as error:
+            raise NotPossible(str(error), reason="NO_TOKENIZER") from None
+        try:
+            rendered = await renderer.append(messages, None, 0)
+        except RolloutFailed as error:
+            raise InvalidRequest(Violation("prompt.messages", str(error))) from None
+        return len(rendered.predicted.environment)
