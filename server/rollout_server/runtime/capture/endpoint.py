@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
@@ -69,6 +68,9 @@ class AgentEndpoint(Protocol):
         Raises `AlreadyFinished` if it was ended with another result, and `RolloutOver` if the rollout ended without it.
         """
 
+    def settle(self) -> None:
+        """Refuse further calls and record what the calls were. Called right before the end of the rollout is decided."""
+
 
 class CaptureSlot:
     """Where the calls for a rollout find its endpoint. Calls that arrive before its agent has opened it wait.
@@ -77,12 +79,11 @@ class CaptureSlot:
         ended: futures of which one is done once the rollout is ending.
     """
 
-    def __init__(self, *ended: asyncio.Future[object]) -> None:
+    def __init__(self, *ended: asyncio.Future[Any]) -> None:
         self._ended = ended
-        self._opened: asyncio.Future[AgentEndpoint] = asyncio.get_running_loop().create_future()
-        self._settle: Callable[[], None] | None = None
+        self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._endpoint: AgentEndpoint | None = None
         self._waiting = 0
-        self._closed = False
         self._finished: FinishedWork | None = None
 
     async def call(self, call: ModelCall) -> Completed:
@@ -111,22 +112,24 @@ class CaptureSlot:
                 await asyncio.wait({self._opened, *self._ended}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._waiting -= 1
-        if self._closed or not self._opened.done():
+        if self._endpoint is None:
             raise RolloutOver()
-        return self._opened.result()
+        return self._endpoint
 
-    def open(self, endpoint: AgentEndpoint, settle: Callable[[], None]) -> None:
-        """Set the endpoint. `settle` is called once, right before the end of the rollout is decided."""
-        self._opened.set_result(endpoint)
-        self._settle = settle
+    def open(self, endpoint: AgentEndpoint) -> bool:
+        """Set the endpoint. Return False if the rollout had one before, or has ended."""
+        if self._opened.done():
+            return False
+        self._opened.set_result(None)
+        self._endpoint = endpoint
+        return True
 
     def close(self) -> None:
-        """Settle the endpoint and refuse all further calls. Only the first call has an effect."""
-        self._closed = True
+        """Settle the endpoint, if there is one, and refuse all further calls. Only the first call has an effect."""
         self._opened.cancel()  # wakes the calls that wait for it
-        settle, self._settle = self._settle, None
-        if settle is not None:
-            settle()
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is not None:
+            endpoint.settle()
 
 
 def repeats(earlier: FinishedWork, work: FinishedWork) -> bool:

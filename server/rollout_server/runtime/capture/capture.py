@@ -1,0 +1,310 @@
+"""Runs the model calls of an agent that owns its loop, as `core.capture.tree` decides them.
+
+Decisions are serial: a conversation is found, opened and marked as generating before the next call is looked at. Completions are
+concurrent, each in a task of the capture. So a caller that disconnects cancels nothing, and the same call gets the completion later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any, Final, Protocol, Unpack
+
+from rollout_server.core.capture.call import Completed, ModelCall
+from rollout_server.core.capture.report import CaptureReport
+from rollout_server.core.capture.rules import CaptureOptions
+from rollout_server.core.capture.tree import Branch, CallTree, Continue, Join, Open, Pending, Refuse, Replay, Settlement
+from rollout_server.core.error import CallRefused, NotFound, RolloutOver
+from rollout_server.core.message import JSON
+from rollout_server.core.outcome import Category, Failure, FailureClass
+from rollout_server.core.record import Masked, Note
+from rollout_server.core.segment import AGENT, Role, SegmentKind
+from rollout_server.core.usage import lengths
+from rollout_server.runtime.capture.call_sampling import call_sampling
+from rollout_server.runtime.capture.endpoint import MOST_CALLS, FinishedWork, ModelAccess, repeats, too_many_calls
+from rollout_server.runtime.capture.offered_tools import conversation_tools
+from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
+from rollout_server.runtime.run.arguments import SamplingOptions
+from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.messages import Reply, checked_messages
+from rollout_server.runtime.run.opening import Opening
+
+_log = logging.getLogger(__name__)
+
+AUXILIARY: Final = Role("auxiliary", trainable=False)
+"""The role of a conversation that is beside the task, such as a call for a title."""
+_GRACE_SECONDS: Final = 5.0
+"""Seconds for the completions under way to end once they are cancelled."""
+_MOST_NOTES: Final = 16
+"""Different notes of one rollout about its calls."""
+
+
+class CapturedRun(Protocol):
+    """A conversation of the rollout, as `runtime.run.run.Run` implements it."""
+
+    async def open(self, opening: Opening) -> CapturedRun:
+        """Open a conversation. Raise `RolloutFailed` if the rollout's trainer does not support it."""
+
+    async def append(self, *messages: Mapping[str, JSON]) -> None:
+        """Append messages."""
+
+    async def attempt(self, **sampling: Unpack[SamplingOptions]) -> Reply:
+        """Request a completion. Raise `PromptTooLong` without an end of the rollout."""
+
+    def settle(self, main: Any, report: CaptureReport) -> None:
+        """Record what the calls were, and which conversation is the main one from now on."""
+
+
+class _Generation:
+    """A completion under way: its task, and how many callers wait for it."""
+
+    def __init__(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
+        self.pending = pending
+        self.task = task
+        self.waiting = 0
+
+
+class Capture:
+    """The model endpoint of one rollout. `Run.capture` opens it.
+
+    Attributes:
+        access: the base URL and the key for the agent's clients.
+    """
+
+    def __init__(self, run: CapturedRun, context: RunContext, options: CaptureOptions) -> None:
+        self.access: ModelAccess = context.model_access(context.rollout.uid)
+        self._root = self._main = run
+        self._context = context
+        self._options = options
+        self._tree = CallTree(options)
+        self._lock = asyncio.Lock()
+        self._runs: dict[int, CapturedRun] = {}
+        self._generations: dict[Pending, _Generation] = {}
+        self._completed: dict[str, Completed] = {}
+        self._calls = 0
+        self._refused = 0
+        self._notes: set[str] = set()
+        self._quiet_since = self._now()
+        self._finished: asyncio.Future[FinishedWork] = asyncio.get_running_loop().create_future()
+        self._closed = False
+        self._settled = False
+
+    async def call(self, call: ModelCall) -> Completed:
+        """Return the completion of a call: see `AgentEndpoint.call`."""
+        self._check_open()
+        if self._calls >= MOST_CALLS:
+            raise too_many_calls()
+        self._calls += 1
+        try:
+            with self._refusals():
+                async with self._lock:
+                    self._check_open()
+                    begun = await self._begin(call)
+                return begun if isinstance(begun, Completed) else await self._result_of(begun)
+        finally:
+            self._calls -= 1
+            self._quiet_since = self._now()
+
+    def confirm(self, completion_id: str) -> None:
+        """Record that a completion reached the agent to its last byte. Raise `NotFound`, or `RolloutOver`."""
+        self._check_open()
+        if completion_id not in self._completed:
+            raise NotFound(f"the rollout has no completion {completion_id!r:.100}", reason="COMPLETION_NOT_FOUND")
+        self._tree.confirmed(completion_id, self._now())
+
+    def finish(self, work: FinishedWork) -> bool:
+        """End the agent's work: see `AgentEndpoint.finish`. Calls are refused from then on."""
+        if self._finished.done():
+            return repeats(self._finished.result(), work)
+        self._check_open()
+        self._finished.set_result(work)
+        return False
+
+    async def finished(self, idle_seconds: float) -> FinishedWork:
+        """Wait until the agent ends its work.
+
+        Raises:
+            RolloutFailed: of the class ENVIRONMENT, once no call was open for `idle_seconds`.
+            RolloutEnded: if the rollout ends meanwhile.
+        """
+        ending = self._context.ending
+        while not (self._finished.done() or ending.is_reached):
+            left = idle_seconds if self._calls else self._quiet_since + idle_seconds - self._now()
+            if left <= 0:
+                text = f"the agent neither called its model nor finished for {idle_seconds:g} s; it is taken for dead"
+                raise RolloutFailed(Failure(Category.INTERNAL, text, source=FailureClass.ENVIRONMENT))
+            await asyncio.wait({self._finished, ending.reached}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        if not self._finished.done():
+            raise RolloutEnded(ending.end)
+        return self._finished.result()
+
+    async def close(self) -> None:
+        """End the endpoint: refuse calls, give up the completions under way, and settle. Only the first call has an effect."""
+        self._closed = True
+        tasks = [generation.task for generation in self._generations.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+        self._context.rollout.capture.close()
+
+    def settle(self) -> None:
+        """See `AgentEndpoint.settle`. Only the first call has an effect."""
+        if self._settled:
+            return
+        self._closed = self._settled = True
+        try:
+            self._record_settlement(self._tree.settle())
+        except RolloutEnded:  # decided already: nothing can be recorded
+            return
+        except Exception:  # a bug of this server; the rollout must still end
+            _log.exception("the calls of rollout %s could not be settled", self._context.rollout.uid)
+
+    def _record_settlement(self, settlement: Settlement) -> None:
+        for turn, reason in settlement.masked:
+            self._context.record(Masked(turn, reason))
+        main = self._main if settlement.main is None else self._runs[settlement.main]
+        self._root.settle(main, replace(settlement.report, refused=settlement.report.refused + self._refused))
+
+    async def _begin(self, call: ModelCall) -> Completed | _Generation:
+        """Decide a call, and start its generation unless there is one, or its completion, already."""
+        options = self._sampling(call)
+        decision = self._tree.decide(call, self._now())
+        match decision:
+            case Refuse():
+                raise CallRefused(decision.reason, decision.field, decision.text)
+            case Replay():
+                return replace(self._completed[decision.completion_id], replayed=True)
+            case Join():
+                return self._generations[decision.pending]
+        run = self._runs[decision.conversation] if isinstance(decision, Continue) else await self._open(decision, call)
+        pending = self._tree.begin(decision)
+        self._runs[pending.conversation] = run
+        messages = () if isinstance(decision, Open) else decision.messages
+        work = self._generate(pending, run, messages, options)
+        self._generations[pending] = generation = _Generation(pending, asyncio.create_task(work))
+        generation.task.add_done_callback(lambda task: self._on_generated(pending, task))
+        return generation
+
+    async def _open(self, decision: Branch | Open, call: ModelCall) -> CapturedRun:
+        """Open the conversation of a call. Raise `CallRefused` if the trainer does not support it."""
+        parting = decision.parting
+        if isinstance(decision, Branch):
+            of, after = self._runs[decision.conversation], decision.after_turn
+            opening = Opening(SegmentKind.BRANCH, after_turn=after, parting=parting)
+        else:
+            of, role = self._root, AUXILIARY if decision.auxiliary else AGENT
+            tools = conversation_tools(call.tools, self._context.rollout.tools)
+            opening = Opening(decision.kind, checked_messages(decision.messages), tools, role=role, parting=parting)
+        try:
+            run = await of.open(opening)
+        except RolloutFailed as failed:
+            raise CallRefused("ONE_CONVERSATION", "prompt.messages", failed.failure.message) from None
+        if opening.kind is SegmentKind.MAIN:
+            self._main = run
+        return run
+
+    async def _generate(
+        self, pending: Pending, run: CapturedRun, messages: Sequence[Mapping[str, JSON]], options: SamplingOptions
+    ) -> Completed:
+        """Request the completion of a call. The task belongs to the capture, not to a caller."""
+        try:
+            if messages:
+                await run.append(*messages)
+            reply = await run.attempt(**options)
+        except BaseException:
+            self._tree.failed(pending)
+            raise
+        completed = self._completion(reply)
+        self._completed[completed.id] = completed
+        self._tree.answered(pending, completed.id, reply.message, reply.turn)
+        return completed
+
+    def _completion(self, reply: Reply) -> Completed:
+        sampled = reply.sampled
+        assert sampled is not None, "a reply of this rollout has its record"  # noqa: S101 - for the type checker
+        generated, prompt = lengths(sampled, self._context.machine.of_turn(reply.turn).line)
+        text, reason = sampled.message.text, reply.finish_reason
+        return Completed(secrets.token_hex(16), text, reason, prompt, generated, reply.turn)
+
+    def _on_generated(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
+        del self._generations[pending]
+        error = None if task.cancelled() else task.exception()
+        if error is None or isinstance(error, RolloutEnded | PromptTooLong | AgentMistake):
+            return
+        _log.error("a model call of rollout %s failed", self._context.rollout.uid, exc_info=error)
+        text = "the completion of a model call failed; the server's log has the reason"
+        self._context.ending.reach(Failure(Category.INTERNAL, text, source=FailureClass.SERVER))
+
+    async def _result_of(self, generation: _Generation) -> Completed:
+        """Wait for a completion, as one of the callers that do. Whatever it raises was raised for them."""
+        task, ending = generation.task, self._context.ending
+        generation.waiting += 1
+        try:
+            await asyncio.wait({task, ending.requested, ending.reached}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if generation.waiting == 1 and not task.done():
+                self._tree.disconnected(generation.pending)
+            raise
+        finally:
+            generation.waiting -= 1
+        if not task.done() or task.cancelled():
+            raise RolloutOver()
+        return task.result()
+
+    def _sampling(self, call: ModelCall) -> SamplingOptions:
+        spec, client = self._context.rollout.spec, self._options.sampling == "client"
+        options, unused = call_sampling(call.sampling, spec, client=client)
+        if unused:
+            names = ", ".join(unused)
+            self._note("sampling_overridden", f"the agent's {names} are not used: the rollout's values apply")
+        if call.hosted_tools:
+            names = ", ".join(sorted(set(call.hosted_tools)))
+            self._note("hosted_tools_dropped", f"the model is not offered {names:.500}: only their provider can run them")
+        return options
+
+    def _note(self, code: str, text: str) -> None:
+        """Append a note to the rollout's log, the same one only once."""
+        if len(self._notes) < _MOST_NOTES and text not in self._notes:
+            self._notes.add(text)
+            self._context.record(Note(self._context.machine.turn, code, text))
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Turn what a conversation raises into the error of a call."""
+        try:
+            yield
+        except PromptTooLong as error:
+            self._refused += 1
+            tokens, maximum, text = error.tokens or 0, error.maximum or 0, error.failure.message
+            reason = "CONTEXT_LENGTH_EXCEEDED"
+            raise CallRefused(reason, "prompt.messages", text, tokens=tokens, maximum=maximum) from None
+        except AgentMistake as error:
+            self._refused += 1
+            raise CallRefused("INVALID_CALL", "prompt", str(error)) from None
+        except RolloutEnded:
+            raise RolloutOver() from None
+
+    def _check_open(self) -> None:
+        ending = self._context.ending
+        if self._closed or self._finished.done() or ending.is_reached or ending.is_requested:
+            raise RolloutOver()
+
+    def _now(self) -> float:
+        return self._context.rollout.clock.monotonic()
+
+
+@asynccontextmanager
+async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOptions) -> AsyncIterator[Capture]:
+    """Open the model endpoint of a rollout. It ends with the `async with` block. Raise `AgentMistake` for a second one."""
+    capture = Capture(run, context, options)
+    if context.machine.turn or not context.rollout.capture.open(capture):
+        raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")
+    try:
+        yield capture
+    finally:
+        await capture.close()

@@ -1,0 +1,56 @@
+"""The tools that an agent offers with its calls. The agent runs them itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NoReturn
+
+from rollout_server.core.capture.call import OfferedTool
+from rollout_server.core.error import CallRefused
+from rollout_server.core.message import JSON, MalformedMessage, parse_object
+from rollout_server.runtime.errors import ToolError
+from rollout_server.runtime.ports import Tool
+
+MOST_TOOLS: Final = 1000
+"""Tools of one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """A tool that only the agent can run."""
+
+    name: str
+    description: str
+    parameters_json_schema: str
+
+    async def run(self, arguments: Mapping[str, JSON]) -> NoReturn:
+        """Raise `ToolError`: no call reaches the server."""
+        raise ToolError(f"{self.name} runs in the agent that offered it")
+
+
+def conversation_tools(offered: Sequence[OfferedTool], declared: Sequence[Tool]) -> tuple[Tool, ...] | None:
+    """Return the tools of a conversation, None if they are those that the agent class declares, in the same order.
+
+    Name, description and schema are compared, not the order of keys in a schema. Raises `CallRefused`.
+    """
+    if len(offered) > MOST_TOOLS:
+        text = f"has {len(offered):,} tools, at most {MOST_TOOLS:,} are allowed"
+        raise CallRefused("INVALID_CALL", "prompt.tools", text)
+    schemas, names = [], set[str]()
+    for index, tool in enumerate(offered):
+        where = f"prompt.tools[{index}]"
+        if not tool.name or tool.name in names:
+            text = f"is {tool.name!r:.100}; it must be a text, and another one for each tool"
+            raise CallRefused("INVALID_CALL", f"{where}.name", text)
+        names.add(tool.name)
+        try:
+            schemas.append(parse_object(tool.parameters_json_schema or "{}"))
+        except MalformedMessage as error:
+            text = f"must be one JSON object, a JSON Schema: {error}"
+            raise CallRefused("INVALID_CALL", f"{where}.parameters_json_schema", text) from None
+    if [(tool.name, tool.description, schema) for tool, schema in zip(offered, schemas, strict=True)] == [
+        (tool.name, tool.description, parse_object(tool.parameters_json_schema)) for tool in declared
+    ]:
+        return None
+    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema or "{}") for tool in offered)
