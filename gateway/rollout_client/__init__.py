@@ -42,8 +42,8 @@ from rollout_client.errors import (
     Unauthenticated,
     Unavailable,
 )
-from rollout_client.event_cursor import Started, StartedGroup
-from rollout_client.requests import SelectionFields
+from rollout_client.event_cursor import ModelAccess, Started, StartedGroup
+from rollout_client.requests import SelectionFields, WorkResult
 from rollout_client.retry import Retry
 from rollout_client.samples import SampleSpan, TrainingSample, only_trainable, raise_for_failure, samples
 from rollout_client.spec import Credentials, Limits, Sampling, SpecFields, StartFields, Target, Tokenizer
@@ -69,6 +69,7 @@ __all__ = [
     "InvalidRequest",
     "Limits",
     "Message",
+    "ModelAccess",
     "NotFinished",
     "NotFound",
     "NotPossible",
@@ -97,6 +98,7 @@ __all__ = [
     "TrainingSample",
     "Unauthenticated",
     "Unavailable",
+    "WorkResult",
     "messages",
     "only_trainable",
     "raise_for_failure",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NoReturn, Protocol, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
+from osmosis.rollout.v1.agent_service_pb2_grpc import AgentServiceStub
 from osmosis.rollout.v1.rollout_service_pb2 import (
     RunRolloutRequest,
     RunRolloutResponse,
@@ -28,6 +29,7 @@ from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_client.connection import Settings
 
 if TYPE_CHECKING:
+    from osmosis.rollout.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
 _T = TypeVar("_T")
@@ -94,6 +96,11 @@ class AsyncChannel:
             self._stub = RolloutServiceStub(channel)
         return self._stub
 
+    @property
+    def agents(self) -> AgentServiceAsyncStub:
+        """A stub of AgentService. Raises RuntimeError as `grpc_channel` does."""
+        return AgentServiceStub(self.grpc_channel)
+
     async def unary(
         self,
         method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
@@ -148,6 +155,11 @@ class SyncChannel:
         self.stub = RolloutServiceStub(self._channel)
         self._closed = threading.Event()
         self._process = os.getpid()
+
+    @property
+    def agents(self) -> AgentServiceStub:
+        """A stub of AgentService."""
+        return AgentServiceStub(self._channel)
 
     def unary(
         self, method: grpc.UnaryUnaryMultiCallable[_Q, _A], request: _Q, timeout: float | None, metadata: Metadata

@@ -6,12 +6,13 @@ server that has forgotten the rollout returns NOT_FOUND instead of running it a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from grpc import StatusCode
 from osmosis.rollout.v1.group_pb2 import Group, GroupResult, StartGroupResponse
 from osmosis.rollout.v1.rollout_service_pb2 import (
+    GetRolloutResponse,
     GroupOutcome,
     RunRolloutRequest,
     RunRolloutResponse,
@@ -36,6 +37,24 @@ _EARLY: Final = "the server ended the stream before the rollout had finished"
 
 
 @dataclass(frozen=True, slots=True)
+class ModelAccess:
+    """How an agent that runs elsewhere reaches the model endpoint of its rollout.
+
+    Args:
+        base_url: base URL for Anthropic clients; OpenAI clients need it with "/v1" appended.
+        key: the API key for these clients and for `finish`. It never appears in a repr.
+    """
+
+    base_url: str
+    key: str = field(repr=False)
+
+
+def access_of(response: StartRolloutResponse | GetRolloutResponse) -> ModelAccess | None:
+    """Return the access that a response has, or None."""
+    return ModelAccess(response.access.base_url, response.access.key) if response.HasField("access") else None
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """Result of `start`: a rollout that was accepted, or found under the same request id.
 
@@ -43,16 +62,18 @@ class Started:
         rollout: its state at that time, in view "basic".
         attached: True if an earlier request had already started it.
         tools: the tools that are offered to the model.
+        access: to the model endpoint, if the agent runs elsewhere; None for other agents.
     """
 
     rollout: Rollout
     attached: bool
     tools: tuple[Tool, ...]
+    access: ModelAccess | None = None
 
     @classmethod
     def from_response(cls, response: StartRolloutResponse) -> Started:
         """Convert the response of StartRollout."""
-        return cls(response.rollout, response.attached, tuple(response.tools))
+        return cls(response.rollout, response.attached, tuple(response.tools), access_of(response))
 
     @property
     def uid(self) -> str:

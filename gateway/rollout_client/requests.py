@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
+from osmosis.rollout.v1.agent_service_pb2 import FinishRolloutRequest
 from osmosis.rollout.v1.group_pb2 import GetGroupRequest, StartGroupRequest
 from osmosis.rollout.v1.rollout_service_pb2 import (
     AcknowledgeOutcomeRequest,
@@ -22,7 +23,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 )
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
-from rollout_client.connection import timeout_or_infinity
+from rollout_client.connection import AUTHORIZATION, CallMetadata, timeout_or_infinity
 from rollout_client.event_cursor import EventCursor, GroupCursor
 from rollout_client.proto_fields import build, fill, text
 from rollout_client.retry import Attempts, Retry
@@ -56,6 +57,21 @@ class SelectionFields(TypedDict, total=False):
     delivery_states: DeliveryState | Sequence[DeliveryState]
     caller: str
     callers: Sequence[str]
+
+
+class WorkResult(TypedDict, total=False):
+    """Result of an agent that runs elsewhere.
+
+    `reward` is a finite number; without it, the agent class of the server computes the reward. `scores` are up to 256 named
+    components of the reward, and `extra` is one JSON object of further results. `failure` says why the agent failed: a text, or
+    `{"message": ..., "failure_class": ...}` with the class "environment" (the default), "policy", "tool" or "deadline". The rollout
+    then has no reward.
+    """
+
+    reward: float | None
+    scores: Mapping[str, float] | None
+    extra: Mapping[str, object] | None
+    failure: str | Mapping[str, object] | None
 
 
 def run_request(
@@ -139,6 +155,19 @@ def cancel_selection(uid: str | None, fields: Mapping[str, object]) -> Selection
 def acknowledge_request(uid: str) -> AcknowledgeOutcomeRequest:
     """Build the request that acknowledges the outcome of a rollout."""
     return build(AcknowledgeOutcomeRequest, {"uid": text(uid, "uid")})
+
+
+def finish_request(uid: str, fields: Mapping[str, object]) -> FinishRolloutRequest:
+    """Build the request that ends the work of an agent that runs elsewhere. A `failure` may be its message."""
+    failure = fields.get("failure")
+    if isinstance(failure, str):
+        fields = {**fields, "failure": {"message": failure}}
+    return build(FinishRolloutRequest, {"uid": text(uid, "uid"), **fields})
+
+
+def key_metadata(key: str, more: CallMetadata | None) -> CallMetadata:
+    """Return the metadata of a call with the key of a rollout instead of the client's API key."""
+    return {**(more or {}), AUTHORIZATION: f"Bearer {text(key, 'key')}"}
 
 
 def tools_request(agent: str) -> ListToolsRequest:

@@ -14,7 +14,7 @@ from .project import ROOT, buf, needs_buf
 
 pytestmark = needs_buf
 
-SERVICES = {"RolloutService", "TrainerService", "CompletionService", "OutcomeService", "ToolService"}
+SERVICES = {"AgentService", "RolloutService", "TrainerService", "CompletionService", "OutcomeService", "ToolService"}
 CODES = re.compile(rf"\b({'|'.join(code.name for code in grpc.StatusCode)})\b")
 RETRY = re.compile(r"\bretr(y|ied|ies)\b", re.IGNORECASE)
 
@@ -57,5 +57,5 @@ def test_codes_are_spelled_as_grpc_spells_them(comments: dict[str, str]) -> None
     """A word in capitals before a colon is a status code and must be spelled correctly."""
     words = {word for text in comments.values() for word in re.findall(r"\b([A-Z][A-Z_]{5,}):", text)}
     known = {code.name for code in grpc.StatusCode}
-    reasons = {word for text in comments.values() for word in re.findall(r"reason ([A-Z_]+)", text)}
+    reasons = {word for text in comments.values() for word in re.findall(r"[Rr]eason ([A-Z_]+)", text)}
     assert words <= known | reasons

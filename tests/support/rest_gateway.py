@@ -39,6 +39,7 @@ class PlainServer(ScriptedServer):
     key: str = ""
     rollout: pb.Rollout = field(default_factory=lambda: pb.Rollout(uid=UID, state=pb.ROLLOUT_STATE_RUNNING))
     attached: bool = False
+    access: pb.ModelAccess | None = None
     page: pb.ListRolloutsResponse = field(default_factory=pb.ListRolloutsResponse)
     agents: list[pb.Agent] = field(default_factory=list)
     server: pb.GetServerInfoResponse = field(default_factory=lambda: pb.GetServerInfoResponse(running=3, queued=2))
@@ -58,11 +59,13 @@ class PlainServer(ScriptedServer):
 
     async def StartRollout(self, request: Any, context: Any) -> pb.StartRolloutResponse:
         await self._asked("StartRollout", request, context)
-        return pb.StartRolloutResponse(rollout=self.rollout, attached=self.attached, tools=self.tools)
+        return pb.StartRolloutResponse(
+            rollout=self.rollout, attached=self.attached, tools=self.tools, access=self.access
+        )
 
     async def GetRollout(self, request: Any, context: Any) -> pb.GetRolloutResponse:
         await self._asked("GetRollout", request, context)
-        return pb.GetRolloutResponse(rollout=self.rollout)
+        return pb.GetRolloutResponse(rollout=self.rollout, access=self.access if request.include_access else None)
 
     async def WaitRollout(self, request: Any, context: Any) -> pb.WaitRolloutResponse:
         await self._asked("WaitRollout", request, context)

@@ -19,8 +19,8 @@ from rollout_client._sync.events import EventStream, GroupStream, RunStream
 from rollout_client.channels import SyncChannel, refuse_pickling
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
 from rollout_client.errors import failure_of
-from rollout_client.event_cursor import Started, StartedGroup
-from rollout_client.requests import Detail, Pages, SelectionFields, View
+from rollout_client.event_cursor import ModelAccess, Started, StartedGroup, access_of
+from rollout_client.requests import Detail, Pages, SelectionFields, View, WorkResult
 from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
 from rollout_client.spec import StartFields, start_request
 from rollout_client.unary_retry import Exchange, LongPoll
@@ -311,6 +311,43 @@ class Client:
         """
         request = requests.acknowledge_request(uid)
         self._send(self._channel.stub.AcknowledgeOutcome, request, timeout, call_metadata)
+
+    def access(
+        self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
+    ) -> ModelAccess | None:
+        """Return the access to a rollout's model endpoint, as `Started.access` does: for the rollouts of a group.
+
+        Returns None unless the agent runs elsewhere. Raises `NotFound` if the rollout does not exist.
+        """
+        request = pb.GetRolloutRequest(uid=uid, include_access=True)
+        response = self._send(self._channel.stub.GetRollout, request, timeout, call_metadata)
+        return access_of(response)
+
+    def finish(
+        self,
+        uid: str,
+        key: str,
+        *,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **result: Unpack[WorkResult],
+    ) -> bool:
+        """End the work of an agent that runs elsewhere. Return True if it had been ended with the same result.
+
+        Args:
+            uid: the server's id of the rollout.
+            key: the key of its model endpoint, `Started.access.key`.
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+            **result: such as `reward=1.0` or `failure="out of memory"`; see `WorkResult`.
+
+        Raises:
+            Conflict: it was ended with another result.
+            NotPossible: the rollout has ended without this result, or the server itself runs its agent.
+            PermissionDenied: the key is not that of the rollout.
+        """
+        request, metadata = requests.finish_request(uid, result), requests.key_metadata(key, call_metadata)
+        return (self._send(self._channel.agents.FinishRollout, request, timeout, metadata)).repeated
 
     def agents(
         self, *, timeout: float | None = None, call_metadata: CallMetadata | None = None

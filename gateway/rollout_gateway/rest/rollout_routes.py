@@ -39,6 +39,7 @@ _STARTED: Final[shown.Responses] = {
     **shown.errors(404, 409),
 }
 _CANCELLED: Final[shown.Responses] = {200: shown.json_response("CancelRolloutsResponseModel"), **shown.errors(404)}
+_ACCESS: Final[shown.Responses] = {200: shown.json_response("ModelAccessModel"), **shown.errors(404)}
 _START: Final = shown.raw_body(body.StartRollout) | shown.header(IDEMPOTENCY_KEY)
 _CANCEL: Final = shown.raw_body(body.CancelRollouts)
 _CANCEL_ONE: Final = shown.raw_body(body.CancelOne, required=False)
@@ -58,6 +59,7 @@ def rollouts_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     router = APIRouter(prefix="/v1/rollouts", tags=["rollouts"], default_response_class=Response)
     _add_reading(router, rollouts)
     _add_starting(router, rollouts, intake)
+    _add_access(router, rollouts)
     _add_ending(router, rollouts, intake)
     return router
 
@@ -99,6 +101,16 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         else:
             found = await rpc.GetRollout(pb.GetRolloutRequest(uid=uid, view=view))
         return Response(response_json(found.rollout, view), media_type=_JSON)
+
+
+def _add_access(router: APIRouter, rollouts: Rollouts) -> None:
+    # A POST, so that no cache, history or log of GET requests has the key.
+    @router.post("/{uid}/access", responses=_ACCESS, dependencies=[NO_QUERY])
+    async def read_access(request: Request, uid: Uid) -> Response:
+        """Return the access to a rollout's model endpoint, for rollouts of a group; `null` unless its agent runs elsewhere."""
+        found = await rollouts.calls(request).rpc.GetRollout(pb.GetRolloutRequest(uid=uid, include_access=True))
+        access = response_json(found.access) if found.HasField("access") else b"null"
+        return Response(access, media_type=_JSON)
 
 
 def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:

@@ -11,6 +11,8 @@ from osmosis.rollout.v1 import agent_service_pb2 as agent_pb
 from osmosis.rollout.v1 import message_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.agent_service_pb2_grpc import AgentServiceStub
+from osmosis.rollout.v1.group_pb2 import StartGroupRequest
+from rollout_client import AsyncClient, InvalidRequest, NotPossible, PermissionDenied
 from rollout_server import Agent, Run
 from rollout_server.edge.api_keys import BURST
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
@@ -95,6 +97,36 @@ async def test_without_a_public_url_the_access_names_the_port_or_only_the_path(o
     assert started.access.base_url == f"http://127.0.0.1:{server.server.http_port}/r/{started.rollout.uid}"
     without = await (await open_server(Elsewhere())).start(start())
     assert without.access.base_url == f"/r/{without.rollout.uid}"
+
+
+async def test_the_members_of_a_group_have_an_access_each(caller: Caller) -> None:
+    started = await caller.stub.StartGroup(StartGroupRequest(spec=start(agent="elsewhere").spec, count=2))
+    uids = [member.uid for member in started.group.members]
+    requests = [pb.GetRolloutRequest(uid=uid, include_access=True) for uid in uids]
+    found = [(await caller.stub.GetRollout(request)).access for request in requests]
+    assert [access.base_url.rpartition("/")[2] for access in found] == uids
+    for uid, access in zip(uids, found, strict=True):
+        request = agent_pb.GetModelAccessRequest(uid=uid)
+        assert (await agents(caller).GetModelAccess(request, metadata=bearer(access.key))).model == "rollout"
+    other = (await caller.start(start(agent="gated"))).rollout.uid
+    assert not (await caller.stub.GetRollout(pb.GetRolloutRequest(uid=other, include_access=True))).HasField("access")
+
+
+async def test_the_client_returns_the_access_and_shows_no_key(caller: Caller) -> None:
+    async with AsyncClient(caller.address) as client:
+        started = await client.start(start(agent="elsewhere").spec)
+        assert started.access is not None
+        assert started.access.key not in repr(started)
+        assert await client.access(started.uid) == started.access
+        assert (await client.start(start(agent="gated").spec)).access is None
+        with pytest.raises(PermissionDenied):
+            await client.finish(started.uid, started.access.key + "x", reward=1.0)
+        with pytest.raises(InvalidRequest, match="at most 256"):
+            await client.finish(started.uid, started.access.key, scores={str(n): 1.0 for n in range(257)})
+        await client.cancel(started.uid)
+        await client.wait(started.uid)
+        with pytest.raises(NotPossible, match="has ended"):
+            await client.finish(started.uid, started.access.key, reward=1.0)
 
 
 async def test_a_key_names_the_model_and_the_state(caller: Caller) -> None:

@@ -133,6 +133,18 @@ async def test_an_accepted_rollout_is_201_and_a_found_one_200(plain: Plain) -> N
     assert again.headers["location"] == reply.headers["location"]
 
 
+async def test_the_access_of_an_agent_that_runs_elsewhere_is_returned_and_never_by_a_get(plain: Plain) -> None:
+    path = f"/v1/rollouts/{UID}/access"
+    assert (await plain.http.post(path)).json() is None
+    access = {"base_url": f"https://agents.example/r/{UID}", "key": "rk_secret"}
+    plain.server.access = pb.ModelAccess(**access)
+    assert (await plain.start()).json()["access"] == access
+    assert (await plain.http.post(path)).json() == access
+    assert (await plain.http.get(path)).status_code == 405
+    assert "rk_secret" not in (await plain.http.get(f"/v1/rollouts/{UID}?view=full")).text
+    assert (await plain.http.post(f"{path}?view=full")).status_code == 422
+
+
 async def test_ids_that_are_not_given(plain: Plain) -> None:
     async def ids(**options: Any) -> tuple[str, str]:
         assert (await plain.start(**options)).status_code == 201

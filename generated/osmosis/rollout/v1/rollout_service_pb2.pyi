@@ -557,19 +557,23 @@ class GetRolloutRequest(_message.Message):
 
     UID_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
+    INCLUDE_ACCESS_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The server's id of the rollout."""
     view: Global___RolloutView.ValueType
     """How much of the rollout to send."""
+    include_access: _builtins.bool
+    """Fill `access` of the response: for rollouts of a group or of a trainer's stream, whose starts return no access."""
     def __init__(
         self,
         *,
         uid: _builtins.str = ...,
         view: Global___RolloutView.ValueType = ...,
+        include_access: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["uid", b"uid", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_access", b"include_access", "uid", b"uid", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,18 +586,24 @@ class GetRolloutResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    ACCESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollout(self) -> Global___Rollout:
         """The rollout."""
+
+    @_builtins.property
+    def access(self) -> Global___ModelAccess:
+        """Only with `include_access`, and only if the agent runs elsewhere (`Agent.external`)."""
 
     def __init__(
         self,
         *,
         rollout: Global___Rollout | None = ...,
+        access: Global___ModelAccess | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["access", b"access", "rollout", b"rollout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

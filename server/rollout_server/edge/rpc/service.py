@@ -62,7 +62,8 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
         """Start a rollout or find it."""
         rollout, attached = await self._start(request)
-        return self._started(rollout, attached=attached, function_tools=request.include_function_tools)
+        function_tools = request.include_function_tools
+        return started(rollout, self._access(rollout), attached=attached, function_tools=function_tools)
 
     async def RunRollout(
         self, request: pb.RunRolloutRequest, context: _Context
@@ -73,7 +74,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
         rollout, attached = await self._start(request.start)
         with rollout.attached():
-            yield pb.RunRolloutResponse(started=self._started(rollout, attached=attached))
+            yield pb.RunRolloutResponse(started=started(rollout, self._access(rollout), attached=attached))
             async for shown in _events(rollout, request.after_sequence, detail):
                 yield pb.RunRolloutResponse(event=shown)
 
@@ -101,7 +102,8 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Return one rollout."""
         view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         rollout = self._registry.get(request.uid, caller())
-        return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view))
+        access = self._access(rollout) if request.include_access else None
+        return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view), access=access)
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
         """Return a page of rollouts."""
@@ -193,12 +195,12 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             keys_required=facts.keys_required(),
         )
 
-    def _started(self, rollout: Rollout, *, attached: bool, function_tools: bool = False) -> pb.StartRolloutResponse:
-        response = started(rollout, attached=attached, function_tools=function_tools)
-        if rollout.agent.external:
-            access = self._registry.model_access(rollout.uid)
-            response.access.base_url, response.access.key = access.base_url, access.key
-        return response
+    def _access(self, rollout: Rollout) -> pb.ModelAccess | None:
+        """Return the access to the model endpoint of a rollout whose agent runs elsewhere."""
+        if not rollout.agent.external:
+            return None
+        access = self._registry.model_access(rollout.uid)
+        return pb.ModelAccess(base_url=access.base_url, key=access.key)
 
     async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""

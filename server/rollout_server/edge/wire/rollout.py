@@ -63,10 +63,15 @@ def _delivery(delivery: Delivery) -> rollout_service_pb2.Delivery:
 
 
 def started(
-    rollout: Rollout, *, attached: bool, function_tools: bool = False
+    rollout: Rollout,
+    access: rollout_service_pb2.ModelAccess | None = None,
+    *,
+    attached: bool,
+    function_tools: bool = False,
 ) -> rollout_service_pb2.StartRolloutResponse:
     """Return the response for a rollout that was accepted or found.
 
+    `access`: to its model endpoint, if its agent runs elsewhere.
     `attached`: the rollout had been accepted earlier. `function_tools`: also fill `function_tools_json`.
     """
     tools = [tool_to_proto(tool) for tool in rollout.tools]
@@ -74,6 +79,7 @@ def started(
         rollout=rollout_to_proto(rollout, rollout_service_pb2.ROLLOUT_VIEW_BASIC),
         attached=attached,
         tools=tools,
+        access=access,
         function_tools_json=map(function_tool_json, tools) if function_tools else (),
     )
 
