@@ -24,6 +24,7 @@ from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.outcome.grpc import GrpcCourier
 from rollout_server.edge.outcome.http import HttpCourier
 from rollout_server.edge.outcome.reporter import OutcomeReporter
+from rollout_server.edge.programs.runner import ProgramRunner
 from rollout_server.edge.rpc.service import ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials, server_credentials
 from rollout_server.edge.stream.sampler import StreamTrainers
@@ -190,9 +191,10 @@ def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:
 
 
 def tool_resources(tokenizers: Tokenizers, settings: Settings) -> ToolResources:
-    """Return the threads, processes and token counter that tool calls share."""
+    """Return the threads, processes and token counter that tool calls share, and what runs programs."""
     limits = ToolLimits(threads=settings.tool_threads, output_bytes=settings.tool_output_bytes)
-    return ToolResources(limits, ProcessPool(PoolLimits(settings.tool_processes)), TokenizerTokenCounter(tokenizers))
+    pool = ProcessPool(PoolLimits(settings.tool_processes))
+    return ToolResources(limits, pool, TokenizerTokenCounter(tokenizers), ProgramRunner())
 
 
 def keyring(settings: Settings) -> Keyring:

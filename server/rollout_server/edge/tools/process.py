@@ -25,7 +25,7 @@ _PROGRAM = (
 _LOCALE = ("LANG", "LANGUAGE", "TZ")
 _PLACES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR")
 _PASSED_ON = frozenset({"USER", "LOGNAME", *_LOCALE, *_PLACES})
-"""Environment variables that programs need and that contain no secrets. Python's own variables and `LC_*` are added."""
+"""Environment variables that programs need and that contain no secrets. `LC_*` are added, and for tools Python's own variables."""
 _GRACE_SECONDS = 5.0
 """How long a supervisor may take to end all processes that its tools started."""
 
@@ -60,7 +60,7 @@ class ToolProcess:
                     stderr=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
-                    env=_environment(frozenset(variables)),
+                    env={**basic_environment(frozenset(variables)), **_python_variables()},
                 )
             except BaseException as error:
                 streams[1].close()
@@ -154,13 +154,14 @@ class ToolProcess:
             response.cancel()
 
 
-def _environment(more: Set[str]) -> Mapping[str, str]:
-    """Return the environment of a tool process: basic variables and those in `more`. All others may contain secrets."""
-    return {name: value for name, value in os.environ.items() if name in _PASSED_ON | more or _harmless(name)}
+def basic_environment(more: Set[str] = frozenset()) -> Mapping[str, str]:
+    """Return the variables that any program needs and those in `more`. All others of this process may contain secrets."""
+    passed_on = _PASSED_ON | more
+    return {name: value for name, value in os.environ.items() if name in passed_on or name.startswith("LC_")}
 
 
-def _harmless(name: str) -> bool:
-    return name.startswith("LC_") or (name.startswith("PYTHON") and "_" not in name)
+def _python_variables() -> Mapping[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PYTHON") and "_" not in name}
 
 
 def _content(response: Mapping[str, JSON]) -> Content:

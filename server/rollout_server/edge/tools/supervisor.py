@@ -1,8 +1,11 @@
-"""The process between the server and a tool process. It ensures that nothing a tool started outlives them.
+"""The process between the server and a tool process or program. It ensures that nothing they started outlives them.
 
 On Linux, an orphaned process gets the nearest "subreaper" ancestor as its parent (prctl(2), PR_SET_CHILD_SUBREAPER). This
 process is a subreaper, so it gets everything that a tool started, also processes that left the tool's session. On other systems
 only the tool's process group is killed.
+
+As a script it runs a program: `supervisor.py FILENO GRACE_SECONDS COMMAND...`. Only the standard library is imported here, so that
+it starts quickly.
 """
 
 from __future__ import annotations
@@ -23,15 +26,18 @@ _SET_PARENT_DEATH_SIGNAL, _SET_DUMPABLE, _SET_CHILD_SUBREAPER = 1, 4, 36
 """Option numbers of `prctl`, from linux/prctl.h."""
 
 
-def supervise(connection: socket.socket) -> None:
+def supervise(connection: socket.socket, grace: float = 0.0) -> None:
     """Fork, and return in the child, which runs the tools. The parent never returns; it exits with the child's status.
 
-    The end of the child or of the connection to the server, whichever comes first, kills all remaining processes.
+    The end of the child or of the connection to the server, whichever comes first, kills all remaining processes. If it is the
+    connection, the child's process group first gets SIGTERM, and the child `grace` seconds to end.
     """
     _prctl(_SET_CHILD_SUBREAPER, 1)
     parent, worker = os.getpid(), os.fork()
     if worker:
         status = _wait(worker, connection)
+        if status is None and grace:
+            status = _terminate(worker, grace)
         _exit_like(_end_all(worker, status))
     os.setsid()  # a signal that a tool sends to its process group must not reach the supervisor
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
@@ -67,6 +73,17 @@ def _wait(worker: int, connection: socket.socket) -> int | None:
             return None
         with suppress(BlockingIOError):
             woken.recv(4096)
+
+
+def _terminate(worker: int, grace: float) -> int | None:
+    """Send SIGTERM to the worker's process group. Return the worker's exit status; None if it did not end in time."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(worker, signal.SIGTERM)
+    until, status = time.monotonic() + grace, None
+    while status is None and time.monotonic() < until:
+        time.sleep(0.005)
+        status = _reaped(worker)
+    return status
 
 
 def _end_all(worker: int, status: int | None) -> int:
@@ -121,3 +138,22 @@ def _exit_like(status: int) -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def _run_program(descriptor: int, grace: float, command: list[str]) -> None:
+    """Replace the supervised child by a program. If it cannot be executed, send the reason to the server."""
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    supervise(connection, grace)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and a program would inherit that
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - without a shell, which would have to quote
+    except (OSError, ValueError) as error:
+        connection.send(str(error).encode()[:1000])
+        os._exit(127)
+
+
+if __name__ == "__main__":
+    _run_program(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

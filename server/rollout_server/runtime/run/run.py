@@ -24,6 +24,7 @@ from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
+from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.arguments import (
@@ -112,6 +113,11 @@ class Run:
     def tools(self) -> Sequence[Tool]:
         """The tools offered to the model in this conversation."""
         return self._executor.tools
+
+    @property
+    def programs(self) -> Programs:
+        """Runs programs on this server, in processes of their own."""
+        return self._executor.programs
 
     @property
     def state(self) -> dict[str, Any]:

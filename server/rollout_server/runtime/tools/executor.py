@@ -16,6 +16,7 @@ from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.errors import ArgumentError, RolloutEnded, RolloutFailed, ToolError
 from rollout_server.runtime.ports import Content, Tool
+from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.runtime.tools.protocols import (
     ServerRunTool,
@@ -72,6 +73,11 @@ class ToolExecutor:
     def tools(self) -> Sequence[Tool]:
         """The tools, in the given order."""
         return tuple(self._tools.values())
+
+    @property
+    def programs(self) -> Programs:
+        """The server's access to programs."""
+        return self._resources.programs
 
     def with_tools(self, tools: Iterable[Tool]) -> ToolExecutor:
         """Return an executor with other tools for another conversation of the rollout. Both share the rollout's slots."""

@@ -1,4 +1,4 @@
-"""Resources that the tool calls of all rollouts share: slots, threads, processes and cached results."""
+"""Resources that the tool calls of all rollouts share: slots, threads, processes and cached results; and programs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from rollout_server.runtime.programs import NoPrograms, Programs
 from rollout_server.runtime.tools.cache import ResultCache
 from rollout_server.runtime.tools.protocols import ServerRunTool, TokenCounter, ToolProcesses
 from rollout_server.runtime.tools.slots import Slots
@@ -41,10 +42,12 @@ class ToolResources:
         limits: ToolLimits | None = None,
         processes: ToolProcesses | None = None,
         measure: TokenCounter | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self.limits = limits or ToolLimits()
         self.processes = processes
         self.measure = measure
+        self.programs = programs or NoPrograms()
         self.threads = Slots(self.limits.threads)
         self.cleanup_threads = Slots(self.limits.threads)
         self.results = ResultCache(self.limits.cache_entries, self.limits.cache_bytes)
@@ -66,6 +69,7 @@ class ToolResources:
         _log.log(logging.DEBUG if again else logging.WARNING, "%s %s", tool, what)
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the processes and programs."""
+        await self.programs.close()
         if self.processes is not None:
             await self.processes.close()
