@@ -65,6 +65,7 @@ class _AgentClass(ABCMeta):
             checked = checked_attribute(owner, attribute, value)
             if checked is not value:
                 object.__setattr__(agent, attribute, checked)  # an agent may be a frozen dataclass
+        agent.check_attributes()
         return agent
 
 
@@ -232,6 +233,9 @@ class Agent(metaclass=_AgentClass):
             request: the start request, with its messages, metadata and labels.
         """
         return self.tools
+
+    def check_attributes(self) -> None:
+        """Check attributes that only a subclass has. Called after construction. Raises TypeError or ValueError."""
 
     def overrides(self, method: str) -> bool:
         """Return whether the agent has a `setup`, `cleanup`, `reward_group` or `dataset` of its own; the default is not called."""

@@ -10,7 +10,6 @@ from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
 from rollout_server.core.outcome import Failure, RewardResult
 
-
 MOST_CALLS: Final = 64
 """Calls of one rollout that may be open at the same time."""
 

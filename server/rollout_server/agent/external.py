@@ -1,0 +1,52 @@
+"""The `ExternalAgent` base class: agents that run elsewhere."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from rollout_server.agent.own_loop import RESULT, AgentOptions, OwnLoopAgent
+from rollout_server.core.spec_validation import MAX_SECONDS
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.run.run import Run
+
+
+class ExternalOptions(AgentOptions, total=False):
+    """Options of `ExternalAgent`."""
+
+    idle_seconds: float
+
+
+class ExternalAgent(OwnLoopAgent):
+    """Base class of agents that run elsewhere: the server gives access to the model, and waits until the agent has finished.
+
+    The response to the start of a rollout has the base URL and the key for the agent's clients. The agent says with
+    `POST /r/UID/finish` or `FinishRollout` that it has finished, with a reward, scores or a failure. Without a reward, the
+    class's `reward` or rubric computes it.
+
+    Attributes:
+        idle_seconds: a rollout whose agent neither calls its model nor finishes for so long ends as a failure of the class
+            ENVIRONMENT. The rollout's limits apply, too.
+    """
+
+    description = ""
+    external = True
+    idle_seconds: float = 600.0
+
+    def __init__(self, **options: Unpack[ExternalOptions]) -> None:
+        self._set(options)
+
+    async def play(self, run: Run) -> None:
+        """Open the model endpoint and wait until the agent has finished."""
+        async with run.capture(self.capture) as capture:
+            work = await capture.finished(self.idle_seconds)
+        if work.failure is not None:
+            raise RolloutFailed(work.failure)
+        run.state[RESULT] = work.reward
+
+    def check_attributes(self) -> None:
+        """Check what the metaclass does not know."""
+        super().check_attributes()
+        seconds = self.idle_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_SECONDS:
+            text = f"idle_seconds is {seconds!r:.100}; it must be a number above 0, at most {MAX_SECONDS:,}"
+            raise ValueError(f"agent {self.name!r}: {text}")

@@ -1,0 +1,94 @@
+"""Agents that own their loop: they call the model endpoint of their rollout as an OpenAI- or Anthropic-compatible API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final, Literal, TypedDict, Unpack, cast
+
+from rollout_server.agent.base import Agent
+from rollout_server.agent.rubric import Rubric
+from rollout_server.core.capture.rules import CaptureOptions
+from rollout_server.core.limits import Limits
+from rollout_server.core.outcome import RewardResult
+from rollout_server.runtime.capture.endpoint import ModelAccess
+from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.programs import program_failed
+from rollout_server.runtime.run.messages import text_of
+from rollout_server.runtime.run.run import Run
+
+RESULT: Final = "result"
+"""Key of `run.state`: the `RewardResult` that the agent itself gave; missing if it gave none."""
+
+
+class AgentOptions(TypedDict, total=False):
+    """Attributes that the constructors of these agents take; see `Agent` and `OwnLoopAgent`."""
+
+    name: str
+    version: str
+    description: str
+    limits: Limits
+    rubric: Rubric | None
+    reward_rule: Literal["copy", "split", "own"]
+    capture: CaptureOptions
+
+
+class OwnLoopAgent(Agent):
+    """Base class of agents whose loop is not this server's: programs, functions and agents that run elsewhere.
+
+    The agent gives the reward itself, or else the class's `reward` or rubric computes it. Scores of both are kept. What the agent
+    gave is `run.state["result"]`, a `RewardResult`, which a `reward` may read.
+
+    Attributes:
+        capture: how its calls are taken: which of them are auxiliary, whose sampling parameters hold, and more.
+    """
+
+    description = ""
+    capture: CaptureOptions = CaptureOptions()
+
+    def __init__(self, **options: Unpack[AgentOptions]) -> None:
+        self._set(options)
+
+    async def judge(self, run: object) -> RewardResult:
+        """Return the agent's own reward, or else the class's; the runtime's entry point."""
+        given: RewardResult = cast("Run", run).state.get(RESULT, RewardResult())
+        if given.reward is not None:
+            return self._checked_reward(given, f"agent {self.name!r}")
+        computed = await super().judge(run)
+        scores = {**(computed.scores or {}), **(given.scores or {})}
+        return replace(computed, scores=scores or None, extra_json=computed.extra_json or given.extra_json)
+
+    def _set(self, options: Mapping[str, Any]) -> None:
+        """Set attributes. Raise TypeError for one that the class does not have; the metaclass checks their values."""
+        for name, value in options.items():
+            known = name == "name" or not callable(getattr(type(self), name, callable))  # `name` has no default
+            if name.startswith("_") or not known:
+                raise TypeError(f"{type(self).__name__} has no option {name!r}")
+            object.__setattr__(self, name, value)
+
+    def check_attributes(self) -> None:
+        """Check what the metaclass does not know."""
+        if not isinstance(self.capture, CaptureOptions):
+            raise TypeError(f"agent {self.name!r}: capture is {self.capture!r:.100}; it must be CaptureOptions")
+
+
+def reachable(access: ModelAccess, agent: str) -> ModelAccess:
+    """Return the access if a client of this server can use it. Raise `RolloutFailed` if the server has no URL."""
+    if "://" not in access.base_url:
+        text = (
+            f"agent {agent} cannot call its model: the server has no HTTP port; switch it on or set ROLLOUT_PUBLIC_URL"
+        )
+        raise program_failed(text)
+    return access
+
+
+def task_of(run: Run) -> str:
+    """Return the text of the request's last user message; empty if it has none."""
+    users = [message for message in run.request.messages if message.get("role") == "user"]
+    return text_of(users[-1].get("content")) if users else ""
+
+
+def check_not_over(run: Run) -> None:
+    """Raise `RolloutEnded` if the rollout reached an end, whatever the agent did of it: its calls were refused."""
+    if run.ending.is_reached:
+        raise RolloutEnded(run.ending.end)
