@@ -39,7 +39,8 @@ class FunctionAgent(OwnLoopAgent):
 
     An `async def` gets asynchronous clients. A plain `def` gets synchronous ones and runs in a thread.
 
-    It returns the reward, a `RewardResult`, or None; then the rubric computes the reward. An exception ends the rollout as a failure.
+    It returns the reward, a `RewardResult`, or None; then the rubric computes the reward. An exception ends the rollout as a
+    failure.
     """
 
     description = ""

@@ -139,6 +139,7 @@ def agent_to_proto(agent: AgentProtocol, *, default: bool) -> rollout_service_pb
         limits=limits_to_proto(agent.limits),
         default=default,
         description=agent.description,
+        external=agent.external,
     )
 
 
