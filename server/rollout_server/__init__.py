@@ -6,7 +6,22 @@ This module exports the names that authors of agents need. `rollout_server.calcu
 from __future__ import annotations
 
 try:
-    from rollout_server.agent import Agent, Environment, Judge, Rubric, Step, json_field, number_from, yes_or_no
+    from rollout_server.agent import (
+        Agent,
+        Environment,
+        ExternalAgent,
+        FunctionAgent,
+        Judge,
+        Program,
+        ProgramResult,
+        Rubric,
+        Step,
+        json_field,
+        number_from,
+        own_loop,
+        yes_or_no,
+    )
+    from rollout_server.core.capture.rules import AuxiliaryRule, CaptureOptions
     from rollout_server.core.limits import Limits
     from rollout_server.core.outcome import RewardResult
     from rollout_server.runtime.agent_protocol import Request
@@ -27,11 +42,17 @@ except ModuleNotFoundError as error:  # the base install has only what the clien
 
 __all__ = [
     "Agent",
+    "AuxiliaryRule",
+    "CaptureOptions",
     "Environment",
+    "ExternalAgent",
+    "FunctionAgent",
     "Image",
     "Judge",
     "Limits",
     "ModelFailed",
+    "Program",
+    "ProgramResult",
     "Reply",
     "Request",
     "RewardResult",
@@ -43,6 +64,7 @@ __all__ = [
     "__version__",
     "json_field",
     "number_from",
+    "own_loop",
     "serve",
     "tool",
     "yes_or_no",

@@ -11,12 +11,17 @@ from rollout_client import AsyncClient, Tool
 from rollout_client.samples import samples
 
 from rollout_server.agent import Agent
+from rollout_server.agent.own_loop import OwnLoopAgent
 from rollout_server.authoring.endpoint import Endpoint
 from rollout_server.authoring.schema import advice, example_arguments, faults
 from rollout_server.authoring.single_rollout import RolloutStart, run_rollout
 from rollout_server.runtime.run.driver import CLEANUP_FAILED
 from rollout_server.testing.script import ScriptedReply, tool_call
 
+_NO_COMPLETION = "it requested no completion: is the `await` of a run.sample() missing?"
+_NO_LOOP_CALLS = (
+    "it did not call its model: does its client take base URL and key from the environment, or from its arguments?"
+)
 _PROMPT = "This is a dry run. There is nothing to do."
 
 
@@ -109,6 +114,12 @@ async def validate(
     return AgentReport(agent.name, agent.version, agent.replayable, reports, tuple(errors), advice_found, dry_run)
 
 
+def report_external(agent: Agent) -> AgentReport:
+    """Return the report on an agent that runs elsewhere. It has no dry run, because nobody here would call the model."""
+    advice_found = ("it runs elsewhere, so there was no dry run", *_agent_advice(agent, sampled=True))
+    return AgentReport(agent.name, agent.version, agent.replayable, (), advice=advice_found)
+
+
 def _tool(tool: Tool, results: Mapping[str, str] | None) -> ToolReport:
     wrong = tuple(faults(tool))
     if wrong:
@@ -135,12 +146,12 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
 
     if isinstance(agent, LoopAgent):
         return ()  # a loop of the earlier SDK uses the request's limits, and returns its reward with its result
-    found = [] if sampled else ["it requested no completion: is the `await` of a run.sample() missing?"]
+    found = [] if sampled else [_NO_LOOP_CALLS if isinstance(agent, OwnLoopAgent) else _NO_COMPLETION]
     if agent.limits.turns is None and agent.limits.generated_tokens is None and agent.limits.seconds is None:
         found.append(
             "it has no limits, so only the server's defaults stop a model that calls tools forever; set limits = Limits(turns=...)"
         )
-    if type(agent).reward is Agent.reward and agent.rubric is None:
+    if type(agent).reward is Agent.reward and agent.rubric is None and not isinstance(agent, OwnLoopAgent):
         found.append(
             "it has no reward, so `rollout eval` has no pass rate; define async def reward(self, run) or a rubric"
         )

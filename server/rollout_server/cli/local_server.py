@@ -45,8 +45,10 @@ async def serve_for_command(
 ) -> AsyncIterator[LocalServer]:
     """Serve agents for at most `concurrency` rollouts at the same time, with the endpoint of the flags.
 
-    Raises `AuthorError` for flags that do not fit together, RuntimeError or OSError if the server cannot start.
+    Raises `AuthorError` for flags that do not fit together and for an agent that runs elsewhere, RuntimeError or OSError if the
+    server cannot start.
     """
+    _check_runs_here(agents)
     stub = flags.model_stub()
     if stub is None:
         endpoint = flags.endpoint()
@@ -70,6 +72,15 @@ async def serve_for_command(
 
             models = (await stack.enter_async_context(MockEngine(stub.further))).entries
         yield await stack.enter_async_context(serve_with_stub(agents, prepare, flags, concurrency, models))
+
+
+def _check_runs_here(agents: Sequence[Agent]) -> None:
+    from rollout_server.authoring.author_traceback import AuthorError
+
+    for agent in agents:
+        if agent.external:
+            text = "runs elsewhere, so this command cannot run it: `rollout serve` serves it, and whoever starts it gets its access"
+            raise AuthorError(f"agent {agent.name!r} {text}")
 
 
 @asynccontextmanager
@@ -106,17 +117,19 @@ async def _serve(
     from rollout_server.app import Server
 
     async with (
-        Server(agents, _settings(flags, concurrency, models)) as server,
+        Server(agents, _settings(agents, flags, concurrency, models)) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         yield client
 
 
-def _settings(flags: CompletionFlags, concurrency: int, models: Sequence[str]) -> Settings:
+def _settings(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int, models: Sequence[str]) -> Settings:
     """Return the user's settings, adapted to a private server.
 
-    Tokenizers, timeouts and retries stay. The server listens on loopback without HTTP, TLS and keys, and may call any endpoint.
+    Tokenizers, timeouts and retries stay. The server listens on loopback without TLS and keys, and may call any endpoint. It has
+    HTTP only for agents that own their loop, which call their model over it.
     """
+    from rollout_server.agent.own_loop import OwnLoopAgent
     from rollout_server.settings import load
 
     before = load()
@@ -124,7 +137,9 @@ def _settings(flags: CompletionFlags, concurrency: int, models: Sequence[str]) -
     return load(
         host="127.0.0.1",
         grpc_port=0,
-        http=False,
+        http=any(isinstance(agent, OwnLoopAgent) for agent in agents),
+        http_port=0,
+        public_url=None,
         metrics_port=None,
         drain_seconds=0,
         max_running=concurrency,

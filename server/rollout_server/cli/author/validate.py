@@ -103,10 +103,12 @@ async def _validate(agents: Sequence[Agent], console: Console, dry_run: DryRun) 
 async def _validate_agent(agent: Agent, dry_run: DryRun) -> AgentReport:
     """Validate one agent in a separate server, because the mock model calls the tools of this agent."""
     from rollout_server.authoring.model_stubs import ModelStub
-    from rollout_server.authoring.validation import DryModel, callable_tools
+    from rollout_server.authoring.validation import DryModel, callable_tools, report_external
     from rollout_server.authoring.validation import validate as validated
     from rollout_server.cli.local_server import serve_for_command, serve_with_stub
 
+    if agent.external:
+        return report_external(agent)
     calls: list[tuple[str, Any]] = []
 
     async def prepare(client: AsyncClient) -> ModelStub:
@@ -146,7 +148,7 @@ def _lines(report: AgentReport) -> list[tuple[str, str, str]]:
     lines += [("error", "dry run", text) for text in report.errors]
     lines += [("advice", "dry run", text) for text in run.get("warnings", ())]
     lines += [("advice", "agent", text) for text in report.advice]
-    if not report.errors:
+    if not report.errors and run:
         reward = "no reward" if run.get("reward") is None else f"reward {run['reward']:g}"
         lines.append(
             (
