@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import pytest
 from rollout_server.core import record as records
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.conversation import State
-from rollout_server.core.ledger import Drift, DriftKind, Origin, SegmentKind, pack_logprobs
+from rollout_server.core.ledger import Drift, DriftKind, Origin, Parting, SegmentKind, pack_logprobs
 from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Stop
@@ -21,6 +22,7 @@ from rollout_server.core.record import (
     Accepted,
     Appended,
     Asked,
+    CaptureSettled,
     DriftFound,
     Ended,
     GivenUp,
@@ -66,11 +68,15 @@ ToolReturned      . . . . x x x . . . .
 Forked            x x x x x x x x x x .
 Branched          x x . x . . . x . x .
 Compacted         x x . x . . . x . x .
-GivenUp           . . . . . . . . . . .
+BranchedEarlier   . . . x x x x x x x .
+Begun             x x . . . . . . . . .
+Parted            x x x x x x x x x x .
+GivenUp           . . x . . . . . x . .
 Observed          x x x x x x x x x x .
 ModelCalled       x x x x x x x x x x .
 Masked            . . . x x x x x x x .
 Rewarded          . . . x x x x x x x .
+CaptureSettled    x x x x x x x x x x .
 Note              x x x x x x x x x x .
 Ended             x x x x x x x x x x .
 SegmentOpened     . . . . . . . . . . .
@@ -79,7 +85,7 @@ DriftFound        . . . . . . . . . . .
 STATES = ["OPEN", "OPEN", "ASKING", "OPEN", "CALLING", "CALLING", "CALLING", "OPEN", "ASKING", "OPEN", "ENDED"]
 
 # Further rows for the same kind of record.
-FORKS = {"Branched": "Forked", "Compacted": "Forked"}
+FORKS = dict.fromkeys(("Branched", "Compacted", "BranchedEarlier", "Begun", "Parted"), "Forked")
 
 # The index of the next call in its turn, by cut.
 NEXT_INDEX = {4: 1, 5: 2, 6: 2, 7: 2}
@@ -110,11 +116,15 @@ FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "Forked": lambda machine, at: machine.fork(SegmentKind.SUBAGENT, (USER,)),
     "Branched": lambda machine, at: machine.fork(SegmentKind.BRANCH),
     "Compacted": lambda machine, at: machine.fork(SegmentKind.COMPACTION, (USER,)),
+    "BranchedEarlier": lambda machine, at: machine.fork(SegmentKind.BRANCH, after_turn=1),
+    "Begun": lambda machine, at: machine.fork(SegmentKind.MAIN, (USER,)),
+    "Parted": lambda machine, at: machine.fork(SegmentKind.DRIFT, (USER,), parting=Parting(1, "content")),
     "GivenUp": lambda machine, at: GivenUp(machine.turn, "0"),
     "Observed": lambda machine, at: Observed("now", "1"),
     "ModelCalled": lambda machine, at: ModelCalled("judge", USER),
     "Masked": lambda machine, at: Masked(1, "dull"),
     "Rewarded": lambda machine, at: Rewarded(1, 0.5),
+    "CaptureSettled": lambda machine, at: CaptureSettled("0", CaptureReport(continued=1)),
     "Note": lambda machine, at: Note(machine.turn, "word", "text"),
     "Ended": lambda machine, at: ROLLOUT[-1],
     "SegmentOpened": lambda machine, at: SegmentOpened(machine.turn, "0", Origin(SegmentKind.MAIN), 1),
@@ -157,7 +167,7 @@ def test_the_table_is_whole() -> None:
     assert rows == set(FITTING)
     assert {FORKS.get(row, row) for row in rows} == {kind.__name__ for kind in _arms("Record")}
     assert [cut(at).state.name for at in range(len(ROLLOUT) + 1)] == STATES
-    assert {*STATES, "CLOSED"} == {state.name for state in State}  # the main conversation is never closed
+    assert {*STATES, "CLOSED"} == {state.name for state in State}  # test_conversations.py closes some
 
 
 def _arms(alias: str) -> Iterator[type]:

@@ -5,14 +5,17 @@ belong to the rollout; the machine keeps them.
 
     OPEN --Asked--> ASKING --Answered--> OPEN --ToolStarted--> CALLING --last ToolReturned--> OPEN
     ASKING --GivenUp--> CLOSED        OPEN --Forked as its compaction--> CLOSED
+
+A conversation remembers where each of its turns ended. A branch may begin there later, whatever the state by then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
-from rollout_server.core.ledger import AGENT, ConversationLedger, Role
+from rollout_server.core.ledger import AGENT, BranchPoint, ConversationLedger, Parting, Role
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered, Note, ToolReturned, ToolStarted
 
@@ -27,6 +30,23 @@ class State(Enum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A conversation right after the completion of a turn.
+
+    Args:
+        point: its tokens.
+        messages: the number of its messages, including the completion.
+        turn_messages: the number of messages when the turn was requested.
+        completion: the completion.
+    """
+
+    point: BranchPoint
+    messages: int
+    turn_messages: int
+    completion: Answered
+
+
 class Conversation:
     """One conversation. Only the machine changes it.
 
@@ -37,6 +57,7 @@ class Conversation:
         turn_messages: the number of messages when its last turn was requested.
         calls: the number of tool calls of its last turn that were started.
         last_completion: the completion of its last turn.
+        ends: the ends of its turns that have a completion, by turn; in a branch also those of its parent up to there.
         resampled: the note that its open turn may have been generated more than once.
         returned: tool results that are not messages yet, by index of the call.
     """
@@ -49,6 +70,7 @@ class Conversation:
         self.turn_messages = 0
         self.calls = 0
         self.last_completion: Answered | None = None
+        self.ends: dict[int, TurnEnd] = {}
         self.resampled: Note | None = None
         self.returned: dict[int, ToolReturned] = {}
         self._pending: dict[int, ToolStarted] = {}
@@ -63,11 +85,22 @@ class Conversation:
         """The part that it plays in the rollout."""
         return self.line.role
 
-    def branch(self, role: Role = AGENT) -> Conversation:
-        """Return a new conversation with the same messages and tokens so far."""
-        branch = Conversation(self.line.branch(role), self.messages)
-        branch.turn, branch.turn_messages, branch.last_completion = self.turn, self.turn_messages, self.last_completion
+    def branch(self, role: Role = AGENT, after_turn: int = 0, parting: Parting | None = None) -> Conversation:
+        """Return a new conversation with the messages and tokens at the end of a turn of `ends`; with 0, with those so far."""
+        end = self.ends.get(after_turn)
+        if end is None:
+            branch = Conversation(self.line.branch(role, parting=parting), self.messages)
+            branch.turn, branch.turn_messages = self.turn, self.turn_messages
+            branch.last_completion, branch.ends = self.last_completion, dict(self.ends)
+            return branch
+        branch = Conversation(self.line.branch(role, end.point, parting), self.messages[: end.messages])
+        branch.turn, branch.turn_messages, branch.last_completion = after_turn, end.turn_messages, end.completion
+        branch.ends = {turn: each for turn, each in self.ends.items() if turn <= after_turn}
         return branch
+
+    def restart(self, messages: Sequence[Message], role: Role) -> None:
+        """Replace the messages and the role of a conversation that had no turn yet."""
+        self.messages, self.line.role = list(messages), role
 
     def begin_turn(self, turn: int) -> None:
         """Record that a turn was requested."""
@@ -79,6 +112,7 @@ class Conversation:
         """Record the completion of the open turn."""
         self.last_completion = record
         self.messages.append(record.message)
+        self.ends[record.turn] = TurnEnd(self.line.branch_point(), len(self.messages), self.turn_messages, record)
         self.state = State.OPEN
 
     def begin_call(self, record: ToolStarted) -> None:

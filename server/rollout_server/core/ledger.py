@@ -18,8 +18,8 @@ A trainer may send no ids for a turn. The tokens of that turn are then unknown, 
 boundaries cannot be found. Such a gap also opens a segment, whose whole prompt is masked.
 
 An agent may have several conversations. Each has its own `ConversationLedger`, which holds the segment that the next turn
-continues. A branch starts with the tokens that its parent held at that time. In the branch's segment they are prompt, because they
-are trained in the parent's.
+continues. A branch starts with the tokens that its parent holds at that time, or held after an earlier turn (`BranchPoint`). In the
+branch's segment they are prompt, because they are trained in the parent's.
 
 Laws (docs/design.md; tested in tests/core/test_ledger.py):
 
@@ -45,6 +45,7 @@ from rollout_server.core.segment import (
     Logprobs,
     MaskReason,
     Origin,
+    Parting,
     Plane,
     Role,
     Segment,
@@ -60,6 +61,7 @@ __all__ = [
     "AGENT",
     "MAX_TOKEN_ID",
     "Author",
+    "BranchPoint",
     "ConversationLedger",
     "Drift",
     "DriftKind",
@@ -68,6 +70,7 @@ __all__ = [
     "Logprobs",
     "MaskReason",
     "Origin",
+    "Parting",
     "Prediction",
     "Role",
     "Segment",
@@ -155,6 +158,21 @@ class Turn:
     shared: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class BranchPoint:
+    """The end of a turn, or the present, as a place where a branch may begin.
+
+    Args:
+        origin: the origin of such a branch.
+        stem: the segment with whose first `origin.parent_tokens` tokens it begins; None if no tokens are known.
+        gap: tokens are missing there.
+    """
+
+    origin: Origin
+    stem: Segment | None
+    gap: bool
+
+
 class LedgerView(Protocol):
     """Read-only view of the ledger of one conversation; samplers get it."""
 
@@ -237,15 +255,19 @@ class ConversationLedger:
         """Return whether a whole prompt extends these tokens. If not, its turn opens a segment."""
         return not self.gap and prompt[: self.tokens] == self.prefix()
 
-    def branch_origin(self) -> Origin:
-        """Return the origin of a branch of this conversation at this point."""
+    def branch_point(self) -> BranchPoint:
+        """Return the point after the tokens held now."""
         holder = self.segment or self._stem
-        return Origin(SegmentKind.BRANCH, self.id if holder is None else holder.id, self.tokens)
+        origin = Origin(SegmentKind.BRANCH, self.id if holder is None else holder.id, self.tokens)
+        return BranchPoint(origin, holder, self.gap)
 
-    def branch(self, role: Role = AGENT) -> ConversationLedger:
-        """Return a ledger that starts with the tokens held here."""
-        origin, stem = self.branch_origin(), self.segment or self._stem
-        return ConversationLedger(self._ledger, self._ledger.reserve(), origin, stem, gap=self.gap, role=role)
+    def branch(
+        self, role: Role = AGENT, point: BranchPoint | None = None, parting: Parting | None = None
+    ) -> ConversationLedger:
+        """Return a ledger that starts with the tokens held at a point of this conversation; None: now."""
+        at = point or self.branch_point()
+        origin = replace(at.origin, parting=parting)
+        return ConversationLedger(self._ledger, self._ledger.reserve(), origin, at.stem, gap=at.gap, role=role)
 
     def commit(self, turn: Turn) -> Drift | None:
         """Append one turn: the tokens before the completion, then the completion. Return the drift, or None.

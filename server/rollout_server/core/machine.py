@@ -7,7 +7,7 @@ has no clock and does no I/O. Its driver performs what `Asked` and `ToolStarted`
 
 A rollout has one or more conversations (`core.conversation` lists their states). A record refers to a conversation by one of its
 segments, or by a turn. Several conversations may wait for completions at the same time. Usage and outcome belong to the rollout.
-The outcome's messages are those of the main conversation: the first one, or its compaction.
+The outcome's messages are those of the main conversation: the first one, or its compaction, or the one that `CaptureSettled` names.
 
 Laws (docs/design.md; tested in tests/core/test_machine.py): an intent accepts its own result and nothing else; no new intent once
 a limit is met; exactly one outcome, which always has the messages, ledger and metrics so far; the same records give the same
@@ -22,8 +22,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.ledger import AGENT, Ledger, Origin, Role, SegmentKind, Turn
+from rollout_server.core.fork import fork_fits, fork_record, open_conversation, replaces
+from rollout_server.core.ledger import AGENT, Ledger, Origin, Parting, Role, SegmentKind, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Failure, Metrics, Outcome, RewardResult, Stop, TurnReward, Warned
@@ -35,6 +37,7 @@ from rollout_server.core.record import (
     Answered,
     Appended,
     Asked,
+    CaptureSettled,
     Consequence,
     Deed,
     DriftFound,
@@ -54,8 +57,6 @@ from rollout_server.core.record import (
 )
 from rollout_server.core.spec import Sampling
 from rollout_server.core.usage import Usage
-
-_FORKS = (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)
 
 
 class IllegalRecord(Exception):
@@ -91,6 +92,7 @@ class Machine:
         self._usage = Usage(limits)
         self._usage.add_messages(messages)
         self._warnings: list[Warned] = []
+        self._capture: CaptureReport | None = None
         self._outcome: Outcome | None = None
         self._begun = False
 
@@ -168,19 +170,14 @@ class Machine:
         messages: tuple[Message, ...] = (),
         of: Conversation | None = None,
         role: Role = AGENT,
+        *,
+        after_turn: int = 0,
+        parting: Parting | None = None,
     ) -> Forked:
-        """Return the record that would open a conversation now. Changes nothing.
-
-        A branch has the messages and the model of its parent, a compaction has its role.
-        """
+        """Return the record that would open a conversation now; see `fork_record`. Changes nothing."""
         forked = of or self.main
-        origin = forked.line.branch_origin() if kind is SegmentKind.BRANCH else Origin(kind, forked.id)
-        if kind is SegmentKind.BRANCH:
-            role = replace(role, model=forked.role.model)
-        elif kind is SegmentKind.COMPACTION:
-            role = forked.role
-        count = len(messages or forked.messages)
-        return Forked(self.ledger.next_id, forked.id, origin, count, messages, role=role)
+        draft = Forked("", forked.id, Origin(kind, parting=parting), 0, messages, role=role, after_turn=after_turn)
+        return fork_record(draft, forked, self.ledger)
 
     def natural_stop(self) -> Stop:
         """Return the stop of a rollout whose agent has finished. A token limit that is met is the reason, otherwise "stop"."""
@@ -211,7 +208,7 @@ class Machine:
                 self._apply_tool_started(record)
             case ToolReturned():
                 self._apply_tool_returned(record)
-            case Forked() | GivenUp() | Observed() | ModelCalled() | Masked() | Rewarded():
+            case Forked() | GivenUp() | Observed() | ModelCalled() | Masked() | Rewarded() | CaptureSettled():
                 self._apply_deed(record)
             case Ended():
                 self._apply_ended(record)
@@ -234,6 +231,8 @@ class Machine:
                 self._apply_masked(record)
             case Rewarded():
                 self._apply_rewarded(record)
+            case CaptureSettled():
+                self._apply_settled(record)
 
     def _named_conversation(self, segment_id: str, record: Record) -> Conversation:
         conversation = self._conversations.get(segment_id)
@@ -333,26 +332,23 @@ class Machine:
             caller.returned.clear()
 
     def _apply_forked(self, record: Forked) -> None:
-        forked, kind = self._named_conversation(record.of, record), record.origin.kind
-        branches, open_ = kind is SegmentKind.BRANCH, forked.state is State.OPEN
-        self._require(kind in _FORKS and bool(record.messages) is not branches, record, forked)
-        # `tools` is informative: the machine does not know the tools, so `fork` leaves them out.
-        expected = self.fork(kind, record.messages, forked, record.role)
-        self._require(replace(record, tools=()) == expected, record, forked)
-        self._require(open_ or (kind is SegmentKind.SUBAGENT and forked.state is not State.CLOSED), record, forked)
-        role = record.role
-        opened = (
-            forked.branch(role) if branches else Conversation(self.ledger.open(record.origin, role), record.messages)
-        )
+        forked = self._named_conversation(record.of, record)
+        self._require(fork_fits(record, forked, self.ledger, main=forked is self.main), record, forked)
+        opened = open_conversation(record, forked, self.ledger)
         self._usage.add_messages(record.messages)
         self._conversations[opened.id] = opened
-        if kind is SegmentKind.COMPACTION:
+        if replaces(record) and opened is not forked:
             forked.state = State.CLOSED
             self.main = opened if forked is self.main else self.main
 
+    def _apply_settled(self, record: CaptureSettled) -> None:
+        main = self._named_conversation(record.segment_id, record)
+        self._require(self._capture is None, record, main)
+        self.main, self._capture = main, record.report
+
     def _apply_given_up(self, record: GivenUp) -> None:
         conversation = self._named_conversation(record.segment_id, record)
-        fits = conversation.state is State.ASKING and conversation.turn == record.turn and conversation is not self.main
+        fits = conversation.state is State.ASKING and conversation.turn == record.turn
         self._require(fits, record, conversation)
         self._warn_of_resampling(conversation)
         conversation.state = State.CLOSED
@@ -402,6 +398,7 @@ class Machine:
                 for turn, values in sorted(self._rewards.items())
             ),
             reward_rule=record.reward_rule,
+            capture=self._capture,
         )
 
     def _warn_of_resampling(self, conversation: Conversation) -> None:

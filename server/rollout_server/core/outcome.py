@@ -9,6 +9,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.ledger import Segment
 from rollout_server.core.message import Message
 
@@ -199,7 +200,10 @@ class TurnReward:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The single terminal value of a rollout, always with the messages, ledger and metrics so far."""
+    """The single terminal value of a rollout, always with the messages, ledger and metrics so far.
+
+    `capture` says what the calls of an agent that owns its loop were; None for any other agent.
+    """
 
     end: End
     messages: tuple[Message, ...]
@@ -209,6 +213,7 @@ class Outcome:
     warnings: tuple[Warned, ...]
     turn_rewards: tuple[TurnReward, ...] = ()
     reward_rule: RewardRule = RewardRule.COPY
+    capture: CaptureReport | None = None
 
 
 def training_verdict(outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None) -> tuple[bool, str]:
@@ -228,6 +233,12 @@ def may_train(end: End, train_on: Collection[FailureClass] | None) -> bool:
     """Return whether the samples of a rollout that ended like this train. `train_on` is described at `training_verdict`."""
     failed = failure_class_of(end)
     return failed is None or failed in (TRAIN_BY_DEFAULT if train_on is None else train_on)
+
+
+def longest_share(segments: Collection[Segment]) -> float:
+    """Return the trained tokens of the longest segment divided by all trained tokens; 0 without any."""
+    trained = [sum(span.stop - span.start for span in each.spans if span.trains) for each in segments]
+    return max(trained, default=0) / (sum(trained) or 1)
 
 
 def _end_reason(end: End) -> str:

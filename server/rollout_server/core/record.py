@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.ledger import AGENT, Drift, Logprobs, Origin, Prediction, Role, Tokens
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import End, RewardResult, RewardRule, Warned
@@ -137,12 +138,14 @@ class Forked:
     Args:
         segment_id: the first segment of the new conversation.
         of: a segment of the conversation that was forked.
-        origin: origin of the first segment, as far as it is known before the first prompt.
+        origin: origin of the first segment, as far as it is known before the first prompt. MAIN: the conversation of the rollout's
+            first segment, which has other messages from now on.
         count: number of messages that the new conversation starts with.
         messages: messages given by the agent; empty for a branch, which has those of its parent.
         tools: names of the tools in the new conversation's chat template.
         role: the part that the new conversation plays, and its further model. A compaction keeps the role of the conversation it
             replaces, a branch the model of its parent.
+        after_turn: for a branch that begins after an earlier turn of `of`, that turn; 0: after all messages so far.
     """
 
     segment_id: str
@@ -152,14 +155,26 @@ class Forked:
     messages: tuple[Message, ...] = ()
     tools: tuple[str, ...] = ()
     role: Role = AGENT
+    after_turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """The agent stopped waiting for the open turn of a conversation that it had forked. The conversation is closed."""
+    """The open turn of a conversation gets no completion. The conversation is closed, and the rollout continues.
+
+    The agent stopped waiting for it, or its prompt is too long for the model.
+    """
 
     turn: int
     segment_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSettled:
+    """The calls of an agent that owns its loop were counted. `segment_id` is its main conversation."""
+
+    segment_id: str
+    report: CaptureReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +287,7 @@ class Ended:
     reward_rule: RewardRule = RewardRule.COPY
 
 
-Deed: TypeAlias = "Forked | GivenUp | Observed | ModelCalled | Masked | Rewarded"
+Deed: TypeAlias = "Forked | GivenUp | Observed | ModelCalled | Masked | Rewarded | CaptureSettled"
 """What an agent does besides turns, messages and tool calls."""
 
 Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Ended"

@@ -57,7 +57,8 @@ class SegmentKind(Enum):
     """Why a segment was opened.
 
     MAIN: the rollout's first. DRIFT: a prompt did not extend the segment before. GAP: the trainer sent no ids for a turn.
-    COMPACTION, SUBAGENT and BRANCH: the agent forked the conversation.
+    COMPACTION, SUBAGENT and BRANCH: the agent forked the conversation. The calls of an agent that owns its loop open segments of
+    these kinds and of DRIFT; their origin has a `Parting`.
     """
 
     MAIN = "main"
@@ -69,12 +70,37 @@ class SegmentKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Parting:
+    """Where a call of an agent that owns its loop parted from the conversations of its rollout.
+
+    Args:
+        message: index of the first message that differs from the closest conversation, from 0.
+        field: what differs there; `Parting` in the proto file lists the words.
+        expected: the text there so far, at most 200 characters.
+        found: the text that the agent sent, at most 200 characters.
+        api: the API of the call.
+        client_agent: the client's id of the agent that called; empty for none.
+    """
+
+    message: int
+    field: str
+    expected: str = ""
+    found: str = ""
+    api: str = ""
+    client_agent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a segment comes from: the segment it follows, and the number of tokens at its start that both share."""
+    """Where a segment comes from: the segment it follows, and the number of tokens at its start that both share.
+
+    `parting` is set only if a call of an agent that owns its loop opened the segment's conversation.
+    """
 
     kind: SegmentKind
     parent_id: str = ""
     parent_tokens: int = 0
+    parting: Parting | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,21 @@ class RolloutFailed(Exception):
         self.failure = failure
 
 
+class PromptTooLong(RolloutFailed):
+    """The conversation exceeds the model's context, so nothing was generated.
+
+    Args:
+        failure: the failure of a rollout that ends with it: VALIDATION, of the class POLICY.
+        tokens: length of the prompt in tokens; None if the engine does not say it.
+        maximum: length of the context in tokens; None if the engine does not say it.
+    """
+
+    def __init__(self, failure: Failure, tokens: int | None = None, maximum: int | None = None) -> None:
+        super().__init__(failure)
+        self.tokens = tokens
+        self.maximum = maximum
+
+
 class ModelFailed(RolloutFailed):
     """A further model returned no completion after all retries. An agent may catch it; otherwise its rollout fails with it."""
 

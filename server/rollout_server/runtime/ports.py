@@ -94,10 +94,13 @@ class Fork:
         origin: its source. A branch begins with the first `parent_tokens` tokens of the segment `parent_id` and all messages of
             the forked conversation. Other kinds begin without tokens.
         tools: tools offered to the model; None: the same as in the forked conversation.
+        earlier: a branch begins after a turn that is not the last one of the forked conversation, and has only the messages up to
+            there. The sampler knows its tokens from the ledger of its first request.
     """
 
     origin: Origin
     tools: Sequence[Tool] | None = None
+    earlier: bool = False
 
 
 class Sampler(Protocol):
@@ -109,8 +112,8 @@ class Sampler(Protocol):
     def fork(self, fork: Fork) -> Sampler:
         """Return a sampler for another conversation of the rollout.
 
-        Raises `RolloutFailed` if the trainer supports only one conversation. It is never called for a branch or a compaction
-        while `sample` is running.
+        Raises `RolloutFailed` if the trainer does not support the conversation. It is never called for a branch that is not
+        `earlier` while `sample` is running.
         """
 
 

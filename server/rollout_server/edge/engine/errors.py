@@ -16,6 +16,17 @@ _LOOKED_AT: Final = 64 * 1024
 _CONTEXT: Final = re.compile(
     rb"context[ _-]?(length|window|size)|maximum model length|max_model_len|prompt is too long", re.IGNORECASE
 )
+_MAXIMUM: Final = re.compile(
+    rb"(?:context[ _-]?(?:length|window|size)|maximum model length|max_model_len|n_ctx\")[^0-9]{0,30}([0-9]{1,9})"
+    rb"|> ?([0-9]{1,9}) maximum",
+    re.IGNORECASE,
+)
+_PROMPT: Final = re.compile(
+    rb"([0-9]{1,9}) (?:input tokens|(?:tokens )?(?:in|from) the (?:input |prompt|messages))"
+    rb"|(?:prompt|input|request) ?\((?:length )?([0-9]{1,9})"
+    rb"|(?:messages resulted in|prompt is too long:|n_prompt_tokens\" ?:) ?([0-9]{1,9})",
+    re.IGNORECASE,
+)
 _TOO_LONG: Final = (
     "the conversation does not fit into the model's context; configure a longer context in the engine, or lower "
     "`sampling.max_tokens`, `limits.turns` or the size of tool results"
@@ -77,6 +88,14 @@ def is_error(response: HttpResponse) -> bool:
 def exceeds_context(response: HttpResponse) -> bool:
     """Return whether the engine refuses because prompt and completion together exceed the model's context."""
     return response.status in (400, 413, 422) and _CONTEXT.search(response.body[:_LOOKED_AT]) is not None
+
+
+def context_lengths(response: HttpResponse) -> tuple[int | None, int | None]:
+    """Return the tokens of the prompt and of the model's context as such a refusal states them; None where it does not."""
+    text = response.body[:_LOOKED_AT]
+    found = [expression.search(text) for expression in (_PROMPT, _MAXIMUM)]
+    tokens, maximum = [None if each is None else int(next(filter(None, each.groups()))) for each in found]
+    return tokens, maximum
 
 
 def wants_other_limit(response: HttpResponse, other: str) -> bool:

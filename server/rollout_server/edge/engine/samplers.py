@@ -86,7 +86,7 @@ class MessageSampler:
         other = MessageSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         other._missed = self._missed
         if fork.origin.kind is SegmentKind.BRANCH and self._renderer is not None:
-            other._renderer = self._renderer.fork()
+            other._renderer = self._renderer.fork(earlier=fork.earlier)
         return other
 
     async def _open(self) -> Renderer | None:
@@ -144,7 +144,7 @@ class TokenSampler:
         """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty."""
         other = TokenSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         if fork.origin.kind is SegmentKind.BRANCH:
-            other._renderer = self._renderer and self._renderer.fork()
+            other._renderer = self._renderer and self._renderer.fork(earlier=fork.earlier)
         return other
 
 

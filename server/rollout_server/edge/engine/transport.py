@@ -14,13 +14,21 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.edge.engine.errors import COMPLETIONS, EndpointNames, abort_failure, engine_failure, is_error
+from rollout_server.edge.engine.errors import (
+    COMPLETIONS,
+    EndpointNames,
+    abort_failure,
+    context_lengths,
+    engine_failure,
+    exceeds_context,
+    is_error,
+)
 from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.offload import offload_response
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
-from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.errors import PromptTooLong, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
 
 _BROKEN_OFF: Final = ("abort", "error")
@@ -65,10 +73,15 @@ async def post(access: Access, url: str, body: bytes, request: CompletionRequest
 def response_body(
     fetched: Fetched, request: CompletionRequest, hint: str = "", names: EndpointNames = COMPLETIONS
 ) -> bytes:
-    """Return the body of a successful response. Raises `RolloutFailed` for an error; `hint` says what to do about it."""
+    """Return the body of a successful response. Raises `RolloutFailed` for an error; `hint` says what to do about it.
+
+    The error is `PromptTooLong` if the conversation exceeds the model's context.
+    """
     if fetched.response.status != 200 or is_error(fetched.response):
-        secrets = request.credentials.secrets()
-        raise RolloutFailed(engine_failure(fetched.response, request.asked.turn, secrets, hint, names))
+        failure = engine_failure(fetched.response, request.asked.turn, request.credentials.secrets(), hint, names)
+        if exceeds_context(fetched.response):
+            raise PromptTooLong(failure, *context_lengths(fetched.response))
+        raise RolloutFailed(failure)
     return fetched.response.body
 
 

@@ -149,10 +149,17 @@ class Renderer:
         self._filler = new_mark()
         self._taught = False
 
-    def fork(self) -> Renderer:
-        """Return a renderer for a conversation that branches off here."""
+    def fork(self, *, earlier: bool = False) -> Renderer:
+        """Return a renderer for a conversation that branches off here, or after an earlier turn.
+
+        An earlier one takes no caches, and this renderer may be in use meanwhile.
+        """
         other = copy(self)
-        other._proof = self._proof.fork()
+        if earlier:
+            other._proof = ShortFormProof(self.loaded.literals or Literals())
+            other._forget()
+        else:
+            other._proof = self._proof.fork()
         return other
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:

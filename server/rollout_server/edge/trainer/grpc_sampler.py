@@ -85,12 +85,15 @@ class CompletionSampler:
         self._digest = TrainerDigest()
         self._segment_id = ""
         self._whole = True
+        self._begins_earlier = False
         self._renderer: Renderer | None = None
         self._policies: list[str] = []
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Request a completion and check it. Raises `RolloutFailed`."""
         messages = tuple(request.messages[: request.asked.messages])
+        if self._begins_earlier:
+            self._digest.rebuild(request.ledger)
         rendered = await self._render(request, messages) if in_token_mode(self._spec) else None
         delta = None if rendered is None else self._digest.predicted(request, rendered.predicted)
         call = TurnCall(request.asked.turn, request.deadline, request.credentials)
@@ -103,17 +106,22 @@ class CompletionSampler:
             checked = await self._check_rendered(request, rendered.predicted, delta, completion, answered)
         else:
             checked = await self._check_reported(request, completion, answered)
-        self._segment_id = request.asked.segment_id
+        self._segment_id, self._begins_earlier = request.asked.segment_id, False
         return checked
 
     def fork(self, fork: Fork) -> CompletionSampler:
-        """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty."""
+        """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty.
+
+        After an earlier turn, and until the first request, the branch's tokens are in its ledger only.
+        """
         builder = self._builder
         tools = builder.tools if fork.tools is None else fork.tools
         other = CompletionSampler(self._trainer, self._tokenizers, builder.uid, self._spec, tools)
         other._policies = self._policies
         if fork.origin.kind is SegmentKind.BRANCH:
-            other._digest, other._renderer = self._digest.fork(), self._renderer and self._renderer.fork()
+            earlier = other._begins_earlier = fork.earlier or self._begins_earlier
+            other._digest = self._digest.fork_earlier() if earlier else self._digest.fork()
+            other._renderer = self._renderer and self._renderer.fork(earlier=earlier)
         return other
 
     async def _render(self, request: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
@@ -145,7 +153,7 @@ class CompletionSampler:
         self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
     ) -> Response:
         """Send what is new since the base; send the whole history or the list of tools once if the trainer does not hold them."""
-        base = self._digest.base(request)
+        base = None if self._begins_earlier else self._digest.base(request)
         listed = base is None
         while True:
             self._whole = base is None

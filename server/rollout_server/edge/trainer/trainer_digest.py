@@ -49,6 +49,7 @@ class TrainerDigest:
 
     def __init__(self) -> None:
         self.unsure = False
+        self.ever_unsure = False
         self.repeats: int | None = None
         self._theirs: Checkpoint | None = None
         self._digest = LedgerDigest()
@@ -69,7 +70,7 @@ class TrainerDigest:
         ledger = request.ledger
         if ledger.extends(prompt):
             return self._extended(request, Prediction(pack_tokens(), prompt[ledger.tokens :]), prompt)
-        self._theirs, self.unsure = None, ledger.gap
+        self._theirs, self.unsure, self.ever_unsure = None, ledger.gap, self.ever_unsure or ledger.gap
         span = NewSpan(Author.OTHER, MaskReason.PROMPT, request.asked.turn, prompt)
         return _delta(request, prompt, (span,), LedgerDigest(), opens=True)
 
@@ -90,9 +91,25 @@ class TrainerDigest:
     def fork(self) -> TrainerDigest:
         """Return the digest of a branch that continues from the current tokens."""
         other = TrainerDigest()
-        other.unsure, other._theirs = self.unsure, self._theirs
+        other.unsure, other.ever_unsure, other._theirs = self.unsure, self.ever_unsure, self._theirs
         other._digest, other._marks = self._digest.copy(), dict(self._marks)
         return other
+
+    def fork_earlier(self) -> TrainerDigest:
+        """Return the digest of a branch that begins after an earlier turn, before `rebuild`.
+
+        What was unsure at any time may have been so in that turn.
+        """
+        other = TrainerDigest()
+        other.unsure = other.ever_unsure = self.ever_unsure
+        return other
+
+    def rebuild(self, ledger: LedgerView) -> None:
+        """Add the tokens of a ledger that this digest has not followed. The trainer must then be sent all of them."""
+        for span in held_spans(ledger):
+            self._digest.add(span.ids, span.author)
+            if span.author is Author.MODEL:
+                self._marks[self._digest.checkpoint(0).digest] = span.turn
 
     def confirms(
         self, delta: PromptDelta, turn: int, ids: Tokens, checkpoint: Checkpoint | None, *, whole: bool

@@ -15,6 +15,7 @@ from rollout_server.core.record import (
     Answered,
     Appended,
     Asked,
+    CaptureSettled,
     Deed,
     DriftFound,
     Ended,
@@ -31,7 +32,12 @@ from rollout_server.core.record import (
 )
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import message_to_proto, messages_to_proto, utf8
-from rollout_server.edge.wire.outcome import origin_to_proto, outcome_to_proto, span_to_proto
+from rollout_server.edge.wire.outcome import (
+    capture_to_proto,
+    origin_to_proto,
+    outcome_to_proto,
+    span_to_proto,
+)
 from rollout_server.edge.wire.spec import sampling_to_proto
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.rollout import Rollout
@@ -90,7 +96,7 @@ class _View:
                 proto.segment_opened.CopyFrom(opened)
             case DriftFound():
                 proto.drift_found.CopyFrom(_drift_to_proto(record))
-            case Forked() | GivenUp() | Masked() | Observed() | Rewarded() | ModelCalled():
+            case Forked() | GivenUp() | Masked() | Observed() | Rewarded() | ModelCalled() | CaptureSettled():
                 self._fill_agent_record(proto, record)
             case Note(_, code, text):
                 proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
@@ -160,6 +166,9 @@ class _View:
                 proto.observed.CopyFrom(event_pb2.Observed(what=what, value_json=shown))
             case ModelCalled():
                 proto.model_called.CopyFrom(self._model_call_to_proto(record))
+            case CaptureSettled():
+                report = capture_to_proto(record.report, self._rollout.machine.ledger.segments)
+                proto.capture_settled.CopyFrom(event_pb2.CaptureSettled(report=report))
 
     def _model_call_to_proto(self, record: ModelCalled) -> event_pb2.ModelCalled:
         prompt, generated = record.usage or (0, 0)
@@ -184,6 +193,7 @@ class _View:
             role=utf8(record.role.name),
             trainable=record.role.trainable,
             model=record.role.model,
+            after_turn=record.after_turn,
         )
 
     def _fill_outcome(self, proto: event_pb2.RolloutEvent) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import asdict
 
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 
-from rollout_server.core.ledger import Origin, Segment, Span
+from rollout_server.core.capture.report import CaptureReport
+from rollout_server.core.ledger import Origin, Parting, Segment, Span
 from rollout_server.core.outcome import (
     Cancellation,
     Failure,
@@ -15,6 +17,7 @@ from rollout_server.core.outcome import (
     Outcome,
     Stop,
     Warned,
+    longest_share,
     segment_rewards,
     training_verdict,
 )
@@ -44,6 +47,7 @@ def outcome_to_proto(
             for each in outcome.turn_rewards
         ],
         reward_rule=enums.REWARD_RULES[outcome.reward_rule],
+        capture=None if outcome.capture is None else capture_to_proto(outcome.capture, outcome.segments),
     )
     match outcome.end:
         case Stop(reason, truncated):
@@ -96,8 +100,28 @@ def segment_to_proto(segment: Segment, reward: float | None = None) -> token_pb2
 
 def origin_to_proto(origin: Origin) -> token_pb2.SegmentOrigin:
     """Return the proto of a segment's origin."""
+    parting = origin.parting
     return token_pb2.SegmentOrigin(
-        parent_id=origin.parent_id, parent_tokens=origin.parent_tokens, kind=enums.SEGMENT_KINDS[origin.kind]
+        parent_id=origin.parent_id,
+        parent_tokens=origin.parent_tokens,
+        kind=enums.SEGMENT_KINDS[origin.kind],
+        parting=None if parting is None else _parting_to_proto(parting),
+    )
+
+
+def capture_to_proto(report: CaptureReport, segments: Collection[Segment]) -> outcome_pb2.CaptureReport:
+    """Return the proto of the counts of a rollout's calls. `segments` are those of the rollout."""
+    return outcome_pb2.CaptureReport(**asdict(report), longest_share=longest_share(segments))
+
+
+def _parting_to_proto(parting: Parting) -> token_pb2.Parting:
+    return token_pb2.Parting(
+        message=parting.message,
+        field=utf8(parting.field),
+        expected=utf8(parting.expected),
+        found=utf8(parting.found),
+        api=utf8(parting.api),
+        client_agent=utf8(parting.client_agent),
     )
 
 

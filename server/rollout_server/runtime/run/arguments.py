@@ -141,7 +141,9 @@ _READERS: Mapping[str, tuple[Callable[[object], Any], str]] = MappingProxyType(
 )
 
 
-def fork_kind(word: str | None, messages: int | None, *, has_tools: bool = False, model: object = None) -> SegmentKind:
+def fork_kind(
+    word: str | None, messages: int | None, *, has_tools: bool = False, model: object = None, after: object = None
+) -> SegmentKind:
     """Return the kind of the new conversation. `messages` is their number, None if none were passed. Raise `AgentMistake`."""
     if word is not None and word not in _KINDS:
         raise AgentMistake(f"fork: kind is {word!r}; it must be one of {', '.join(_KINDS)}")
@@ -155,6 +157,8 @@ def fork_kind(word: str | None, messages: int | None, *, has_tools: bool = False
         raise AgentMistake(
             "fork: a branch shares this conversation's tokens, which contain its tools; to change tools, pass messages"
         )
+    if after is not None and not branches:
+        raise AgentMistake(f"fork: after is for a branch; a {kind.value} has its own messages, so leave it out")
     if model is not None and kind is not SegmentKind.SUBAGENT:
         raise AgentMistake(
             f"fork: a {kind.value} keeps the model of its conversation; leave out model={model!r:.100}, or open a subagent: pass "

@@ -68,7 +68,7 @@ class RunContext:
             await asyncio.sleep(min(1.0, 0.01 * self._ignored))
             self._ignored += 1
             raise RolloutEnded(self.ending.end)
-        if conversation.state is State.CLOSED:
+        if conversation.state is State.CLOSED and State.CLOSED not in allowed:
             raise AgentMistake(
                 f"the conversation is closed after turn {conversation.turn}: either a compaction replaced it (use the Run that "
                 "`fork` returned), or its completion was abandoned"

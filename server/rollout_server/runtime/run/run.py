@@ -7,24 +7,23 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from random import Random
 from typing import Any, Literal, NoReturn, TypeVar, Unpack, cast
 
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
-from rollout_server.core.record import Appended, GivenUp, Masked, Note, Rewarded
+from rollout_server.core.record import Appended, CaptureSettled, GivenUp, Masked, Note, Rewarded
 from rollout_server.core.spec import DriftPolicy, Sampling
 from rollout_server.runtime.agent_protocol import Request
-from rollout_server.runtime.errors import AgentMistake, RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
-from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
-from rollout_server.runtime.programs import Programs
+from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
 from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.arguments import (
@@ -41,6 +40,7 @@ from rollout_server.runtime.run.arguments import (
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.further_model import RolloutModel
 from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure
+from rollout_server.runtime.run.opening import Opening, RunParts, open_for_call, open_forked, turn_after
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
 from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
@@ -154,6 +154,28 @@ class Run:
         Raises `RolloutEnded` when a limit is met or the trainer fails, and `AgentMistake` for an unknown option, for an invalid
         value, and once the rollout has used up its calls or tokens of a further model.
         """
+        try:
+            return await self._turn(sampling, self._abandon_turn)
+        except RolloutFailed as failed:
+            self._context.end(failed.failure)
+
+    async def attempt(self, **sampling: Unpack[SamplingOptions]) -> Reply:
+        """Request a completion as `sample` does, for an agent that owns its loop and can continue elsewhere.
+
+        Raises `PromptTooLong` if the conversation exceeds the model's context. Then, and if this call is cancelled, the
+        conversation is closed and the rollout continues, also if it is the main one. Every other failure ends the rollout.
+        """
+        try:
+            return await self._turn(sampling, self._give_up)
+        except PromptTooLong as too_long:
+            self._note(self._conversation.turn, "context_length_exceeded", too_long.failure.message)
+            self._give_up(self._conversation.turn)
+            raise
+        except RolloutFailed as failed:
+            self._context.end(failed.failure)
+
+    async def _turn(self, sampling: SamplingOptions, abandon: Callable[[int], None]) -> Reply:
+        """Request a completion. `abandon` is called with the turn if the caller is cancelled. Raises `RolloutFailed`."""
         conversation, spec, model = self._conversation, self._rollout.spec, self._model
         defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
         effective = turn_sampling(defaults, sampling, target.dialect) if sampling else defaults
@@ -173,20 +195,15 @@ class Run:
         try:
             with self._context.waiting():
                 answered = await self._sampler.sample(request)
-        except RolloutFailed as failed:
-            self._context.end(failed.failure)
         except asyncio.CancelledError:
-            self._abandon_turn(asked.turn)
+            abandon(asked.turn)
             raise
         logged = self._context.record(answered)
         source = target.failure_class
         drift = drift_failure(logged, source) if spec.on_drift is DriftPolicy.FAIL else None
         if drift is not None:
-            self._context.end(drift)
-        try:
-            return Reply.of(answered, source)
-        except RolloutFailed as failed:
-            self._context.end(failed.failure)
+            raise RolloutFailed(drift)
+        return Reply.of(answered, source)
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
         """Run tool calls concurrently and append their results in the order of the calls.
@@ -210,7 +227,7 @@ class Run:
         if added:
             self._context.record(Appended(added, self._conversation.id))
 
-    async def fork(
+    async def fork(  # noqa: PLR0913 - authors name what they need of them
         self,
         messages: Sequence[Mapping[str, JSON]] | None = None,
         *,
@@ -219,6 +236,7 @@ class Run:
         role: str | None = None,
         trainable: bool | None = None,
         model: str | None = None,
+        after: Reply | None = None,
     ) -> Run:
         """Open another conversation, which becomes a separate training sample. Several can run concurrently.
 
@@ -237,35 +255,61 @@ class Run:
             trainable: False: its samples do not train. Default: True for a subagent, otherwise as this conversation.
             model: name of a further model that generates the completions, for a subagent only; None: the same as here. The trainer
                 does not see the conversation. Role and trainable then default to the model's name and False.
+            after: a completion of this conversation, for a branch only: the branch begins right after it, without what came later.
+                It can be opened at any time, also during a turn and after the conversation was closed. Default: the present.
 
         Raises:
             RolloutEnded: when the rollout has ended, and if its trainer does not support several conversations. With `model`, any
                 trainer does.
-            AgentMistake: for arguments that do not fit together, or during a turn of this conversation (only a subagent can be
-                opened then).
+            AgentMistake: for arguments that do not fit together, or during a turn of this conversation (only a subagent, and a
+                branch with `after`, can be opened then).
         """
         count = None if messages is None else len(messages)
-        opens = fork_kind(kind, count, has_tools=tools is not None, model=model)
-        subagent = opens is SegmentKind.SUBAGENT
-        await self._check_growth("fork", *((State.OPEN, State.ASKING, State.CALLING) if subagent else ()))
+        opens = fork_kind(kind, count, has_tools=tools is not None, model=model, after=after)
+        turn, busy = turn_after(after, self._conversation), (State.OPEN, State.ASKING, State.CALLING)
+        await self._check_growth("fork", *(State if turn else busy if opens is SegmentKind.SUBAGENT else ()))
         given = None if tools is None else forkable_tools(tools)
         part = fork_role(opens, self._conversation.role, role, trainable, model)
-        further = self._model if model is None else RolloutModel(self._context, self._conversation, model)
-        forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation, part)
-        offered = self._executor.tools if given is None else given
+        further = None if model is None else RolloutModel(self._context, self._conversation, model)
+        forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation, part, after_turn=turn)
         try:
-            if further is self._model or further is None:
-                sampler = self._sampler.fork(Fork(forked.origin, given))
-            else:  # the trainer does not see this conversation
-                sampler = further.open(offered)
+            run = self._of(open_forked(self._parts, forked, given, further))
         except RolloutFailed as failed:
             self._context.end(failed.failure)
-        self._context.record(replace(forked, tools=tuple(tool.name for tool in offered)))
-        executor = self._executor if given is None else self._executor.with_tools(given)
-        run = Run(self._context, self._machine.find(forked), sampler, executor, further)
         if opens is SegmentKind.COMPACTION:
             self._successor = run
         return run
+
+    async def open(self, opening: Opening) -> Run:
+        """Open a conversation for a call of an agent that owns its loop.
+
+        MAIN returns the run that continues the main conversation. A call may part from this run's conversation whatever its state:
+        opening another one never closes it.
+
+        Raises:
+            RolloutFailed: the trainer supports no further conversation, or no other tools. Nothing was recorded, and the rollout
+                continues.
+            RolloutEnded: when the rollout has ended.
+            AgentMistake: for an opening that does not fit this conversation, and if the rollout becomes too large.
+        """
+        run = self._of(await open_for_call(self._parts, opening))
+        if opening.kind is SegmentKind.MAIN:
+            self._successor = run
+        return run
+
+    def settle(self, main: Run, report: CaptureReport) -> None:
+        """Record what the calls of an agent that owns its loop were. From now on `main` is the rollout's main conversation."""
+        self._context.record(CaptureSettled(main._conversation.id, report))
+        main._successor = None
+        if main is not self:
+            self._successor = main
+
+    @property
+    def _parts(self) -> RunParts:
+        return RunParts(self._context, self._conversation, self._sampler, self._executor, self._model)
+
+    def _of(self, parts: RunParts) -> Run:
+        return Run(parts.context, parts.conversation, parts.sampler, parts.executor, parts.model)
 
     def mask(self, reply: Reply, reason: str) -> None:
         """Exclude a completion from training: its tokens stay in the sample with mask 0. This cannot be undone.
@@ -376,13 +420,18 @@ class Run:
         if self.ending.is_requested or self.ending.is_reached:
             return
         if self._conversation is not self._machine.main:
-            self._context.record(GivenUp(turn, self._conversation.id))
+            self._give_up(turn)
             return
         text = (
             f"turn {turn}: the agent cancelled the completion request. The trainer may have generated the turn, so the rollout "
             "cannot continue without it"
         )
         self.ending.reach(Failure(Category.INTERNAL, text, turn, source=FailureClass.ENVIRONMENT))
+
+    def _give_up(self, turn: int) -> None:
+        """Close the conversation, whose open turn gets no completion."""
+        if not (self.ending.is_requested or self.ending.is_reached):
+            self._context.record(GivenUp(turn, self._conversation.id))
 
     async def _check_growth(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # an agent that only appends or forks in a loop must not block the event loop
