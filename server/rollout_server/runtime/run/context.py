@@ -35,6 +35,7 @@ class RunContext:
     Attributes:
         state: the agent's own data about this rollout.
         model_usage: what the rollout has used of each further model.
+        before_end: functions to call right before the end of the rollout is decided.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class RunContext:
         self.model_access = model_access
         self.model_usage: dict[str, ModelUsage] = {}
         self.state: dict[str, Any] = {}
+        self.before_end: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
         self._threads = threads

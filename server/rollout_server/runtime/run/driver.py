@@ -85,7 +85,7 @@ async def drive(
         # Reached on every path, also when the driver itself is cancelled: a rollout always gets an outcome. Without a cleanup,
         # the tasks are cancelled before `Ended` is recorded and awaited after it, so the outcome does not wait for an agent that
         # ignores its cancellation. What such a task still does is rejected, because the end is decided.
-        rollout.capture.close()
+        _call_before_end(rollout, run)
         rollout.ending.decide(end, reward)
         total_ms = 1000 * (rollout.clock.monotonic() - started)
         warnings = _group_reward_missing(rollout, end)
@@ -185,6 +185,15 @@ async def _run_reward(
     if _has_failed(judge):
         return _agent_failure(rollout, "reward", judge), RewardResult()
     return stop, judge.result()
+
+
+def _call_before_end(rollout: Rollout, run: Run | None) -> None:
+    """Let the run record what it still has to. A bug in it must not keep the rollout from its outcome."""
+    try:
+        if run is not None:
+            run.call_before_end()
+    except Exception:
+        _log.exception("the rollout could not complete its records", extra=_log_fields(rollout))
 
 
 def _group_reward_missing(rollout: Rollout, end: End) -> tuple[Warned, ...]:
