@@ -24,7 +24,7 @@ from rollout_server.runtime.run.run import Run
 
 _WORKDIR: Final = "workdir"
 _PROGRAM: Final = "program"
-_PLACEHOLDERS: Final = ("task", "task_file", "workdir", "directory", "uid", "base_url", "model")
+_PLACEHOLDERS: Final = ("task", "task_file", "workdir", "directory", "uid", "base_url", "model", "key")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _LONGEST_REWARD: Final = 1024 * 1024
 _TAIL: Final = 2000
@@ -76,7 +76,7 @@ class Program(OwnLoopAgent):
 
     Command, prefix, environment and stdin may contain placeholders: `{task}`, the text of `task(run)`; `{task_file}`, a file with
     it; `{workdir}`; `{directory}`, which contains the working directory, HOME, TMPDIR and the task file; `{uid}`, the server's
-    id of the rollout; `{base_url}`, the endpoint without "/v1"; `{model}`.
+    id of the rollout; `{base_url}`, the endpoint without "/v1"; `{model}`; and, except in arguments, `{key}`.
 
     Attributes:
         command: the program and its arguments. Required.
@@ -169,7 +169,12 @@ class Program(OwnLoopAgent):
             raise TypeError(f"{owner}: environment must have texts as names and values")
         if self.template is not None and not Path(self.template).is_dir():
             raise ValueError(f"{owner}: template is {str(self.template)!r}, which is not a directory")
-        texts = (*self.command, *self.prefix, self.stdin, *self.environment.values())
+        arguments = (*self.prefix, *self.command)
+        if any("key" in _PLACEHOLDER.findall(text) for text in arguments):
+            raise ValueError(
+                f"{owner}: {{key}} is not possible in arguments, which everybody can read; use environment"
+            )
+        texts = (*arguments, self.stdin, *self.environment.values())
         unknown = [name for text in texts for name in _PLACEHOLDER.findall(text) if name not in _PLACEHOLDERS]
         if unknown:
             known = ", ".join(f"{{{name}}}" for name in _PLACEHOLDERS)
@@ -179,7 +184,7 @@ class Program(OwnLoopAgent):
         task, directory = self.task(run), workdir.parent
         task_file = directory / "task.txt"
         values = {"task": task, "task_file": task_file, "workdir": workdir, "directory": directory, "uid": run.uid}
-        values |= {"base_url": access.base_url, "model": self.capture.model}
+        values |= {"base_url": access.base_url, "model": self.capture.model, "key": access.key}
         task_file.write_text(task, encoding="utf-8", errors="replace")
 
         def filled(text: str) -> str:
@@ -230,12 +235,12 @@ class Program(OwnLoopAgent):
         try:
             if len(text) > _LONGEST_REWARD:
                 raise ValueError(f"it is longer than {_LONGEST_REWARD:,} characters")
-            return _parsed_reward(parse_json(text), where)
+            return parsed_reward(parse_json(text), where)
         except (TypeError, ValueError, MalformedMessage) as error:
             raise program_failed(f"{where} is invalid: {error}") from None
 
 
-def _parsed_reward(value: object, where: str) -> RewardResult:
+def parsed_reward(value: object, where: str) -> RewardResult:
     if not isinstance(value, Mapping):
         return checked_reward(value, where)
     unknown = value.keys() - {"reward", "scores", "extra"}
