@@ -181,7 +181,7 @@ def test_what_an_agent_does_beside_its_turns_is_told(project: Path, invoke: Invo
         "reward    │ turn 1: -0.5",
         "fork      │ segment 1, a subagent of segment 0: 1 message, no tools, role judge, not trainable\n"
         "user      │ Are you sure?",
-        "given up  │ turn 2: the agent stopped waiting for the completion",
+        "given up  │ turn 2: no completion; the conversation is closed",
         "fork      │ segment 2, a branch of segment 0: 2 messages, no tools\nuser      │ Another way.",
         "          │ in segment 0:\nuser      │ Go on.",
         "fork      │ segment 3, a compaction of segment 0: 1 message, no tools\nuser      │ In short.",

@@ -31,6 +31,7 @@ _OPTIONAL: Final = frozenset(
     {"Answered.extra_json", "Answered.message", "Answered.spans", "Appended.messages", "Asked.sampling"}
     | {"StartRolloutResponse.access"}
     | {"Forked.messages", "Observed.value_json", "Span.planes", "ToolReturned.message", "ModelCalled.message"}
+    | {"Forked.after_turn", "SegmentOrigin.parting", "Outcome.capture"}
 )
 # Fields that are null if unset. Times and optional numbers are too.
 _NULLABLE: Final = frozenset(

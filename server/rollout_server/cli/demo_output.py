@@ -113,7 +113,7 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
             return f"turn {event.turn}: {returned.name} returned {json.loads(returned.message.json)['content']}"
         case "finished":
             return f"finished: {event.finished.outcome.stop.reason or 'failed'}"
-        case "forked" | "given_up" | "masked" | "observed" | "rewarded" | "model_called":
+        case "forked" | "given_up" | "masked" | "observed" | "rewarded" | "model_called" | "capture_settled":
             return ": ".join(agent_action(event))
         case _:
             return str(kind).replace("_", " ")
@@ -121,35 +121,42 @@ def event_line(event: event_pb2.RolloutEvent) -> str:
 
 def agent_action(event: event_pb2.RolloutEvent) -> tuple[str, str]:
     """Return the kind and the description of an agent's action other than a turn or a tool call."""
-    from rollout_client.samples import SEGMENT_KINDS
+    from rollout_server.inspection.text import calls_line
 
     match event.WhichOneof("event"):
         case "forked":
-            forked = event.forked
-            kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
-            tools = f", tools {', '.join(forked.tools)}" if forked.tools else ", no tools"
-            count = plural(forked.count, "message")
-            role = "" if forked.role in ("", "agent") else f", role {forked.role}"
-            role += "" if forked.trainable or not forked.HasField("trainable") else ", not trainable"
-            role += f", model {forked.model}" if forked.model else ""
-            return (
-                "fork",
-                f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}: {count}{tools}{role}",
-            )
+            shown = "fork", _fork_text(event)
         case "given_up":
-            return "given up", f"turn {event.turn}: the agent stopped waiting for the completion"
+            shown = "given up", f"turn {event.turn}: no completion; the conversation is closed"
+        case "capture_settled":
+            shown = "calls", calls_line(event.capture_settled.report)
         case "masked":
-            return "masked", f"turn {event.turn} is excluded from training: {event.masked.reason}"
+            shown = "masked", f"turn {event.turn} is excluded from training: {event.masked.reason}"
         case "rewarded":
-            return "reward", f"turn {event.turn}: {event.rewarded.value:g}"
+            shown = "reward", f"turn {event.turn}: {event.rewarded.value:g}"
         case "model_called":
             called = event.model_called
             message = json.loads(called.message.json) if called.message.json else {}
             tokens = plural(called.generated_tokens, "token")
-            return "model", f"{called.model}: {_message_text(message)}  ({tokens}, {called.elapsed_ms:.0f} ms)"
+            shown = "model", f"{called.model}: {_message_text(message)}  ({tokens}, {called.elapsed_ms:.0f} ms)"
         case _:
             value = f" {event.observed.value_json}" if event.observed.value_json else ""
-            return "observed", f"{event.observed.what}{value}"
+            shown = "observed", f"{event.observed.what}{value}"
+    return shown
+
+
+def _fork_text(event: event_pb2.RolloutEvent) -> str:
+    from rollout_client.samples import SEGMENT_KINDS
+
+    forked = event.forked
+    kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
+    tools = f", tools {', '.join(forked.tools)}" if forked.tools else ", no tools"
+    count = plural(forked.count, "message")
+    role = "" if forked.role in ("", "agent") else f", role {forked.role}"
+    role += "" if forked.trainable or not forked.HasField("trainable") else ", not trainable"
+    role += f", model {forked.model}" if forked.model else ""
+    after = f" after turn {forked.after_turn}" if forked.after_turn else ""
+    return f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}{after}: {count}{tools}{role}"
 
 
 def _message_text(message: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ _ACTION_STYLES = {
     "observed": "dim",
     "reward": "green",
     "model": "cyan",
+    "calls": "cyan",
 }
 _SEGMENT_EVENTS = frozenset({"answered", "tool_returned", "appended", "drift_found"})
 _END_TEXTS = {"stop": "completed", "failure": "failed", "cancellation": "cancelled"}
@@ -88,7 +89,7 @@ class Progress:
                 )
             case "note":
                 self._line("note", f"{event.note.code}: {event.note.text}", "magenta")
-            case "forked" | "given_up" | "masked" | "observed" | "rewarded" | "model_called":
+            case "forked" | "given_up" | "masked" | "observed" | "rewarded" | "model_called" | "capture_settled":
                 self._show_action(event)
 
     def _show_segment(self, event: RolloutEvent) -> None:

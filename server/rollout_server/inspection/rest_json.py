@@ -55,6 +55,7 @@ def _outcome(value: Fields) -> outcome_pb2.Outcome:
         reward=value.get("reward"),
         scores=value.get("scores", {}),
         warnings=[outcome_pb2.Warning(**warning) for warning in value.get("warnings", ())],
+        capture=outcome_pb2.CaptureReport(**value["capture"]) if value.get("capture") else None,
     )
     match value["end"]:
         case "stop":
@@ -104,6 +105,7 @@ def _origin(value: Fields) -> token_pb2.SegmentOrigin:
         parent_id=value["parent_id"],
         parent_tokens=value["parent_tokens"],
         kind=_number(token_pb2.SegmentKind.DESCRIPTOR, value["kind"]),
+        parting=token_pb2.Parting(**value["parting"]) if value.get("parting") else None,
     )
 
 

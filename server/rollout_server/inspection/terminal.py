@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollout_server.inspection.escape import BREAK, visible
-from rollout_server.inspection.text import ending, headline, segment_token_texts
+from rollout_server.inspection.text import calls_line, ending, headline, segment_token_texts
 from rollout_server.inspection.token_text import Decode, TokenText, decoded_text
 from rollout_server.inspection.transcript import TokenRun, Transcript, TranscriptDrift, TranscriptSegment
 
@@ -84,6 +84,8 @@ def lines(transcript: Transcript, options: ViewOptions) -> Iterator[TranscriptLi
     yield TranscriptLine("", None, visible(ending(transcript.rollout)))
     for warning in transcript.outcome.warnings:
         yield TranscriptLine("", None, visible(f"warning in turn {warning.turn} ({warning.code}): {warning.message}"))
+    if transcript.outcome.HasField("capture"):
+        yield TranscriptLine("", None, visible(calls_line(transcript.outcome.capture)))
     if not transcript.outcome.segments:
         yield from _message_lines(transcript)
         return
@@ -91,6 +93,8 @@ def lines(transcript: Transcript, options: ViewOptions) -> Iterator[TranscriptLi
     for segment in transcript.segments:
         yield TranscriptLine("", None, "")
         yield TranscriptLine("", None, visible(_title(segment)))
+        if segment.parting:
+            yield TranscriptLine("", None, visible(segment.parting))
         yield from _segment_lines(segment, options)
 
 

@@ -43,6 +43,17 @@ def ending(rollout: rollout_service_pb2.Rollout) -> str:
             return "ended in a way that this version does not know"
 
 
+def calls_line(report: outcome_pb2.CaptureReport) -> str:
+    """Return what the calls of an agent that owns its loop were, on one line."""
+    counts = {name: count for name, count in _counts(report).items() if count and name != "longest_share"}
+    named = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+    return f"calls of the agent: {named}; {report.longest_share:.0%} of the trained tokens are in the longest segment"
+
+
+def _counts(report: outcome_pb2.CaptureReport) -> dict[str, Any]:
+    return {field.name: getattr(report, field.name) for field in report.DESCRIPTOR.fields}
+
+
 def as_json(transcript: Transcript, decode: Decode | None) -> dict[str, Any]:
     """Return the transcript as a JSON object. Texts are not escaped; they are null if tokens cannot be decoded."""
     rollout, outcome = transcript.rollout, transcript.outcome
@@ -55,6 +66,7 @@ def as_json(transcript: Transcript, decode: Decode | None) -> dict[str, Any]:
         "ending": ending(rollout),
         "reward": outcome.reward if outcome.HasField("reward") else None,
         "warnings": [_warning(warning) for warning in outcome.warnings],
+        "capture": _counts(outcome.capture) if outcome.HasField("capture") else None,
         "segments": [_segment(segment, decode) for segment in transcript.segments],
     }
 
@@ -71,6 +83,7 @@ def _segment(segment: TranscriptSegment, decode: Decode | None) -> dict[str, Any
         "kind": segment.kind,
         "parent_id": segment.parent_id,
         "parent_tokens": segment.parent_tokens,
+        "parting": segment.parting,
         "verified": segment.verified,
         "runs": [_run(run, tokens) for run in segment.runs],
         "drifts": [_drift(drift, decode) for drift in segment.drifts],

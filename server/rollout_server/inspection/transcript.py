@@ -70,6 +70,7 @@ class TranscriptSegment:
     """A segment.
 
     Args:
+        parting: where a call of the agent parted from the other conversations, so that the segment began; empty if none did.
         ids: all token ids of the segment.
         trained: number of tokens with mask 1.
         masked: number of generated tokens that the agent masked.
@@ -87,6 +88,7 @@ class TranscriptSegment:
     masked: int
     runs: tuple[TokenRun, ...]
     drifts: tuple[TranscriptDrift, ...] = ()
+    parting: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +138,16 @@ def _segment(segment: token_pb2.Segment) -> TranscriptSegment:
     kind = SEGMENT_KINDS.get(origin.kind, _UNKNOWN)
     ids = tuple(token for run in runs for token in run.ids)
     trained, masked = (sum(len(run.ids) for run in runs if run.letter == letter) for letter in "MA")
-    return TranscriptSegment(
-        segment.id, kind, origin.parent_id, origin.parent_tokens, segment.verified, ids, trained, masked, runs
-    )
+    parting = _parting(origin.parting) if origin.HasField("parting") else ""
+    shares = origin.parent_id, origin.parent_tokens
+    return TranscriptSegment(segment.id, kind, *shares, segment.verified, ids, trained, masked, runs, parting=parting)
+
+
+def _parting(parting: token_pb2.Parting) -> str:
+    agent = f" of {parting.client_agent}" if parting.client_agent else ""
+    call = f"a {parting.api} call{agent}" if parting.api else f"a call{agent}"
+    texts = f": {parting.expected!r}, now {parting.found!r}" if parting.expected or parting.found else ""
+    return f"{call} parted at message {parting.message} ({parting.field}){texts}"
 
 
 def _run(span: token_pb2.Span, start: int, segment_id: str) -> TokenRun:
@@ -171,10 +180,11 @@ def _with_drifts(
 ) -> TranscriptSegment:
     """Add drifts to a segment, from the warnings of its turns.
 
-    The drift that opened the segment also shows the parent's tokens. It is added without a message if its warning is missing.
+    The drift that opened the segment also shows the parent's tokens. It is added without a message if its warning is missing. A
+    call that parted has no token index.
     """
     turns = {run.turn for run in segment.runs}
-    opened = segment.runs[0].turn if segment.kind == "drift" and segment.runs else None
+    opened = segment.runs[0].turn if segment.kind == "drift" and segment.runs and not segment.parting else None
     parent = next((each.ids for each in others if each.id == segment.parent_id), None)
     found = [
         _drift(segment, each, parent if each.turn == opened else None)

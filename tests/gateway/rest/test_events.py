@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from fastapi import FastAPI
-from osmosis.rollout.v1 import event_pb2, message_pb2, token_pb2
+from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_gateway.calls import Rollouts
@@ -293,9 +293,35 @@ async def test_httpx_reads_the_stream_to_its_end(plain: Plain) -> None:
     assert plain.server.watches[0].detail == event_pb2.EVENT_DETAIL_FULL
 
 
+PARTING: dict[str, Any] = {
+    "message": 2,
+    "field": "content",
+    "expected": "8",
+    "found": "9",
+    "api": "chat",
+    "client_agent": "a1",
+}
+REPORT: dict[str, Any] = {
+    "continued": 1,
+    "parted": 2,
+    "joined": 3,
+    "replayed": 4,
+    "abandoned": 5,
+    "auxiliary": 6,
+    "restored": 7,
+    "dropped": 8,
+    "refused": 9,
+    "longest_share": 0.5,
+}
+
+
 async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
     origin = token_pb2.SegmentOrigin(parent_id="0", kind=token_pb2.SEGMENT_KIND_SUBAGENT)
     help_ = message_pb2.Message(json='{"role": "user", "content": "Help."}')
+    parted = token_pb2.SegmentOrigin(
+        parent_id="0", parent_tokens=9, kind=token_pb2.SEGMENT_KIND_BRANCH, parting=token_pb2.Parting(**PARTING)
+    )
+    report = outcome_pb2.CaptureReport(**REPORT)
     whose = {"role": "critic", "trainable": False, "model": "large"}
     forked = event_pb2.Forked(of_segment_id="0", origin=origin, count=1, messages=[help_], tools=["add"], **whose)
     deeds: list[tuple[event_pb2.RolloutEvent, dict[str, Any]]] = [
@@ -332,6 +358,20 @@ async def test_what_agents_do_has_its_fields(plain: Plain) -> None:
                 "elapsed_ms": 0.0,
             },
         ),
+        (
+            event(8, forked=event_pb2.Forked(of_segment_id="0", origin=parted, count=4, after_turn=2)),
+            {
+                "of_segment_id": "0",
+                "origin": {"parent_id": "0", "parent_tokens": 9, "kind": "branch", "parting": PARTING},
+                "count": 4,
+                "tools": [],
+                "role": "",
+                "trainable": None,
+                "model": "",
+                "after_turn": 2,
+            },
+        ),
+        (event(9, capture_settled=event_pb2.CaptureSettled(report=report)), {"report": REPORT}),
     ]
     finish(plain.server, *(each for each, _ in deeds))
     for frame, (_, own) in zip(await (await plain.events()).all(), deeds, strict=False):
