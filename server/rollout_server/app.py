@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -47,7 +48,7 @@ from rollout_server.edge.stream.dispatcher import Dispatcher
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
-from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.cache import Tokenizers, later_system
 from rollout_server.network_exposure import log_exposure
 from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.capture.endpoint import ModelAccess
@@ -189,7 +190,7 @@ class Server:
                 retry_policy=delivery_retry_policy(settings),
                 tool_resources=tools,
                 models=further_models(samplers.engines, rules, settings),
-                model_access=self._model_access,
+                later_system=partial(later_system, tokenizers),
             ),
             shared=keys.demands,
         )

@@ -114,6 +114,7 @@ class RuntimeHarness:
     ) -> None:
         loop = asyncio.get_running_loop()
         self.scripts: dict[str, Script] = {}
+        self.new_script: type[Script] = Script
         self.opened: list[str] = []
         self.rollouts: list[Rollout] = []
         self.roster = RolloutRegistry(
@@ -136,7 +137,7 @@ class RuntimeHarness:
         """Start a new rollout with these completions."""
         number = len(self.rollouts) + 1
         spec = spec if spec is not None else a_spec(**{"rollout_id": f"r{number}", **spec_fields})
-        self.scripts[spec.rollout_id] = Script(*says)
+        self.scripts[spec.rollout_id] = self.new_script(*says)
         rollout, found = self.wish(StartRequest(spec, caller))
         assert not found
         return rollout

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
-from rollout_server.core.capture.call import OfferedTool
+from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
-from rollout_server.core.spec import TokenizerName
+from rollout_server.core.spec import Spec, TokenizerName
 from rollout_server.edge.tokens.loader import LoaderSettings, read_tokenizer
 from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
@@ -116,7 +116,18 @@ async def open_renderer(
     return await loaded.run(partial(Renderer, form=form), loaded, [as_function(tool) for tool in tools], switches)
 
 
-def as_function(tool: Tool | OfferedTool) -> dict[str, JSON]:
+async def later_system(tokenizers: Tokenizers, spec: Spec) -> LaterSystem:
+    """Return the role with which the rollout's chat template renders a system message behind other messages.
+
+    Raises `RolloutFailed` if the tokenizer cannot be loaded.
+    """
+    if spec.tokenizer is None:
+        return "user"
+    loaded = await tokenizers.load(spec.tokenizer)
+    return "system" if loaded.probed.later_system else "user"
+
+
+def as_function(tool: Tool) -> dict[str, JSON]:
     """Return the tool in OpenAI's format for function tools."""
     parameters = parse_object(tool.parameters_json_schema)
     return {

@@ -55,6 +55,7 @@ class TemplateTraits:
         inside: ids of special tokens that the template writes inside completions, such as the end of a tool call.
         late_system: whether the template shows a system message that follows a completion, at its place.
         refusal: why the template cannot be used, with an example; empty if it can.
+        later_system: True if a system message behind other messages is rendered there.
     """
 
     final: StopToken | None
@@ -63,7 +64,7 @@ class TemplateTraits:
     short_form: bool = False
     refusal: str = ""
     inside: frozenset[int] = frozenset()
-    late_system: bool = True
+    later_system: bool = False
 
     @property
     def stops(self) -> tuple[StopToken, ...]:
@@ -114,7 +115,7 @@ def probe(
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
-    return TemplateTraits(final, calls, accepted, short, refusal, inside, _shows_late_system(render))
+    return TemplateTraits(final, calls, accepted, short, refusal, inside, _renders_later_system(render))
 
 
 class _Closers:
@@ -216,11 +217,13 @@ def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) 
         yield from (index for index, token in special.items() if token and token in written)
 
 
-def _shows_late_system(render: Render) -> bool:
-    """Return whether a system message after a completion is shown there. Templates may refuse it, drop it or move it."""
-    rule = "Q8zObeyThisFromNowOn"
-    text = _try(render, [_USER, _ASSISTANT, {"role": "system", "content": rule}, _USER])
-    return text is not None and text.find(rule) > text.find(_CONTENT) >= 0
+def _renders_later_system(render: Render) -> bool:
+    """Return whether system messages are rendered where they stand: behind a completion, and right before one."""
+    first: Fields = {"role": "system", "content": "Be brief."}
+    middle, last = ({"role": "system", "content": f"{new_mark()} is the time."} for _ in range(2))
+    text = _try(render, [first, _USER, _ASSISTANT, middle, _USER, last]) or ""
+    places = [text.find(str(message["content"])) for message in (_ASSISTANT, middle, last)]
+    return -1 not in places and places == sorted(places)
 
 
 def _calls(message: Fields) -> Sequence[JSON]:

@@ -15,6 +15,9 @@ from dataclasses import replace
 from typing import Any, Final, Protocol, Unpack
 
 from rollout_server.core.capture.call import Completed, ModelCall
+from rollout_server.core.capture.decision import Branch, Continue, Join, Open, Refuse, Replay, Settlement
+from rollout_server.core.capture.history_tree import Pending
+from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.capture.tree import Branch, CallTree, Continue, Join, Open, Pending, Refuse, Replay, Settlement
@@ -59,15 +62,6 @@ class CapturedRun(Protocol):
         """Record what the calls were, and which conversation is the main one from now on."""
 
 
-class _Generation:
-    """A completion under way: its task, and how many callers wait for it."""
-
-    def __init__(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
-        self.pending = pending
-        self.task = task
-        self.waiting = 0
-
-
 class Capture:
     """The model endpoint of one rollout. `Run.capture` opens it.
 
@@ -75,15 +69,15 @@ class Capture:
         access: the base URL and the key for the agent's clients.
     """
 
-    def __init__(self, run: CapturedRun, context: RunContext, options: CaptureOptions) -> None:
-        self.access: ModelAccess = context.model_access(context.rollout.uid)
+    def __init__(self, run: CapturedRun, context: RunContext, options: CaptureOptions, later: LaterSystem) -> None:
+        self.access: ModelAccess = context.capture_ports.access(context.rollout.uid)
         self._root = self._main = run
         self._context = context
         self._options = options
-        self._tree = CallTree(options)
+        self._tree = CallTree(options, later)
         self._lock = asyncio.Lock()
         self._runs: dict[int, CapturedRun] = {}
-        self._generations: dict[Pending, _Generation] = {}
+        self._tasks: dict[Pending, asyncio.Task[Completed]] = {}
         self._completed: dict[str, Completed] = {}
         self._calls = 0
         self._refused = 0
@@ -145,7 +139,7 @@ class Capture:
     async def close(self) -> None:
         """End the endpoint: refuse calls, give up the completions under way, and settle. Only the first call has an effect."""
         self._closed = True
-        tasks = [generation.task for generation in self._generations.values()]
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         if tasks:
@@ -168,9 +162,9 @@ class Capture:
         for turn, reason in settlement.masked:
             self._context.record(Masked(turn, reason))
         main = self._main if settlement.main is None else self._runs[settlement.main]
-        self._root.settle(main, replace(settlement.report, refused=settlement.report.refused + self._refused))
+        self._root.settle(main, replace(settlement.report, refused=self._refused))
 
-    async def _begin(self, call: ModelCall) -> Completed | _Generation:
+    async def _begin(self, call: ModelCall) -> Completed | Pending:
         """Decide a call, and start its generation unless there is one, or its completion, already."""
         options = self._sampling(call)
         decision = self._tree.decide(call, self._now())
@@ -180,15 +174,14 @@ class Capture:
             case Replay():
                 return replace(self._completed[decision.completion_id], replayed=True)
             case Join():
-                return self._generations[decision.pending]
+                return decision.pending
         run = self._runs[decision.conversation] if isinstance(decision, Continue) else await self._open(decision, call)
         pending = self._tree.begin(decision)
         self._runs[pending.conversation] = run
         messages = () if isinstance(decision, Open) else decision.messages
-        work = self._generate(pending, run, messages, options)
-        self._generations[pending] = generation = _Generation(pending, asyncio.create_task(work))
-        generation.task.add_done_callback(lambda task: self._on_generated(pending, task))
-        return generation
+        self._tasks[pending] = task = asyncio.create_task(self._generate(pending, run, messages, options))
+        task.add_done_callback(lambda task: self._on_generated(pending, task))
+        return pending
 
     async def _open(self, decision: Branch | Open, call: ModelCall) -> CapturedRun:
         """Open the conversation of a call. Raise `CallRefused` if the trainer does not support it."""
@@ -197,7 +190,7 @@ class Capture:
             of, after = self._runs[decision.conversation], decision.after_turn
             opening = Opening(SegmentKind.BRANCH, after_turn=after, parting=parting)
         else:
-            of, role = self._root, AUXILIARY if decision.auxiliary else AGENT
+            of = self._main if decision.kind is SegmentKind.MAIN else self._root
             tools = conversation_tools(call.tools, self._context.rollout.tools)
             opening = Opening(decision.kind, checked_messages(decision.messages), tools, role=role, parting=parting)
         try:
@@ -221,7 +214,7 @@ class Capture:
             raise
         completed = self._completion(reply)
         self._completed[completed.id] = completed
-        self._tree.answered(pending, completed.id, reply.message, reply.turn)
+        self._tree.completed(pending, completed.id, reply.message, reply.turn, self._now())
         return completed
 
     def _completion(self, reply: Reply) -> Completed:
@@ -232,7 +225,7 @@ class Capture:
         return Completed(secrets.token_hex(16), text, reason, prompt, generated, reply.turn)
 
     def _on_generated(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
-        del self._generations[pending]
+        del self._tasks[pending]
         error = None if task.cancelled() else task.exception()
         if error is None or isinstance(error, RolloutEnded | PromptTooLong | AgentMistake):
             return
@@ -240,18 +233,14 @@ class Capture:
         text = "the completion of a model call failed; the server's log has the reason"
         self._context.ending.reach(Failure(Category.INTERNAL, text, source=FailureClass.SERVER))
 
-    async def _result_of(self, generation: _Generation) -> Completed:
-        """Wait for a completion, as one of the callers that do. Whatever it raises was raised for them."""
-        task, ending = generation.task, self._context.ending
-        generation.waiting += 1
+    async def _result_of(self, pending: Pending) -> Completed:
+        """Wait for a completion, as one of the callers that do."""
+        task, ending = self._tasks[pending], self._context.ending
         try:
             await asyncio.wait({task, ending.requested, ending.reached}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            if generation.waiting == 1 and not task.done():
-                self._tree.disconnected(generation.pending)
+            self._tree.disconnected(pending)
             raise
-        finally:
-            generation.waiting -= 1
         if not task.done() or task.cancelled():
             raise RolloutOver()
         return task.result()
@@ -264,7 +253,9 @@ class Capture:
             self._note("sampling_overridden", f"the agent's {names} are not used: the rollout's values apply")
         if call.hosted_tools:
             names = ", ".join(sorted(set(call.hosted_tools)))
-            self._note("hosted_tools_dropped", f"the model is not offered {names:.500}: only their provider can run them")
+            self._note(
+                "hosted_tools_dropped", f"the model is not offered {names:.500}: only their provider can run them"
+            )
         return options
 
     def _note(self, code: str, text: str) -> None:
@@ -278,6 +269,9 @@ class Capture:
         """Turn what a conversation raises into the error of a call."""
         try:
             yield
+        except CallRefused:
+            self._refused += 1
+            raise
         except PromptTooLong as error:
             self._refused += 1
             tokens, maximum, text = error.tokens or 0, error.maximum or 0, error.failure.message
@@ -301,7 +295,7 @@ class Capture:
 @asynccontextmanager
 async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOptions) -> AsyncIterator[Capture]:
     """Open the model endpoint of a rollout. It ends with the `async with` block. Raise `AgentMistake` for a second one."""
-    capture = Capture(run, context, options)
+    capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec))
     if context.machine.turn or not context.rollout.capture.open(capture):
         raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")
     try:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from rollout_server.core.capture.call import Completed, ModelCall
+from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
 from rollout_server.core.outcome import Failure, RewardResult
+from rollout_server.core.spec import Spec
 
 MOST_CALLS: Final = 64
 """Calls of one rollout that may be open at the same time."""
@@ -31,6 +34,25 @@ class ModelAccess:
 def no_model_access(uid: str) -> ModelAccess:
     """Return the access of a rollout on a server without a gateway and keys: the default."""
     return ModelAccess(f"/r/{uid}")
+
+
+async def no_later_system(spec: Spec) -> LaterSystem:
+    """Return how a later system message is rendered if no chat template is known: as one of the user."""
+    return "user"
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePorts:
+    """What the endpoints of a server's rollouts need from the outside.
+
+    Args:
+        access: returns the access to the endpoint of a rollout, by its uid.
+        later_system: returns the role with which a system message behind other messages is rendered for a rollout: "system" only
+            if its chat template is known to do it. Raises `RolloutFailed` if the template cannot be loaded.
+    """
+
+    access: Callable[[str], ModelAccess] = no_model_access
+    later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
 
 
 @dataclass(frozen=True, slots=True)

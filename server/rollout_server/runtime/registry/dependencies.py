@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from rollout_server.core.spec import Target
-from rollout_server.runtime.capture.endpoint import ModelAccess, no_model_access
+from rollout_server.core.capture.rendering import LaterSystem
+from rollout_server.core.spec import Spec, Target
+from rollout_server.runtime.capture.endpoint import ModelAccess, no_later_system, no_model_access
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
@@ -87,7 +88,7 @@ class NoReporter:
 class RegistryDependencies:
     """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models.
 
-    `model_access` returns the access to the model endpoint of a rollout, by its uid.
+    `model_access` and `later_system` are for the model endpoints of rollouts (`CapturePorts`).
     """
 
     clock: Clock = Clock()
@@ -97,3 +98,4 @@ class RegistryDependencies:
     tool_resources: ToolResources | None = None
     models: FurtherModels = field(default_factory=NoFurtherModels)
     model_access: Callable[[str], ModelAccess] = no_model_access
+    later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system

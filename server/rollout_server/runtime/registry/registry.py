@@ -15,6 +15,7 @@ from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
+from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
@@ -68,6 +69,7 @@ class RolloutRegistry:
         self._tool_resources = dependencies.tool_resources or ToolResources()
         self._models = dependencies.models
         self.model_access = dependencies.model_access
+        self._capture_ports = CapturePorts(dependencies.model_access, dependencies.later_system)
         self._outbox = Outbox(dependencies, self._settle)
         self._index = RolloutIndex()
         self._queue = RolloutQueue(capacity, self._clock)
@@ -269,7 +271,7 @@ class RolloutRegistry:
     def _run(self, rollout: Rollout) -> None:
         rollout.take_slot()
         task = asyncio.create_task(
-            drive(rollout, self._open_sampler, self._tool_resources, self._models, self.model_access),
+            drive(rollout, self._open_sampler, self._tool_resources, self._models, self._capture_ports),
             name=f"drive {rollout.uid}",
         )
         self._tasks.add(task)

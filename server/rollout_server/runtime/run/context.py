@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End
 from rollout_server.core.record import Input, Record
-from rollout_server.runtime.capture.endpoint import ModelAccess, no_model_access
+from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
 from rollout_server.runtime.rollout import Rollout
@@ -30,7 +30,7 @@ class RunContext:
         threads: slots for the agent's synchronous functions.
         cleanup_threads: slots for what is called after the end, so that a cleanup never waits for functions of other rollouts.
         models: the server's access to further models.
-        model_access: returns the access to the model endpoint of a rollout, by its uid.
+        capture_ports: what the model endpoint of the rollout needs from the outside.
 
     Attributes:
         state: the agent's own data about this rollout.
@@ -44,13 +44,13 @@ class RunContext:
         threads: Slots,
         cleanup_threads: Slots,
         models: FurtherModels,
-        model_access: Callable[[str], ModelAccess] = no_model_access,
+        capture_ports: CapturePorts = CapturePorts(),
     ) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
         self.ending = rollout.ending
         self.models = models
-        self.model_access = model_access
+        self.capture_ports = capture_ports
         self.model_usage: dict[str, ModelUsage] = {}
         self.state: dict[str, Any] = {}
         self.before_end: list[Callable[[], None]] = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from rollout_server.core.record import Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.capture.endpoint import ModelAccess, no_model_access
+from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import FurtherModels
 from rollout_server.runtime.ports import OpenSampler
@@ -60,7 +60,7 @@ async def drive(
     open_sampler: OpenSampler,
     tool_resources: ToolResources,
     models: FurtherModels,
-    model_access: Callable[[str], ModelAccess] = no_model_access,
+    capture_ports: CapturePorts = CapturePorts(),
 ) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
     started = rollout.clock.monotonic()
@@ -71,7 +71,7 @@ async def drive(
     run: Run | None = None
     try:
         with _time_limit(rollout):
-            run = _open(rollout, open_sampler, tool_resources, models, model_access)
+            run = _open(rollout, open_sampler, tool_resources, models, capture_ports)
             end = (
                 await _run_to_end(rollout, run, tasks)
                 if run is not None
@@ -105,12 +105,12 @@ def _open(
     open_sampler: OpenSampler,
     tool_resources: ToolResources,
     models: FurtherModels,
-    model_access: Callable[[str], ModelAccess],
+    capture_ports: CapturePorts,
 ) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
         return Run(
-            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models, model_access),
+            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models, capture_ports),
             rollout.machine.main,
             sampler,
             ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from datetime import datetime
 from functools import partial
 from random import Random
 from typing import Any, Literal, NoReturn, TypeVar, Unpack, cast
 
 from rollout_server.core.capture.report import CaptureReport
+from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import LimitReached
@@ -21,6 +22,7 @@ from rollout_server.core.outcome import Category, End, Failure, FailureClass, Me
 from rollout_server.core.record import Appended, CaptureSettled, GivenUp, Masked, Note, Rewarded
 from rollout_server.core.spec import DriftPolicy, Sampling
 from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
@@ -296,6 +298,14 @@ class Run:
         if opening.kind is SegmentKind.MAIN:
             self._successor = run
         return run
+
+    def capture(self, options: CaptureOptions = CaptureOptions()) -> AbstractAsyncContextManager[Capture]:
+        """Open the model endpoint of the rollout, for an agent that owns its loop: `async with run.capture() as capture`.
+
+        `capture.access` is what its clients need, and their calls are served until the block ends. Completions that are under way
+        then are given up. A rollout has one endpoint, opened before its first completion. Raises `AgentMistake` otherwise.
+        """
+        return open_capture(self, self._context, options)
 
     def settle(self, main: Run, report: CaptureReport) -> None:
         """Record what the calls of an agent that owns its loop were. From now on `main` is the rollout's main conversation."""
