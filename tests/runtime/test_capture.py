@@ -241,7 +241,7 @@ async def test_a_bug_of_the_server_ends_the_rollout_and_reveals_nothing(new_worl
 
 
 async def test_more_calls_than_allowed_are_refused_and_the_others_go_on(new_world: type[RuntimeHarness]) -> None:
-    rollout = new_world(Elsewhere()).start(Say("8", seconds=5))
+    rollout = new_world(Elsewhere()).start(Say("8", seconds=60))
     tasks = [await begun(rollout, user(f"{number}?")) for number in range(MOST_CALLS)][:MOST_CALLS]
     with pytest.raises(Busy) as busy:
         await called(rollout, ASK)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Unpack, cast
+from typing import Any, Final, Unpack, cast
 
 from rollout_server.agent.own_loop import RESULT, AgentOptions, OwnLoopAgent, check_not_over, reachable, task_of
 from rollout_server.core.message import MalformedMessage, parse_json
@@ -261,8 +261,9 @@ def _result(program: RunningProgram, code: int | None, access: ModelAccess) -> P
 async def _exit_code(program: RunningProgram, run: Run) -> int | None:
     """Wait for the end of a program. Return None if it went on too long after the end of its rollout."""
     waiting = asyncio.ensure_future(program.wait())
+    either: set[asyncio.Future[Any]] = {waiting, run.ending.reached}
     try:
-        await asyncio.wait({waiting, run.ending.reached}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({waiting}, timeout=_LAST_SECONDS)
         return waiting.result() if waiting.done() else None
     finally:

@@ -1,7 +1,7 @@
 """Runs the model calls of an agent that owns its loop, as `core.capture.tree` decides them.
 
 Decisions are serial: a conversation is found, opened and marked as generating before the next call is looked at. Completions are
-concurrent, each in a task of the capture. So a caller that disconnects cancels nothing, and the same call gets the completion later.
+concurrent, each in a task of the capture. So a caller that disconnects cancels nothing: the same call gets the completion later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from rollout_server.core.record import Masked, Note
 from rollout_server.core.segment import AGENT, Role, SegmentKind
 from rollout_server.core.usage import lengths
 from rollout_server.runtime.capture.call_sampling import call_sampling
-from rollout_server.runtime.capture.endpoint import MOST_CALLS, FinishedWork, ModelAccess, repeats, too_many_calls
+from rollout_server.runtime.capture.endpoint import (
+    MOST_CALLS,
+    FinishedWork,
+    ModelAccess,
+    first_of,
+    repeats,
+    too_many_calls,
+)
 from rollout_server.runtime.capture.offered_tools import conversation_tools
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.arguments import SamplingOptions
@@ -131,7 +138,7 @@ class Capture:
             if left <= 0:
                 text = f"the agent neither called its model nor finished for {idle_seconds:g} s; it is taken for dead"
                 raise RolloutFailed(Failure(Category.INTERNAL, text, source=FailureClass.ENVIRONMENT))
-            await asyncio.wait({self._finished, ending.reached}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(self._finished, ending.reached, within=left)
         if not self._finished.done():
             raise RolloutEnded(ending.end)
         return self._finished.result()
@@ -209,9 +216,14 @@ class Capture:
             if messages:
                 await run.append(*messages)
             reply = await run.attempt(**options)
-        except BaseException:
+        except BaseException as error:
             self._tree.failed(pending)
-            raise
+            if isinstance(error, RolloutEnded | PromptTooLong | AgentMistake | asyncio.CancelledError):
+                raise
+            _log.error("a model call of rollout %s failed", self._context.rollout.uid, exc_info=error)
+            text = "the completion of a model call failed; the server's log has the reason"
+            self._context.ending.reach(Failure(Category.INTERNAL, text, source=FailureClass.SERVER))
+            raise RolloutOver() from None
         completed = self._completion(reply)
         self._completed[completed.id] = completed
         self._tree.completed(pending, completed.id, reply.message, reply.turn, self._now())
@@ -226,18 +238,14 @@ class Capture:
 
     def _on_generated(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
         del self._tasks[pending]
-        error = None if task.cancelled() else task.exception()
-        if error is None or isinstance(error, RolloutEnded | PromptTooLong | AgentMistake):
-            return
-        _log.error("a model call of rollout %s failed", self._context.rollout.uid, exc_info=error)
-        text = "the completion of a model call failed; the server's log has the reason"
-        self._context.ending.reach(Failure(Category.INTERNAL, text, source=FailureClass.SERVER))
+        if not task.cancelled():
+            task.exception()  # callers may all be gone; asyncio must not log that nobody saw it
 
     async def _result_of(self, pending: Pending) -> Completed:
         """Wait for a completion, as one of the callers that do."""
         task, ending = self._tasks[pending], self._context.ending
         try:
-            await asyncio.wait({task, ending.requested, ending.reached}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(task, ending.requested, ending.reached)
         except asyncio.CancelledError:
             self._tree.disconnected(pending)
             raise

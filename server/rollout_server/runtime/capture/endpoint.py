@@ -130,7 +130,7 @@ class CaptureSlot:
                 raise too_many_calls()
             self._waiting += 1
             try:
-                await asyncio.wait({self._opened, *self._ended}, return_when=asyncio.FIRST_COMPLETED)
+                await first_of(self._opened, *self._ended)
             finally:
                 self._waiting -= 1
         if self._endpoint is None:
@@ -151,6 +151,11 @@ class CaptureSlot:
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.settle()
+
+
+async def first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:
+    """Wait until one of the futures is done, at most `within` seconds. None of them is cancelled."""
+    await asyncio.wait(set(futures), timeout=within, return_when=asyncio.FIRST_COMPLETED)
 
 
 def repeats(earlier: FinishedWork, work: FinishedWork) -> bool:
