@@ -196,7 +196,7 @@ async def test_after_the_end_of_the_rollout_its_calls_are_over(caller: Caller) -
     await caller.stub.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])))
     await caller.finished(uid)
     stub = agents(caller)
-    for rpc in ("ConfirmCompletion", "FinishRollout"):
+    for rpc in ("ConfirmCompletion", "CountTokens", "FinishRollout"):
         right(await refusal(getattr(stub, rpc)(requests(uid)[rpc], metadata=bearer(key))), OVER, "ROLLOUT_OVER")
     call = stub.CallModel(agent_pb.CallModelRequest(uid=uid, prompt=prompt(USER)), metadata=bearer(key))
     right(await refusal(call.read()), OVER, "ROLLOUT_OVER")
@@ -233,14 +233,14 @@ async def test_a_count_is_that_of_the_rendered_prompt(caller: Caller) -> None:
 @pytest.mark.parametrize(
     ("given", "field"),
     [
-        (prompt("no json"), "prompt.messages[0]"),
-        (prompt(USER, "[]"), "prompt.messages[1]"),
-        (prompt(USER, previous_completion_id="c"), "prompt.previous_completion_id"),
-        (prompt('{"role": "user", "content": [' + "1," * 100_000 + "1]}"), "prompt"),
-        (prompt(USER, tools=[message_pb2.Tool(name="")]), "prompt.tools[0].name"),
+        (prompt("no json"), "messages[0]"),
+        (prompt(USER, "[]"), "messages[1]"),
+        (prompt(USER, previous_completion_id="c"), "previous"),
+        (prompt('{"role": "user", "content": [' + "1," * 100_000 + "1]}"), "messages"),
+        (prompt(USER, tools=[message_pb2.Tool(name="")]), "tools[0].name"),
         (
             prompt(USER, tools=[message_pb2.Tool(name="a", parameters_json_schema="3")]),
-            "prompt.tools[0].parameters_json_schema",
+            "tools[0].parameters_json_schema",
         ),
     ],
 )

@@ -12,14 +12,26 @@ import grpc
 from osmosis.rollout.v1 import agent_service_pb2 as pb
 from osmosis.rollout.v1 import agent_service_pb2_grpc
 
-from rollout_server.core.capture.call import OfferedTool
-from rollout_server.core.error import Busy, InvalidRequest, NotFound, NotPossible, RolloutError, RolloutOver, Violation
+from rollout_server.core.capture.call import ModelCall
+from rollout_server.core.capture.rendering import LaterSystem
+from rollout_server.core.capture.rules import CaptureOptions
+from rollout_server.core.capture.tree import CallTree, Open, Refuse
+from rollout_server.core.error import (
+    Busy,
+    CallRefused,
+    InvalidRequest,
+    NotFound,
+    NotPossible,
+    RolloutError,
+    RolloutOver,
+    Violation,
+)
 from rollout_server.core.message import Message
 from rollout_server.edge.api_keys import bare_key
 from rollout_server.edge.model_keys import ModelKeys
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import key_uid, wrong_model_key
-from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
+from rollout_server.edge.tokens.cache import Tokenizers, later_system, open_renderer
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
 from rollout_server.runtime.errors import RolloutFailed
@@ -92,21 +104,22 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     async def CountTokens(self, request: pb.CountTokensRequest, context: _Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt."""
         rollout = self._rollout(request.uid)
+        if rollout.outcome is not None:
+            raise RolloutOver()
         if rollout.spec.tokenizer is None:
             raise NotPossible("the rollout names no tokenizer, so no tokens can be counted", reason="NO_TOKENIZER")
         if self._counts >= MOST_COUNTS:
             raise Busy(f"{MOST_COUNTS} prompts are being counted", retry_after=1.0, reason="TOO_MANY_CALLS")
         self._counts += 1
         try:
-            prompt = await offload_request(lambda: wire.counted_prompt(request.prompt), request.ByteSize())
-            return pb.CountTokensResponse(tokens=await self._count(rollout, *prompt))
+            return pb.CountTokensResponse(tokens=await self._count(rollout, request))
         finally:
             self._counts -= 1
 
     async def GetModelAccess(self, request: pb.GetModelAccessRequest, context: _Context) -> pb.GetModelAccessResponse:
         """Return the model's name and the rollout's state, also of a rollout that has ended."""
         rollout = self._rollout(request.uid)
-        return pb.GetModelAccessResponse(model="rollout", state=enums.STATES[rollout.state])
+        return pb.GetModelAccessResponse(model=rollout.capture.options.model, state=enums.STATES[rollout.state])
 
     def _rollout(self, uid: str) -> Rollout:
         """Return the rollout of the call's key. Raises `Forbidden` for another `uid`, `RolloutOver` if it was dropped."""
@@ -117,14 +130,29 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         except NotFound:  # the key is genuine, so there was such a rollout
             raise RolloutOver() from None
 
-    async def _count(self, rollout: Rollout, messages: Sequence[Message], tools: Sequence[OfferedTool]) -> int:
+    async def _count(self, rollout: Rollout, request: pb.CountTokensRequest) -> int:
         """Return the number of tokens of a prompt. Rendering runs in the renderer's threads."""
         try:
-            renderer = await open_renderer(self._tokenizers, rollout.spec.tokenizer, tools)
+            role = await later_system(self._tokenizers, rollout.spec)
+            call, messages = await offload_request(
+                lambda: _first_prompt(request.prompt, rollout.capture.options, role), request.ByteSize()
+            )
+            renderer = await open_renderer(self._tokenizers, rollout.spec.tokenizer, call.tools)
         except RolloutFailed as error:
             raise NotPossible(str(error), reason="NO_TOKENIZER") from None
         try:
             rendered = await renderer.append(messages, None, 0)
         except RolloutFailed as error:
-            raise InvalidRequest(Violation("prompt.messages", str(error))) from None
+            raise InvalidRequest(Violation("messages", str(error))) from None
         return len(rendered.predicted.environment)
+
+
+def _first_prompt(
+    prompt: pb.ModelPrompt, options: CaptureOptions, role: LaterSystem
+) -> tuple[ModelCall, Sequence[Message]]:
+    """Return the call of a prompt, and the messages that the model would see if it were the rollout's first one."""
+    call = wire.counted_call(prompt)
+    decision = CallTree(options, role).decide(call, now=0.0)
+    if isinstance(decision, Refuse):
+        raise CallRefused(decision.reason, decision.field, decision.text)
+    return call, [Message.write(message) for message in decision.messages] if isinstance(decision, Open) else []

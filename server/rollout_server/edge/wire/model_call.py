@@ -1,6 +1,7 @@
 """Conversion of the calls of agents that own their loop (AgentService).
 
-All violations of a request are raised in one `InvalidRequest`.
+All violations of a request are raised in one `InvalidRequest`. The fields of a prompt are named as the core
+names them: `messages[3]`, without `prompt.`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from osmosis.rollout.v1 import outcome_pb2
 
 from rollout_server.core.capture.call import Completed, HistoryMessage, ModelApi, ModelCall, OfferedTool
 from rollout_server.core.error import InvalidRequest, Violation
-from rollout_server.core.message import MAX_VALUES, MalformedMessage, Message, first_too_many, parse_object
+from rollout_server.core.message import MAX_VALUES, MalformedMessage, first_too_many, parse_object
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec import Dialect
 from rollout_server.core.spec_validation import ID_LENGTH, json_object_violations, sampling_violations
@@ -45,6 +46,13 @@ _FAILURES: Final[Mapping[int, tuple[Category, FailureClass]]] = MappingProxyType
 )
 
 
+def counted_call(prompt: pb.ModelPrompt) -> ModelCall:
+    """Return the call of a prompt whose tokens are counted. Raises `InvalidRequest`."""
+    if prompt.previous_completion_id:
+        raise InvalidRequest(Violation("previous", "must be empty: send the whole conversation"))
+    return model_call(pb.CallModelRequest(prompt=prompt))
+
+
 def model_call(request: pb.CallModelRequest) -> ModelCall:
     """Return the core value of a call. Raises `InvalidRequest`."""
     sampling = sampling_from_proto(request.sampling)
@@ -55,7 +63,7 @@ def model_call(request: pb.CallModelRequest) -> ModelCall:
         wrong += [Violation(each.field.removeprefix("spec."), each.description) for each in found]
     if wrong:
         raise InvalidRequest(*wrong)
-    messages, tools = prompt(request.prompt)
+    messages, tools = _prompt(request.prompt)
     return ModelCall(
         messages=messages,
         instructions=tuple(request.prompt.instructions),
@@ -72,7 +80,7 @@ def model_call(request: pb.CallModelRequest) -> ModelCall:
     )
 
 
-def prompt(given: pb.ModelPrompt) -> tuple[tuple[HistoryMessage, ...], tuple[OfferedTool, ...]]:
+def _prompt(given: pb.ModelPrompt) -> tuple[tuple[HistoryMessage, ...], tuple[OfferedTool, ...]]:
     """Return messages and tools of a prompt. Raises `InvalidRequest`."""
     wrong = list(_too_many_values(given))
     messages: list[HistoryMessage] = []
@@ -80,7 +88,7 @@ def prompt(given: pb.ModelPrompt) -> tuple[tuple[HistoryMessage, ...], tuple[Off
         try:
             messages.append(HistoryMessage(parse_object(message.json), message.completion_id))
         except MalformedMessage as error:
-            wrong.append(Violation(f"prompt.messages[{index}]", str(error)))
+            wrong.append(Violation(f"messages[{index}]", str(error)))
     wrong += [] if wrong else _tool_violations(given)
     if wrong:
         raise InvalidRequest(*wrong[:MAX_VIOLATIONS])
@@ -89,22 +97,6 @@ def prompt(given: pb.ModelPrompt) -> tuple[tuple[HistoryMessage, ...], tuple[Off
         for tool in given.tools
     )
     return tuple(messages), tools
-
-
-def counted_prompt(given: pb.ModelPrompt) -> tuple[tuple[Message, ...], tuple[OfferedTool, ...]]:
-    """Return messages and tools of a prompt whose tokens are counted. Raises `InvalidRequest`."""
-    if given.previous_completion_id:
-        raise InvalidRequest(Violation("prompt.previous_completion_id", "must be empty: send the whole conversation"))
-    messages, tools = prompt(given)
-    counted: list[Message] = []
-    if given.instructions:
-        counted.append(Message.write({"role": "system", "content": "\n\n".join(given.instructions)}))
-    for index, message in enumerate(messages):
-        try:
-            counted.append(Message.write(message.fields))
-        except MalformedMessage as error:
-            raise InvalidRequest(Violation(f"prompt.messages[{index}]", str(error))) from None
-    return tuple(counted), tools
 
 
 def completion_to_proto(completed: Completed) -> pb.ModelCompletion:
@@ -163,14 +155,14 @@ def _too_many_values(given: pb.ModelPrompt, *more: str) -> Iterator[Violation]:
     """Check the number of JSON values before any of them is parsed."""
     texts = [message.json for message in given.messages]
     if first_too_many([*texts, *(tool.parameters_json_schema for tool in given.tools), *more]) is not None:
-        yield Violation("prompt", f"messages, tools and sampling have more than {MAX_VALUES} JSON values in total")
+        yield Violation("messages", f"messages, tools and sampling have more than {MAX_VALUES} JSON values in total")
 
 
 def _tool_violations(given: pb.ModelPrompt) -> Iterator[Violation]:
     for index, tool in enumerate(given.tools):
         if not 0 < len(tool.name) <= ID_LENGTH:
-            yield Violation(f"prompt.tools[{index}].name", f"must have 1 to {ID_LENGTH} characters")
+            yield Violation(f"tools[{index}].name", f"must have 1 to {ID_LENGTH} characters")
         try:
             parse_object(tool.parameters_json_schema or _NO_PARAMETERS)
         except MalformedMessage as error:
-            yield Violation(f"prompt.tools[{index}].parameters_json_schema", f"must be one JSON object: {error}")
+            yield Violation(f"tools[{index}].parameters_json_schema", f"must be one JSON object: {error}")

@@ -74,13 +74,14 @@ class Capture:
 
     Attributes:
         access: the base URL and the key for the agent's clients.
+        options: what the agent's author decided.
     """
 
     def __init__(self, run: CapturedRun, context: RunContext, options: CaptureOptions, later: LaterSystem) -> None:
         self.access: ModelAccess = context.capture_ports.access(context.rollout.uid)
         self._root = self._main = run
         self._context = context
-        self._options = options
+        self.options = options
         self._tree = CallTree(options, later)
         self._lock = asyncio.Lock()
         self._runs: dict[int, CapturedRun] = {}
@@ -254,7 +255,7 @@ class Capture:
         return task.result()
 
     def _sampling(self, call: ModelCall) -> SamplingOptions:
-        spec, client = self._context.rollout.spec, self._options.sampling == "client"
+        spec, client = self._context.rollout.spec, self.options.sampling == "client"
         options, unused = call_sampling(call.sampling, spec, client=client)
         if unused:
             names = ", ".join(unused)

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 
 from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.capture.rendering import LaterSystem
+from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
 from rollout_server.core.outcome import Failure, RewardResult
 from rollout_server.core.spec import Spec
@@ -69,7 +70,13 @@ class FinishedWork:
 
 
 class AgentEndpoint(Protocol):
-    """The endpoint that calls of a rollout's agent reach. `runtime.capture.capture.Capture` implements it."""
+    """The endpoint that calls of a rollout's agent reach. `runtime.capture.capture.Capture` implements it.
+
+    Attributes:
+        options: what the agent's author decided.
+    """
+
+    options: CaptureOptions
 
     async def call(self, call: ModelCall) -> Completed:
         """Return the completion of a call. A caller that is cancelled cancels nothing: the same call gets the completion later.
@@ -98,9 +105,13 @@ class CaptureSlot:
 
     Args:
         ended: futures of which one is done once the rollout is ending.
+
+    Attributes:
+        options: those of the endpoint, also after its end; the defaults before the agent has opened it.
     """
 
     def __init__(self, *ended: asyncio.Future[Any]) -> None:
+        self.options = CaptureOptions()
         self._ended = ended
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoint: AgentEndpoint | None = None
@@ -142,7 +153,7 @@ class CaptureSlot:
         if self._opened.done():
             return False
         self._opened.set_result(None)
-        self._endpoint = endpoint
+        self._endpoint, self.options = endpoint, endpoint.options
         return True
 
     def close(self) -> None:
