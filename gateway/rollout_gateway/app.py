@@ -14,6 +14,7 @@ from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
+from rollout_gateway.model_api.routes import model_router
 from rollout_gateway.openapi import schemas
 from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
 from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous_router
@@ -30,22 +31,28 @@ _DESCRIPTION: Final = """Runs rollouts of multi-turn, tool-using agents for RL t
 * REST API, `/v1/rollouts` and `/v1/groups`: start, list, follow and cancel rollouts, and read their token samples.
 * Synchronous HTTP API, `POST /rollout`: run one rollout and wait for its result.
 * Asynchronous HTTP API, `POST /v1/rollout/init`: start one rollout; the server posts the result to the trainer.
+* Model endpoint of a rollout, `/r/{uid}/v1`: an agent that owns its loop calls the rollout's model here, with an OpenAI client
+  or, at the base `/r/{uid}`, with an Anthropic client. Below `/r/{uid}/v1/aux` the same calls are beside the task.
 
 All of them, and the gRPC API (`osmosis.rollout.v1`, which offers more), share one set of rollouts.
 
 Errors of the REST API and of unknown paths have the shape `PlainError`: a stable code, a message that says what to do, and
-the invalid fields (422). `Retry-After` is present if a retry can help. The two other HTTP APIs use FastAPI's error shape.
+the invalid fields (422). `Retry-After` is present if a retry can help. The synchronous and asynchronous HTTP API use FastAPI's
+error shape, and model endpoints that of OpenAI or Anthropic.
 """
 _SECURITY: Final = {
     "bearer": {
         "type": "http",
         "scheme": "bearer",
-        "description": "An API key, required if the server has keys: `Authorization: Bearer KEY`.",
-    }
+        "description": "An API key, required if the server has keys: `Authorization: Bearer KEY`. Model endpoints require the key "
+        "of the rollout instead.",
+    },
+    "model_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The key of a rollout."},
 }
 
 # Memory budget for request bodies in flight, in bodies of the maximum size.
 _BODIES_UNDER_WAY: Final = 8
+_MODEL_BODIES_UNDER_WAY: Final = 4
 _BODIES: Final = (RolloutBody, InitBody, *BODIES)
 
 
@@ -87,12 +94,14 @@ def create_app(
     rollouts, meters = Rollouts(stub_of(channels), settings), HttpMetrics()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
     intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
+    model_intake = RequestBodies(keys, _MODEL_BODIES_UNDER_WAY * settings.max_model_body_bytes)
     osmosis = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
     rest = [
         rollouts_router(rollouts, intake),
         events_router(rollouts),
         groups_router(rollouts, intake),
         service_router(rollouts, keys, meters, metrics),
+        model_router(rollouts, model_intake),
     ]
     app = GatewayApp(
         title="Rollout gateway",

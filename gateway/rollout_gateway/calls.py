@@ -83,13 +83,17 @@ class BoundStub:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Calls of one HTTP request. `ends` is its deadline on the monotonic clock; None: no deadline."""
+    """Calls of one HTTP request. `ends` is its deadline on the monotonic clock; None: no deadline.
+
+    `uid` is the rollout whose key the request has; empty: it has an API key.
+    """
 
     rpc: "RolloutServiceAsyncStub"
     metadata: CallMetadata
     ends: float | None
     _server: "RolloutServiceAsyncStub"
     _seconds: float
+    uid: str = ""
 
     async def run(self, start: RunRolloutRequest) -> tuple[str, Outcome]:
         """Run a rollout, or attach to it, and wait until it has finished. Returns its uid and outcome.
@@ -132,23 +136,31 @@ class Rollouts:
     server: "RolloutServiceAsyncStub"
     settings: GatewaySettings
 
-    def calls(self, request: Request, default_key: str = "") -> Calls:
-        """Return the calls of a request. Without an Authorization header they use `default_key`, if that is not empty."""
-        metadata, ends = call_metadata(request, default_key), getattr(request.state, "ends", None)
+    def calls(self, request: Request, default_key: str = "", uid: str = "") -> Calls:
+        """Return the calls of a request. Without an Authorization header they use `default_key`, if that is not empty.
+
+        With a `uid` the request has the key of that rollout.
+        """
+        metadata, ends = call_metadata(request, default_key, uid), getattr(request.state, "ends", None)
         seconds = self.settings.call_seconds
         # BoundStub forwards all methods of the stub.
         rpc = cast("RolloutServiceAsyncStub", BoundStub(self.server, metadata, ends, seconds))
-        return Calls(rpc, metadata, ends, self.server, seconds)
+        return Calls(rpc, metadata, ends, self.server, seconds, uid)
 
 
-def call_metadata(request: Request, default_key: str = "") -> CallMetadata:
+def call_metadata(request: Request, default_key: str = "", uid: str = "") -> CallMetadata:
     """Return the gRPC metadata for an HTTP request: credentials, request id and W3C Trace Context.
+
+    With the `uid` of a rollout, whose key it must have, the key may also be in the header `x-api-key`.
 
     `tracestate` has no meaning without its `traceparent`, so it is dropped together with it. Several `tracestate` headers
     form one list (Trace Context, 3.3).
     """
     metadata = {"x-request-id": request.state.request_id}
     authorization = request.headers.get("authorization", f"Bearer {default_key}" if default_key else None)
+    if uid and "x-api-key" in request.headers and not (authorization or "").startswith(f"Bearer rk_{uid}."):
+        # A client that has both sends its own key, of another service, as one of them.
+        authorization = f"Bearer {request.headers['x-api-key']}"
     if authorization is not None:
         # Metadata cannot carry every header. An empty credential matches no key, so the server refuses it like a wrong key.
         metadata["authorization"] = authorization if _VISIBLE.fullmatch(authorization) else ""

@@ -1,11 +1,12 @@
-"""API key check. The rollout server accepts the key before the gateway reads a body or describes a fault in it."""
+"""Key check. The rollout server accepts the key before the gateway reads a body or describes a fault in it."""
 
 import asyncio
 import time
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import grpc
+from osmosis.rollout.v1.agent_service_pb2 import GetModelAccessRequest
 from osmosis.rollout.v1.rollout_service_pb2 import ListAgentsRequest
 
 from rollout_gateway.calls import CallMetadata, Calls
@@ -13,6 +14,7 @@ from rollout_gateway.fleet.errors import too_late
 from rollout_gateway.fleet.fleet import Fleet
 
 if TYPE_CHECKING:
+    from osmosis.rollout.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
     from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceAsyncStub
 
 #: Statuses of a call whose key the server refuses.
@@ -23,9 +25,10 @@ _MOST_ACCEPTED: Final = 1024
 
 
 class KeyCheck:
-    """Lets the rollout server check API keys. Caches the SHA-256 of accepted keys for one second."""
+    """Lets the rollout server check API keys and keys of rollouts. Caches the SHA-256 of accepted keys for one second."""
 
     def __init__(self, server: "RolloutServiceAsyncStub | Fleet", seconds: float) -> None:
+        self._server = server
         # Any call that requires a key would do; this is the cheapest.
         self._call = server.AnyAgents if isinstance(server, Fleet) else server.ListAgents
         self._seconds = seconds
@@ -39,11 +42,11 @@ class KeyCheck:
         of a call or the request's deadline.
         """
         metadata, ends = calls.metadata, calls.ends
-        digest = sha256(dict(metadata).get("authorization", "").encode()).digest()
+        digest = sha256(f"{calls.uid} {dict(metadata).get('authorization', '')}".encode()).digest()
         if self._accepted.get(digest, 0.0) > time.monotonic():
             return
         if digest not in self._checks:
-            self._checks[digest] = asyncio.create_task(self._check(digest, metadata))
+            self._checks[digest] = asyncio.create_task(self._check(digest, metadata, calls.uid))
             # Retrieves the exception: all waiting requests may be gone, and asyncio would log it as never retrieved.
             self._checks[digest].add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -53,11 +56,23 @@ class KeyCheck:
         except TimeoutError:
             raise too_late() from None
 
-    async def _check(self, digest: bytes, metadata: CallMetadata) -> None:
+    async def _check(self, digest: bytes, metadata: CallMetadata, uid: str) -> None:
         try:
-            await self._call(ListAgentsRequest(), metadata=metadata, timeout=self._seconds)
+            if uid:
+                await self._check_model_key(metadata, uid)
+            else:
+                await self._call(ListAgentsRequest(), metadata=metadata, timeout=self._seconds)
             if len(self._accepted) >= _MOST_ACCEPTED:
                 self._accepted.clear()
             self._accepted[digest] = time.monotonic() + _ACCEPTED_SECONDS
         finally:
             del self._checks[digest]
+
+    async def _check_model_key(self, metadata: CallMetadata, uid: str) -> None:
+        rpc = cast("AgentServiceAsyncStub", self._server)
+        try:
+            await rpc.GetModelAccess(GetModelAccessRequest(uid=uid), metadata=metadata, timeout=self._seconds)
+        except grpc.aio.AioRpcError as error:
+            # The key is right, but its rollout has ended. The call itself reports it, or repeats what it did before the end.
+            if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+                raise

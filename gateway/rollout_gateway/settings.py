@@ -11,11 +11,15 @@ class GatewaySettings:
     detach_grace_seconds: float = 10.0
     #: A larger request body gets 413.
     max_body_bytes: int = 16 << 20
+    #: The same for requests to the model endpoints of rollouts, which repeat whole conversations.
+    max_model_body_bytes: int = 32 << 20
     #: A body that has not arrived completely after this time gets 408.
     body_seconds: float = 60.0
     #: Maximum `metadata` of the synchronous and asynchronous HTTP APIs, in bytes of JSON text; more gets 422.
     max_metadata_bytes: int = 1 << 20
     #: Deadline of short calls to the rollout server, such as tools, health and acknowledgements.
     call_seconds: float = 10.0
+    #: A stream of a model endpoint without a completion begins after this time, and then sends a heartbeat each time it passes.
+    heartbeat_seconds: float = 10.0
     #: API key that the gateway adds to requests of the synchronous HTTP API without one; empty: it adds none.
     synchronous_key: str = field(default="", repr=False)

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 
 from rollout_gateway.calls import CallMetadata
 from rollout_gateway.channel import ServerChannel
-from rollout_gateway.fleet.members import CallContext, Member
+from rollout_gateway.fleet.members import CallContext, Member, ServerStub
 from rollout_gateway.fleet.merging import merged_page, summed, united
 from rollout_gateway.fleet.routing import Routing
 
@@ -36,7 +35,7 @@ _Stream = tuple[Any, AsyncIterator[Any]]
 def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
     """Return what routes call: the stub of a single server, or a fleet of several, whose channels `open_channel` made."""
     if len(channels) == 1:
-        return RolloutServiceStub(channels[0])
+        return cast("RolloutServiceAsyncStub", ServerStub(channels[0]))
     # Fleet has the methods and results that the routes use.
     return cast("RolloutServiceAsyncStub", Fleet(channels))
 
@@ -118,7 +117,7 @@ def _offered(rpc: str, uid_of: Callable[[Any], str]) -> Callable[..., Awaitable[
 
 
 class Fleet:
-    """The rpcs of RolloutService over several servers. Raises ValueError for no servers, and for one that is named twice.
+    """The rpcs of both services over several servers. Raises ValueError for no servers, and for one that is named twice.
 
     The rpcs raise grpc.aio.AioRpcError with the statuses of the contract. UNAVAILABLE also means that a server that the
     response depends on cannot be reached. `timeout` is in seconds and covers everything that one rpc does.
@@ -132,6 +131,11 @@ class Fleet:
     GetGroup = _owned("GetGroup")
     WaitRollout = _owned("WaitRollout")
     AcknowledgeOutcome = _owned("AcknowledgeOutcome")
+    CallModel = _followed("CallModel")
+    ConfirmCompletion = _owned("ConfirmCompletion")
+    CountTokens = _owned("CountTokens")
+    GetModelAccess = _owned("GetModelAccess")
+    FinishRollout = _owned("FinishRollout")
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         members = [Member(channel) for channel in channels if isinstance(channel, ServerChannel)]

@@ -6,11 +6,12 @@ import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from uuid import uuid4
 
 import grpc
 from google.protobuf.message import Message
+from osmosis.rollout.v1.agent_service_pb2_grpc import AgentServiceStub
 from osmosis.rollout.v1.group_pb2 import StartGroupRequest
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
@@ -55,12 +56,21 @@ class CallContext:
         return {"metadata": self.metadata, "timeout": self.seconds(most)}
 
 
+class ServerStub(RolloutServiceStub, AgentServiceStub):
+    """The rpcs of both services of a rollout server."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        # The generated types describe the constructors as `__new__`.
+        RolloutServiceStub.__init__(self, channel)  # type: ignore[call-arg]
+        AgentServiceStub.__init__(self, channel)  # type: ignore[call-arg]
+
+
 class Member:
     """One server of a fleet."""
 
     def __init__(self, channel: ServerChannel) -> None:
         self.address = channel.address
-        self.stub: RolloutServiceAsyncStub = RolloutServiceStub(channel)
+        self.stub = cast("RolloutServiceAsyncStub", ServerStub(channel))
         self._channel = channel
 
     async def call(self, rpc: str, request: Message, context: CallContext, most: float | None = None) -> Any:

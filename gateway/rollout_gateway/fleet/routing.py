@@ -14,7 +14,9 @@ from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from osmosis.rollout.v1 import agent_service_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.agent_service_pb2 import GetModelAccessRequest
 from osmosis.rollout.v1.group_pb2 import GetGroupRequest
 
 from rollout_gateway.fleet.errors import (
@@ -98,6 +100,8 @@ class Routing:
 
         A group id that a server made begins with the server's id. For a caller's own id all servers are asked each time.
         """
+        if request.DESCRIPTOR.file is agent_service_pb2.DESCRIPTOR:
+            return await self._key_owner(request.uid, context)
         if not hasattr(request, "group_id"):
             return await self.owner(request.uid, context)
         if _server_id(request.group_id) in self._servers:
@@ -106,6 +110,14 @@ class Routing:
         found, response = await self.soonest("GetGroup", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
         self.remember(response.group.members[0].uid, found)
         return found
+
+    async def _key_owner(self, uid: str, context: CallContext) -> Member:
+        """Return the server that accepts the key of the rollout, which is valid for no other rpc. Raises AioRpcError."""
+        if _server_id(uid) not in self._servers:
+            look = GetModelAccessRequest(uid=uid)
+            found, _ = await self.soonest("GetModelAccess", look, context, _MAY_BE_THERE, most=_LOOK_SECONDS)
+            self.remember(uid, found)
+        return self._servers[_server_id(uid)]
 
     async def owners(self, uids: Sequence[str], context: CallContext) -> Mapping[Member, Sequence[str]]:
         """Return the uids by the server that has them. Raises AioRpcError: NOT_FOUND if any of the rollouts does not exist."""
@@ -140,7 +152,9 @@ class Routing:
                 try:
                     return await response
                 except grpc.aio.AioRpcError as error:
-                    if not is_unsure(error) and not is_missing(error):
+                    # A server refuses the key of a rollout of another server.
+                    foreign = rpc == "GetModelAccess" and error.code() is grpc.StatusCode.PERMISSION_DENIED
+                    if not is_unsure(error) and not is_missing(error) and not foreign:
                         raise
                     failures.append(error)
         finally:

@@ -141,7 +141,9 @@ def _limited(scope: Scope, receive: Receive, limits: GatewaySettings) -> Receive
     The exceptions pass through the application to its handlers, so memory holds at most `max_body_bytes` and one chunk. The
     rest of the body is still in flight, so the connection cannot be reused.
     """
-    headers, most, taken = Headers(scope=scope), limits.max_body_bytes, 0
+    is_model_call = scope["path"].removeprefix(scope.get("root_path", "")).startswith("/r/")
+    most = limits.max_model_body_bytes if is_model_call else limits.max_body_bytes
+    headers, taken = Headers(scope=scope), 0
     declared = headers.get("content-length", "")
     # None after the complete body: the application then waits for the disconnect, which has no time limit.
     ends: float | None = asyncio.get_running_loop().time() + limits.body_seconds

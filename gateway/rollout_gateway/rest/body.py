@@ -22,6 +22,7 @@ Secret = Annotated[
     str | None, Field(repr=False, max_length=16_384, json_schema_extra={"format": "password", "writeOnly": True})
 ]
 Uid = Annotated[str, Field(max_length=64)]
+Score = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -152,5 +153,21 @@ class CancelOne(_Strict):
     reason: str | None = Field(None, max_length=1000, description="Recorded in the outcome.")
 
 
+class FinishFailure(_Strict):
+    """What an agent failed with."""
+
+    message: str = Field(max_length=10_000)
+    failure_class: enums.FailureClass | None = Field(None, description="Who has to act; environment if absent.")
+
+
+class FinishRollout(_Strict):
+    """The result of an agent that runs elsewhere."""
+
+    reward: Score | None = Field(None, description="If absent, the agent's class computes it.")
+    scores: dict[str, Score] | None = Field(None, max_length=256, description="Named components of the reward.")
+    extra: Object = Field(None, description="Further results.")
+    failure: FinishFailure | None = Field(None, description="The agent failed: the rollout has no reward.")
+
+
 #: Models of the bodies that handlers read raw, for the OpenAPI description.
-BODIES: Final = (StartRollout, StartGroup, CancelRollouts, CancelOne)
+BODIES: Final = (StartRollout, StartGroup, CancelRollouts, CancelOne, FinishRollout)

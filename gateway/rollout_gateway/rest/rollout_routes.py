@@ -76,6 +76,9 @@ def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) 
         start = await intake.read(request, calls, parse)
         # No timeout: it would end the call but not the rollout, and the client would not learn the uid.
         started = await calls.rpc.StartRollout(start, timeout=None)
+        if started.access.base_url.startswith("/"):
+            # The server does not know under which URL its gateway is reached. The client does.
+            started.access.base_url = str(request.base_url).rstrip("/") + started.access.base_url
         place = f"{request.scope.get('root_path', '')}/v1/rollouts/{started.rollout.uid}"
         return Response(response_json(started), 200 if started.attached else 201, {"location": place}, _JSON)
 
