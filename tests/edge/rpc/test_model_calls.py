@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from aiohttp import web
 from osmosis.rollout.v1 import agent_service_pb2 as agent_pb
@@ -333,3 +334,27 @@ async def test_the_name_of_the_model_is_that_of_the_agent(caller: Caller, engine
     await endpoint.call(USER)
     request = agent_pb.GetModelAccessRequest(uid=endpoint.uid)
     assert (await agents(caller).GetModelAccess(request, metadata=bearer(endpoint.key))).model == "shown"
+
+
+async def test_the_access_works_over_http_until_the_end(open_server: OpenServer, engine: GatedEngine) -> None:
+    caller = await open_server(Elsewhere(), http=True)
+    target = spec_pb2.Target(url=engine.url, dialect=spec_pb2.DIALECT_VLLM, model=MODEL)
+    started = await caller.start(start(completions=target))
+    url, key = started.access.base_url, {"authorization": f"Bearer {started.access.key}"}
+    body = {"model": "any", "messages": [json.loads(USER)]}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        reply = await http.post(f"{url}/v1/chat/completions", json=body, headers=key)
+        assert reply.json()["choices"][0]["message"]["content"] == "It is 8."
+        counted = await http.post(f"{url}/v1/messages/count_tokens", json={**body, "max_tokens": 1}, headers=key)
+        assert counted.json() == {"input_tokens": reply.json()["usage"]["prompt_tokens"]}
+        models = (await http.get(f"{url}/v1/models", headers=key)).json()
+        assert [model["id"] for model in models["data"]] == ["shown"]
+        wrong = await http.post(f"{url}/v1/chat/completions", json=body, headers={"authorization": "Bearer rk_x"})
+        assert wrong.status_code == 403
+        ended = await http.post(f"{url}/finish", json={"reward": 0.5}, headers=key)
+        assert ended.status_code == 200
+        assert (await caller.finished(started.rollout.uid)).outcome.reward == 0.5
+        assert (await http.post(f"{url}/finish", json={"reward": 0.5}, headers=key)).status_code == 200
+        assert (await http.post(f"{url}/finish", json={"reward": 0.6}, headers=key)).status_code == 409
+        over = await http.post(f"{url}/v1/chat/completions", json=body, headers=key)
+        assert over.status_code == 410
