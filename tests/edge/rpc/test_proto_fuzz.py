@@ -111,11 +111,12 @@ class Builder:
 
     def _set_map(self, made: Message, field: FieldDescriptor, depth: int) -> None:
         assert field.message_type is not None
-        entries, inner = getattr(made, field.name), field.message_type.fields_by_name["value"].message_type
+        entries, value = getattr(made, field.name), field.message_type.fields_by_name["value"]
+        inner = value.message_type
         for _ in range(self.chance.choice((1, 3, 65))):
             key = self._text("")[:400]
             if inner is None:
-                entries[key] = self._text("")
+                entries[key] = self._value(value)
             else:
                 entries[key].CopyFrom(self.fill(inner, max(depth - 1, 0)))
 
