@@ -47,4 +47,4 @@ async def solve(task, http, metadata):
         ]
         messages += [reply, *results]
     final = str(messages[-1]["content"]).rpartition("####")[2].strip()
-    return float(final == metadata["ground_truth"])
+    return float(final == metadata.get("ground_truth"))
