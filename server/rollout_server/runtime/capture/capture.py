@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol, Unpack
 
 from rollout_server.core.capture.call import Completed, ModelCall
+from rollout_server.core.capture.client_message import client_message
 from rollout_server.core.capture.decision import Branch, Continue, Join, Open, Refuse, Replay, Settlement
 from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
@@ -234,8 +235,8 @@ class Capture:
         sampled = reply.sampled
         assert sampled is not None, "a reply of this rollout has its record"  # noqa: S101 - for the type checker
         generated, prompt = lengths(sampled, self._context.machine.of_turn(reply.turn).line)
-        text, reason = sampled.message.text, reply.finish_reason
-        return Completed(secrets.token_hex(16), text, reason, prompt, generated, reply.turn)
+        text = client_message(sampled.message)
+        return Completed(secrets.token_hex(16), text, reply.finish_reason, prompt, generated, reply.turn)
 
     def _on_generated(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
         del self._tasks[pending]
