@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import outcome_pb2
-from rollout_client import AsyncClient, Target, TrainingSample, samples
+from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
+from rollout_client import AsyncClient, Target, samples
+from rollout_client.spec import rollout_spec
 from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.calculator import add, multiply
@@ -22,10 +25,11 @@ from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.edge.engine.rolling import DIALECTS
+from tests.edge.engine.rolling import DIALECTS, check_once
 from tests.support.captured_agents import Fields, OwnLoop, SameLoop, message_of, model_call, user
 from tests.support.engine_model import EngineModel
-from tests.support.engines import MODEL, Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
+from tests.support.engines import MODEL, Engine, SglangEngine, VllmEngine, serving
+from tests.support.talking_agent import equal
 
 TOOLS = (add, multiply)
 QUESTIONS = ("And twice that?", "Thanks.")
@@ -90,10 +94,18 @@ class Calls(Agent):
 
 
 @asynccontextmanager
-async def connected(*agents: Agent) -> AsyncIterator[AsyncClient]:
+async def served(*agents: Agent) -> AsyncIterator[str]:
+    """Serve the agents and yield the address."""
     ports: Any = {"host": "127.0.0.1", "http_port": 0, "grpc_port": 0, "http": False, "retry_base_seconds": 0.01}
     settings = Settings(_env_file=None, tokenizers={"toy": TOY_TOKENIZER}, tokenizers_offline=True, **ports)
-    async with Server(agents, settings) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+    async with Server(agents, settings) as server:
+        yield f"127.0.0.1:{server.grpc_port}"
+
+
+@asynccontextmanager
+async def connected(*agents: Agent) -> AsyncIterator[AsyncClient]:
+    """Serve the agents and yield a client of their server."""
+    async with served(*agents) as address, AsyncClient(address) as client:
         yield client
 
 
@@ -167,3 +179,148 @@ async def test_with_an_engine(kind: Callable[[EngineModel], Engine], mode: str, 
 def engine_target(engine: Engine) -> Target:
     dialect: Any = DIALECTS[type(engine).__name__]
     return Target(engine.url, dialect, model=MODEL)
+
+
+async def said(capture: Capture, *messages: Fields, **fields: Any) -> Fields:
+    completed = await capture.call(model_call(*messages, **fields))
+    capture.confirm(completed.id)
+    return message_of(completed)
+
+
+def system(text: str) -> Fields:
+    return {"role": "system", "content": text}
+
+
+async def a_tree(capture: Capture) -> None:
+    """Continuations, branches after earlier turns and beside a running one, sub-agents with other tools, rewritten prompts."""
+    begin = user("Begin.")
+    first = await said(capture, begin)
+    second = await said(capture, begin, first, user("Go on."))
+    again = await said(capture, begin, first, user("Or this."))
+    both = await asyncio.gather(
+        *(said(capture, begin, first, user("Go on."), second, user(text)) for text in ("Left.", "Right.")),
+        *(said(capture, begin, first, user("Or this."), again, user(text)) for text in ("Up.", "Down.")),
+        said(capture, user("A subtask."), tools=[add]),
+    )
+    await said(capture, begin, first, user("Go on."), second, user("Right."), both[1], user("And?"))
+    history: list[Fields] = [user("What time is it?")]
+    for minute in range(3):
+        history.append(await said(capture, system(f"It is 10:0{minute}."), *history))
+        history.append(user("And now?"))
+
+
+KINDS = [("branch", 3), ("drift", 2), ("main", 1), ("subagent", 2)]
+
+
+@pytest.mark.parametrize("over", ["call", "stream"])
+@pytest.mark.parametrize("mode", ["messages", "tokens"])
+async def test_every_conversation_of_a_tree_is_the_trainers(mode: str, over: str) -> None:
+    lines = tuple(ScriptedReply(content=f"Answer {number}.", delay=0.01 * (number % 3)) for number in range(12))
+    spec = {"messages": [user("Begin.")], "rollout_id": "r", **MODES[mode]}
+    async with served(Calls(a_tree)) as address, StrictTrainer(script=Script(lines)) as trainer:
+        if over == "call":
+            async with AsyncClient(address) as client:
+                outcome = await roll(client, "calls", **{**spec, "completions": f"grpc://{trainer.grpc_target}"})
+        else:
+            async with trainer.connected(address) as stream:
+                (uid,) = await stream.start(StartRolloutRequest(spec=rollout_spec(spec)))
+                outcome = (await stream.outcome(uid)).outcome
+        verdicts = {verdict.rollout_id: verdict for verdict in trainer.verdicts()}
+    found = samples(outcome)
+    assert (outcome.failure.message, outcome.stop.reason) == ("", "stop")
+    assert [verdict.refusals for verdict in verdicts.values()] == [()] * len(found)
+    for sample in found:
+        assert equal(sample, verdicts["r" if sample.segment_id == "0" else f"r/{sample.segment_id}"].sample)
+    assert sorted(Counter(sample.kind for sample in found).items()) == KINDS
+    assert sum(sum(sample.response_mask) for sample in found) == outcome.metrics.generated_tokens
+    assert (outcome.metrics.turns, outcome.capture.continued, outcome.capture.parted) == (12, 4, 7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+async def test_every_completion_of_a_tree_trains_once_with_an_engine(
+    kind: Callable[[EngineModel], Engine], mode: str
+) -> None:
+    engine = kind(EngineModel([f"Answer {number}." for number in range(12)]))
+    async with connected(Calls(a_tree)) as client, serving(engine):
+        outcome = await roll(client, "calls", completions=engine_target(engine), **MODES[mode])
+    found = samples(outcome)
+    check_once(found, engine.model.seen)
+    assert sorted(Counter(sample.kind for sample in found).items()) == KINDS
+
+
+async def test_a_trainer_of_one_conversation_refuses_another_and_the_rollout_lives() -> None:
+    refusals: list[str] = []
+
+    async def calls(capture: Capture) -> None:
+        first = await said(capture, user("Begin."))
+        for messages, fields in (
+            ([user("A subtask.")], {}),
+            ([user("Begin."), first, user("Go on.")], {"tools": [multiply]}),
+            ([system("It is 10:01."), user("Begin."), first, user("Go on.")], {}),
+            ([user("A title?")], {"auxiliary": True}),
+        ):
+            with pytest.raises(CallRefused) as refused:
+                await said(capture, *messages, **fields)
+            refusals.append(refused.value.reason)
+        await said(capture, user("Begin."), first, user("Go on."))
+
+    async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
+        target = Target(trainer.url, "http_masked")
+        outcome = await roll(client, "calls", completions=target, tokenizer="toy")
+        (verdict,) = trainer.verdicts()
+    assert refusals == ["ONE_CONVERSATION"] * 4
+    (sample,) = samples(outcome)
+    assert equal(sample, verdict.sample)
+    assert verdict.accepted
+    assert outcome.capture.refused == 4
+
+
+@pytest.mark.parametrize("mode", ["predicted", "tokens"])
+async def test_a_prompt_too_long_for_the_engine_is_refused_and_the_client_may_compact(mode: str) -> None:
+    found: list[CallRefused] = []
+
+    async def calls(capture: Capture) -> None:
+        first = await said(capture, user("Begin."))
+        with pytest.raises(CallRefused) as refused:
+            await said(capture, user("Begin."), first, user("word " * 2000))
+        found.append(refused.value)
+        await said(capture, user("In short: begun."))
+
+    engine = VllmEngine(EngineModel(["One.", "Two."], context=1000))
+    async with connected(Calls(calls)) as client, serving(engine):
+        outcome = await roll(client, "calls", completions=engine_target(engine), **MODES[mode])
+    assert [refused.reason for refused in found] == ["CONTEXT_LENGTH_EXCEEDED"]
+    assert found[0].maximum in (0, 1000)
+    assert outcome.stop.reason == "stop"
+    check_once(samples(outcome), engine.model.seen)
+
+
+async def test_a_later_system_message_is_rendered_as_the_template_allows() -> None:
+    """The built-in template renders it where it stands. Without a known template it is one of the user."""
+
+    async def calls(capture: Capture) -> None:
+        first = await said(capture, system("Be brief."), user("Begin."), system("It is late."))
+        await said(capture, system("Be brief."), user("Begin."), system("It is late."), first, system("Still."))
+
+    roles = []
+    async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
+        for named in ({"tokenizer": "toy"}, {}):
+            spec = {"completions": f"grpc://{trainer.grpc_target}", "rollout_id": f"r{len(roles)}", **named}
+            outcome = await roll(client, "calls", **spec)
+            assert len(outcome.samples) == 1
+            roles.append([json.loads(message.json)["role"] for message in outcome.messages])
+    assert roles[0] == ["system", "user", "system", "assistant", "system", "assistant"]
+    assert roles[1] == ["system", "user", "user", "assistant", "user", "assistant"]
+
+
+async def test_a_hundred_rollouts_at_once() -> None:
+    async with connected(*loops("squeezed")) as client, StrictTrainer(script=SCRIPT) as trainer:
+        spec: dict[str, Any] = {"completions": f"grpc://{trainer.grpc_target}", **MODES["tokens"]}
+        same = await roll(client, "same", **spec)
+        names = [f"own {number}" for number in range(100)]
+        outcomes = await asyncio.gather(*(roll(client, "own", **{**spec, "rollout_id": name}) for name in names))
+        verdicts = trainer.verdicts()
+    for outcome in outcomes:
+        assert_equal(outcome, same)
+    assert [verdict.refusals for verdict in verdicts] == [()] * 101
