@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rollout_server.core.capture.history_tree import Pending, Plan
+from rollout_server.core.capture.history_tree import CallPlan, Pending
 from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.message import JSON
 from rollout_server.core.segment import Parting, SegmentKind
@@ -20,7 +20,7 @@ class Continue:
 
     conversation: int
     messages: Messages
-    plan: Plan = field(repr=False, compare=False)
+    plan: CallPlan = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Branch:
     after_turn: int
     messages: Messages
     parting: Parting
-    plan: Plan = field(repr=False, compare=False)
+    plan: CallPlan = field(repr=False, compare=False)
     auxiliary: bool = False
 
 
@@ -58,7 +58,7 @@ class Open:
     messages: Messages
     parting: Parting | None
     auxiliary: bool
-    plan: Plan = field(repr=False, compare=False)
+    plan: CallPlan = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rollout_server.core.capture.call import ModelCall
 from rollout_server.core.capture.history import ASSISTANT, TOOL, CanonicalMessage
-from rollout_server.core.capture.history_tree import CapturedConversation, Node, Plan
+from rollout_server.core.capture.history_tree import CallPlan, CapturedConversation, Node
 from rollout_server.core.segment import Parting, first_difference
 
 _LONGEST_EXCERPT = 200
 _BEFORE = 60
 
 
-def parting_of(call: ModelCall, plan: Plan, latest: CapturedConversation | None) -> Parting:
+def find_difference(call: ModelCall, plan: CallPlan, latest: CapturedConversation | None) -> Parting:
     """Return where a call parts from the conversations of its rollout.
 
     Args:
@@ -24,7 +24,7 @@ def parting_of(call: ModelCall, plan: Plan, latest: CapturedConversation | None)
     return Parting(plan.node.depth, field, expected, found, call.api.value, call.client_agent)
 
 
-def _difference(plan: Plan, latest: CapturedConversation | None) -> tuple[str, str, str]:
+def _difference(plan: CallPlan, latest: CapturedConversation | None) -> tuple[str, str, str]:
     node = plan.node
     known = node.newest_child.message if node.newest_child else None
     if node.parent is None and known is None and latest is not None:
@@ -39,7 +39,7 @@ def _difference(plan: Plan, latest: CapturedConversation | None) -> tuple[str, s
     return _text_difference(known, sent)
 
 
-def _waits(plan: Plan, node: Node) -> bool:
+def _waits(plan: CallPlan, node: Node) -> bool:
     """Return whether the conversation that the call would continue waits for a completion, or an equal call does."""
     parent = plan.parent
     if parent is not None and parent.conversation.tip is parent and parent.conversation.pending is not None:

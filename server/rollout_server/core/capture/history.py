@@ -12,7 +12,8 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 from rollout_server.core.capture.call import HistoryMessage, OfferedTool
 from rollout_server.core.capture.rules import SEARCHED
@@ -20,7 +21,9 @@ from rollout_server.core.message import JSON, MalformedMessage, parse_json
 
 ASSISTANT = "assistant"
 TOOL = "tool"
-_ROLES = {"system": "system", "developer": "system", "user": "user", ASSISTANT: ASSISTANT, TOOL: TOOL}
+_ROLES: Final[Mapping[str, str]] = MappingProxyType(
+    {"system": "system", "developer": "system", "user": "user", ASSISTANT: ASSISTANT, TOOL: TOOL}
+)
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _EXACT_INTEGER = 2**53
 _MOST_SYSTEM_TEXTS = 64

@@ -156,7 +156,7 @@ class CapturedTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CallPlan:
     """Where the tree grows if a decision is carried out.
 
     Args:
@@ -204,7 +204,7 @@ class Pending:
         turn: its completion; None while it is sampled.
     """
 
-    def __init__(self, of: CapturedConversation, plan: Plan) -> None:
+    def __init__(self, of: CapturedConversation, plan: CallPlan) -> None:
         self.conversation = of.id
         self.of = of
         self.plan = plan

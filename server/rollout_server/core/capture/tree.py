@@ -31,7 +31,7 @@ from rollout_server.core.capture.decision import (
     Replay,
     Settlement,
 )
-from rollout_server.core.capture.difference import parting_of
+from rollout_server.core.capture.difference import find_difference
 from rollout_server.core.capture.history import (
     CanonicalMessage,
     HistoryReader,
@@ -41,12 +41,12 @@ from rollout_server.core.capture.history import (
     tools_key,
 )
 from rollout_server.core.capture.history_tree import (
+    CallPlan,
     CapturedConversation,
     CapturedTurn,
     Lineage,
     Node,
     Pending,
-    Plan,
     Walk,
     joined_runs,
     walk,
@@ -57,20 +57,6 @@ from rollout_server.core.capture.settlement import Counts, settle
 from rollout_server.core.message import JSON, MalformedMessage, parse_object
 from rollout_server.core.segment import SegmentKind
 from rollout_server.core.spec import Sampling
-
-__all__ = [
-    "REPLAY_SECONDS",
-    "Branch",
-    "CallTree",
-    "Continue",
-    "Decision",
-    "Join",
-    "Open",
-    "Pending",
-    "Refuse",
-    "Replay",
-    "Settlement",
-]
 
 REPLAY_SECONDS = 600.0
 """For how long the completion of a call answers equal calls."""
@@ -156,7 +142,7 @@ class CallTree:
         return pending
 
     def completed(
-        self, pending: Pending, completion_id: str, fields: Mapping[str, JSON], turn: int, now: float | None = None
+        self, pending: Pending, completion_id: str, fields: Mapping[str, JSON], turn: int, now: float
     ) -> None:
         """Note the completion of a call.
 
@@ -165,7 +151,7 @@ class CallTree:
             completion_id: unique in the rollout.
             fields: the assistant message as sampled, in the shape of OpenAI chat completions.
             turn: the number of the turn in the rollout.
-            now: seconds; None: the time of the call.
+            now: seconds.
 
         Raises:
             InvalidHistory: for a message that no history could contain.
@@ -173,7 +159,7 @@ class CallTree:
         message = _as_sampled(fields)
         made = CapturedTurn(pending, completion_id, turn, message)
         made.order = len(self._turns)
-        made.completed_at = pending.plan.now if now is None else now
+        made.completed_at = now
         made.node.turns.append(made)
         pending.turn = self._turns[completion_id] = made
         conversation = pending.of
@@ -181,8 +167,6 @@ class CallTree:
         conversation.turns += 1
         if conversation.lineage is not None:
             conversation.lineage.latest = self._latest = conversation
-
-    answered = completed
 
     def failed(self, pending: Pending) -> None:
         """Note that a call got no completion. Its conversation can no longer be continued, only branched from."""
@@ -285,9 +269,9 @@ class CallTree:
         parent: CapturedTurn | None,
         body: bytes,
         now: float,
-    ) -> Plan:
+    ) -> CallPlan:
         came_back = None if call.previous else found.sent_end
-        return Plan(
+        return CallPlan(
             node=found.node,
             messages=joined_runs(history.sent[found.index :]),
             parent=parent,
@@ -307,20 +291,20 @@ class CallTree:
         )
 
     def _sample(
-        self, call: ModelCall, plan: Plan, found: Walk, history: _History, auxiliary: bool
+        self, call: ModelCall, plan: CallPlan, found: Walk, history: _History, auxiliary: bool
     ) -> Continue | Branch | Open:
         parent = plan.parent
         messages = render(joined_runs(history.sent[found.end_index :]), parent, self._later_system)
         if parent is not None and _is_free_tip(parent) and parent.conversation.auxiliary == auxiliary:
             return Continue(parent.conversation.id, messages, plan)
-        parting = parting_of(call, plan, self._latest)
+        parting = find_difference(call, plan, self._latest)
         if parent is not None:
             return Branch(parent.conversation.id, parent.number, messages, parting, plan, auxiliary)
         kind = self._kind(plan, auxiliary)
         first = kind is SegmentKind.MAIN or not self._conversations
         return Open(kind, messages, None if first else parting, auxiliary, plan)
 
-    def _kind(self, plan: Plan, auxiliary: bool) -> SegmentKind:
+    def _kind(self, plan: CallPlan, auxiliary: bool) -> SegmentKind:
         """Return the label of a new conversation, which changes no mask."""
         if auxiliary:
             return SegmentKind.SUBAGENT
@@ -335,7 +319,7 @@ class CallTree:
         shorter = idle is not None and bool(plan.messages) and length < idle.node.depth
         return SegmentKind.COMPACTION if shorter else SegmentKind.DRIFT
 
-    def _lineage(self, plan: Plan) -> tuple[bool, Lineage | None]:
+    def _lineage(self, plan: CallPlan) -> tuple[bool, Lineage | None]:
         """Return whether a lineage has the same first message, and the lineage of a new conversation."""
         by_system, by_first = (self._lineages.get(key) for key in plan.lineage_keys)
         return by_first is not None, by_first or by_system

@@ -1,0 +1,1 @@
+"""Tests of the decisions for agents that own their loop."""

@@ -1,0 +1,323 @@
+"""C1, C3: histories in another spelling continue their conversation, and the completions in them are put back as sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rollout_server.core.capture.call import ModelCall
+from rollout_server.core.capture.decision import Branch, Continue, Open, Refuse
+from rollout_server.core.capture.rules import CaptureOptions
+from rollout_server.core.segment import SegmentKind
+
+from tests.core.capture.agent_calls import (
+    ADD,
+    Captured,
+    Fields,
+    call_of,
+    called,
+    result,
+    says,
+    system,
+    user,
+)
+
+SYSTEM, TASK = system("Be brief."), user("Add 3 and 5.")
+SAMPLED = called('{"a": 3, "b": [5.0, "x"]}', reasoning="Easy.")
+IMAGE = "data:image/png;base64,aGk="
+
+
+def parts(*texts: str) -> list[Fields]:
+    return [{"type": "text", "text": text, "cache_control": {"type": "ephemeral"}} for text in texts]
+
+
+def with_arguments(text: Any, **others: Any) -> Fields:
+    call = {"id": "id0", "type": "function", "index": 0, "function": {"name": "add", "arguments": text}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **others}
+
+
+SPELLINGS = {
+    "as sampled": [SYSTEM, TASK, SAMPLED, result("8")],
+    "reasoning stripped": [SYSTEM, TASK, with_arguments('{"a": 3, "b": [5.0, "x"]}'), result("8")],
+    "reasoning under its other name": [
+        SYSTEM,
+        TASK,
+        with_arguments('{"a": 3, "b": [5.0, "x"]}', reasoning="Easy."),
+        result("8"),
+    ],
+    "arguments with other spaces and key order": [
+        SYSTEM,
+        TASK,
+        with_arguments('{ "b":[5.0,"x"],"a":3 }'),
+        result("8"),
+    ],
+    "numbers as JavaScript writes them": [SYSTEM, TASK, with_arguments('{"a":3,"b":[5,"x"]}'), result("8")],
+    "arguments parsed": [SYSTEM, TASK, with_arguments({"a": 3, "b": [5, "x"]}), result("8")],
+    "empty text for null": [SYSTEM, TASK, with_arguments('{"a": 3, "b": [5.0, "x"]}', content=""), result("8")],
+    "no parts for null": [SYSTEM, TASK, with_arguments('{"a": 3, "b": [5.0, "x"]}', content=[]), result("8")],
+    "developer and parts": [
+        {"role": "developer", "content": parts("Be ", "brief.")},
+        {"role": "user", "content": parts("Add 3 and 5."), "name": "tim"},
+        SAMPLED,
+        {"role": "tool", "tool_call_id": "id0", "content": parts("8"), "is_error": False, "status": "completed"},
+    ],
+    "ids renamed": [
+        SYSTEM,
+        TASK,
+        called('{"a": 3, "b": [5.0, "x"]}', reasoning="Easy.", ids=["toolu_1"]),
+        result("8", "toolu_1"),
+    ],
+    "results without ids": [SYSTEM, TASK, SAMPLED, result("8", None)],
+    "reasoning as a message of its own": [
+        SYSTEM,
+        TASK,
+        says("<think>\nEasy.\n</think>\n\n"),
+        with_arguments('{"a": 3, "b": [5.0, "x"]}'),
+        result("8"),
+    ],
+    "reasoning as an item of its own": [
+        SYSTEM,
+        TASK,
+        says("", "Easy."),
+        with_arguments('{"a": 3, "b": [5.0, "x"]}'),
+        result("8"),
+    ],
+}
+
+
+NOT_RESTORED = {
+    "as sampled",
+    "results without ids",
+    "developer and parts",
+    "reasoning under its other name",
+    "reasoning as an item of its own",
+    "ids renamed",
+}
+
+
+def after_one_call(message: Fields, options: CaptureOptions | None = None) -> Captured:
+    captured = Captured(options)
+    captured.sample(call_of(SYSTEM, TASK, tools=(ADD,)), message)
+    return captured
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_history_in_another_spelling_continues(spelling: str) -> None:
+    captured = after_one_call(SAMPLED)
+    decision = captured.sample(call_of(*SPELLINGS[spelling], tools=(ADD,)), says("8"))
+    assert isinstance(decision, Continue)
+    assert decision.messages == ({"role": "tool", "content": "8", "tool_call_id": "id0"},)
+    assert captured.conversations == {0: [SYSTEM, TASK, SAMPLED, result("8"), says("8")]}
+    report = captured.tree.settle().report
+    assert (report.continued, report.parted) == (1, 0)
+    assert report.restored == (spelling not in NOT_RESTORED)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "sent"),
+    [
+        (says("\n\n8 it is.\n"), says("8 it is.")),
+        (says("8"), says("  8\n")),
+        (says("<think>Easy.</think>\n\n8"), says("8")),
+        (says("<think>Easy.</think>8"), says("8", "Easy.")),
+        (says("8", "Easy."), says("<think>Easy.</think>\n8")),
+        (says("<think>cut", ""), says("<think>cut")),
+        (says("", "Easy."), says("")),
+        (says("8"), {"role": "assistant", "content": [{"type": "output_text", "text": "8", "annotations": []}]}),
+        (says("no"), {"role": "assistant", "content": None, "refusal": "no"}),
+        (called(""), called("{}")),
+        (called('{"a": 1'), called('{"a": 1')),
+        (called('{"id": 12345678901234567890}'), called('{"id":12345678901234567000}')),
+        (called({"é": "\ud800"}), called('{"\\u00e9":"\\ud800"}')),
+    ],
+)
+def test_an_answer_in_another_form_is_put_back_as_sampled(sampled: Fields, sent: Fields) -> None:
+    captured = after_one_call(sampled)
+    assert isinstance(captured.sample(call_of(SYSTEM, TASK, sent, user("On."), tools=(ADD,)), says("ok")), Continue)
+    assert captured.conversations == {0: [SYSTEM, TASK, sampled, user("On."), says("ok")]}
+
+
+@pytest.mark.parametrize(
+    ("sampled", "sent", "field"),
+    [
+        (says("8"), says("9"), "content"),
+        (says("8"), user("8"), "role"),
+        (says("a b"), says("a  b"), "content"),
+        (says("8", "Easy."), says("8", "Hard."), "reasoning"),
+        (says("8"), says("8", "Easy."), "reasoning"),
+        (says("8", "Easy."), says("<think>Hard.</think>8"), "reasoning"),
+        (called({"a": 1}), called({"a": 2}), "tool_calls"),
+        (called({"a": 1}), called({"a": 1}, name="sub"), "tool_calls"),
+        (called({"a": 1}, {"a": 2}), called({"a": 2}, {"a": 1}), "tool_calls"),
+        (called({"a": 1}, {"a": 2}), called({"a": 1}), "tool_calls"),
+        (called({"a": True}), called({"a": 1}), "tool_calls"),
+        (says("8"), [says("8"), says("9")], "content"),
+    ],
+)
+def test_another_answer_parts(sampled: Fields, sent: Fields | list[Fields], field: str) -> None:
+    captured = after_one_call(sampled)
+    run = sent if isinstance(sent, list) else [sent]
+    decision = captured.decide(call_of(SYSTEM, TASK, *run, user("On."), tools=(ADD,)))
+    if isinstance(sent, list):  # the first message is the sampled answer, the second one is the agent's own
+        assert isinstance(decision, Continue)
+        assert decision.messages == (says("9"), user("On."))
+        return
+    assert isinstance(decision, Open)
+    assert decision.parting is not None
+    assert (decision.parting.message, decision.parting.field) == (2, field)
+
+
+def test_results_find_their_calls_by_id_and_else_by_position() -> None:
+    captured = after_one_call(called({"a": 1}, {"a": 2}, {"a": 3}, ids=["x", "y", "z"]))
+    sent = called({"a": 1}, {"a": 2}, {"a": 3}, ids=["1", "2", "3"])
+    call = call_of(SYSTEM, TASK, sent, result("c", "3"), result("a", None), result("b", "?"), tools=(ADD,))
+    assert captured.decide(call).messages == (result("c", "z"), result("a", "x"), result("b", "y"))
+
+
+def test_equal_ids_of_several_calls_are_used_in_order() -> None:
+    captured = after_one_call(called({"a": 1}, {"a": 2}, ids=["x", "x"]))
+    sent = called({"a": 1}, {"a": 2}, ids=["x", "x"])
+    captured.sample(call_of(SYSTEM, TASK, sent, result("a", "x"), result("b", "x"), tools=(ADD,)), sent)
+    history = [SYSTEM, TASK, sent, result("a", "x"), result("b", "x"), sent, result("c", "x")]
+    assert captured.decide(call_of(*history, tools=(ADD,))).messages == (result("c", "x"),)
+
+
+def test_a_result_of_another_call_parts() -> None:
+    captured = after_one_call(called({"a": 1}, {"a": 2}))
+    sent = called({"a": 1}, {"a": 2})
+    captured.sample(call_of(SYSTEM, TASK, sent, result("a", "id0"), result("b", "id1"), tools=(ADD,)), says("ok"))
+    decision = captured.decide(call_of(SYSTEM, TASK, sent, result("a", "id1"), tools=(ADD,)))
+    assert isinstance(decision, Branch)
+    assert (decision.parting.message, decision.parting.field) == (3, "tool_calls")
+    assert decision.messages == (result("a", "id1"),)
+
+
+def test_answers_in_a_row_are_found_one_by_one() -> None:
+    """An agent may ask again without a message of its own."""
+    captured = Captured()
+    captured.sample(call_of(TASK), says("First."))
+    assert captured.sample(call_of(TASK, says("First.")), says("Second.")) == Continue(0, (), plan=None)  # type: ignore[arg-type]
+    decision = captured.sample(call_of(TASK, says("First."), says("Second."), user("On.")), says("ok"))
+    assert isinstance(decision, Continue)
+    assert captured.conversations == {0: [TASK, says("First."), says("Second."), user("On."), says("ok")]}
+
+
+def test_parallel_calls_as_messages_of_their_own() -> None:
+    arguments = [{"a": n} for n in range(40)]
+    sampled = called(*arguments, ids=[f"x{n}" for n in range(40)])
+    captured = after_one_call(sampled)
+    apart = [{"role": "assistant", "content": None, "tool_calls": [call]} for call in sampled["tool_calls"]]
+    decision = captured.decide(call_of(SYSTEM, TASK, *apart, result("8", "x7"), tools=(ADD,)))
+    assert isinstance(decision, Continue)
+    assert decision.messages == (result("8", "x7"),)
+
+
+def test_messages_of_the_agent_are_rendered_without_what_does_not_count() -> None:
+    captured = Captured()
+    sent = call_of(
+        {"role": "developer", "content": parts("Be ", "brief."), "id": "msg_1"},
+        {"role": "user", "name": "tim", "content": [*parts("What "), *parts("is it?")]},
+        {"role": "assistant", "content": [], "reasoning_content": "Hm.", "status": "completed"},
+        called('{"a":  1}', ids=["toolu_1"]),
+        {"role": "tool", "tool_call_id": "toolu_1", "content": parts("8"), "is_error": False, "name": "add"},
+        {
+            "role": "user",
+            "content": [*parts("And this?"), {"type": "image_url", "image_url": {"url": IMAGE, "detail": "low"}}],
+        },
+    )
+    assert captured.decide(sent).messages == (
+        system("Be brief."),
+        user("What is it?"),
+        {**called('{"a":  1}', reasoning="Hm.", ids=["call00000"])},
+        result("8", "call00000"),
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "And this?"}, {"type": "image_url", "image_url": {"url": IMAGE}}],
+        },
+    )
+
+
+def test_another_image_parts() -> None:
+    def picture(data: str) -> Fields:
+        return {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}],
+        }
+
+    captured = Captured()
+    captured.sample(call_of(picture("aGk=")), says("hi"))
+    assert isinstance(captured.decide(call_of(picture("aGk="), says("hi"), user("On."))), Continue)
+    assert isinstance(captured.decide(call_of(picture("aGo="), says("hi"), user("On."))), Open)
+
+
+class TestLaterSystem:
+    """C12."""
+
+    HISTORY = (SYSTEM, system("Today is Sunday."), TASK, says("8"), system("Be quick."), user("On."))
+
+    def test_where_the_template_can_it_stays_a_system_message(self) -> None:
+        assert Captured().decide(call_of(*self.HISTORY)).messages == self.HISTORY
+
+    def test_elsewhere_it_is_a_user_message_and_the_first_ones_are_joined(self) -> None:
+        assert Captured(later_system="user").decide(call_of(*self.HISTORY)).messages == (
+            system("Be brief.\n\nToday is Sunday."),
+            TASK,
+            says("8"),
+            user("Be quick."),
+            user("On."),
+        )
+
+    def test_within_a_conversation(self) -> None:
+        captured = Captured(later_system="user")
+        captured.sample(call_of(SYSTEM, TASK), says("8"))
+        assert captured.decide(call_of(SYSTEM, TASK, says("8"), system("Be quick."))) == Continue(
+            0,
+            (user("Be quick."),),
+            plan=None,  # type: ignore[arg-type]
+        )
+        assert isinstance(captured.decide(call_of(SYSTEM, TASK, says("8"), user("Be quick."))), Continue)
+
+
+def test_instructions_are_the_system_prompt() -> None:
+    captured = Captured()
+    call = ModelCall(call_of(TASK).messages, instructions=("Be brief.", "", "Be kind."))
+    assert captured.decide(call).messages == (system("Be brief.\n\nBe kind."), TASK)
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ([TASK, {"content": "x"}], "messages[1].role"),
+        ([{"role": "critic", "content": "x"}], "messages[0].role"),
+        ([{"role": ["user"], "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [*parts("x"), {"type": "input_audio"}]}], "messages[0].content[1].type"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x/y.png"}}]}],
+            "messages[0].content[0].image_url.url",
+        ),
+        ([TASK, {"role": "assistant", "tool_calls": {}}], "messages[1].tool_calls"),
+        ([TASK, {"role": "assistant", "tool_calls": [{"id": "x"}]}], "messages[1].tool_calls[0].function"),
+        (
+            [TASK, {"role": "assistant", "tool_calls": [{"id": "x", "function": {"name": 3}}]}],
+            "messages[1].tool_calls[0].function.name",
+        ),
+        ([TASK, called({"a": 1}), {**result("8"), "tool_call_id": 3}], "messages[2].tool_call_id"),
+        ([TASK, result("8")], "messages[1].tool_call_id"),
+        ([TASK, {"role": "assistant", "function_call": {"name": "f"}}], "messages[1].function_call"),
+        ([TASK, {"role": "assistant", "reasoning_content": []}], "messages[1].reasoning_content"),
+    ],
+)
+def test_an_invalid_message_is_refused_by_its_path(messages: list[Fields], field: str) -> None:
+    captured = Captured()
+    decision = captured.decide(call_of(*messages))
+    assert isinstance(decision, Refuse)
+    assert (decision.reason, decision.field) == ("INVALID_CALL", field)
+    assert decision.text
+    assert captured.tree.settle().report.refused == 1
+    first = captured.decide(call_of(TASK))
+    assert isinstance(first, Open)
+    assert first.kind is SegmentKind.MAIN, "a refused call leaves nothing behind"
