@@ -165,6 +165,10 @@ class CaptureOptions:
                 raise ValueError(
                     f"CaptureOptions.{name}: at most {_MOST_PATTERNS} are possible, these are {len(given)}"
                 )
+        for index, rule in enumerate(self.auxiliary):
+            if not isinstance(rule, AuxiliaryRule):
+                found = type(rule).__name__
+                raise ValueError(f"CaptureOptions.auxiliary[{index}]: an AuxiliaryRule is needed, this is {found}")
         for index, pattern in enumerate(self.dropped_instructions):
             _check_pattern(f"CaptureOptions.dropped_instructions[{index}]", pattern)
             if not pattern:
