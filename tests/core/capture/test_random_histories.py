@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given
@@ -107,7 +106,7 @@ class Agents:
             shown = self.captured.conversations[self.running[-1][0].conversation]
             assert [gist(message) for message in shown] == [gist(entry.fields) for entry in history]
 
-    def check(self, history: Sequence[Entry], decision: Continue | Branch | Open) -> None:
+    def check(self, history: tuple[Entry, ...], decision: Continue | Branch | Open) -> None:
         captured = self.captured
         if isinstance(decision, Continue):
             assert captured.conversations[decision.conversation][-1]["role"] == "assistant"
@@ -115,12 +114,12 @@ class Agents:
         elif isinstance(decision, Branch):
             assert captured.homes[decision.after_turn] == decision.conversation
         elif captured.tree._options.history == "restored":
-            whole = [
-                n
-                for n, entry in enumerate(history)
-                if entry.completion and self.prompts[entry.completion] == history[:n]
-            ]
-            assert not whole, "a history with a completion as it was sampled continues something"
+            assert not self.first_is_whole(history), "a history with a completion as it was sampled continues something"
+
+    def first_is_whole(self, history: tuple[Entry, ...]) -> bool:
+        """Whether the first completion in a history follows the messages that it was sampled for."""
+        first = next((index for index, entry in enumerate(history) if entry.completion), None)
+        return first is not None and self.prompts[history[first].completion] == history[:first]
 
     def complete(self, pending: Pending, history: tuple[Entry, ...]) -> None:
         message = sampled_messages(self.draw)
