@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import rollout_client
 import trustme
+from rollout_server import ExternalAgent
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
@@ -26,8 +27,9 @@ SAID = {
     "Start a rollout": r"5 plus 3 equals 8\. .*16.*\n\d+ \d+ of \d+\n",
     "Follow": r"1 accepted\n(?:.*\n)*\d+ finished\n[\w-]+ stop\nagain: 4\n",
     "Groups": r"(\d [\w-]+ (True|False)\n){8}[678] of 8\n",
+    "Agents that run elsewhere": r"ModelAccess\(base_url='http://127\.0\.0\.1:\d+/r/[\w-]+'\)\n1\.0\n",
     "With asyncio": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
-    "Find": r"\(\)\n\['calculator'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
+    "Find": r"\(\)\n\['calculator', 'remote'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
     "When a call fails": r"spec\.completions\.url .*\nNOT_FOUND ROLLOUT_NOT_FOUND False None \w+\nthere is no rollout",
     "Retries": r"False\n0\n",
     "API keys": r"(<Client .*>\n){4}Credentials\(\.\.\.\)",
@@ -41,7 +43,7 @@ async def addresses() -> AsyncIterator[dict[str, str]]:
         _env_file=None, host="127.0.0.1", http_port=0, grpc_port=0, tokenizers={"Qwen/Qwen3-8B": TOY_TOKENIZER}
     )
     async with (
-        Server([Calculator()], settings) as server,
+        Server([Calculator(), ExternalAgent(name="remote")], settings) as server,
         StrictTrainer(tools_from=f"http://127.0.0.1:{server.http_port}") as trainer,
     ):
         yield {"http://localhost:9001": trainer.url, "localhost:50051": f"127.0.0.1:{server.grpc_port}"}
