@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from rollout_server.core.conversation import State
-from rollout_server.core.ledger import Role, Tokens, Turn
+from rollout_server.core.ledger import Parting, Role, Tokens, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Metrics, RewardRule, TurnReward
@@ -16,7 +16,7 @@ from tests.support.naive_ledger import NaiveLedger, NaiveLine
 
 @dataclass(eq=False)
 class Talk:
-    """One conversation. `called` is the number of calls in its last turn."""
+    """One conversation. `called` is the number of calls in its last turn, `ends` what a branch after each turn begins with."""
 
     line: NaiveLine
     messages: list[Message]
@@ -26,6 +26,7 @@ class Talk:
     cut: bool = False
     running: dict[int, ToolStarted] = field(default_factory=dict)
     back: dict[int, ToolReturned] = field(default_factory=dict)
+    ends: dict[int, Talk] = field(default_factory=dict)
 
 
 class Books:
@@ -96,6 +97,7 @@ class Books:
         self.warnings += [(code, record.turn, None) for code, _ in record.notes]
         self.says(talk, [record.message])
         talk.cut, talk.state = record.finish_reason == "length", State.OPEN
+        talk.ends[record.turn] = Talk(talk.line.here(), list(talk.messages), turn=record.turn, cut=talk.cut)
         return drift
 
     def committed(self, talk: Talk, record: Answered, answer: Tokens) -> tuple[str, int, int, int] | None:
@@ -143,17 +145,27 @@ class Books:
         )
         talk.back.clear()
 
-    def branched(self, talk: Talk, role: Role) -> Talk:
-        other = Talk(talk.line.branch(role), list(talk.messages), turn=talk.turn, cut=talk.cut)
+    def branched(self, talk: Talk, role: Role, after: int, parting: Parting | None) -> Talk:
+        start = talk.ends[after] if after else Talk(talk.line.here(), talk.messages, turn=talk.turn, cut=talk.cut)
+        line = replace(start.line, id=self.ledger.take(), role=role, parting=parting)
+        other = Talk(line, list(start.messages), turn=start.turn, cut=start.cut)
+        other.ends = {turn: end for turn, end in talk.ends.items() if turn <= start.turn}
         self.talks.append(other)
         return other
 
-    def began(self, talk: Talk, kind: str, messages: list[Message], role: Role) -> Talk:
-        role = talk.line.role if kind == "compaction" else role
-        other = Talk(self.ledger.line(kind, talk.line.id, role), list(messages))
+    def began(self, talk: Talk, kind: str, messages: list[Message], role: Role, parting: Parting | None) -> Talk:
+        replaces = kind == "compaction" and parting is None
         self.said += messages
+        if kind == "main" and not talk.turn:
+            talk.messages, talk.line.role = list(messages), role
+            return talk
+        other = Talk(
+            self.ledger.line(kind, "" if kind == "main" else talk.line.id, talk.line.role if replaces else role),
+            list(messages),
+        )
+        other.line.parting = parting
         self.talks.append(other)
-        if kind == "compaction":
+        if replaces or kind == "main":
             talk.state = State.CLOSED
             self.main = other if talk is self.main else self.main
         return other

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.ledger import Origin, Role, SegmentKind, pack_tokens
+from rollout_server.core.ledger import Origin, Parting, Role, SegmentKind, pack_tokens
 from rollout_server.core.limits import Limits
 from rollout_server.core.machine import IllegalRecord, LimitReached, Machine, replay
 from rollout_server.core.message import Message, ToolCall
@@ -28,6 +29,7 @@ from rollout_server.core.record import (
     Answered,
     Appended,
     Asked,
+    CaptureSettled,
     DriftFound,
     Ended,
     Forked,
@@ -57,6 +59,14 @@ limits = st.builds(
     bytes=st.none() | st.integers(200, 4000),
 )
 roles = st.builds(Role, st.sampled_from(("agent", "critic", "user")), st.booleans())
+PARTED = Parting(1, "content", "8", "9")
+FORKS = (
+    SegmentKind.MAIN,
+    *(SegmentKind.BRANCH,) * 3,
+    SegmentKind.SUBAGENT,
+    SegmentKind.COMPACTION,
+    SegmentKind.DRIFT,
+)
 ROLE_REWARDS = {"critic": 0.25, "absent": 8.0}
 usages = st.none() | st.tuples(st.integers(0, 50), st.integers(0, 50))
 
@@ -232,28 +242,38 @@ class RandomRollouts(RuleBasedStateMachine):
         self._agrees()
 
     def _fork(self, data: st.DataObject, talk: Talk) -> None:
-        kind = data.draw(st.sampled_from((SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
-        branches = kind is SegmentKind.BRANCH
+        kind = data.draw(st.sampled_from(FORKS))
+        branches, main = kind is SegmentKind.BRANCH, kind is SegmentKind.MAIN
         given = [] if branches else data.draw(st.lists(messages, min_size=1, max_size=2))
-        role = data.draw(roles)
-        record = self.machine.fork(kind, tuple(given), self._real(talk), role)
-        allowed = talk.state is State.OPEN or (kind is SegmentKind.SUBAGENT and talk.state is not State.CLOSED)
-        if not allowed:
+        role, parting = data.draw(roles), None if main else data.draw(st.sampled_from((None, PARTED)))
+        after = data.draw(st.sampled_from((0, *talk.ends, talk.turn))) if branches else 0
+        record = self.machine.fork(kind, tuple(given), self._real(talk), role, after_turn=after, parting=parting)
+        if not self._may_open(talk, kind, after, parting):
             assert_refused(self.machine, record)
             return
         assert self._take(record) == []
-        opened = self.books.branched(talk, role) if branches else self.books.began(talk, kind.value, given, role)
-        shared = len(opened.line.before)
+        books = self.books
+        opened = (
+            books.branched(talk, role, after, parting)
+            if branches
+            else books.began(talk, kind.value, given, role, parting)
+        )
+        origin = Origin(kind, opened.line.parent, len(opened.line.before), parting)
         assert (record.segment_id, record.count) == (opened.line.id, len(opened.messages))
-        assert (record.origin, record.role) == (Origin(kind, opened.line.parent, shared), opened.line.role)
+        assert (record.origin, record.role) == (origin, opened.line.role)
         self._agrees()
 
+    def _may_open(self, talk: Talk, kind: SegmentKind, after: int, parting: Parting | None) -> bool:
+        if kind is SegmentKind.BRANCH and after:
+            return after in talk.ends
+        if kind is SegmentKind.MAIN:
+            return talk is self.books.main and not talk.ends and talk.state in (State.OPEN, State.CLOSED)
+        if kind is SegmentKind.SUBAGENT or (parting is not None and kind is not SegmentKind.BRANCH):
+            return True
+        return talk.state is State.OPEN and kind is not SegmentKind.DRIFT
+
     def _give_up(self, talk: Talk) -> None:
-        record = GivenUp(talk.turn, talk.line.id)
-        if talk is self.books.main:
-            assert_refused(self.machine, record)
-            return
-        assert self._take(record) == []
+        assert self._take(GivenUp(talk.turn, talk.line.id)) == []
         talk.state = State.CLOSED
         self._agrees()
 
@@ -288,7 +308,7 @@ class RandomRollouts(RuleBasedStateMachine):
             ToolReturned(turn, 99, call, answer, False, 0.0, segment),
             ToolStarted(turn + 1, 0, call, segment),
             ToolStarted(turn, 99, call, segment),
-            Forked(segment, segment, Origin(SegmentKind.MAIN), 1, (answer,)),
+            Forked(segment, segment, Origin(SegmentKind.GAP), 1, (answer,)),
             GivenUp(turn + 1, segment),
         ]
         if state is not State.ASKING:
@@ -304,6 +324,9 @@ class RandomRollouts(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "machine"):
             return
+        if len(self.log) % 2:
+            self.books.main = self.books.talks[len(self.log) % len(self.books.talks)]
+            assert self._take(CaptureSettled(self.books.main.line.id, CaptureReport(parted=1))) == []
         rule = list(RewardRule)[len(self.log) % 3]
         given = RewardResult(0.5, roles=ROLE_REWARDS)
         ended = Ended(_end_of(len(self.log), self.machine), given, 9.0, 4.0, reward_rule=rule)

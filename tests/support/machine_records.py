@@ -121,7 +121,7 @@ def shown(machine: Machine) -> tuple[object, ...]:
 def shown_outcome(outcome: Outcome) -> tuple[object, ...]:
     segments = tuple(shown_segment(s) for s in outcome.segments)
     rewards = (outcome.reward_result, outcome.turn_rewards, outcome.reward_rule)
-    return (outcome.end, outcome.messages, outcome.metrics, outcome.warnings, *rewards, segments)
+    return (outcome.end, outcome.messages, outcome.metrics, outcome.warnings, *rewards, segments, outcome.capture)
 
 
 def assert_refused(machine: Machine, record: object) -> None:

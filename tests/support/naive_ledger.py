@@ -5,7 +5,7 @@ It is written from the laws in the ledger's docstring, not from its code. Nothin
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from rollout_server.core.ledger import (
@@ -14,6 +14,7 @@ from rollout_server.core.ledger import (
     ConversationLedger,
     Ledger,
     MaskReason,
+    Parting,
     Role,
     Segment,
     Span,
@@ -54,6 +55,7 @@ class NaiveSegment:
     verified: bool
     tokens: list[Token]
     role: Role = AGENT
+    parting: Parting | None = None
 
     def ids(self) -> list[int]:
         return [t.id for t in self.tokens]
@@ -100,6 +102,7 @@ class NaiveLine:
     segment: NaiveSegment | None = None
     missing: bool = False
     role: Role = AGENT
+    parting: Parting | None = None
 
     def tokens(self) -> list[Token]:
         return list(self.before if self.segment is None else self.segment.tokens)
@@ -109,9 +112,12 @@ class NaiveLine:
 
     def branch(self, role: Role = AGENT) -> NaiveLine:
         """Another conversation that continues from here."""
+        return replace(self.here(), id=self.ledger.take(), role=role)
+
+    def here(self) -> NaiveLine:
+        """A branch from here, without an id."""
         parent = self.id if self.segment is not None or not self.before else self.parent
-        own = self.ledger.take()
-        return NaiveLine(self.ledger, own, "branch", parent, self.tokens(), missing=self.missing, role=role)
+        return NaiveLine(self.ledger, "", "branch", parent, self.tokens(), missing=self.missing)
 
     def skip(self) -> None:
         """Record that the tokens of a turn are unknown."""
@@ -170,7 +176,7 @@ class NaiveLine:
 
     def _open(self, kind: str, shared: int, prompt: list[int], turn: int) -> None:
         if self.segment is None:
-            opened = NaiveSegment(self.id, self.kind, self.parent, shared, len(prompt), True, [])
+            opened = NaiveSegment(self.id, self.kind, self.parent, shared, len(prompt), True, [], parting=self.parting)
         else:
             opened = NaiveSegment(self.ledger.take(), kind, self.segment.id, shared, len(prompt), True, [])
         opened.tokens, opened.role = masked(prompt, "prompt", turn), self.role
@@ -224,7 +230,7 @@ def _assert_segment(real: Segment, plain: NaiveSegment) -> None:
         plain.parent,
         plain.shared,
     )
-    assert (real.role, real.verified) == (plain.role, plain.verified)
+    assert (real.role, real.verified, real.origin.parting) == (plain.role, plain.verified, plain.parting)
     assert len(real) == len(plain.tokens)
     assert list(real.ids()) == plain.ids(), "the concatenated ledger is what the model saw and generated"
     assert real.logprobs() == pack_logprobs(t.logprob or 0.0 for t in plain.tokens)
