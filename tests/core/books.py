@@ -156,7 +156,7 @@ class Books:
     def began(self, talk: Talk, kind: str, messages: list[Message], role: Role, parting: Parting | None) -> Talk:
         replaces = kind == "compaction" and parting is None
         self.said += messages
-        if kind == "main" and not talk.turn:
+        if kind == "main" and not talk.turn and talk.line.kind == "main":
             talk.messages, talk.line.role = list(messages), role
             return talk
         other = Talk(

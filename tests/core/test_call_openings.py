@@ -212,6 +212,13 @@ def test_a_first_call_that_failed_is_followed_by_another_first_one() -> None:
     assert [(each.id, each.origin) for each in machine.ledger.segments] == [("1", Origin(MAIN))]
 
 
+def test_after_a_compaction_the_first_call_opens_the_first_segment_anew() -> None:
+    machine = fresh()
+    shorter = opens(machine, machine.fork(COMPACTION, (USER,)))
+    again = opens(machine, machine.fork(MAIN, (SYSTEM, USER)))
+    assert (again.id, again.line.origin, machine.main, shorter.state) == ("2", Origin(MAIN), again, State.CLOSED)
+
+
 @pytest.mark.parametrize(
     "change",
     [

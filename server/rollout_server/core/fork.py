@@ -13,7 +13,7 @@ def fork_record(draft: Forked, forked: Conversation, ledger: Ledger) -> Forked:
     """Return the record that would open a conversation now. Changes nothing.
 
     A branch has the messages and the model of its parent, a compaction that replaces its parent has its role. MAIN opens the
-    conversation of the rollout's first segment: in place of `forked`, or anew if a turn of it was given up.
+    conversation of the rollout's first segment: in place of `forked`, or anew if a turn of it was given up, or it is a compaction.
 
     Args:
         draft: the record with the kind and the parting of its origin, and all that the agent chooses. The rest is set here.
@@ -27,7 +27,8 @@ def fork_record(draft: Forked, forked: Conversation, ledger: Ledger) -> Forked:
         point, count = (forked.line.branch_point(), len(forked.messages)) if end is None else (end.point, end.messages)
         origin, role = replace(point.origin, parting=parting), replace(role, model=forked.role.model)
     elif kind is SegmentKind.MAIN:
-        origin, segment_id = Origin(kind), segment_id if forked.turn else forked.id
+        in_place = not forked.turn and forked.line.origin.kind is kind
+        origin, segment_id = Origin(kind), forked.id if in_place else segment_id
     elif _replaces(kind, parting):
         role = forked.role
     return replace(draft, segment_id=segment_id, of=forked.id, origin=origin, count=count, role=role)

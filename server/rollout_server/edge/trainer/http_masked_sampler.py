@@ -76,9 +76,10 @@ class MaskedSampler:
     def fork(self, fork: Fork) -> MaskedSampler:
         """Raise `RolloutFailed`: such a trainer keeps one message list per rollout, and masks count from the end of that list.
 
-        A compaction before the first turn is allowed: the trainer has no list yet, so the conversation can still be replaced.
+        Before the first turn the conversation can still be replaced: the trainer has no list yet.
         """
-        if fork.origin.kind is SegmentKind.COMPACTION and fork.tools is None and not self._requested:
+        replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN)
+        if replaces and fork.tools is None and not self._requested:
             return MaskedSampler(self._trainers, self._spec, self._tools)
         text = (
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "

@@ -77,8 +77,9 @@ class PlainSampler:
             )
             raise RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
         other = PlainSampler(self._trainers, self._spec)
-        # A compaction before the first request replaces a conversation that the trainer never saw: it is the first for the trainer.
-        other._unnamed = self._requested or self._unnamed or fork.origin.kind is not SegmentKind.COMPACTION
+        # What replaces a conversation before the first request is the first for the trainer, which never saw that conversation.
+        replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN)
+        other._unnamed = self._requested or self._unnamed or not replaces
         return other
 
     def _body(self, request: CompletionRequest) -> bytes:
