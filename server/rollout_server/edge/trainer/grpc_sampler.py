@@ -94,6 +94,7 @@ class CompletionSampler:
         messages = tuple(request.messages[: request.asked.messages])
         if self._begins_earlier:
             self._digest.rebuild(request.ledger)
+            self._begins_earlier = False
         rendered = await self._render(request, messages) if in_token_mode(self._spec) else None
         delta = None if rendered is None else self._digest.predicted(request, rendered.predicted)
         call = TurnCall(request.asked.turn, request.deadline, request.credentials)
@@ -106,13 +107,14 @@ class CompletionSampler:
             checked = await self._check_rendered(request, rendered.predicted, delta, completion, answered)
         else:
             checked = await self._check_reported(request, completion, answered)
-        self._segment_id, self._begins_earlier = request.asked.segment_id, False
+        self._segment_id = request.asked.segment_id
         return checked
 
     def fork(self, fork: Fork) -> CompletionSampler:
         """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty.
 
-        After an earlier turn, and until the first request, the branch's tokens are in its ledger only.
+        The tokens after an earlier turn are known from the branch's ledger, with its first request. Trainers keep a checkpoint per
+        turn, so its base is the one of that turn.
         """
         builder = self._builder
         tools = builder.tools if fork.tools is None else fork.tools
@@ -153,7 +155,7 @@ class CompletionSampler:
         self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
     ) -> Response:
         """Send what is new since the base; send the whole history or the list of tools once if the trainer does not hold them."""
-        base = None if self._begins_earlier else self._digest.base(request)
+        base = self._digest.base(request)
         listed = base is None
         while True:
             self._whole = base is None

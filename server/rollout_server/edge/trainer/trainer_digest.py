@@ -105,7 +105,10 @@ class TrainerDigest:
         return other
 
     def rebuild(self, ledger: LedgerView) -> None:
-        """Add the tokens of a ledger that this digest has not followed. The trainer must then be sent all of them."""
+        """Add the tokens of a ledger that this digest has not followed.
+
+        In message mode the trainer may know them under another digest; it then asks for the whole history.
+        """
         for span in held_spans(ledger):
             self._digest.add(span.ids, span.author)
             if span.author is Author.MODEL:

@@ -53,7 +53,7 @@ class Forking(Agent):
     name = "forking"
 
     async def play(self, run: Run) -> None:
-        await run.sample()
+        run.state["first"] = await run.sample()
         await getattr(self, str(run.metadata["does"]))(run)
 
     async def branches(self, run: Run) -> None:
@@ -68,6 +68,20 @@ class Forking(Agent):
         await run.sample()
         branch = await run.fork()
         await asyncio.gather(self._talks(branch, "Try this."), self._talks(run, "Or that."))
+
+    async def earlier(self, run: Run) -> None:
+        """Branches after the first completion: one of a conversation in its third turn, one of that branch, one during a turn."""
+        first = run.state["first"]
+        await self._talks(run, "Go on.")
+        branch = await run.fork(after=first)
+        again = await branch.fork()
+        await run.append(said("Or that."))
+        async with asyncio.TaskGroup() as group:
+            group.create_task(run.sample())
+            await asyncio.sleep(0)
+            late = await run.fork(after=first)
+            for each, text in ((branch, "Try this."), (again, "Try that."), (late, "Try it late.")):
+                group.create_task(self._talks(each, text))
 
     async def subagents(self, run: Run) -> None:
         """Two subagents with their own tools, one of them parallel to this conversation; the second is forked once more."""
@@ -131,9 +145,10 @@ WANTED: dict[str, list[tuple[str, int, str, int]]] = {
     "branches": [("0", MAIN, "", 3), ("1", BRANCH, "0", 2), ("2", BRANCH, "0", 2)],
     "subagents": [("0", MAIN, "", 2), ("1", SUBAGENT, "0", 2), ("2", SUBAGENT, "0", 2), ("3", BRANCH, "2", 2)],
     "late": [("0", MAIN, "", 4), ("1", BRANCH, "0", 2)],
+    "earlier": [("0", MAIN, "", 4), ("1", BRANCH, "0", 2), ("2", BRANCH, "0", 2), ("3", BRANCH, "0", 2)],
     "compaction": [("0", MAIN, "", 1), ("1", COMPACTION, "0", 2), ("2", COMPACTION, "1", 2)],
 }
-TURNS = {"branches": 7, "late": 6, "subagents": 8, "compaction": 5}
+TURNS = {"branches": 7, "late": 6, "earlier": 10, "subagents": 8, "compaction": 5}
 
 
 @asynccontextmanager
