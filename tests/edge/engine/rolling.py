@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -10,9 +11,13 @@ from typing import Any
 
 from osmosis.rollout.v1 import outcome_pb2
 from rollout_client import AsyncClient, Target, TrainingSample, samples
-from rollout_server import Agent, Run
+from rollout_server import Agent, RewardResult, Run
 from rollout_server.app import Server
 from rollout_server.calculator import add, multiply
+from rollout_server.core.ledger import Parting, SegmentKind
+from rollout_server.core.message import Message
+from rollout_server.runtime.errors import PromptTooLong
+from rollout_server.runtime.run.opening import Opening
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
@@ -86,6 +91,56 @@ class Tree(Agent):
         await run.sample()
 
 
+class Earlier(Agent):
+    """Branches after the first of three completions: one at once, one of that branch, one while the conversation waits."""
+
+    name = "earlier"
+    tools = (add,)
+
+    async def play(self, run: Run) -> None:
+        first = await run.sample()
+        await self._goes_on(run, "Two?")
+        await self._goes_on(run, "Three?")
+        branch = await run.fork(after=first)
+        again = await branch.fork()
+        await run.append({"role": "user", "content": "Four?"})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(run.sample())
+            await asyncio.sleep(0)
+            late = await run.fork(after=first)
+            for each, text in ((branch, "Or?"), (again, "Else?"), (late, "Late?")):
+                group.create_task(self._goes_on(each, text))
+        await asyncio.gather(*(self._goes_on(each, f"{n}?") for n, each in enumerate((run, branch, again, late))))
+
+    async def _goes_on(self, run: Run, text: str) -> None:
+        await run.append({"role": "user", "content": text})
+        await run.sample()
+
+
+class Shortening(Agent):
+    """Continue in a shorter conversation when the prompt is too long, as agents with a loop of their own do."""
+
+    name = "shortening"
+
+    async def play(self, run: Run) -> None:
+        main = await run.open(Opening(SegmentKind.MAIN, (said("5 plus 3?"),)))
+        await main.attempt()
+        await main.append({"role": "user", "content": "And now? " * 20})
+        try:
+            await main.attempt()
+        except PromptTooLong as error:
+            run.state["said"] = error.tokens, error.maximum
+            shorter = Opening(SegmentKind.COMPACTION, (said("In short."),), parting=Parting(1, "content"))
+            await (await main.open(shorter)).attempt()
+
+    async def reward(self, run: Run) -> RewardResult:
+        return RewardResult(extra_json=json.dumps({"said": run.state["said"]}))
+
+
+def said(text: str) -> Message:
+    return Message.write({"role": "user", "content": text})
+
+
 @asynccontextmanager
 async def connected() -> AsyncIterator[AsyncClient]:
     """A client of a real server that retries quickly."""
@@ -93,7 +148,7 @@ async def connected() -> AsyncIterator[AsyncClient]:
     retries: Any = {"retry_base_seconds": 0.01, "retry_max_seconds": 0.02, "retries": 2}
     settings = Settings(_env_file=None, tokenizers={"t": TOY_TOKENIZER}, tokenizers_offline=True, **ports, **retries)
     async with (
-        Server([Sums(), Parts(), Tree(), Cooling()], settings) as server,
+        Server([Sums(), Parts(), Tree(), Cooling(), Earlier(), Shortening()], settings) as server,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         yield client

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from rollout_client import AsyncClient, samples
 
 from tests.edge.engine.rolling import SQUEEZED, check_once, check_whole, roll, warned
 from tests.support.engine_model import EngineModel
-from tests.support.engines import Engine, SglangEngine, VllmEngine, serving
+from tests.support.engines import Engine, OpenaiEngine, SglangEngine, VllmEngine, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 MODES: dict[str, dict[str, Any]] = {
@@ -68,3 +70,47 @@ async def test_each_answer_trains_once_in_a_tree_of_branches(
     for sample in found:
         shared = whole[sample.parent_id][: sample.parent_tokens] if sample.parent_tokens else []
         assert whole[sample.segment_id][: len(shared)] == shared
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("kind", [VllmEngine, SglangEngine])
+@pytest.mark.parametrize("squeezed", [False, True], ids=["exact", "drifting"])
+async def test_branches_after_an_earlier_completion(
+    client: AsyncClient, kind: Callable[[EngineModel], Engine], mode: dict[str, Any], squeezed: bool
+) -> None:
+    texts = [SQUEEZED if squeezed and n in (0, 1) else f"Answer {n}." for n in range(11)]
+    engine = kind(EngineModel(texts))
+    async with serving(engine):
+        outcome = await roll(client, engine, agent="earlier", **mode)
+    assert (outcome.failure.message, outcome.stop.reason, len(engine.model.seen)) == ("", "stop", 11)
+    found = samples(outcome)
+    check_once(found, engine.model.seen)
+    if squeezed and "token_mode" not in mode:
+        return
+    assert warned(outcome) == []
+    assert sorted(sample.kind for sample in found) == ["branch"] * 3 + ["main"]
+    first = engine.model.seen[0]
+    shared = [*first.prompt, *first.ids]
+    for sample in found:
+        assert [*sample.prompt_ids, *sample.response_ids][: len(shared)] == shared
+        assert sample.parent_tokens == (len(shared) if sample.kind == "branch" else 0)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [*product((VllmEngine, SglangEngine), MODES.values()), (OpenaiEngine, {})])
+async def test_a_prompt_that_is_too_long_is_told_to_an_agent_that_can_shorten_it(
+    client: AsyncClient, kind: Callable[[EngineModel], Engine], mode: dict[str, Any]
+) -> None:
+    engine = kind(EngineModel(["Well.", "Done."]))
+    engine.model.context = 120
+    async with serving(engine):
+        outcome = await roll(client, engine, agent="shortening", sampling={"max_tokens": 5}, **mode)
+    assert (outcome.failure.message, outcome.stop.reason) == ("", "stop")
+    tokens, maximum = json.loads(outcome.extra_json)["said"]
+    if kind is OpenaiEngine:
+        assert (tokens, maximum) == (None, None)
+    else:
+        assert maximum == 120
+        assert tokens > 100
+        check_once(samples(outcome), engine.model.seen)
+        origins = [(sample.kind, sample.parent_tokens) for sample in samples(outcome)]
+        assert origins == [("main", 0), ("compaction", 0)]

@@ -17,7 +17,7 @@ _CONTEXT: Final = re.compile(
     rb"context[ _-]?(length|window|size)|maximum model length|max_model_len|prompt is too long", re.IGNORECASE
 )
 _MAXIMUM: Final = re.compile(
-    rb"(?:context[ _-]?(?:length|window|size)|maximum model length|max_model_len|n_ctx\")[^0-9]{0,30}([0-9]{1,9})"
+    rb"(?:context[ _-]?(?:length|window|size)|maximum model length|max_model_len|n_ctx\")[^0-9]{0,30}([0-9]{1,9})(?![0-9])"
     rb"|> ?([0-9]{1,9}) maximum",
     re.IGNORECASE,
 )
