@@ -240,6 +240,16 @@ async def test_a_bug_of_the_server_ends_the_rollout_and_reveals_nothing(new_worl
     assert_internal(await outcome_of(rollout))
 
 
+async def test_a_malformed_completion_ends_the_rollout_in_the_trainers_name(new_world: type[RuntimeHarness]) -> None:
+    rollout = new_world(Elsewhere()).start(Say(message='{"role": "assistant", "content": 5}'))
+    with pytest.raises(RolloutOver):
+        await called(rollout, ASK)
+    end = (await outcome_of(rollout)).end
+    assert isinstance(end, Failure)
+    assert (end.category, end.failure_class) == (Category.VALIDATION, FailureClass.TRAINER)
+    assert "malformed" in end.message
+
+
 async def test_more_calls_than_allowed_are_refused_and_the_others_go_on(new_world: type[RuntimeHarness]) -> None:
     rollout = new_world(Elsewhere()).start(Say("8", seconds=60))
     tasks = [await begun(rollout, user(f"{number}?")) for number in range(MOST_CALLS)][:MOST_CALLS]

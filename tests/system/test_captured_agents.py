@@ -155,7 +155,10 @@ async def test_with_an_http_trainer(dialect: Any, edit: str) -> None:
     """The agent's calls offer the tools that its class declares."""
     masked = dialect == "http_masked"
     judge = TrainerDialect.MASKED if masked else TrainerDialect.PLAIN
-    async with connected(*loops(edit)) as client, StrictTrainer(script=SCRIPT, dialect=judge, render_tools=False) as trainer:
+    async with (
+        connected(*loops(edit)) as client,
+        StrictTrainer(script=SCRIPT, dialect=judge, render_tools=False) as trainer,
+    ):
         spec = {"completions": Target(trainer.url, dialect), "tokenizer": "toy"}
         assert_equal(*[await roll(client, name, **spec) for name in ("own", "same")])
         assert [verdict.refusals for verdict in trainer.verdicts()] == [(), ()]
@@ -303,7 +306,7 @@ async def test_a_later_system_message_is_rendered_as_the_template_allows() -> No
         first = await said(capture, system("Be brief."), user("Begin."), system("It is late."))
         await said(capture, system("Be brief."), user("Begin."), system("It is late."), first, system("Still."))
 
-    roles = []
+    roles: list[list[str]] = []
     async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
         for named in ({"tokenizer": "toy"}, {}):
             spec = {"completions": f"grpc://{trainer.grpc_target}", "rollout_id": f"r{len(roles)}", **named}
@@ -312,6 +315,27 @@ async def test_a_later_system_message_is_rendered_as_the_template_allows() -> No
             roles.append([json.loads(message.json)["role"] for message in outcome.messages])
     assert roles[0] == ["system", "user", "system", "assistant", "system", "assistant"]
     assert roles[1] == ["system", "user", "user", "assistant", "user", "assistant"]
+
+
+async def test_large_calls_are_decided_as_small_ones() -> None:
+    """They are compared in a thread, while other completions of the rollout arrive."""
+
+    async def calls(capture: Capture) -> None:
+        begun = [
+            [user("x" * 300_000)],
+            [user("y" * 300_000)],
+            [user(f"{number}?") for number in range(300)],
+            [user("?")],
+        ]
+        for _ in range(3):
+            answers = await asyncio.gather(*(said(capture, *history) for history in begun))
+            begun = [[*history, answer, user("Go on.")] for history, answer in zip(begun, answers, strict=True)]
+
+    lines = tuple(ScriptedReply(content=f"Answer {number}.") for number in range(12))
+    async with connected(Calls(calls)) as client, StrictTrainer(script=Script(lines)) as trainer:
+        outcome = await roll(client, "calls", completions=f"grpc://{trainer.grpc_target}")
+    assert (len(outcome.samples), outcome.capture.continued, outcome.capture.parted) == (4, 8, 3)
+    assert sum(sum(sample.response_mask) for sample in samples(outcome)) == outcome.metrics.generated_tokens
 
 
 async def test_a_hundred_rollouts_at_once() -> None:

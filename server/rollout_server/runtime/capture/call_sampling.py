@@ -46,9 +46,9 @@ def call_sampling(asked: Sampling, spec: Spec, *, client: bool) -> tuple[Samplin
         if (value := getattr(chosen, name)) != getattr(own, name)
     }
     unused = [name for name in ("temperature", "top_p") if getattr(asked, name) not in (None, getattr(chosen, name))]
-    kept_extra = {name: value for name, value in extra.items() if client or name not in _extra_of(own)}
-    options: SamplingOptions = {**given, "extra": kept_extra} if kept_extra else {**given}  # type: ignore[typeddict-item]
-    return options, (*unused, *(extra.keys() - kept_extra.keys()))
+    further = {name: value for name, value in extra.items() if client or name not in _extra_of(own)}
+    options: SamplingOptions = {**given, "extra": further} if further else {**given}  # type: ignore[typeddict-item]
+    return options, (*unused, *(extra.keys() - further.keys()))
 
 
 def _lower(own: int | None, asked: int | None, dialect: Dialect) -> int | None:

@@ -12,11 +12,13 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Protocol, Unpack
 
 from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.capture.client_message import client_message
-from rollout_server.core.capture.decision import Branch, Continue, Join, Open, Refuse, Replay, Settlement
+from rollout_server.core.capture.decision import Branch, Continue, Decision, Join, Open, Refuse, Replay, Settlement
+from rollout_server.core.capture.history import InvalidHistory
 from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.report import CaptureReport
@@ -50,6 +52,9 @@ AUXILIARY: Final = Role("auxiliary", trainable=False)
 """The role of a conversation that is beside the task, such as a call for a title."""
 _GRACE_SECONDS: Final = 5.0
 """Seconds for the completions under way to end once they are cancelled."""
+_LARGE_MESSAGES: Final = 200
+_LARGE_TEXT: Final = 256 * 1024
+"""Messages, and characters in them, beyond which a call is decided in a thread."""
 _MOST_NOTES: Final = 16
 """Different notes of one rollout about its calls."""
 
@@ -175,8 +180,7 @@ class Capture:
 
     async def _begin(self, call: ModelCall) -> Completed | Pending:
         """Decide a call, and start its generation unless there is one, or its completion, already."""
-        options = self._sampling(call)
-        decision = self._tree.decide(call, self._now())
+        options, decision = self._sampling(call), await self._decide(call)
         match decision:
             case Refuse():
                 raise CallRefused(decision.reason, decision.field, decision.text)
@@ -185,12 +189,18 @@ class Capture:
             case Join():
                 return decision.pending
         run = self._runs[decision.conversation] if isinstance(decision, Continue) else await self._open(decision, call)
+        self._check_open()  # it may have been closed meanwhile
         pending = self._tree.begin(decision)
         self._runs[pending.conversation] = run
         messages = () if isinstance(decision, Open) else decision.messages
         self._tasks[pending] = task = asyncio.create_task(self._generate(pending, run, messages, options))
         task.add_done_callback(lambda task: self._on_generated(pending, task))
         return pending
+
+    async def _decide(self, call: ModelCall) -> Decision:
+        """Decide a call; a large one in a thread, so that it does not block the event loop. The lock is held meanwhile."""
+        decide = partial(self._tree.decide, call, self._now())
+        return await asyncio.to_thread(decide) if _is_large(call) else decide()
 
     async def _open(self, decision: Branch | Open, call: ModelCall) -> CapturedRun:
         """Open the conversation of a call. Raise `CallRefused` if the trainer does not support it."""
@@ -218,18 +228,29 @@ class Capture:
             if messages:
                 await run.append(*messages)
             reply = await run.attempt(**options)
+            completed = self._completion(reply)
+            self._completed[completed.id] = completed
+            async with self._lock:  # a decision may be reading the tree in a thread
+                self._tree.completed(pending, completed.id, reply.message, reply.turn, self._now())
         except BaseException as error:
             self._tree.failed(pending)
-            if isinstance(error, RolloutEnded | PromptTooLong | AgentMistake | asyncio.CancelledError):
-                raise
+            raise self._failure(error) from None
+        return completed
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Return what the callers of a completion that failed get. Ends the rollout unless it goes on, or has ended."""
+        if isinstance(error, RolloutEnded | PromptTooLong | AgentMistake | asyncio.CancelledError):
+            return error
+        turn, source = self._context.machine.turn, self._context.rollout.spec.completions.failure_class
+        failure = Failure(
+            Category.VALIDATION, f"the message of a completion is malformed: {error}", turn, source=source
+        )
+        if not isinstance(error, InvalidHistory):
             _log.error("a model call of rollout %s failed", self._context.rollout.uid, exc_info=error)
             text = "the completion of a model call failed; the server's log has the reason"
-            self._context.ending.reach(Failure(Category.INTERNAL, text, source=FailureClass.SERVER))
-            raise RolloutOver() from None
-        completed = self._completion(reply)
-        self._completed[completed.id] = completed
-        self._tree.completed(pending, completed.id, reply.message, reply.turn, self._now())
-        return completed
+            failure = Failure(Category.INTERNAL, text, turn, source=FailureClass.SERVER)
+        self._context.ending.reach(failure)
+        return RolloutOver()
 
     def _completion(self, reply: Reply) -> Completed:
         sampled = reply.sampled
@@ -300,6 +321,20 @@ class Capture:
 
     def _now(self) -> float:
         return self._context.rollout.clock.monotonic()
+
+
+def _is_large(call: ModelCall) -> bool:
+    """Return whether a call is so large that its comparison takes milliseconds."""
+    if len(call.messages) > _LARGE_MESSAGES:
+        return True
+    left = _LARGE_TEXT
+    pending: list[JSON] = [message.fields for message in call.messages]
+    while pending and left > 0:
+        value = pending.pop()
+        left -= len(value) if isinstance(value, str) else 1
+        if isinstance(value, Mapping | list):
+            pending += value.values() if isinstance(value, Mapping) else value
+    return left <= 0
 
 
 @asynccontextmanager
