@@ -51,6 +51,7 @@ lock: ## Update the lock files
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
 	$(UV) requirements/transformers4.in -o requirements/transformers4.lock
 	$(UV) --no-deps requirements/trl.in -o requirements/trl.lock
+	$(UV) requirements/clients.in -o requirements/clients.lock
 	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
@@ -74,10 +75,10 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
 	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests except the thorough ones (10 minutes on two cores)
+test: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests except the thorough ones (10 minutes on two cores)
 	$(PYTEST) -m "not thorough"
 
-test-all: setup .venv-protos/.ready .venv-trl/.ready ## Run all tests, including load bursts, fuzzers and every chat template
+test-all: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests, including load bursts, fuzzers and every chat template
 	$(PYTEST)
 
 bench: setup ## Measure CPU per turn, compared with a minimal server
@@ -122,7 +123,7 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
 environments: ## Create all environments that `make check` needs, in parallel
-	@$(MAKE) --no-print-directory -j5 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready .venv-trl/.ready
+	@$(MAKE) --no-print-directory -j5 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready .venv-trl/.ready .venv-clients/.ready
 
 check: environments ## Run all tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target types transformers4 oldest format lint deploy-checks
@@ -157,4 +158,4 @@ mutants-tokens: setup .venv-mutants/.ready ## Run mutation tests of the renderer
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Delete environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-trl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-trl .venv-clients .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
