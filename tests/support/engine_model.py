@@ -65,7 +65,7 @@ class EngineModel:
         if self.aborts:
             self.aborts -= 1
             return Generated(list(prompt), self.encode("Hal"), [-1.0] * len(self.encode("Hal")), "abort")
-        text = self.says[min(len(self.seen), len(self.says) - 1)]
+        text = self.next_text(prompt)
         ids = [token for each in text for token in self.encode(each)] if self.odd else self.encode(text)
         ids += self.encode(END)
         finish = "stop"
@@ -74,6 +74,9 @@ class EngineModel:
         generated = Generated(list(prompt), ids, [-(1 + index) / 64 for index in range(len(ids))], finish)
         self.seen.append(generated)
         return generated
+
+    def next_text(self, prompt: Sequence[int]) -> str:
+        return self.says[min(len(self.seen), len(self.says) - 1)]
 
     def read(self, ids: Sequence[int]) -> ParsedCompletion:
         """Parse sampled ids, without the end token, as an engine's parsers do."""
