@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -113,6 +113,16 @@ oldest: .venv-oldest/.ready ## Run the contract tests with the oldest supported 
 
 docs: setup ## Generate the settings tables in docs/
 	$(BIN)/python deploy/settings_tables.py
+
+build/clis/.ready: requirements/clis/package.json
+	mkdir -p $(@D) && cp $< $(@D)
+	cd $(@D) && npm install --no-audit --no-fund --loglevel=error
+	@touch $@
+
+# In a network namespace with loopback only: the agents reach the test's server and nothing else.
+test-clients: setup build/clis/.ready ## Run Codex, Claude Code and OpenCode on a model endpoint (Linux with npm; 1 GB; RECORD=1: write their shapes)
+	ROLLOUT_CLIS=build/clis unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' - \
+		$(BIN)/python -m pytest -n 0 tests/clients/test_command_lines.py
 
 transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4
 	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider

@@ -77,9 +77,7 @@ def wrote(final: Mapping[str, Any]) -> str:
     if "choices" in final:
         message = final["choices"][0]["message"]
         reasoning, text = message.get("reasoning_content") or "", message.get("content") or ""
-        calls = [
-            (each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls") or ()
-        ]
+        calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls") or ()]
     for item in final.get("output", final.get("content", ())):
         match item["type"]:
             case "thinking":

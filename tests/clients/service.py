@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,13 +17,14 @@ import httpx
 from aiohttp import web
 from osmosis.rollout.v1.outcome_pb2 import Outcome
 from rollout_client import AsyncClient, Target, TrainingSample, samples
-from rollout_server import Agent, ExternalAgent, Run
+from rollout_server import Agent, Run
+from rollout_server.agent import ExternalAgent
 from rollout_server.app import Server
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.clients.recording import Exchange, Recorder, recording
-from tests.support.engine_model import EngineModel
+from tests.support.engine_model import END, EngineModel, Generated
 from tests.support.engines import MODEL, VllmEngine, serving
 
 ENVIRONMENT = Path(__file__).resolve().parents[2] / ".venv-clients"
@@ -201,3 +204,45 @@ def offered(body: Mapping[str, Any], results: Mapping[str, str]) -> list[OwnTool
         schema = json.dumps(given.get("parameters", given.get("input_schema")))
         found.append(OwnTool(given["name"], given.get("description", ""), schema, results))
     return found
+
+
+def check_captured(found: Sequence[TrainingSample], seen: Sequence[Generated]) -> list[Generated]:
+    """Assert that each completion is in one sample, after the prompt that the engine saw, and that nothing else trains.
+
+    Returns the completions that are masked out.
+    """
+    trained, masked = 0, []
+    for (prompt, ids), times in Counter((tuple(each.prompt), tuple(each.ids)) for each in seen).items():
+        start, stop = len(prompt), len(prompt) + len(ids)
+        homes = [each for each in found if _written(each, start, stop) and _tokens(each)[:stop] == [*prompt, *ids]]
+        assert len(homes) == times, (len(homes), times)
+        generated = next(each for each in seen if (tuple(each.prompt), tuple(each.ids)) == (prompt, ids))
+        for home in homes:
+            inside = slice(start - len(home.prompt_ids), stop - len(home.prompt_ids))
+            mask = home.response_mask[inside]
+            assert mask in ([1] * len(ids), [0] * len(ids))
+            trained += sum(mask)
+            if mask[0]:
+                assert home.logprobs is not None
+                assert home.logprobs[inside] == array("f", generated.logprobs).tolist()
+            else:
+                masked.append(generated)
+    assert sum(sum(each.response_mask) for each in found) == trained
+    return masked
+
+
+def text(model: EngineModel, generated: Generated) -> str:
+    """What the model wrote, without the end token."""
+    return str(model.tokenizer.decode(generated.ids)).removesuffix(END)
+
+
+def _tokens(sample: TrainingSample) -> list[int]:
+    return sample.prompt_ids + sample.response_ids
+
+
+def _written(sample: TrainingSample, start: int, stop: int) -> bool:
+    """Whether the tokens are one completion that was sampled in this segment."""
+    return any(
+        (span.author, span.start, span.stop) == ("model", start, stop) and span.reason != "prompt"
+        for span in sample.spans or ()
+    )

@@ -1,7 +1,7 @@
 """The shapes of what clients send: recorded requests whose texts are replaced by ones of this repository.
 
-Kept are the structure, roles, types, names of tools and parameters, which strings are equal, ids that the server gave, and the texts of
-the task and of the model, which are this repository's own.
+Kept are the structure, roles, types, names of tools and parameters, which strings are equal, the ids that the server gave, and the
+texts of the task and of the model, which are this repository's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollout_server.core.capture.rules import CaptureOptions
 from tests.clients.recording import Exchange
 from tests.clients.responses import ids, parsed, wrote
 
-FOLDER = Path(__file__).parent / "shapes"
+FOLDER = Path(__file__).parent / "recorded"
 _WORD = re.compile(r"[A-Za-z0-9_.:/+$#-]{1,64}")
 _STRUCTURE = frozenset({"role", "type", "name", "status", "tool_choice", "effort", "required", "summary", "include"})
 _HEADERS = re.compile(r"x-(?:claude-code|codex|session|parent|stainless-retry|rollout|app)")

@@ -17,12 +17,12 @@ from tests.clients.service import (
     Captured,
     Played,
     TurnModel,
+    check_captured,
     offered,
     play,
     program,
     serving_world,
 )
-from tests.edge.engine.rolling import check_once
 
 pytestmark = pytest.mark.skipif(
     not (ENVIRONMENT / ".ready").exists(), reason="no .venv-clients: `make .venv-clients/.ready` makes it"
@@ -99,7 +99,7 @@ async def test_smolagents_is_cut_honestly(options: list[str]) -> None:
     found, seen = await captured(["smolagents_agent", *options], [CALLS, final])
     assert found.printed == ["42 and 8."]
     assert len(found.samples) == len(seen) == 2
-    check_once(found.samples, seen)
+    assert check_captured(found.samples, seen) == []
     assert [each.origin.parting.field for each in found.outcome.segments][1:] == ["content"]
 
 
@@ -107,7 +107,7 @@ async def test_smolagents_is_cut_honestly(options: list[str]) -> None:
 async def test_two_processes_of_one_agent_share_a_rollout(name: str) -> None:
     found, seen = await captured([name, "--stream"], times=2)
     assert found.printed == ["You are welcome."] * 2
-    check_once(found.samples, seen)
+    assert check_captured(found.samples, seen) == []
     assert len(seen) == 6
     (once,) = await expected(found)
     for sample in found.samples:

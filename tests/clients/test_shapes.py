@@ -11,9 +11,8 @@ import pytest
 from rollout_client import samples
 
 from tests.clients.responses import ids, parsed
-from tests.clients.service import serving_world
+from tests.clients.service import check_captured, serving_world, text
 from tests.clients.shapes import FOLDER, filled
-from tests.edge.engine.rolling import check_once
 from tests.support.engine_model import EngineModel
 
 RECORDED = sorted(FOLDER.glob("*.json"))
@@ -21,7 +20,7 @@ RECORDED = sorted(FOLDER.glob("*.json"))
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 async def test_a_recorded_session_is_captured_exactly(path: Path) -> None:
-    recorded = json.loads(path.read_text(encoding="utf-8"))
+    recorded = _read(path)
     calls: Sequence[Any] = recorded["calls"]
     model = EngineModel([call["wrote"] for call in calls], odd=True)
     given: dict[str, str] = {}
@@ -33,7 +32,12 @@ async def test_a_recorded_session_is_captured_exactly(path: Path) -> None:
             assert response.status_code == 200, response.text
             given |= {f"@{number}:{name}": value for name, value in ids(parsed(response.content)).items()}
         outcome = await world.finish(uid, base, bearer)
-    trained = [each for each in samples(outcome) if any(each.response_mask)]
-    beside = set(recorded["beside"])
-    check_once(trained, [each for number, each in enumerate(model.seen) if number not in beside])
-    assert [len(each.turns) for each in outcome.segments] == recorded["turns"]
+    masked = check_captured(samples(outcome), model.seen)
+    assert sorted(text(model, each) for each in masked) == recorded["masked"]
+    assert (
+        sorted(len({span.turn for span in each.spans if span.trains}) for each in samples(outcome)) == recorded["turns"]
+    )
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
