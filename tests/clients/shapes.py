@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.clients.responses import ids, parsed, wrote
 FOLDER = Path(__file__).parent / "recorded"
 _WORD = re.compile(r"[A-Za-z0-9_.:/+$#-]{1,64}")
 _STRUCTURE = frozenset({"role", "type", "name", "status", "tool_choice", "effort", "required", "summary", "include"})
-_HEADERS = re.compile(r"x-(?:claude-code|codex|session|parent|stainless-retry|rollout|app)")
+_HEADERS = re.compile(r"x-(?:claude-code|codex|session|parent|stainless-retry|rollout)")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}")
 _DROPPED = frozenset({"metadata", "client_metadata"})
 _SCHEMAS = frozenset({"input_schema", "parameters"})
@@ -40,7 +40,7 @@ class Texts:
         bare = text.strip()
         if bare in self.given:
             return text.replace(bare, self.given[bare])
-        if not bare or bare in self.own or _canonical(bare) in self.own:
+        if not bare or bare.isdecimal() or bare in self.own or (_canonical(bare) or bare) in self.own:
             return text
         number = self.numbers.setdefault(bare, len(self.numbers) + 1)
         marks = [found[0] for pattern in self.kept if (found := pattern.search(bare))]
@@ -97,7 +97,35 @@ def _pieces(final: Any) -> Iterable[str]:
         for value in final:
             yield from _pieces(value)
     elif isinstance(final, str):
-        yield from (final.strip(), _canonical(final))
+        yield from filter(None, (final.strip(), _canonical(final)))
+
+
+def write(path: Path, calls: Sequence[Mapping[str, Any]], **facts: Any) -> None:
+    """Write a session: lists of tools that occur in several requests once, and one line per request."""
+    tools: list[Any] = []
+    lines = []
+    for call in calls:
+        given = call["body"].get("tools")
+        if given is not None and given not in tools:
+            tools.append(given)
+        place = {} if given is None else {"tools": tools.index(given)}
+        lines.append({**call, "body": {**call["body"], **place}})
+    fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in facts.items()]
+    fields += [f"{json.dumps(name)}: [\n{_lines(value)}\n]" for name, value in (("tools", tools), ("calls", lines))]
+    path.write_text("{" + ",\n".join(fields) + "}\n", encoding="utf-8")
+
+
+def _lines(values: Iterable[Any]) -> str:
+    return ",\n".join(json.dumps(each, separators=(",", ":")) for each in values)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read a session. Its requests have their tools again."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for call in found["calls"]:
+        if "tools" in call["body"]:
+            call["body"]["tools"] = found["tools"][call["body"]["tools"]]
+    return found
 
 
 def filled(value: Any, given: Mapping[str, str]) -> Any:

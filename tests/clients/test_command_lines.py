@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 
 from tests.clients.command_lines import ANSWER, CLIS, DOORS, MORE, TASK, WINDOWS, model
 from tests.clients.service import PROGRAMS, Captured, check_captured, serving_world, text
-from tests.clients.shapes import FOLDER, shapes
+from tests.clients.shapes import FOLDER, shapes, write
 
 pytestmark = pytest.mark.skipif(
     "ROLLOUT_CLIS" not in os.environ, reason="`make test-clients` installs and runs the command-line agents"
@@ -40,5 +39,4 @@ def record(name: str, found: Captured, masked: Sequence[str]) -> None:
     """Write the shapes of the session."""
     calls = shapes(found.recorder.calls, (TASK, MORE, DOORS, WINDOWS))
     turns = sorted(len({span.turn for span in each.spans or () if span.trains}) for each in found.samples)
-    value = {"masked": masked, "turns": turns, "calls": calls}
-    (FOLDER / f"{name}.json").write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    write(FOLDER / f"{name}.json", calls, masked=masked, turns=turns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from rollout_client import samples
 
 from tests.clients.responses import ids, parsed
 from tests.clients.service import check_captured, serving_world, text
-from tests.clients.shapes import FOLDER, filled
+from tests.clients.shapes import FOLDER, filled, read
 from tests.support.engine_model import EngineModel
 
 RECORDED = sorted(FOLDER.glob("*.json"))
@@ -20,7 +19,7 @@ RECORDED = sorted(FOLDER.glob("*.json"))
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 async def test_a_recorded_session_is_captured_exactly(path: Path) -> None:
-    recorded = _read(path)
+    recorded = read(path)
     calls: Sequence[Any] = recorded["calls"]
     model = EngineModel([call["wrote"] for call in calls], odd=True)
     given: dict[str, str] = {}
@@ -37,7 +36,3 @@ async def test_a_recorded_session_is_captured_exactly(path: Path) -> None:
     assert (
         sorted(len({span.turn for span in each.spans if span.trains}) for each in samples(outcome)) == recorded["turns"]
     )
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
