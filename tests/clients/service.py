@@ -107,7 +107,9 @@ class World:
         """Start a rollout; return its uid, the path of its endpoint, and the header with its key."""
         target = {"url": self.engine.url, "dialect": "vllm", "model": MODEL}
         body = {"agent": "external", "messages": [{"role": "user", "content": "?"}], "completions": target, **self.spec}
-        started = (await self.http.post("/v1/rollouts", json=body)).raise_for_status().json()
+        response = await self.http.post("/v1/rollouts", json=body)
+        assert response.is_success, response.text
+        started = response.json()
         access = started["access"]
         path = httpx.URL(access["base_url"]).path
         return started["rollout"]["uid"], path, {"authorization": f"Bearer {access['key']}"}
@@ -172,7 +174,7 @@ async def serving_world(model: EngineModel, *agents: Agent, token_mode: str = "t
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.grpc_port}"))
         url = f"http://127.0.0.1:{server.http_port}"
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
-        yield World(engine, server, client, http, {"tokenizer": "t", "token_mode": token_mode})
+        yield World(engine, server, client, http, {"tokenizer": {"name": "t"}, "token_mode": token_mode})
 
 
 class External(ExternalAgent):

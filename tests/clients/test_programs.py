@@ -75,7 +75,7 @@ async def expected(found: Captured, mode: str = "tokens") -> Sequence[TrainingSa
     return await play(SAYS, agent, PROMPT, odd=mode == "tokens", mode=mode)
 
 
-@pytest.mark.parametrize("command", parameters())
+@pytest.mark.parametrize("command", list(parameters()))
 async def test_a_program_gets_the_samples_of_a_loop_of_the_server(command: Sequence[str]) -> None:
     found, seen = await captured(command)
     assert found.printed == ["You are welcome."]
@@ -95,8 +95,9 @@ async def test_an_engine_that_renders_gives_the_same_samples(name: str) -> None:
 
 @pytest.mark.parametrize("options", [[], ["--stream"]])
 async def test_smolagents_is_cut_honestly(options: list[str]) -> None:
+    """It demands a tool call (`tool_choice`), which an engine in message mode can do."""
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "42 and 8."}}\n</tool_call>'
-    found, seen = await captured(["smolagents_agent", *options], [CALLS, final])
+    found, seen = await captured(["smolagents_agent", *options], [CALLS, final], mode="messages")
     assert found.printed == ["42 and 8."]
     assert len(found.samples) == len(seen) == 2
     assert check_captured(found.samples, seen) == []
