@@ -51,7 +51,7 @@ def _found(tool: str, argument: str) -> dict[str, list[str]]:
     }
 
 
-def _sub(tool: str, prompt: str, **more: str) -> tuple[str, Mapping[str, object]]:
+def _sub(tool: str, prompt: str, **more: object) -> tuple[str, Mapping[str, object]]:
     return tool, {"prompt": prompt, "description": "Look", **more}
 
 
@@ -66,7 +66,7 @@ def model(name: str) -> SessionModel:
         main = [first, sub, ANSWER, "That is all."]
         return SessionModel((), odd=True, scripts={TASK: main, **_found("bash", "command")}, untooled="Doors")
     first = calling("I look.", ("Bash", {"command": "echo hi"}))
-    subs = calling("Two look.", _sub("Agent", DOORS), _sub("Agent", WINDOWS))
+    subs = calling("Two look.", *(_sub("Agent", each, run_in_background=False) for each in (DOORS, WINDOWS)))
     return SessionModel(
         (), odd=True, scripts={TASK: [first, subs, ANSWER, SUMMARY], **_found("Bash", "command")}, untooled=SUMMARY
     )

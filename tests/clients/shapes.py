@@ -89,6 +89,7 @@ def _pieces(final: Any) -> Iterable[str]:
         for name, value in final.items():
             if name == "input":
                 yield json.dumps(value, sort_keys=True)
+                yield from _pieces(value)
             elif name in ("tools", "instructions"):
                 continue
             else:

@@ -98,7 +98,7 @@ async def test_smolagents_is_cut_honestly(options: list[str]) -> None:
     """It demands a tool call (`tool_choice`), which an engine in message mode can do."""
     final = '<tool_call>\n{"name": "final_answer", "arguments": {"answer": "42 and 8."}}\n</tool_call>'
     found, seen = await captured(["smolagents_agent", *options], [CALLS, final], mode="messages")
-    assert found.printed == ["42 and 8."]
+    assert found.printed[0].endswith("42 and 8.")
     assert len(found.samples) == len(seen) == 2
     assert check_captured(found.samples, seen) == []
     assert [each.origin.parting.field for each in found.outcome.segments][1:] == ["content"]
