@@ -3,6 +3,9 @@
 `POST /rollout` as in the synchronous HTTP API: parse the request, post the growing list of messages with a meaningless mask,
 parse the completion, append it and the tool result, repeat. It encodes the whole history in every turn, which a server can
 avoid. So the floor is a reference value, not a lower bound.
+
+`POST /proxy/NAME/v1/chat/completions` is the floor of the model endpoint: a bare proxy that sends the body to the trainer's
+conversation NAME, and the response back, without reading either.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from bench.loop import serve
 _MASK = [0] * 32
 _JSON = {"content-type": "application/json"}
 _HTTP = web.AppKey("http", aiohttp.ClientSession)
+_TRAINER = web.AppKey("trainer", URL)
 _LARGEST_BODY = 64 * 1024 * 1024
 
 
@@ -43,6 +47,13 @@ async def rollout(request: web.Request) -> web.Response:
         body["response_mask"] = _MASK
         turns += 1
     return web.Response(body=_outcome(start["rollout_id"], messages, turns), content_type="application/json")
+
+
+async def proxy(request: web.Request) -> web.Response:
+    """Forward one request for a completion."""
+    url = request.app[_TRAINER] / "unjudged" / request.match_info["name"] / "v1" / "chat" / "completions"
+    async with request.app[_HTTP].post(url, data=await request.read(), headers=_JSON) as response:
+        return web.Response(body=await response.read(), status=response.status, headers=_JSON)
 
 
 def _result(call: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +82,12 @@ async def _client(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-def main(port: int) -> None:
-    """Serve until SIGTERM."""
+def main(port: int, trainer: str) -> None:
+    """Serve until SIGTERM. `trainer` is the trainer's URL, for the proxy."""
     app = web.Application(client_max_size=_LARGEST_BODY)
+    app[_TRAINER] = URL(trainer)
     app.router.add_post("/rollout", rollout)
+    app.router.add_post("/proxy/{name}/v1/chat/completions", proxy)
     app.router.add_get("/health", _health)
     app.cleanup_ctx.append(_client)
     serve(app, port)

@@ -7,10 +7,11 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import grpc
@@ -19,14 +20,18 @@ import msgspec
 from bench.child import Child, Cores, Program, busy_seconds, free_port, on_cores, running
 from bench.conversation import Facts
 from bench.drive import TOKENIZER, Order, Player, grpc_player, http_player, play_many
+from bench.endpoint import EndpointRollouts, ProxyRollouts
 from bench.result import Measured, Result, Round, Start
 from bench.trainer import Counts
 from bench.workload import FLOOR_FACTOR, WARM_UP, Entry, Plan, Workload
 
 _T = TypeVar("_T")
+_Rollouts = Callable[[int], AbstractAsyncContextManager[Player]]
+"""Prepares that many rollouts and yields their player."""
 _ROOT = Path(__file__).parents[1]
 _KEEPALIVE_SECONDS = 2.0
 """Shorter than the server's idle timeout, because a request on a connection that is being closed is lost."""
+_AGENTS = ("rollout_server.calculator:Calculator", str(_ROOT / "bench" / "own_loop.py"))
 _PREFIXES = ("ROLLOUT_", "OSMOSIS_", "TOKENIZER_")
 
 
@@ -43,6 +48,7 @@ class _Site:
     floor_url: str
     http: aiohttp.ClientSession
     channel: grpc.aio.Channel
+    names: count[int]
 
 
 async def run(plan: Plan, tokenizer: Path, say: Callable[[str], None]) -> Result:
@@ -81,7 +87,7 @@ async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], 
         start = _started(server)
         trainer_program = _trainer(plan, tokenizer, cores, program.url)
         trainer = await stack.enter_async_context(running(trainer_program))
-        floor_program = _floor(cores)
+        floor_program = _floor(cores, trainer_program.url)
         floor = await stack.enter_async_context(running(floor_program))
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
         session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300))
@@ -97,13 +103,14 @@ async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], 
             floor_url=floor_program.url,
             http=await stack.enter_async_context(session),
             channel=await stack.enter_async_context(channel),
+            names=count(1),
         )
 
 
 def _server(plan: Plan, tokenizer: Path, cores: Cores, directory: Path) -> tuple[Program, int]:
     """Return the server under test and its gRPC port. It runs in an empty directory, so that no `.env` changes its settings."""
     http_port, grpc_port = free_port(), free_port()
-    command = [sys.executable, "-m", "rollout_server.cli", "serve", "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "rollout_server.cli", "serve", *_AGENTS, "--host", "127.0.0.1"]
     command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port)]
     command += ["--tokenizer", f"{TOKENIZER}={tokenizer.resolve()}"]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIXES)}
@@ -124,9 +131,9 @@ def _trainer(plan: Plan, tokenizer: Path, cores: Cores, gateway: str) -> Program
     return Program("the trainer", command, f"http://127.0.0.1:{port}", cores.beside, dict(os.environ), _ROOT)
 
 
-def _floor(cores: Cores) -> Program:
+def _floor(cores: Cores, trainer: str) -> Program:
     port = free_port()
-    command = [sys.executable, "-m", "bench.floor", str(port)]
+    command = [sys.executable, "-m", "bench.floor", str(port), trainer]
     return Program("the floor", command, f"http://127.0.0.1:{port}", cores.measured, dict(os.environ), _ROOT)
 
 
@@ -135,22 +142,48 @@ async def _measure(site: _Site, workload: Workload, cores: Cores, say: Callable[
     facts = await _get(site.http, f"{site.trainer_url}/conversations/{workload.conversation}", Facts)
     unjudged = Order(f"{site.trainer_url}/unjudged/{workload.conversation}", facts)
     judged = Order(f"{site.trainer_url}/judged/{workload.conversation}", facts)
-    say(f"{workload}: the floor")
-    play = http_player(site.http, site.floor_url, unjudged)
-    floor = await _rounds(play, workload, FLOOR_FACTOR, _Timer(site.floor, site.trainer, cores))
+    tools = (await _get(site.http, f"{site.server_url}/tools", dict[str, Any]))["tools"]
     measured = []
+    floors: dict[bool, list[Round]] = {}
     for entry in workload.entries:
+        is_endpoint = entry is Entry.ENDPOINT
+        if is_endpoint not in floors:
+            say(f"{workload}: the floor")
+            rollouts = _floor_rollouts(site, unjudged, tools, is_endpoint=is_endpoint)
+            floors[is_endpoint] = await _rounds(
+                rollouts, workload, FLOOR_FACTOR, _Timer(site.floor, site.trainer, cores)
+            )
         say(f"{workload}: the server over {entry}")
-        play = _server_player(site, entry, judged)
-        server = await _rounds(play, workload, 1, _Timer(site.server, site.trainer, cores))
-        measured.append(Measured(workload, entry, facts.prompt_tokens, server, floor))
+        rollouts = _server_rollouts(site, entry, judged, tools)
+        server = await _rounds(rollouts, workload, 1, _Timer(site.server, site.trainer, cores))
+        measured.append(Measured(workload, entry, facts.prompt_tokens, server, floors[is_endpoint]))
     return measured
 
 
-def _server_player(site: _Site, entry: Entry, order: Order) -> Player:
-    if entry is Entry.GRPC:
-        return grpc_player(site.channel, order)
-    return http_player(site.http, site.server_url, order)
+def _floor_rollouts(site: _Site, order: Order, tools: Sequence[Any], *, is_endpoint: bool) -> _Rollouts:
+    if is_endpoint:
+        return ProxyRollouts(site.http, site.floor_url, order, tools)
+    return _unprepared(http_player(site.http, site.floor_url, order))
+
+
+def _server_rollouts(site: _Site, entry: Entry, order: Order, tools: Sequence[Any]) -> _Rollouts:
+    match entry:
+        case Entry.ENDPOINT:
+            return EndpointRollouts(site.http, site.server_url, order, tools, site.names)
+        case Entry.GRPC:
+            return _unprepared(grpc_player(site.channel, order))
+        case Entry.HTTP:
+            return _unprepared(http_player(site.http, site.server_url, order))
+
+
+def _unprepared(play: Player) -> _Rollouts:
+    """Return rollouts that the player starts itself."""
+
+    @asynccontextmanager
+    async def prepared(_: int) -> AsyncIterator[Player]:
+        yield play
+
+    return prepared
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +206,17 @@ class _Timer:
         return self.measured.cpu_seconds(), beside, busy_seconds(self.cores.measured), time.perf_counter()
 
 
-async def _rounds(play: Player, workload: Workload, factor: int, timer: _Timer) -> list[Round]:
+async def _rounds(prepared: _Rollouts, workload: Workload, factor: int, timer: _Timer) -> list[Round]:
     """Run a warm-up, which opens connections and loads tokenizers, and then the measured rounds."""
-    await play_many(play, min(workload.concurrency, WARM_UP), workload.concurrency)
+    warm_up = min(workload.concurrency, WARM_UP)
+    async with prepared(warm_up) as play:
+        await play_many(play, warm_up, workload.concurrency)
     rollouts = workload.rollouts * factor
     rounds = []
     for _ in range(workload.rounds):
-        work = play_many(play, rollouts, workload.concurrency)
-        rounds.append(await timer.time(work, rollouts * workload.turns))
+        async with prepared(rollouts) as play:
+            work = play_many(play, rollouts, workload.concurrency)
+            rounds.append(await timer.time(work, rollouts * workload.turns))
     return rounds
 
 

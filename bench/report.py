@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.result import GATEWAY_TARGET, START_TARGET, Cost, Measured, Result
+from bench.workload import Entry
 
 _PACKAGES = "rollout-server aiohttp httpx grpcio fastapi uvicorn uvloop msgspec transformers tokenizers"
 _MEGABYTE = 1024 * 1024
@@ -100,6 +101,8 @@ def _circumstances(result: Result, tokenizer: str) -> Iterator[str]:
     else:
         yield "all programs shared ONE core, so turns/s are too low and CPU is too high"
     costs = [cost for measured in result.measured for cost in (measured.server, measured.floor)]
+    if any(measured.entry is Entry.ENDPOINT for measured in result.measured):
+        yield "endpoint: one turn is one call of an agent that runs elsewhere; its floor is a proxy that reads nothing"
     if any(cost.held_up for cost in costs):
         yield "* limited by trainer and driver, which were busy nearly all the time"
     others = max(cost.others_share for cost in costs)

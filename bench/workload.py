@@ -7,10 +7,11 @@ from enum import StrEnum
 
 
 class Entry(StrEnum):
-    """API over which rollouts are started."""
+    """API that the driver uses: to start rollouts, or the model endpoint of rollouts whose agent it is."""
 
     HTTP = "http"
     GRPC = "grpc"
+    ENDPOINT = "endpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Workload:
         rollouts: rollouts per round on the server; the floor runs `FLOOR_FACTOR` times as many.
         rounds: number of measured rounds.
         target: maximum CPU of the server as a multiple of the floor's; None: no target.
-        entries: APIs to measure. The floor has HTTP only.
+        entries: APIs to measure. The floor has HTTP only; the floor of the endpoint is a bare proxy.
     """
 
     turns: int
@@ -66,6 +67,7 @@ WARM_UP = 64
 """Maximum number of rollouts of a warm-up, which runs as many as are concurrent."""
 
 _BOTH = (Entry.HTTP, Entry.GRPC)
+_ENDPOINT = (Entry.ENDPOINT,)
 
 FULL = Plan(
     (
@@ -74,9 +76,15 @@ FULL = Plan(
         Workload(turns=10, context=1000, concurrency=256, rollouts=256, rounds=2, target=2.0),
         # Short rollouts, so that the difference between the APIs is visible.
         Workload(turns=1, context=500, concurrency=32, rollouts=256, rounds=3, target=None, entries=_BOTH),
+        Workload(turns=10, context=1000, concurrency=32, rollouts=64, rounds=3, target=None, entries=_ENDPOINT),
+        Workload(turns=10, context=8000, concurrency=16, rollouts=32, rounds=3, target=None, entries=_ENDPOINT),
     ),
     starts=3,
 )
 QUICK = Plan(
-    (Workload(turns=4, context=1000, concurrency=4, rollouts=8, rounds=1, target=2.0, entries=_BOTH),), starts=1
+    (
+        Workload(turns=4, context=1000, concurrency=4, rollouts=8, rounds=1, target=2.0, entries=_BOTH),
+        Workload(turns=4, context=1000, concurrency=4, rollouts=8, rounds=1, target=None, entries=_ENDPOINT),
+    ),
+    starts=1,
 )
