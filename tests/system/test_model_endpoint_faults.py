@@ -1,0 +1,474 @@
+"""The model endpoint when something goes wrong: lost answers, rewritten histories, wrong keys, hostile bodies, floods."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.api_shapes import ROUTES
+from tests.support.gateways import http_client
+from tests.support.outside_agent import (
+    Endpoint,
+    Stand,
+    Texts,
+    answer_text,
+    check_each_token_once,
+    history,
+    prompt_text,
+    request_body,
+    standing,
+)
+from tests.support.server_client import until
+from tests.support.tcp_proxy import TcpProxy
+
+EVERY_API = pytest.mark.parametrize("api", ROUTES)
+EVERY_FORM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+@pytest.fixture
+async def stack() -> AsyncIterator[AsyncExitStack]:
+    """A stack that closes what the test opens."""
+    async with AsyncExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+async def stand(stack: AsyncExitStack) -> Stand:
+    """A server with an engine that answers at once."""
+    return await stack.enter_async_context(standing())
+
+
+async def asked(stand: Stand, count: int = 1) -> None:
+    """Wait until requests stand in front of the engine's gate."""
+
+    async def are_there() -> bool:
+        return stand.engine.waiting >= count
+
+    await until(are_there)
+
+
+async def proxied(stack: AsyncExitStack, stand: Stand) -> tuple[TcpProxy, httpx.AsyncClient]:
+    """A proxy in front of the gateway, and its client."""
+    proxy = await stack.enter_async_context(TcpProxy(stand.server.http_port))
+    return proxy, await stack.enter_async_context(http_client(f"http://{proxy.address}", timeout=60))
+
+
+@dataclass
+class RawRequest:
+    """A request to chat completions whose head is sent, but not its body."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @classmethod
+    async def open(cls, stand: Stand, rollout: Endpoint, key: str = "") -> RawRequest:
+        """Send the head, with the rollout's own key unless another is given."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", stand.server.http_port)
+        head = (
+            f"POST {rollout.path}/v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key or rollout.key}\r\n"
+            "content-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
+        )
+        writer.write(head.encode())
+        await writer.drain()
+        return cls(reader, writer)
+
+    async def status(self) -> int:
+        """The status of the response."""
+        return int((await self.reader.readline()).split()[1])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.writer.transport.abort()
+
+
+def segment(outcome: dict[str, Any], segment_id: str) -> dict[str, Any]:
+    """A segment of an outcome."""
+    (found,) = (each for each in outcome["segments"] if each["id"] == segment_id)
+    return dict(found)
+
+
+# Lost answers
+
+
+@EVERY_API
+@EVERY_FORM
+async def test_an_answer_whose_connection_broke_is_given_again_and_trains_once(
+    stack: AsyncExitStack, stand: Stand, api: str, stream: bool
+) -> None:
+    rollout = await stand.start()
+    proxy, http = await proxied(stack, stand)
+    body = request_body(api, "One?", stream=stream)
+    stand.engine.gate.clear()
+    first = asyncio.create_task(rollout.post(ROUTES[api], body, http=http))
+    await asked(stand)
+    proxy.cut()
+    with pytest.raises(httpx.TransportError):
+        await first
+    second = asyncio.create_task(rollout.post(ROUTES[api], {**body, "stream": False}))
+    # The broken connection must have been noticed: only then is an equal, unmarked request the same one.
+    await until_noticed(stand, second)
+    stand.engine.gate.set()
+    text = answer_text(api, await second)
+    assert text == "Answer 0."
+    reply = await rollout.post(ROUTES[api], request_body(api, "One?", text, "Two?"))
+    assert answer_text(api, reply) == "Answer 1."
+    outcome = await rollout.finish(reward=1)
+    assert outcome["capture"]["joined"] + outcome["capture"]["replayed"] == 1
+    assert set(check_each_token_once(outcome, stand.seen).values()) == {"0"}
+
+
+async def until_noticed(stand: Stand, second: asyncio.Task[httpx.Response]) -> None:
+    """Give the server the time to handle what has arrived."""
+    for _ in range(50):
+        await asyncio.sleep(0.01)
+    assert not second.done()
+    assert stand.engine.waiting == 1
+
+
+@EVERY_API
+@EVERY_FORM
+async def test_an_answer_lost_behind_a_proxy_and_asked_again_trains_once(
+    stack: AsyncExitStack, stand: Stand, api: str, stream: bool
+) -> None:
+    """The server delivered it to the proxy, so the repetition is a sibling, and the lost answer is masked as abandoned."""
+    rollout = await stand.start()
+    proxy, http = await proxied(stack, stand)
+    body = request_body(api, "One?", stream=stream)
+    proxy.lose_an_answer()
+    with pytest.raises(httpx.TransportError):
+        await rollout.post(ROUTES[api], body, http=http)
+    text = answer_text(api, await rollout.post(ROUTES[api], {**body, "stream": False}))
+    reply = await rollout.post(ROUTES[api], request_body(api, "One?", text, "Two?"))
+    assert reply.status_code == 200, reply.text
+    outcome = await rollout.finish(reward=1)
+    lost = [] if text == "Answer 0." else [0]
+    placed = check_each_token_once(outcome, stand.seen, masked=lost)
+    assert len(stand.seen) == 2 + len(lost)
+    assert outcome["capture"]["abandoned"] == len(lost)
+    assert placed[len(lost)] == placed[len(lost) + 1]
+
+
+@EVERY_API
+async def test_a_repetition_that_says_so_gets_the_same_answer_although_the_first_was_delivered(
+    stand: Stand, api: str
+) -> None:
+    rollout = await stand.start()
+    body = request_body(api, "One?")
+    first = await rollout.post(ROUTES[api], body)
+    again = await rollout.post(ROUTES[api], body, x_stainless_retry_count="1")
+    assert answer_text(api, again) == answer_text(api, first) == "Answer 0."
+    assert again.json()["id"] == first.json()["id"]
+    outcome = await rollout.finish()
+    assert outcome["capture"]["replayed"] == 1
+    check_each_token_once(outcome, stand.seen)
+    assert len(stand.seen) == 1
+
+
+async def test_an_agent_that_gives_up_and_goes_on_elsewhere_loses_nothing(stack: AsyncExitStack, stand: Stand) -> None:
+    """It never asks again for the answer that it lost; the rollout goes on, and no token is in two samples."""
+    rollout = await stand.start()
+    proxy, http = await proxied(stack, stand)
+    stand.engine.gate.clear()
+    first = asyncio.create_task(rollout.post("chat/completions", request_body("chat", "One?"), http=http))
+    await asked(stand)
+    proxy.cut()
+    with pytest.raises(httpx.TransportError):
+        await first
+    stand.engine.gate.set()
+    assert (await rollout.chat(history("Something else?")))["content"] == "Answer 1."
+    outcome = await rollout.finish()
+    assert outcome["end"] == "stop"
+    check_each_token_once(outcome, stand.seen, masked=range(outcome["capture"]["abandoned"]))
+
+
+@EVERY_API
+async def test_a_call_that_waits_when_the_rollout_ends_is_told_so(stand: Stand, api: str) -> None:
+    rollout = await stand.start()
+    stand.engine.gate.clear()
+    call = asyncio.create_task(rollout.post(ROUTES[api], request_body(api, "One?")))
+    await asked(stand)
+    outcome = await rollout.finish(reward=1)
+    stand.engine.gate.set()
+    reply = await call
+    assert reply.status_code == (400 if api == "responses" else 410), reply.text
+    assert "rollout_over" in reply.text
+    assert outcome["end"] == "stop"
+    assert outcome["samples"] == []
+
+
+# Rewritten histories
+
+
+@EVERY_API
+async def test_a_client_that_strips_reasoning_continues_its_segment_exactly(stack: AsyncExitStack, api: str) -> None:
+    stand = await stack.enter_async_context(standing(Texts(thinks=True), odd=True))
+    rollout = await stand.start()
+    texts = ["One?"]
+    for number in range(4):
+        reply = await rollout.post(ROUTES[api], request_body(api, *texts))
+        assert "Thought" in reply.text
+        texts += [answer_text(api, reply), f"Number {number}?"]
+        assert "Thought" not in json.dumps(request_body(api, *texts))
+    outcome = await rollout.finish()
+    assert set(check_each_token_once(outcome, stand.seen).values()) == {"0"}
+    assert "Thought 2." in prompt_text(stand.seen[3])
+    assert outcome["capture"]["restored"] > 0
+
+
+@EVERY_API
+async def test_as_template_is_cut_where_the_reasoning_is_missing(stack: AsyncExitStack, api: str) -> None:
+    stand = await stack.enter_async_context(standing(Texts(thinks=True)))
+    rollout = await stand.start("as-template")
+    texts = ["One?"]
+    for number in range(3):
+        reply = await rollout.post(ROUTES[api], request_body(api, *texts))
+        texts += [answer_text(api, reply), f"Number {number}?"]
+    outcome = await rollout.finish()
+    placed = check_each_token_once(outcome, stand.seen)
+    assert list(placed) == [0, 1, 2]
+    assert len(set(placed.values())) == 3
+    for number, turn in ((1, stand.seen[1]), (2, stand.seen[2])):
+        assert "Thought" not in prompt_text(turn)
+        origin = segment(outcome, placed[number])["origin"]
+        assert origin["kind"] == "drift"
+        assert (origin["parting"]["message"], origin["parting"]["field"]) == (1, "reasoning")
+        assert origin["parting"]["api"] == api
+
+
+@EVERY_API
+async def test_a_system_prompt_that_is_rewritten_each_turn_cuts_and_trains_each_token_once(
+    stand: Stand, api: str
+) -> None:
+    rollout = await stand.start()
+    texts = ["One?"]
+    for number in range(4):
+        body = request_body(api, *texts, system=f"It is day {number}.")
+        texts += [answer_text(api, await rollout.post(ROUTES[api], body)), f"Number {number}?"]
+    outcome = await rollout.finish()
+    placed = check_each_token_once(outcome, stand.seen)
+    assert len(set(placed.values())) == 4
+    assert outcome["capture"]["parted"] == 3
+    for number in range(1, 4):
+        parting = segment(outcome, placed[number])["origin"]["parting"]
+        assert (parting["message"], parting["field"]) == (0, "content")
+        assert parting["found"] == f"It is day {number}."
+    for number, turn in enumerate(stand.seen):
+        assert f"It is day {number}." in prompt_text(turn)
+
+
+# Parallel agents
+
+
+@EVERY_API
+async def test_equal_calls_of_two_agents_at_once_are_siblings(stack: AsyncExitStack, stand: Stand, api: str) -> None:
+    rollout = await stand.start()
+    stand.engine.gate.clear()
+    clients = [await stack.enter_async_context(http_client(stand.url, timeout=60)) for _ in range(2)]
+    calls = [asyncio.create_task(rollout.post(ROUTES[api], request_body(api, "One?"), http=http)) for http in clients]
+    await asked(stand, 2)
+    stand.engine.gate.set()
+    answers = [answer_text(api, await call) for call in calls]
+    assert sorted(answers) == ["Answer 0.", "Answer 1."]
+    for answer, http in zip(answers, clients, strict=True):
+        reply = await rollout.post(ROUTES[api], request_body(api, "One?", answer, "Two?"), http=http)
+        assert reply.status_code == 200, reply.text
+    outcome = await rollout.finish()
+    placed = check_each_token_once(outcome, stand.seen)
+    assert placed[0] != placed[1]
+    assert sorted([placed[2], placed[3]]) == sorted([placed[0], placed[1]])
+    assert outcome["capture"]["abandoned"] == 0
+
+
+# Keys
+
+
+@EVERY_API
+async def test_a_stolen_a_foreign_and_an_unknown_key_open_nothing(stand: Stand, api: str) -> None:
+    mine, other = await stand.start(), await stand.start()
+    for key in (other.key, f"{mine.key[:-6]}AAAAAA", mine.key[:-1], "junk", "x" * 5000):
+        reply = await mine.post(ROUTES[api], request_body(api, "One?"), key=key)
+        assert reply.status_code == 403, reply.text
+        assert mine.key not in reply.text
+        reply = await mine.stand.http.post(f"{mine.path}/finish", json={"reward": 1}, headers=mine.headers(key))
+        assert reply.status_code == 403, reply.text
+        reply = await mine.stand.http.get(f"{mine.path}/v1/models", headers=mine.headers(key))
+        assert reply.status_code == 403, reply.text
+    assert stand.engine.requests == []
+    await mine.chat(history("One?"))
+    for rollout, turns in ((mine, 1), (other, 0)):
+        outcome = await rollout.finish()
+        assert outcome["metrics"]["turns"] == turns
+        assert len(outcome["samples"]) == turns
+
+
+@EVERY_API
+@EVERY_FORM
+async def test_a_late_key_opens_nothing_and_tells_clients_to_stop(stand: Stand, api: str, stream: bool) -> None:
+    rollout = await stand.start()
+    await rollout.chat(history("One?"))
+    await rollout.finish(reward=0.5)
+    reply = await rollout.post(ROUTES[api], request_body(api, "Two?", stream=stream))
+    assert reply.status_code == (400 if api == "responses" else 410), reply.text
+    assert reply.headers["x-should-retry"] == "false"
+    assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert "rollout_over" in reply.text
+    assert len(stand.seen) == 1
+    found = (await stand.http.get(f"/v1/rollouts/{rollout.uid}", params={"view": "full"})).json()
+    assert found["outcome"]["metrics"]["turns"] == 1
+
+
+async def test_the_key_of_a_rollout_opens_no_other_api(stack: AsyncExitStack) -> None:
+    stand = await stack.enter_async_context(standing(api_keys={"trainer": "a-key-of-32-characters-and-more-.."}))
+    stand.http.headers["authorization"] = "Bearer a-key-of-32-characters-and-more-.."
+    rollout = await stand.start()
+    for path in ("/v1/rollouts", f"/v1/rollouts/{rollout.uid}", "/v1/agents"):
+        assert (await stand.http.get(path, headers=rollout.headers())).status_code == 401
+    reply = await rollout.post(
+        "chat/completions", request_body("chat", "One?"), key="a-key-of-32-characters-and-more-.."
+    )
+    assert reply.status_code == 403
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+
+
+async def test_a_wrong_key_is_refused_before_the_body_is_read(stand: Stand) -> None:
+    rollout = await stand.start()
+    line = await RawRequest.open(stand, rollout, key="junk")
+    assert await line.status() == 403
+    line.close()
+
+
+async def test_guesses_do_not_lock_the_agent_out(stand: Stand) -> None:
+    rollout = await stand.start()
+    body = request_body("chat", "One?")
+    guesses = [rollout.post("chat/completions", body, key=f"rk_{rollout.uid}.{number}") for number in range(50)]
+    assert {reply.status_code for reply in await asyncio.gather(*guesses)} <= {403, 429}
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+
+
+# Hostile bodies
+
+
+HI = '[{"role": "user", "content": "Hi."}]'
+DEEP = "[" * 5_000 + "]" * 5_000
+MESSAGES = {
+    "not utf-8": '[{"role": "user", "content": "\xff\xfe"}]',
+    "half a character": r'[{"role": "user", "content": "\ud800"}]',
+    "deep": DEEP,
+    "deep content": f'[{{"role": "user", "content": {DEEP}}}]',
+    "null": "null",
+    "a number": "7",
+    "wrong role": '[{"role": "king", "content": "x"}]',
+    "a role that is an object": '[{"role": {}, "content": "x"}]',
+    "content that is a number": '[{"role": "user", "content": 7}]',
+    "an unknown part": '[{"role": "user", "content": [{"type": "hologram"}]}]',
+}
+"""Texts of the member with the messages that must be refused."""
+MEMBERS = {
+    "nan": '"temperature": NaN',
+    "infinite": '"temperature": 1e999',
+    "negative": '"max_tokens": -5, "max_output_tokens": -5',
+    "tools": '"tools": [[[]]]',
+    "a tool without a name": '"tools": [{"type": "function"}]',
+    "two tools with one name": '"tools": [{0}, {0}]'.format(
+        '{"type": "function", "name": "a", "function": {"name": "a"}}'
+    ),
+}
+"""Further members that must be refused."""
+WHOLE = {"no json": "{", "no object": "[]", "no messages": '{"model": "m", "max_tokens": 9}'}
+"""Whole bodies that must be refused."""
+
+
+def hostile_body(api: str, name: str) -> bytes:
+    """The body with this name, in the shape of an API as far as it has one."""
+    member = "input" if api == "responses" else "messages"
+    text = WHOLE.get(name) or (
+        f'{{"model": "m", {MEMBERS.get(name, QUIET[api])}, "{member}": {MESSAGES.get(name, HI)}}}'
+    )
+    return text.encode("latin-1")
+
+
+QUIET = {"chat": '"temperature": 1', "responses": '"temperature": 1', "messages": '"max_tokens": 9'}
+
+
+@EVERY_API
+@pytest.mark.parametrize("name", [*WHOLE, *MESSAGES, *MEMBERS])
+async def test_a_hostile_body_is_refused_in_the_shape_of_the_api_and_the_rollout_lives(
+    stand: Stand, api: str, name: str
+) -> None:
+    rollout = await stand.start()
+    body = hostile_body(api, name)
+    headers = rollout.headers() | {"content-type": "application/json"}
+    reply = await stand.http.post(f"{rollout.path}/v1/{ROUTES[api]}", content=body, headers=headers)
+    assert reply.status_code == 400, reply.text[:300]
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert len(reply.content) < 4096
+    assert stand.engine.requests == []
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+    outcome = await rollout.finish()
+    assert outcome["end"] == "stop"
+    check_each_token_once(outcome, stand.seen)
+
+
+@EVERY_API
+async def test_a_body_over_32_mib_is_refused_and_the_rollout_lives(stand: Stand, api: str) -> None:
+    rollout = await stand.start()
+    headers = rollout.headers() | {"content-type": "application/json"}
+    reply = await stand.http.post(f"{rollout.path}/v1/{ROUTES[api]}", content=b" " * (33 * 2**20), headers=headers)
+    assert reply.status_code == 413, reply.text[:300]
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+    assert (await rollout.finish())["end"] == "stop"
+
+
+@EVERY_API
+async def test_very_many_messages_are_taken_or_refused_and_the_rollout_lives(stand: Stand, api: str) -> None:
+    rollout = await stand.start()
+    reply = await rollout.post(ROUTES[api], request_body(api, *["x"] * 20_001))
+    assert reply.status_code in (200, 400, 413), reply.text[:300]
+    other = await stand.start()
+    assert (await other.chat(history("One?")))["content"].startswith("Answer ")
+    assert (await rollout.chat(history("One?")))["content"].startswith("Answer ")
+    assert (await rollout.finish())["end"] == "stop"
+
+
+async def test_a_flood_of_calls_is_bounded_and_other_rollouts_are_served(stack: AsyncExitStack, stand: Stand) -> None:
+    flooded, other = await stand.start(), await stand.start()
+    stand.engine.gate.clear()
+    calls = [
+        asyncio.create_task(flooded.post("chat/completions", request_body("chat", f"Number {number}?")))
+        for number in range(200)
+    ]
+
+    async def rest_is_refused() -> bool:
+        return sum(call.done() for call in calls) >= 200 - 64
+
+    await until(rest_is_refused)
+    stand.engine.gate.set()
+    assert (await other.chat(history("One?")))["content"].startswith("Answer ")
+    replies = [await call for call in calls]
+    statuses = {reply.status_code for reply in replies}
+    assert statuses <= {200, 429, 503}
+    assert sum(reply.status_code == 200 for reply in replies) == 64
+    assert all("retry-after" in reply.headers for reply in replies if reply.status_code != 200)
+    assert (await flooded.chat(history("Once more?")))["content"].startswith("Answer ")
+    outcome = await flooded.finish()
+    assert outcome["end"] == "stop"
+    assert outcome["metrics"]["turns"] == 65
+
+
+async def test_connections_that_never_send_their_bodies_keep_nobody_out(stand: Stand) -> None:
+    rollout = await stand.start()
+    lines = await asyncio.gather(*(RawRequest.open(stand, rollout) for _ in range(300)))
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+    for line in lines:
+        line.close()
+    outcome = await rollout.finish()
+    assert set(check_each_token_once(outcome, stand.seen).values()) == {"0"}
