@@ -58,6 +58,8 @@ def other(name: str, field: FieldInfo) -> tuple[str, Any]:
     text = shown
     if name in ENTRIES:
         text, shown = ENTRIES[name], ENTRIES[name].split(",")
+    elif name == "public_url":
+        text = shown = "https://other.example/base"
     elif found is bool:
         text, shown = str(not field.default).lower(), not field.default
     elif found in (int, float):

@@ -13,9 +13,10 @@ from osmosis.rollout.v1 import agent_service_pb2 as pb
 from osmosis.rollout.v1 import agent_service_pb2_grpc
 
 from rollout_server.core.capture.call import ModelCall
+from rollout_server.core.capture.decision import Open, Refuse
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.rules import CaptureOptions
-from rollout_server.core.capture.tree import CallTree, Open, Refuse
+from rollout_server.core.capture.tree import CallTree
 from rollout_server.core.error import (
     Busy,
     CallRefused,
