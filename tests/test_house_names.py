@@ -23,7 +23,7 @@ PRIVATE_WORDS = frozenset(
     re.findall(
         r"\w+",
         """wish errand ask asks asked place places known kept course surroundings terms patience desk seat hands talk
-        workbench stage judgement told said parcel receipt whereabouts strangers parting complaint complaints remark remarks
+        workbench stage judgement told said parcel receipt whereabouts strangers complaint complaints remark remarks
         saying words answer answers answered""",
     )
 )

@@ -165,6 +165,7 @@ async def test_a_subagent_may_begin_while_its_parent_is_busy(new_world: type[Run
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"colour": "red"}, "colour is not an option; the options are kind, tools, role, trainable, model, after"),
     ({"kind": "twin"}, "kind is 'twin'; it must be one of branch, subagent, compaction"),
     ({"messages": [HELP], "kind": "branch"}, "a branch continues this conversation"),
     ({"tools": [ping]}, "to change tools, pass messages"),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_server.core.capture.call import HistoryMessage, ModelCall, OfferedTool
-from rollout_server.core.capture.decision import Branch, Continue, Join, Open, Refuse, Replay
+from rollout_server.core.capture.decision import Branch, Continue, Open
 from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.rules import CaptureOptions
@@ -101,6 +101,3 @@ class Captured:
         assert isinstance(decision, Continue | Branch | Open), decision
         self.complete(self.begin(decision), message, delivered)
         return decision
-
-
-__all__ = ["Branch", "Continue", "Join", "Open", "Refuse", "Replay"]

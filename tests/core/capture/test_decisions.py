@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rollout_server.core.capture.call import ModelApi, ModelCall, OfferedTool
@@ -25,7 +26,7 @@ def two_turns(options: CaptureOptions | None = None, delivered: bool = True) -> 
     return captured
 
 
-def decide(captured: Captured, *messages: Fields, **others: object) -> Continue | Branch | Open:
+def decide(captured: Captured, *messages: Fields, **others: Any) -> Continue | Branch | Open:
     decision = captured.decide(call_of(*messages, **{"tools": (ADD,), **others}))
     assert isinstance(decision, Continue | Branch | Open), decision
     return decision

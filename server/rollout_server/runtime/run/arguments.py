@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.ledger import AGENT, Role, SegmentKind
@@ -19,6 +19,7 @@ from rollout_server.core.spec import Dialect, Sampling
 from rollout_server.core.spec_validation import ID_LENGTH, sampling_violations
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.run.messages import Reply
 
 _KINDS = {kind.value: kind for kind in (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)}
 LONGEST_REASON = 1000
@@ -48,6 +49,31 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logprobs: bool | None
     extra: Mapping[str, JSON] | None
+
+
+class ForkOptions(TypedDict, total=False):
+    """Options of `Run.fork`. An option that is missing or None has its default.
+
+    kind: "branch": a second continuation of this conversation; the tokens so far are not trained again. "subagent": an independent
+        conversation, such as a delegated subtask. "compaction": a shorter context that replaces this conversation, which is closed.
+        Default: a branch without messages, a subagent with messages.
+    tools: the tools offered to the model in the conversation. Default: the same as here. A branch always has the same tools.
+    role: the part that the conversation plays, such as "critic": a non-blank text of at most 256 characters. Its samples carry it,
+        and `RewardResult.roles` gives rewards by it. Default: "agent" for a subagent, otherwise the role of this conversation,
+        which a compaction always keeps.
+    trainable: False: its samples do not train. Default: True for a subagent, otherwise as this conversation.
+    model: name of a further model that generates the completions, for a subagent only. The trainer does not see the conversation.
+        Role and trainable then default to the model's name and False. Default: the same as here.
+    after: a completion of this conversation, for a branch only: the branch begins right after it, without what came later. It can
+        be opened at any time, also during a turn and after the conversation was closed. Default: the present.
+    """
+
+    kind: Literal["branch", "subagent", "compaction"] | None
+    tools: Sequence[Tool] | None
+    role: str | None
+    trainable: bool | None
+    model: str | None
+    after: Reply | None
 
 
 def turn_sampling(sampling: Sampling, options: Mapping[str, object], dialect: Dialect) -> Sampling:
@@ -141,10 +167,12 @@ _READERS: Mapping[str, tuple[Callable[[object], Any], str]] = MappingProxyType(
 )
 
 
-def fork_kind(
-    word: str | None, messages: int | None, *, has_tools: bool = False, model: object = None, after: object = None
-) -> SegmentKind:
+def fork_kind(options: ForkOptions, messages: int | None) -> SegmentKind:
     """Return the kind of the new conversation. `messages` is their number, None if none were passed. Raise `AgentMistake`."""
+    if unknown := options.keys() - ForkOptions.__annotations__.keys():
+        known = ", ".join(ForkOptions.__annotations__)
+        raise AgentMistake(f"fork: {min(unknown)} is not an option; the options are {known}")
+    word, model = options.get("kind"), options.get("model")
     if word is not None and word not in _KINDS:
         raise AgentMistake(f"fork: kind is {word!r}; it must be one of {', '.join(_KINDS)}")
     kind = _KINDS[word] if word else SegmentKind.BRANCH if messages is None else SegmentKind.SUBAGENT
@@ -153,11 +181,11 @@ def fork_kind(
         raise AgentMistake(
             "fork: a branch continues this conversation and takes no messages; append them to the Run that fork returns"
         )
-    if branches and has_tools:
+    if branches and options.get("tools") is not None:
         raise AgentMistake(
             "fork: a branch shares this conversation's tokens, which contain its tools; to change tools, pass messages"
         )
-    if after is not None and not branches:
+    if options.get("after") is not None and not branches:
         raise AgentMistake(f"fork: after is for a branch; a {kind.value} has its own messages, so leave it out")
     if model is not None and kind is not SegmentKind.SUBAGENT:
         raise AgentMistake(

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, suppress
 from datetime import datetime
 from functools import partial
 from random import Random
-from typing import Any, Literal, NoReturn, TypeVar, Unpack, cast
+from typing import Any, NoReturn, TypeVar, Unpack, cast
 
 from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.capture.rules import CaptureOptions
@@ -29,6 +29,7 @@ from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
 from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.arguments import (
+    ForkOptions,
     SamplingOptions,
     check_room,
     checked_note,
@@ -229,36 +230,14 @@ class Run:
         if added:
             self._context.record(Appended(added, self._conversation.id))
 
-    async def fork(  # noqa: PLR0913 - authors name what they need of them
-        self,
-        messages: Sequence[Mapping[str, JSON]] | None = None,
-        *,
-        kind: Literal["branch", "subagent", "compaction"] | None = None,
-        tools: Sequence[Tool] | None = None,
-        role: str | None = None,
-        trainable: bool | None = None,
-        model: str | None = None,
-        after: Reply | None = None,
-    ) -> Run:
+    async def fork(self, messages: Sequence[Mapping[str, JSON]] | None = None, **options: Unpack[ForkOptions]) -> Run:
         """Open another conversation, which becomes a separate training sample. Several can run concurrently.
 
         Limits, usage and the end belong to the rollout: all conversations share one budget.
 
         Args:
             messages: the initial messages of the conversation; None for a branch.
-            kind: "branch": a second continuation of this conversation in its current state; the tokens so far are not trained
-                again. "subagent": an independent conversation, such as a delegated subtask. "compaction": a shorter context
-                that replaces this conversation, which is closed. Default: a branch without messages, a subagent with messages.
-            tools: the tools offered to the model in the conversation; None: the same as here. A branch always has the same
-                tools.
-            role: the part that the conversation plays, such as "critic": a non-blank text of at most 256 characters. Its samples
-                carry it, and `RewardResult.roles` gives rewards by it. Default: "agent" for a subagent, otherwise the role of
-                this conversation, which a compaction always keeps.
-            trainable: False: its samples do not train. Default: True for a subagent, otherwise as this conversation.
-            model: name of a further model that generates the completions, for a subagent only; None: the same as here. The trainer
-                does not see the conversation. Role and trainable then default to the model's name and False.
-            after: a completion of this conversation, for a branch only: the branch begins right after it, without what came later.
-                It can be opened at any time, also during a turn and after the conversation was closed. Default: the present.
+            options: see `ForkOptions`: kind, tools, role, trainable, model, after.
 
         Raises:
             RolloutEnded: when the rollout has ended, and if its trainer does not support several conversations. With `model`, any
@@ -266,12 +245,12 @@ class Run:
             AgentMistake: for arguments that do not fit together, or during a turn of this conversation (only a subagent, and a
                 branch with `after`, can be opened then).
         """
-        count = None if messages is None else len(messages)
-        opens = fork_kind(kind, count, has_tools=tools is not None, model=model, after=after)
-        turn, busy = turn_after(after, self._conversation), (State.OPEN, State.ASKING, State.CALLING)
+        opens = fork_kind(options, None if messages is None else len(messages))
+        tools, model = options.get("tools"), options.get("model")
+        turn, busy = turn_after(options.get("after"), self._conversation), (State.OPEN, State.ASKING, State.CALLING)
         await self._check_growth("fork", *(State if turn else busy if opens is SegmentKind.SUBAGENT else ()))
         given = None if tools is None else forkable_tools(tools)
-        part = fork_role(opens, self._conversation.role, role, trainable, model)
+        part = fork_role(opens, self._conversation.role, options.get("role"), options.get("trainable"), model)
         further = None if model is None else RolloutModel(self._context, self._conversation, model)
         forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation, part, after_turn=turn)
         try:
