@@ -27,6 +27,7 @@ _ROLES: Final[Mapping[str, str]] = MappingProxyType(
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _EXACT_INTEGER = 2**53
 _MOST_SYSTEM_TEXTS = 64
+_ENCODER = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 _THINK, _END_OF_THINK = "<think>", "</think>"
 
 
@@ -266,7 +267,7 @@ def tools_key(tools: Sequence[OfferedTool]) -> bytes:
 
 def canonical_json(value: JSON) -> str:
     """Return JSON text that is equal for values that are equal to clients, which read numbers as 64-bit floats."""
-    return json.dumps(_canonical_numbers(value), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return _ENCODER.encode(_canonical_numbers(value))
 
 
 def _canonical_numbers(value: JSON) -> JSON:
