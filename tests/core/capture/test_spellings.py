@@ -137,6 +137,24 @@ def test_an_answer_in_another_form_is_put_back_as_sampled(sampled: Fields, sent:
     assert captured.conversations == {0: [SYSTEM, TASK, sampled, user("On."), says("ok")]}
 
 
+def test_reasoning_that_the_server_sent_apart_is_no_other_form() -> None:
+    for sent, restored in ((says("8", "Easy."), 0), (says("8"), 1), (says(" 8"), 1)):
+        captured = after_one_call(says("<think>\nEasy.\n</think>\n\n8"))
+        captured.sample(call_of(SYSTEM, TASK, sent, user("On."), tools=(ADD,)), says("ok"))
+        assert captured.tree.settle().report.restored == restored
+
+
+def test_tool_calls_as_text_are_cut_at_every_step() -> None:
+    """An agent that writes calls and results as text sends no answer back as it was sampled."""
+    captured, history = Captured(), [SYSTEM, TASK]
+    for step in range(3):
+        captured.sample(call_of(*history, tools=(ADD,)), called({"a": step}))
+        history += [says(f"Calling tools: add({step})"), user(f"Observation: {step}")]
+    assert len(captured.conversations) == 3
+    assert [len(shown) for shown in captured.conversations.values()] == [3, 5, 7]
+    assert captured.tree.settle().masked == (), "each completion trains once"
+
+
 @pytest.mark.parametrize(
     ("sampled", "sent", "field"),
     [

@@ -125,14 +125,16 @@ class CanonicalMessage:
         reasoning, closed, rest = start[len(_THINK) :].partition(_END_OF_THINK)
         return (reasoning, rest) if closed else ("", text)
 
-    def is_written_as(self, other: CanonicalMessage) -> bool:
-        """Return whether the message has the same text, reasoning and arguments as another one, letter by letter."""
+    def is_written_as(self, sampled: CanonicalMessage) -> bool:
+        """Return whether the message has the text, reasoning and arguments of a completion, letter by letter.
+
+        Agents get reasoning apart from the text, also where the trainer sent it in `<think>` tags. That is no change of theirs.
+        """
+        was_split = bool(sampled.thought) and not sampled.reasoning and self.reasoning.strip() == sampled.thought
         return (
-            self.parts == other.parts
-            and self.reasoning == other.reasoning
-            and len(self.calls) == len(other.calls)
-            and all(_same_arguments(mine, its) for mine, its in zip(self.calls, other.calls, strict=True))
-        )
+            (self.parts == sampled.parts and self.reasoning == sampled.reasoning)
+            or (was_split and self.spoken == sampled.spoken)
+        ) and all(_same_arguments(mine, its) for mine, its in zip(self.calls, sampled.calls, strict=True))
 
 
 def digest(value: object) -> bytes:
