@@ -355,6 +355,16 @@ async def test_a_first_prompt_that_is_too_long_leaves_a_main_conversation(new_wo
     assert contents(await finished(rollout), "assistant") == ["9"]
 
 
+async def test_a_call_whose_caller_left_before_it_failed_is_sampled_anew(new_world: type[RuntimeHarness]) -> None:
+    failure = Failure(Category.VALIDATION, "too long", 1, source=FailureClass.POLICY)
+    rollout = new_world(Elsewhere()).start(Say(error=PromptTooLong(failure), seconds=10), Say("9"))
+    lost = await begun(rollout, ASK)
+    lost.cancel()
+    await asyncio.sleep(20)
+    assert (await called(rollout, ASK))["content"] == "9"
+    assert contents(await finished(rollout), "assistant") == ["9"]
+
+
 class OneConversation(Script):
     """A sampler that supports a single conversation, as a trainer of the synchronous HTTP API does."""
 
