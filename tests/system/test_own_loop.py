@@ -245,7 +245,7 @@ ENDLESS = LOOP.replace("print(", "while True: messages.append(ask(messages + [{'
 @pytest.mark.parametrize("stays", [False, True], ids=["ends", "stays"])
 def test_a_limit_ends_a_program(serving: Serving, scripted_model: ScriptedModel, stays: bool) -> None:
     """The program is refused its next call. One that stays is ended before the reward is computed."""
-    script = f"trap '' TERM; {sys.executable} -ISc \"$0\"; {'while :; do sleep 1000; done' if stays else 'exit 1'}"
+    script = f'trap \'\' TERM; {sys.executable} -ISc "$0" "$1"; {"while :; do sleep 1000; done" if stays else "exit 1"}'
     left: list[Any] = []
 
     class Limited(Program):
@@ -296,7 +296,7 @@ def test_a_program_that_will_not_end(serving: Serving, scripted_model: ScriptedM
         return
     outcome = stack.client.wait(started.uid).outcome
     assert (outcome.HasField("cancellation"), outcome.HasField("failure")) == (way == "cancelled", way == "limit")
-    while list(processes_in(scratch)) or list(scratch.iterdir()):
+    while list(processes_in(scratch)) or list(scratch.glob("*/work")):
         threading.Event().wait(0.01)
 
 
