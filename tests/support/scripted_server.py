@@ -34,7 +34,7 @@ class Refusal:
 
     def packed(self) -> bytes:
         status = Status(code=self.code.value[0], message=self.text)
-        for detail in (ErrorInfo(reason="TEST", domain="rollout.osmosis"), *self.details):
+        for detail in (*self.details, ErrorInfo(reason="TEST", domain="rollout.osmosis")):
             packed = AnyMessage()
             packed.Pack(detail)
             status.details.append(packed)

@@ -35,9 +35,8 @@ def finish_request(uid: str, parsed: ParsedBody[FinishRollout]) -> FinishRollout
     )
 
 
-def finish_route(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
-    """Return the route that ends a rollout."""
-    router = APIRouter(default_response_class=Response)
+def finish_route(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
+    """Add the route that ends a rollout, and return the router."""
 
     @router.post("/finish", responses=_RESPONSES, openapi_extra=shown.raw_body(FinishRollout))
     async def finish_rollout(request: Request, uid: Uid) -> Response:

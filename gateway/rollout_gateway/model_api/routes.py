@@ -86,25 +86,27 @@ def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """Return the routes of the model endpoints of all rollouts."""
     router = APIRouter()
     for base in (_BASE, *_OTHER_BASES):
-        options: dict[str, Any] = {"tags": ["model endpoint"], "include_in_schema": base == _BASE, "prefix": base}
+        options: dict[str, Any] = {"prefix": base, "include_in_schema": base == _BASE, "tags": ["model endpoint"]}
+        options["default_response_class"] = Response
         for shape, route in _ROUTES:
-            part = APIRouter(route_class=route, default_response_class=Response)
+            part = APIRouter(route_class=route, **options)
             _add_completions(part, shape, rollouts, intake)
             if shape is MESSAGES:
                 _add_count(part, rollouts, intake)
-            router.include_router(part, **options)
-        part = APIRouter(route_class=_ModelRoute, default_response_class=Response)
-        _add_models(part, rollouts)
-        router.include_router(part, **options)
-        router.include_router(finish_route(rollouts, intake), **options)
+            if shape is CHAT:
+                _add_models(part, rollouts)
+            router.include_router(part)
+        router.include_router(finish_route(APIRouter(**options), rollouts, intake))
     return router
 
 
 def _add_completions(router: APIRouter, shape: ModelShape, rollouts: Rollouts, intake: RequestBodies) -> None:
+    auxiliary = "aux" in router.prefix.split("/")
+
     async def complete(request: Request, uid: Uid) -> Response:
         calls = rollouts.calls(request, uid=uid)
         call = await _read(request, calls, shape, intake)
-        message = _with_headers(call.request, request)
+        message = _with_headers(call.request, request, auxiliary=auxiliary)
         exchange = Exchange(shape, call, calls, request.state.request_id)
         if call.stream:
             return await _stream(request, exchange, message, rollouts.settings.heartbeat_seconds)
@@ -159,16 +161,15 @@ async def _read(request: Request, calls: Calls, shape: ModelShape, intake: Reque
     return call
 
 
-def _with_headers(message: CallModelRequest, request: Request) -> CallModelRequest:
-    """Add what the headers and the path say about a call."""
+def _with_headers(message: CallModelRequest, request: Request, *, auxiliary: bool) -> CallModelRequest:
+    """Add what the headers say about a call."""
     headers = request.headers
     repeat_key = headers.get("idempotency-key", "")
     if len(repeat_key) > MAX_WORD:
         raise InvalidCall("Idempotency-Key", f"at most {MAX_WORD} characters")
     message.repeat_key = repeat_key
     message.repeated = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    below_aux = "aux" in request.scope["route"].path.split("/")
-    message.auxiliary = below_aux or headers.get("x-rollout-auxiliary", "") == "1"
+    message.auxiliary = auxiliary or headers.get("x-rollout-auxiliary", "") == "1"
     message.client_agent = next(filter(None, map(headers.get, _AGENT_IDS)), "")[:MAX_WORD]
     return message
 
