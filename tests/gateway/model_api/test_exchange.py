@@ -253,6 +253,12 @@ async def opened(endpoint: ModelGateway, path: str, **more: Any) -> AsyncIterato
         await response.aclose()
 
 
+async def read_into(pieces: list[str], response: httpx.Response) -> None:
+    """Collect the pieces of a response that may end early."""
+    async for piece in response.aiter_text():
+        pieces.append(piece)  # noqa: PERF401  # keeps what came before the error
+
+
 HEARTBEATS = {
     "v1/chat/completions": [": heartbeat", ": heartbeat"],
     "v1/messages": ["event: ping", "event: ping"],
@@ -287,12 +293,12 @@ async def test_a_stream_that_fails_is_not_taken_for_complete(path: str) -> None:
     async with model_gateway(heartbeat_seconds=0.02) as endpoint:
         endpoint.server.go.clear()
         endpoint.server.refusals["CallModel"] = named("ENGINE", Code.INTERNAL, "broken")
-        content = ""
+        pieces: list[str] = []
         async with opened(endpoint, path, stream=True) as response:
             endpoint.server.go.set()
             with pytest.raises(httpx.RemoteProtocolError):
-                async for piece in response.aiter_text():
-                    content += piece
+                await read_into(pieces, response)
+        content = "".join(pieces)
         name, data = frames_of(content)[-1]
         if path == "v1/chat/completions":
             assert data["error"]["type"] == "server_error"
