@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -198,7 +199,7 @@ async def test_a_call_that_waits_when_the_rollout_ends_is_told_so(stand: Stand, 
     stand.engine.gate.set()
     reply = await call
     assert reply.status_code == (400 if api == "responses" else 410), reply.text
-    assert "rollout_over" in reply.text
+    assert api == "messages" or reply.json()["error"]["code"] == "rollout_over"
     assert outcome["end"] == "stop"
     assert outcome["samples"] == []
 
@@ -234,11 +235,11 @@ async def test_as_template_is_cut_where_the_reasoning_is_missing(stack: AsyncExi
     placed = check_each_token_once(outcome, stand.seen)
     assert list(placed) == [0, 1, 2]
     assert len(set(placed.values())) == 3
-    for number, turn in ((1, stand.seen[1]), (2, stand.seen[2])):
-        assert "Thought" not in prompt_text(turn)
+    for number in (1, 2):
+        assert "Thought" not in prompt_text(stand.seen[number])
         origin = segment(outcome, placed[number])["origin"]
         assert origin["kind"] == "drift"
-        assert (origin["parting"]["message"], origin["parting"]["field"]) == (1, "reasoning")
+        assert (origin["parting"]["message"], origin["parting"]["field"]) == (2 * number - 1, "reasoning")
         assert origin["parting"]["api"] == api
 
 
@@ -318,21 +319,21 @@ async def test_a_late_key_opens_nothing_and_tells_clients_to_stop(stand: Stand, 
     assert reply.status_code == (400 if api == "responses" else 410), reply.text
     assert reply.headers["x-should-retry"] == "false"
     assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert "rollout_over" in reply.text
+    assert api == "messages" or reply.json()["error"]["code"] == "rollout_over"
     assert len(stand.seen) == 1
     found = (await stand.http.get(f"/v1/rollouts/{rollout.uid}", params={"view": "full"})).json()
     assert found["outcome"]["metrics"]["turns"] == 1
 
 
 async def test_the_key_of_a_rollout_opens_no_other_api(stack: AsyncExitStack) -> None:
-    stand = await stack.enter_async_context(standing(api_keys={"trainer": "a-key-of-32-characters-and-more-.."}))
-    stand.http.headers["authorization"] = "Bearer a-key-of-32-characters-and-more-.."
+    key = "a-key-of-32-characters-and-more-.."
+    hashed = hashlib.sha256(key.encode()).hexdigest()
+    stand = await stack.enter_async_context(standing(api_keys=(f"trainer sha256:{hashed} admin",)))
+    stand.http.headers["authorization"] = f"Bearer {key}"
     rollout = await stand.start()
     for path in ("/v1/rollouts", f"/v1/rollouts/{rollout.uid}", "/v1/agents"):
         assert (await stand.http.get(path, headers=rollout.headers())).status_code == 401
-    reply = await rollout.post(
-        "chat/completions", request_body("chat", "One?"), key="a-key-of-32-characters-and-more-.."
-    )
+    reply = await rollout.post("chat/completions", request_body("chat", "One?"), key=key)
     assert reply.status_code == 403
     assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
 
@@ -388,12 +389,12 @@ WHOLE = {"no json": "{", "no object": "[]", "no messages": '{"model": "m", "max_
 def hostile_body(api: str, name: str) -> bytes:
     """The body with this name, in the shape of an API as far as it has one."""
     member = "input" if api == "responses" else "messages"
-    text = WHOLE.get(name) or (
-        f'{{"model": "m", {MEMBERS.get(name, QUIET[api])}, "{member}": {MESSAGES.get(name, HI)}}}'
-    )
+    further = MEMBERS.get(name, QUIET[api]).replace('"type": "function"', f'"type": "{TOOL_TYPES[api]}"')
+    text = WHOLE.get(name) or (f'{{"model": "m", {further}, "{member}": {MESSAGES.get(name, HI)}}}')
     return text.encode("latin-1")
 
 
+TOOL_TYPES = {"chat": "function", "responses": "function", "messages": "custom"}
 QUIET = {"chat": '"temperature": 1', "responses": '"temperature": 1', "messages": '"max_tokens": 9'}
 
 
