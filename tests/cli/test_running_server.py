@@ -14,7 +14,7 @@ import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import AsyncClient
-from rollout_server import Run
+from rollout_server import ExternalAgent, Run
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.core.message import JSON
@@ -168,7 +168,7 @@ async def beside(invoke: Invoke) -> AsyncIterator[Beside]:
     """A real server and trainer in this event loop."""
     held, halfway = Held(), Halfway()
     async with (
-        Server([Calculator(), held, halfway], settings(http=True)) as server,
+        Server([Calculator(), held, halfway, ExternalAgent(name="elsewhere")], settings(http=True)) as server,
         StrictTrainer(tools=calculator_tools()) as trainer,
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
@@ -389,6 +389,20 @@ async def test_a_started_rollout_is_watched(beside: Beside) -> None:
     assert [event["event"] for event in events][:: len(events) - 1] == ["accepted", "finished"]
     cut = await beside.run(*starting(beside, "--watch", "--agent", "nobody"))
     assert "nobody" in complaint(cut)
+
+
+async def test_a_started_rollout_of_an_agent_that_runs_elsewhere_shows_its_access(beside: Beside) -> None:
+    told = await beside.run(*starting(beside, "--agent", "elsewhere"))
+    uid = told.stdout.strip()
+    access = await beside.client.access(uid)
+    assert access is not None
+    assert told.stderr == f"The agent's model endpoint: base URL {access.base_url}, key {access.key}\n"
+    await beside.client.finish(uid, access.key, reward=1.0)
+    (rollout,) = lines(await beside.run(*starting(beside, "--agent", "elsewhere", "--json")))
+    access = await beside.client.access(rollout["uid"])
+    assert access is not None
+    assert rollout["access"] == {"base_url": access.base_url, "key": access.key}
+    await beside.client.finish(rollout["uid"], access.key, reward=1.0)
 
 
 async def test_a_group_is_started_watched_and_cancelled(beside: Beside) -> None:

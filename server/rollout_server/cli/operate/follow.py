@@ -78,6 +78,9 @@ class StartFlags:
 def start(**values: Any) -> None:
     """Start a rollout on a running server and print its uid.
 
+    If the agent runs elsewhere, stderr has the base URL and the key of its model
+    endpoint, and with --json the field "access".
+
     The rollout continues when this command ends. With --watch the command follows
     it, and the exit code is that of `rollout watch`.
 
@@ -105,10 +108,15 @@ def start(**values: Any) -> None:
 
 def _start_one(client: Client, flags: StartFlags, fields: StartFields, output: JsonOutput) -> bool:
     """Start a rollout. Return whether it completed; True if it is not followed."""
-    rollout = client.start(**fields).rollout
-    output.line(rollout_fields(rollout))
+    started = client.start(**fields)
+    rollout, access = started.rollout, started.access
+    shown = {} if access is None else {"access": {"base_url": access.base_url, "key": access.key}}
+    output.line({**rollout_fields(rollout), **shown})
     if not flags.as_json:
         typer.echo(rollout.uid)
+    if not flags.as_json and access is not None:
+        # On stderr: stdout has the uid only, for scripts.
+        typer.echo(f"The agent's model endpoint: base URL {access.base_url}, key {access.key}", err=True)
     return not flags.follow or _follow(client, rollout.uid, 0, output)
 
 
