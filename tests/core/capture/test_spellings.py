@@ -9,6 +9,7 @@ from rollout_server.core.capture.call import ModelCall
 from rollout_server.core.capture.decision import Branch, Continue, Open, Refuse
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.segment import SegmentKind
+from rollout_server.core.spec import Sampling
 
 from tests.core.capture.agent_calls import (
     ADD,
@@ -126,6 +127,10 @@ def test_a_history_in_another_spelling_continues(spelling: str) -> None:
         (says("8"), {"role": "assistant", "content": [{"type": "output_text", "text": "8", "annotations": []}]}),
         (says("no"), {"role": "assistant", "content": None, "refusal": "no"}),
         (called(""), called("{}")),
+        (called(""), with_arguments(None)),
+        (called('{"a": 1' + "0" * 400 + "}"), called('{"a":1' + "0" * 400 + "}")),
+        (called('{"a": -1' + "0" * 400 + "}"), called('{"a":-1' + "0" * 400 + "}")),
+        (says("no"), {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}),
         (called('{"a": 1'), called('{"a": 1')),
         (called('{"id": 12345678901234567890}'), called('{"id":12345678901234567000}')),
         (called({"é": "\ud800"}), called('{"\\u00e9":"\\ud800"}')),
@@ -169,6 +174,7 @@ def test_tool_calls_as_text_are_cut_at_every_step() -> None:
         (called({"a": 1}, {"a": 2}), called({"a": 2}, {"a": 1}), "tool_calls"),
         (called({"a": 1}, {"a": 2}), called({"a": 1}), "tool_calls"),
         (called({"a": True}), called({"a": 1}), "tool_calls"),
+        (called('{"a": 1' + "0" * 400 + "}"), called('{"a":-1' + "0" * 400 + "}"), "tool_calls"),
         (says("8"), [says("8"), says("9")], "content"),
     ],
 )
@@ -198,6 +204,35 @@ def test_equal_ids_of_several_calls_are_used_in_order() -> None:
     captured.sample(call_of(SYSTEM, TASK, sent, result("a", "x"), result("b", "x"), tools=(ADD,)), sent)
     history = [SYSTEM, TASK, sent, result("a", "x"), result("b", "x"), sent, result("c", "x")]
     assert captured.decide(call_of(*history, tools=(ADD,))).messages == (result("c", "x"),)
+
+
+def test_a_late_result_finds_a_call_of_an_earlier_answer() -> None:
+    captured = after_one_call(called({"a": 1}, ids=["x"]))
+    first, second = called({"a": 1}, ids=["1"]), called({"a": 2}, ids=["2"])
+    captured.sample(call_of(SYSTEM, TASK, first, user("And?"), tools=(ADD,)), called({"a": 2}, ids=["y"]))
+    call = call_of(SYSTEM, TASK, first, user("And?"), second, result("b", "2"), result("a", "1"), tools=(ADD,))
+    assert captured.decide(call).messages == (result("b", "y"), result("a", "x"))
+
+
+def test_a_completion_that_no_history_contains_is_not_continued() -> None:
+    captured = after_one_call({"content": [{"type": "video"}]})
+    assert isinstance(captured.decide(call_of(SYSTEM, TASK, says(""), user("On."), tools=(ADD,))), Open)
+    assert captured.tree.settle().main == 0
+
+
+def test_sampling_that_is_no_json_object_is_refused() -> None:
+    refused = Captured().decide(call_of(TASK, sampling=Sampling(extra_json="[]")))
+    assert isinstance(refused, Refuse)
+    assert refused.field == "sampling.extra_json"
+
+
+def test_white_space_in_a_message_that_the_model_did_not_write_parts() -> None:
+    captured = Captured()
+    captured.sample(call_of(TASK, says("8"), user("Sure?")), says("Yes."))
+    decision = captured.decide(call_of(TASK, says("8 "), user("Sure?"), says("Yes."), user("On.")))
+    assert isinstance(decision, Open)
+    assert decision.parting is not None
+    assert (decision.parting.message, decision.parting.field) == (1, "content")
 
 
 def test_a_result_of_another_call_parts() -> None:

@@ -13,6 +13,7 @@ one call at a time, and samples.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -33,6 +34,7 @@ from rollout_server.core.capture.decision import (
 )
 from rollout_server.core.capture.difference import find_difference
 from rollout_server.core.capture.history import (
+    ASSISTANT,
     CanonicalMessage,
     HistoryReader,
     InvalidHistory,
@@ -152,9 +154,6 @@ class CallTree:
             fields: the assistant message as sampled, in the shape of OpenAI chat completions.
             turn: the number of the turn in the rollout.
             now: seconds.
-
-        Raises:
-            InvalidHistory: for a message that no history could contain.
         """
         message = _as_sampled(fields)
         made = CapturedTurn(pending, completion_id, turn, message)
@@ -350,10 +349,12 @@ def _is_free_tip(turn: CapturedTurn) -> bool:
 
 
 def _as_sampled(fields: Mapping[str, JSON]) -> CanonicalMessage:
-    message = HistoryReader().read(HistoryMessage(fields), "completion")
-    if message is None or message.role != "assistant":
-        raise InvalidHistory("completion.role", "must be assistant")
-    return message
+    """Return a completion in canonical form. One that no history could contain has its JSON as its text: nothing continues it."""
+    try:
+        message = HistoryReader().read(HistoryMessage({**fields, "role": ASSISTANT}), "completion")
+    except InvalidHistory:
+        message = None
+    return message or CanonicalMessage(ASSISTANT, (json.dumps(dict(fields), default=str),))
 
 
 def _messages_up_to(turn: CapturedTurn) -> list[CanonicalMessage]:
