@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rollout_server.core.capture.call import ModelCall
 from rollout_server.core.capture.decision import Branch, Continue, Open, Refuse
+from rollout_server.core.capture.history import InvalidHistory
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.segment import SegmentKind
 from rollout_server.core.spec import Sampling
@@ -214,10 +215,14 @@ def test_a_late_result_finds_a_call_of_an_earlier_answer() -> None:
     assert captured.decide(call).messages == (result("b", "y"), result("a", "x"))
 
 
-def test_a_completion_that_no_history_contains_is_not_continued() -> None:
-    captured = after_one_call({"content": [{"type": "video"}]})
-    assert isinstance(captured.decide(call_of(SYSTEM, TASK, says(""), user("On."), tools=(ADD,))), Open)
-    assert captured.tree.settle().main == 0
+def test_a_malformed_completion_fails_its_call() -> None:
+    captured = Captured()
+    pending = captured.start(call_of(TASK))
+    with pytest.raises(InvalidHistory, match=r"completion\.content\[0\]\.type: must be"):
+        captured.tree.completed(pending, "completion-1", {"content": [{"type": "video"}]}, 1, 0.0)
+    captured.tree.failed(pending)
+    assert isinstance(captured.decide(call_of(TASK, repeated=True)), Open)
+    assert captured.tree.settle().main is None
 
 
 def test_sampling_that_is_no_json_object_is_refused() -> None:

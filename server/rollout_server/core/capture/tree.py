@@ -13,7 +13,6 @@ one call at a time, and samples.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -154,6 +153,9 @@ class CallTree:
             fields: the assistant message as sampled, in the shape of OpenAI chat completions.
             turn: the number of the turn in the rollout.
             now: seconds.
+
+        Raises:
+            InvalidHistory: for a malformed message; then `failed` is due.
         """
         message = _as_sampled(fields)
         made = CapturedTurn(pending, completion_id, turn, message)
@@ -349,12 +351,9 @@ def _is_free_tip(turn: CapturedTurn) -> bool:
 
 
 def _as_sampled(fields: Mapping[str, JSON]) -> CanonicalMessage:
-    """Return a completion in canonical form. One that no history could contain has its JSON as its text: nothing continues it."""
-    try:
-        message = HistoryReader().read(HistoryMessage({**fields, "role": ASSISTANT}), "completion")
-    except InvalidHistory:
-        message = None
-    return message or CanonicalMessage(ASSISTANT, (json.dumps(dict(fields), default=str),))
+    message = HistoryReader().read(HistoryMessage({**fields, "role": ASSISTANT}), "completion")
+    assert message is not None, "only system messages are left out"  # noqa: S101 - for the type checker
+    return message
 
 
 def _messages_up_to(turn: CapturedTurn) -> list[CanonicalMessage]:
