@@ -423,6 +423,16 @@ async def test_unknown_completions_are_not_confirmed(new_world: type[RuntimeHarn
     await finished(rollout)
 
 
+async def test_the_last_answer_may_be_confirmed_after_the_agent_has_finished(new_world: type[RuntimeHarness]) -> None:
+    rollout = new_world(Elsewhere()).start(Say("8"))
+    completed = await rollout.capture.call(model_call(ASK))
+    await rollout.capture.finish(DONE)
+    await rollout.capture.confirm(completed.id)
+    await outcome_of(rollout)
+    with pytest.raises(RolloutOver):
+        await rollout.capture.confirm(completed.id)
+
+
 async def test_completions_under_way_are_given_up_when_the_agent_is_done(new_world: type[RuntimeHarness]) -> None:
     """Also that of the main conversation: the program has ended, so nobody waits for it."""
     rollout = new_world(Elsewhere()).start(Say("8"), Say(seconds=FOREVER))

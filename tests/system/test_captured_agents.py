@@ -317,6 +317,22 @@ async def test_a_later_system_message_is_rendered_as_the_template_allows() -> No
     assert roles[1] == ["system", "user", "user", "assistant", "user", "assistant"]
 
 
+async def test_an_engine_gets_the_tool_choice_of_a_call() -> None:
+    choice = {"type": "function", "function": {"name": "add"}}
+
+    async def calls(capture: Capture) -> None:
+        first = await said(
+            capture, user("Begin."), tools=[add], sampling={"extra_json": json.dumps({"tool_choice": choice})}
+        )
+        await said(capture, user("Begin."), first, user("Go on."), tools=[add])
+
+    engine = VllmEngine(EngineModel(["One.", "Two."]))
+    async with connected(Calls(calls)) as client, serving(engine):
+        outcome = await roll(client, "calls", completions=engine_target(engine))
+    assert [body.get("tool_choice") for body in engine.bodies()] == [choice, None]
+    assert len(outcome.samples) == 1
+
+
 async def test_large_calls_are_decided_as_small_ones() -> None:
     """They are compared in a thread, while other completions of the rollout arrive."""
 

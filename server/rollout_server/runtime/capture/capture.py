@@ -119,7 +119,8 @@ class Capture:
 
     def confirm(self, completion_id: str) -> None:
         """Record that a completion reached the agent to its last byte. Raise `NotFound`, or `RolloutOver`."""
-        self._check_open()
+        if self._closed:
+            raise RolloutOver()
         if completion_id not in self._completed:
             raise NotFound(f"the rollout has no completion {completion_id!r:.100}", reason="COMPLETION_NOT_FOUND")
         self._tree.confirmed(completion_id, self._now())
