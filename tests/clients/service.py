@@ -173,7 +173,9 @@ async def serving_world(model: EngineModel, *agents: Agent, token_mode: str = "t
         server = await stack.enter_async_context(Server(agents or [External()], settings))
         client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{server.grpc_port}"))
         url = f"http://127.0.0.1:{server.http_port}"
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False))
+        http = await stack.enter_async_context(
+            httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False)
+        )
         yield World(engine, server, client, http, {"tokenizer": {"name": "t"}, "token_mode": token_mode})
 
 
