@@ -101,6 +101,7 @@ class World:
     client: AsyncClient
     http: httpx.AsyncClient
     spec: Mapping[str, Any]
+    endpoint: str
     exchanges: list[Exchange] = field(default_factory=list)
 
     async def start(self) -> tuple[str, str, dict[str, str]]:
@@ -126,7 +127,7 @@ class World:
     async def capture(self, *commands: Sequence[str], folder: Path | None = None, **environment: str) -> Captured:
         """Run the programs at the same time as the agent of one rollout, and finish it."""
         uid, path, bearer = await self.start()
-        async with recording(f"http://127.0.0.1:{self.server.http_port}") as recorder:
+        async with recording(self.endpoint) as recorder:
             recorder.exchanges = self.exchanges
             given = access_environment(recorder.url + path, bearer["authorization"].split()[1]) | environment
             printed = await asyncio.gather(*(run_program(command, given, folder) for command in commands))
@@ -176,7 +177,7 @@ async def serving_world(model: EngineModel, *agents: Agent, token_mode: str = "t
         http = await stack.enter_async_context(
             httpx.AsyncClient(base_url=url, timeout=60, trust_env=False, verify=False)
         )
-        yield World(engine, server, client, http, {"tokenizer": {"name": "t"}, "token_mode": token_mode})
+        yield World(engine, server, client, http, {"tokenizer": {"name": "t"}, "token_mode": token_mode}, url)
 
 
 class External(ExternalAgent):

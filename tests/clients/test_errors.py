@@ -15,7 +15,7 @@ CALLS = ("chat", "chat stream", "responses", "messages", "messages stream")
 
 async def raised(world: World, path: str, key: str) -> dict[str, str]:
     """The error of each call by its name. Each call is one request: the SDKs repeat nothing."""
-    async with recording(f"http://127.0.0.1:{world.server.http_port}") as recorder:
+    async with recording(world.endpoint) as recorder:
         printed = await run_program(program("sdk_errors"), access_environment(recorder.url + path, key), None)
     assert len(recorder.calls) == len(CALLS)
     return dict(line.split(": ", 1) for line in printed.splitlines())
