@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -92,19 +92,19 @@ class Tree:
         self.fresh += 1
         return tuple(Item(json.dumps(result)) for result in results) or (self.user(),)
 
-    def parent(self, request: Request) -> int | None:
-        """The last answer whose whole history, and itself, the request repeats."""
-        numbers = [
-            item.number
+    def own(self, request: Request) -> dict[int, int]:
+        """The answers whose whole history the request repeats too, by index. Only they are the server's to restore."""
+        return {
+            index: item.number
             for index, item in enumerate(request.items)
             if item.number is not None and item.number in self.replies.get(request.before(index), ())
-        ]
-        return numbers[-1] if numbers else None
+        }
 
     async def send(self, request: Request, spelling: frozenset[str], *, alone: bool = True, **headers: str) -> None:
         """Send a request, keep its answer, and open the request that follows."""
-        parent = self.parent(request)
-        body = api_request(self.api, spelled(request, spelling), [ADD, MULTIPLY][: request.tools])
+        own = self.own(request)
+        parent = list(own.values())[-1] if own else None
+        body = api_request(self.api, spelled(request, spelling, own), [ADD, MULTIPLY][: request.tools])
         reply = await self.endpoint.post(ROUTES[self.api], body, **headers)
         assert reply.status_code == 200, reply.text
         self.calls += 1
@@ -140,11 +140,14 @@ def number_of(message: Mapping[str, Any]) -> int:
     return int(json.loads(message["tool_calls"][0]["function"]["arguments"])["a"])
 
 
-def spelled(request: Request, spelling: frozenset[str]) -> list[dict[str, Any]]:
-    """The messages of a request as a client may spell them. None of the spellings changes what they say."""
+def spelled(request: Request, spelling: frozenset[str], own: Container[int]) -> list[dict[str, Any]]:
+    """The messages of a request as a client may spell them. None of the spellings changes what they say.
+
+    The reasoning and the outer spaces of answers are only changed at the indices `own`: elsewhere they are prompt.
+    """
     role = "developer" if "developer" in spelling else "system"
     messages: list[dict[str, Any]] = [{"role": role, "content": request.system}]
-    messages += [respelled(item.fields, spelling, own=item.number is not None) for item in request.items]
+    messages += [respelled(item.fields, spelling, own=index in own) for index, item in enumerate(request.items)]
     if "ids" in spelling:
         rename_ids(messages)
     return messages
