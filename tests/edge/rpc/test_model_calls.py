@@ -141,6 +141,9 @@ async def test_a_conversation_of_two_calls_is_one_exact_sample(caller: Caller, e
     assert [len(each.ids) for each in generated] == [first.generated_tokens, second.generated_tokens]
     assert await endpoint.finish(reward=0.5, scores={"tests": 1.0}) == agent_pb.FinishRolloutResponse()
     outcome = (await caller.finished(endpoint.uid)).outcome
+    text = caller.server.exposition().decode()
+    assert 'rollout_model_call_decisions_total{decision="continued"} 1.0' in text
+    assert 'rollout_model_call_decisions_total{decision="parted"} 0.0' in text
     assert (outcome.reward, dict(outcome.scores), outcome.capture.continued) == (0.5, {"tests": 1.0}, 1)
     [sample] = outcome.samples
     assert [*sample.prompt_ids, *sample.response_ids] == [*generated[1].prompt, *generated[1].ids]

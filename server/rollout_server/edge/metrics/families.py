@@ -7,6 +7,7 @@ Prometheus. They count as "other" or "unknown".
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Generic, TypeVar
 
 from prometheus_client import (
@@ -20,6 +21,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
+from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
 from rollout_server.core.outcome import Category
 from rollout_server.runtime.registry.dependencies import Attempt
@@ -107,6 +109,9 @@ class Families:
             "stream_answers_ignored", "Responses of trainers on streams that were late, duplicate or not requested."
         )
         self.model_calls = self._counters("model_calls", "Calls of agents that own their loop.", "result")
+        self.decisions = self._counters(
+            "model_call_decisions", "Decisions about these calls, counted at the end of their rollout.", "decision"
+        )
         self.warnings = self._counters("warnings", "Warnings in outcomes.", "code")
         self.queue = self._times("queue", "Time from acceptance to the first turn, or to an end in the queue.", "agent")
         self.duration = self._times("duration", "Time from the first turn to the end.", "agent", "end")
@@ -145,6 +150,8 @@ class Families:
             self.delivery(attempt.value)
         for result in MODEL_CALLS:
             self.model_calls(result)
+        for decision in fields(CaptureReport):
+            self.decisions(decision.name)
         for code in WARNINGS:
             self.warnings(code)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -10,7 +11,16 @@ from prometheus_client import Gauge, generate_latest
 
 from rollout_server.core.ledger import Author, MaskReason
 from rollout_server.core.outcome import Cancellation, End, Failure
-from rollout_server.core.record import Accepted, Answered, DriftFound, Ended, Note, SegmentOpened, ToolReturned
+from rollout_server.core.record import (
+    Accepted,
+    Answered,
+    CaptureSettled,
+    DriftFound,
+    Ended,
+    Note,
+    SegmentOpened,
+    ToolReturned,
+)
 from rollout_server.edge.metrics.families import (
     CANCELLATIONS,
     GENERATED,
@@ -64,6 +74,7 @@ class MetricsObserver:
                 SegmentOpened: self._count_segment,
                 DriftFound: self._count_drift,
                 Note: self._count_resampling,
+                CaptureSettled: self._count_decisions,
                 Ended: self._count_end,
             }
         )
@@ -149,6 +160,10 @@ class MetricsObserver:
     def _count_resampling(self, rollout: Rollout, record: Note) -> None:
         if record.code == RESAMPLED:
             self.families.resampled.inc()
+
+    def _count_decisions(self, rollout: Rollout, record: CaptureSettled) -> None:
+        for decision, number in asdict(record.report).items():
+            self.families.decisions(decision).inc(number)
 
     def _count_end(self, rollout: Rollout, record: Ended) -> None:
         families, agent = self.families, rollout.agent.name
