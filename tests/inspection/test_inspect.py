@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 from google.protobuf import json_format
-from osmosis.rollout.v1 import outcome_service_pb2, token_pb2
+from osmosis.rollout.v1 import outcome_pb2, outcome_service_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
 from rollout_gateway.rest.proto_json import message_to_json
@@ -162,6 +162,33 @@ async def test_what_an_author_masked_has_a_letter_and_planes_are_named(invoke: I
             [],
             [{"name": "routed_experts", "dtype": "uint8"}],
         ]
+
+
+async def test_calls_of_an_agent_with_a_loop_of_its_own_say_why_their_segments_began(
+    invoke: Invoke, tmp_path: Path
+) -> None:
+    parting = token_pb2.Parting(
+        message=2, field="content", expected="On\u202e", found="Off", api="chat", client_agent="a1"
+    )
+    origin = token_pb2.SegmentOrigin(kind=token_pb2.SEGMENT_KIND_DRIFT, parent_id="9", parting=parting)
+    outcome = outcome_of(span("prompt", 1), span("model", 3), origin=origin)
+    outcome.segments[0].origin.CopyFrom(origin)
+    outcome.capture.CopyFrom(outcome_pb2.CaptureReport(continued=4, parted=1, longest_share=0.75))
+    rollout = pb.Rollout(uid="u" * 20, state=pb.ROLLOUT_STATE_FINISHED, outcome=outcome)
+    (tmp_path / "plain").write_bytes(msgspec.json.encode(message_to_json(rollout, pb.ROLLOUT_VIEW_FULL)))
+    for path in (saved(rollout, tmp_path), tmp_path / "plain"):
+        lines = (await invoke(path)).stdout.splitlines()
+        assert (
+            "calls of the agent: 4 continued, 1 parted; 75% of the trained tokens are in the longest segment" in lines
+        )
+        title = next(
+            at for at, line in enumerate(lines) if line.startswith("segment 0 (drift of segment 9, new prompt)")
+        )
+        assert lines[title + 1] == "a chat call of a1 parted at message 2 (content): 'On\\u202e', now 'Off'"
+        assert not any(line.startswith("!") for line in lines), "a call parted, which is no drift of tokens"
+        told = json.loads((await invoke(path, "--json")).stdout)
+        assert told["segments"][0]["parting"] == lines[title + 1]
+        assert (told["capture"]["continued"], told["capture"]["longest_share"]) == (4, 0.75)
 
 
 def test_colour_tells_an_authors_mask_from_what_trains() -> None:

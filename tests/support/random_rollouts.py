@@ -10,7 +10,17 @@ from itertools import accumulate
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.core.ledger import ConversationLedger, Ledger, Origin, Plane, Role, SegmentKind, pack_logprobs
+from rollout_server.core.capture.report import CaptureReport
+from rollout_server.core.ledger import (
+    ConversationLedger,
+    Ledger,
+    Origin,
+    Parting,
+    Plane,
+    Role,
+    SegmentKind,
+    pack_logprobs,
+)
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import (
     Category,
@@ -74,6 +84,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         (),
         tuple(TurnReward(turn, value, homes.get(turn, "")) for turn, value in sorted(turn_rewards.items())),
         draw(st.sampled_from(RewardRule)),
+        draw(st.sampled_from((None, CaptureReport(continued=2, parted=1)))),
     )
     return pb.Rollout(
         uid="u1",
@@ -85,11 +96,15 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
 @st.composite
 def forks(draw: st.DrawFn, ledger: Ledger, forked: ConversationLedger) -> list[ConversationLedger]:
     """Nearly always no fork; otherwise one fork of any kind."""
-    kind = draw(st.sampled_from((None, None, None, SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)))
+    kinds = (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)
+    parting = draw(st.sampled_from((None, Parting(1, "content", "8", "ü", "chat", "a1"))))
+    kind = draw(st.sampled_from((None, None, None, *kinds, *((SegmentKind.DRIFT,) if parting is not None else ()))))
     if kind is None:
         return []
     role = forked.role if kind is SegmentKind.COMPACTION else draw(st.sampled_from(ROLES))
-    return [forked.branch(role) if kind is SegmentKind.BRANCH else ledger.open(Origin(kind, forked.id), role)]
+    if kind is SegmentKind.BRANCH:
+        return [forked.branch(role, parting=parting)]
+    return [ledger.open(Origin(kind, forked.id, parting=parting), role)]
 
 
 def span(author: str, count: int, **fields: object) -> token_pb2.Span:

@@ -17,6 +17,11 @@ from rollout_client.spec import rollout_spec
 from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, Trainer, parsers
 from rollout_server import Agent, Run, tool
 from rollout_server.app import Server
+from rollout_server.core.capture.report import CaptureReport
+from rollout_server.core.ledger import Parting, SegmentKind
+from rollout_server.core.message import Message
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.run.opening import Opening
 from rollout_server.settings import Settings
 from rollout_server.testing import TrainerDialect
 from rollout_server.testing.checks.verdict import Verdict
@@ -53,6 +58,9 @@ class Forking(Agent):
     name = "forking"
 
     async def play(self, run: Run) -> None:
+        if run.metadata["does"] == "calls":
+            await self.calls(run)
+            return
         run.state["first"] = await run.sample()
         await getattr(self, str(run.metadata["does"]))(run)
 
@@ -82,6 +90,26 @@ class Forking(Agent):
             late = await run.fork(after=first)
             for each, text in ((branch, "Try this."), (again, "Try that."), (late, "Try it late.")):
                 group.create_task(self._talks(each, text))
+
+    async def calls(self, run: Run) -> None:
+        """What the calls of an agent with a loop of its own open. A trainer of one conversation refuses all but the first."""
+        prompt = Message.write(said("Begin again."))
+        main = await run.open(Opening(SegmentKind.MAIN, (prompt,)))
+        first = await main.attempt()
+        await self._talks(main, "Go on.")
+        parting = Parting(2, "content", "Go on.", "Try this.", "chat")
+        for opening, text in (
+            (Opening(SegmentKind.BRANCH, after_turn=first.turn, parting=parting), "Try this."),
+            (Opening(SegmentKind.DRIFT, (prompt,), parting=parting), "Or that."),
+        ):
+            try:
+                other = await main.open(opening)
+            except RolloutFailed as failed:
+                main.note("refused", failed.failure.message)
+            else:
+                await self._talks(other, text)
+        await self._talks(main, "And on.")
+        run.settle(main, CaptureReport(continued=6, parted=2))
 
     async def subagents(self, run: Run) -> None:
         """Two subagents with their own tools, one of them parallel to this conversation; the second is forked once more."""
@@ -146,9 +174,10 @@ WANTED: dict[str, list[tuple[str, int, str, int]]] = {
     "subagents": [("0", MAIN, "", 2), ("1", SUBAGENT, "0", 2), ("2", SUBAGENT, "0", 2), ("3", BRANCH, "2", 2)],
     "late": [("0", MAIN, "", 4), ("1", BRANCH, "0", 2)],
     "earlier": [("0", MAIN, "", 4), ("1", BRANCH, "0", 2), ("2", BRANCH, "0", 2), ("3", BRANCH, "0", 2)],
+    "calls": [("0", MAIN, "", 5), ("1", BRANCH, "0", 2), ("2", DRIFT, "0", 2)],
     "compaction": [("0", MAIN, "", 1), ("1", COMPACTION, "0", 2), ("2", COMPACTION, "1", 2)],
 }
-TURNS = {"branches": 7, "late": 6, "earlier": 10, "subagents": 8, "compaction": 5}
+TURNS = {"branches": 7, "late": 6, "earlier": 10, "calls": 9, "subagents": 8, "compaction": 5}
 
 
 @asynccontextmanager
@@ -227,6 +256,39 @@ async def test_each_conversation_is_a_sample_of_its_own(client: AsyncClient, mod
             assert len(each.prompt_ids) > len(shared) > len(parent.prompt_ids)
         else:
             assert each.origin.parent_tokens == 0
+
+
+async def test_watchers_and_samples_say_why_a_call_opened_a_conversation(client: AsyncClient) -> None:
+    async with StrictTrainer(script=Script(tuple(ScriptedReply(content=f"Answer {n}.") for n in range(9)))) as trainer:
+        run = client.run(
+            messages=[said("Begin.")],
+            completions=f"grpc://{trainer.grpc_target}",
+            rollout_id="r",
+            metadata={"does": "calls"},
+        )
+        events = [event async for event in run]
+        outcome = (await client.get(run.uid, view="full")).outcome
+    parting = token_pb2.Parting(message=2, field="content", expected="Go on.", found="Try this.", api="chat")
+    forked = [event.forked for event in events if event.WhichOneof("event") == "forked"]
+    assert [(each.after_turn, each.count, each.origin.kind) for each in forked] == [
+        (0, 1, MAIN),
+        (1, 2, BRANCH),
+        (0, 1, DRIFT),
+    ]
+    opened = [event.segment_opened.origin for event in events if event.WhichOneof("event") == "segment_opened"]
+    for origins in (
+        [each.origin for each in forked],
+        opened,
+        [each.origin for each in outcome.segments],
+        [each.origin for each in outcome.samples],
+    ):
+        assert [each.parting if each.HasField("parting") else None for each in origins] == [None, parting, parting]
+    trained = [sum(each.response_mask) for each in outcome.samples]
+    report = outcome_pb2.CaptureReport(continued=6, parted=2, longest_share=max(trained) / sum(trained))
+    assert outcome.capture == report
+    (settled,) = [event for event in events if event.WhichOneof("event") == "capture_settled"]
+    assert (settled.capture_settled.report, settled.segment_id) == (report, "0")
+    assert json.loads(outcome.messages[0].json) == said("Begin again.")
 
 
 STREAMED = [(mode, does, False) for mode in ("tokens", "messages") for does in WANTED]
@@ -342,7 +404,7 @@ async def test_the_library_finds_nothing_else_where_prompts_drift() -> None:
         assert sum(sum(sample.response_mask) for sample in rollout.samples) == outcome.metrics.generated_tokens
 
 
-@pytest.mark.parametrize("does", list(WANTED))
+@pytest.mark.parametrize("does", [does for does in WANTED if does != "calls"])
 async def test_branches_of_a_prompt_that_drifted(client: AsyncClient, tmp_path: Path, does: str) -> None:
     """The template drops the thinking of all completions but the last, so each conversation drifts in its second turn."""
     lines = tuple(ScriptedReply(content=f"Answer {n}.", reasoning=f"Thought {n}.") for n in range(TURNS[does]))
@@ -376,7 +438,7 @@ def plainly(trainers: list[HttpTrainer]) -> Act:
     return act
 
 
-@pytest.mark.parametrize("does", ["branches", "compaction"])
+@pytest.mark.parametrize("does", ["branches", "compaction", "calls"])
 async def test_over_http_a_trainer_that_says_what_the_model_saw_is_believed(client: AsyncClient, does: str) -> None:
     trainers: list[HttpTrainer] = []
     async with raw_trainer(plainly(trainers)) as trainer:
@@ -385,6 +447,19 @@ async def test_over_http_a_trainer_that_says_what_the_model_saw_is_believed(clie
         outcome = await roll(client, url, does)
     assert (outcome.failure.message, told(outcome)) == ("", WANTED[does])
     assert [warning.code for warning in outcome.warnings] == ["conversation_unnamed"] * 2
+
+
+async def test_a_trainer_that_counts_masks_gets_the_prompt_of_the_first_call_and_refuses_another(
+    client: AsyncClient,
+) -> None:
+    async with StrictTrainer(script=Script(tuple(ScriptedReply(content=f"Answer {n}.") for n in range(5)))) as trainer:
+        url = spec_pb2.Target(url=trainer.url, dialect=spec_pb2.DIALECT_HTTP_MASKED)
+        outcome = await roll(client, url, "calls", tokenizer="toy")
+        (verdict,) = trainer.verdicts()
+    assert (outcome.failure.message, outcome.stop.reason, list(outcome.warnings)) == ("", "stop", [])
+    assert (json.loads(outcome.messages[0].json), len(outcome.messages)) == (said("Begin again."), 10)
+    assert told(outcome) == [("0", MAIN, "", 5)]
+    assert_same(samples(outcome)[0], verdict)
 
 
 async def test_over_http_tools_are_told_once(client: AsyncClient) -> None:
