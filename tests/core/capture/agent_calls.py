@@ -52,7 +52,14 @@ def call_of(*messages: Fields, ids: Mapping[int, str] | None = None, **others: A
 
 
 class Captured:
-    """A tree, and the messages that the model is shown in each conversation, with its completions as sampled."""
+    """A tree, and the messages that the model is shown in each conversation, with its completions as sampled.
+
+    Attributes:
+        conversations: the messages by conversation.
+        lengths: for each turn, the number of messages in its conversation with its completion.
+        homes: for each turn, its conversation.
+        sampled: for each conversation, the indexes of the completions.
+    """
 
     def __init__(self, options: CaptureOptions | None = None, later_system: LaterSystem = "system") -> None:
         self.tree = CallTree(options, later_system)
@@ -60,6 +67,7 @@ class Captured:
         self.conversations: dict[int, list[Fields]] = {}
         self.lengths: dict[int, int] = {}
         self.homes: dict[int, int] = {}
+        self.sampled: dict[int, set[int]] = {}
         self.turn = 0
 
     def decide(self, call: ModelCall) -> Any:
@@ -79,14 +87,18 @@ class Captured:
             case Branch():
                 shown = self.conversations[decision.conversation][: self.lengths[decision.after_turn]]
                 self.conversations[pending.conversation] = [*shown, *decision.messages]
+                earlier = self.sampled[decision.conversation]
+                self.sampled[pending.conversation] = {index for index in earlier if index < len(shown)}
             case Open():
                 self.conversations[pending.conversation] = list(decision.messages)
+                self.sampled[pending.conversation] = set()
         return pending
 
     def complete(self, pending: Pending, message: Fields, delivered: bool = True) -> str:
         """Note the completion of a call; return its id."""
         self.turn += 1
         shown = self.conversations[pending.conversation]
+        self.sampled[pending.conversation].add(len(shown))
         shown.append(message)
         self.lengths[self.turn], self.homes[self.turn] = len(shown), pending.conversation
         completion_id = f"completion-{self.turn}"

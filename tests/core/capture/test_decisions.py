@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -459,3 +460,36 @@ class TestAsTemplate:
         decision = decide(captured, *stripped, says("8"), user("On."), tools=())
         assert isinstance(decision, Continue)
         assert decision.conversation == 1
+
+
+def steps(captured: Captured, call: ModelCall) -> int:
+    """The number of function calls that a decision takes."""
+    count = 0
+
+    def note(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        captured.decide(call)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def test_a_decision_takes_no_longer_in_a_rollout_of_many_conversations() -> None:
+    calls = [
+        call_of(SYSTEM, TASK, says("8"), user("On."), user("On.")),
+        call_of(SYSTEM, TASK, says("9"), user("On.")),
+        call_of(SYSTEM, user("Nothing known.")),
+    ]
+    few, many = Captured(), Captured()
+    for captured, count in ((few, 2), (many, 300)):
+        captured.sample(call_of(SYSTEM, TASK), says("8"))
+        for number in range(count):
+            captured.sample(call_of(SYSTEM, user(f"Question {number}")), says("8"))
+        captured.sample(call_of(SYSTEM, TASK, says("8"), user("On.")), says("9"))
+    assert len(many.conversations) == 301
+    assert [steps(many, call) for call in calls] == [steps(few, call) for call in calls]

@@ -105,6 +105,7 @@ class Agents:
             self.running.append((self.captured.begin(decision), history))
             shown = self.captured.conversations[self.running[-1][0].conversation]
             assert [gist(message) for message in shown] == [gist(entry.fields) for entry in history]
+            self.check_template(self.running[-1][0].conversation)
 
     def check(self, history: tuple[Entry, ...], decision: Continue | Branch | Open) -> None:
         captured = self.captured
@@ -115,6 +116,14 @@ class Agents:
             assert captured.homes[decision.after_turn] == decision.conversation
         elif captured.tree._options.history == "restored":
             assert not self.first_is_whole(history), "a history with a completion as it was sampled continues something"
+
+    def check_template(self, conversation: int) -> None:
+        """With `as_template`, no user message follows a completion with reasoning within its conversation."""
+        shown = self.captured.conversations[conversation]
+        last_user = max(index for index, message in enumerate(shown) if message["role"] == "user")
+        earlier = [shown[index] for index in self.captured.sampled[conversation] if index < last_user]
+        if self.captured.tree._options.history == "as_template":
+            assert not any(message.get("reasoning_content") or "</think>" in message["content"] for message in earlier)
 
     def first_is_whole(self, history: tuple[Entry, ...]) -> bool:
         """Whether the first completion in a history follows the messages that it was sampled for."""
