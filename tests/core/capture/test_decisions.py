@@ -215,6 +215,16 @@ class TestParallel:
             assert isinstance(decision, Continue)
             assert decision.conversation == conversation
 
+    def test_a_repeated_id_counts_more_than_a_conversation_that_is_free(self) -> None:
+        captured, call = Captured(), call_of(TASK)
+        for each in [captured.start(call), captured.start(call)]:
+            captured.complete(each, says("8"))
+        first = {1: "completion-1"}
+        captured.sample(call_of(TASK, says("8"), user("One."), ids=first), says("9"))
+        decision = captured.decide(call_of(TASK, says("8"), user("Two."), ids=first))
+        assert isinstance(decision, Branch)
+        assert (decision.conversation, decision.after_turn) == (0, 1)
+
     def test_reasoning_of_earlier_answers_tells_later_ones_apart(self) -> None:
         captured, call = Captured(), call_of(TASK)
         pending = [captured.start(call), captured.start(call)]

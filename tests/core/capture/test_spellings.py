@@ -295,6 +295,19 @@ def test_messages_of_the_agent_are_rendered_without_what_does_not_count() -> Non
     )
 
 
+def test_ids_of_calls_that_the_model_did_not_write_count_on() -> None:
+    captured = after_one_call(called({"a": 1}, {"a": 2}, ids=["x", "y"]))
+    own, others = called({"a": 1}, {"a": 2}, ids=["1", "2"]), called({"a": 3}, {"a": 4}, ids=["3", "4"])
+    history = [SYSTEM, TASK, own, result("a", "1"), result("b", "2"), others, result("d", "4"), result("c", "3")]
+    assert captured.decide(call_of(*history, tools=(ADD,))).messages == (
+        result("a", "x"),
+        result("b", "y"),
+        called({"a": 3}, {"a": 4}, ids=["call00002", "call00003"]),
+        result("d", "call00003"),
+        result("c", "call00002"),
+    )
+
+
 def test_another_image_parts() -> None:
     def picture(data: str) -> Fields:
         return {
