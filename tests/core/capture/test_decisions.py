@@ -386,6 +386,12 @@ class TestAuxiliary:
         [
             (call_of(TITLE, TASK), True),
             (ModelCall(call_of(TASK).messages, instructions=("You are an agent.", "You are a title generator.")), True),
+            (call_of(system("Analyze if this message indicates a new conversation topic. If so, ..."), TASK), True),
+            (call_of(system("Summarize this coding conversation in under 50 characters."), TASK), True),
+            (call_of(system("Generate a concise, sentence-case title (3-7 words) that ..."), TASK), True),
+            (call_of(system("You are coming up with a succinct title for a coding session"), TASK), True),
+            (call_of(system("Generate a short story. Its title is open."), TASK), False),
+            (call_of(system("You help. Generate a short title"), TASK), False),
             (call_of(TITLE, TASK, tools=(ADD,)), False),
             (call_of(system("Be brief."), user("You are a title generator")), False),
         ],

@@ -104,7 +104,10 @@ KNOWN_AUXILIARY: Final = (
     AuxiliaryRule(system=r"^You are a title generator\b", without_tools=True),
     AuxiliaryRule(system=r"^(?:Analyze|Determine) if this message indicates a new conversation topic\b"),
     AuxiliaryRule(system=r"^Summarize this coding conversation in under \d++ characters\b", without_tools=True),
-    AuxiliaryRule(system=r"^Generate a (?:concise|succinct|short)\b[^\n.]{0,40}+\btitle\b", without_tools=True),
+    AuxiliaryRule(
+        system=r"^(?:Generate|You are coming up with) a (?:concise|succinct|short)\b[^\n.]{0,40}\btitle\b",
+        without_tools=True,
+    ),
 )
 """The title calls of coding agents' user interfaces."""
 
