@@ -3,7 +3,7 @@
 import json
 from operator import add, mul, sub, truediv
 
-from rollout_server import Limits, own_loop
+from rollout_server import Limits, Rubric, own_loop
 
 OPERATIONS = {"+": add, "-": sub, "*": mul, "/": truediv}
 CALCULATE = {
@@ -32,8 +32,13 @@ def calculate(arguments: str) -> str:
         return f"Error: {error!r}"
 
 
-@own_loop(limits=Limits(turns=8, seconds=120))
-async def solve(task, http, metadata):
+def correct(response: str, answer: str) -> float:
+    """Return 1.0 if the number after the last #### is the ground truth, else 0.0."""
+    return float(response.rpartition("####")[2].strip() == answer)
+
+
+@own_loop(rubric=Rubric(funcs=[correct]), limits=Limits(turns=8, seconds=120))
+async def solve(task, http):
     """Solves a calculation and ends with the number after ####, as in GSM8K."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": task}]
     calls = None
@@ -46,5 +51,3 @@ async def solve(task, http, metadata):
             for call in calls
         ]
         messages += [reply, *results]
-    final = str(messages[-1]["content"]).rpartition("####")[2].strip()
-    return float(final == metadata.get("ground_truth"))

@@ -26,4 +26,4 @@ def test_a_limit_ends_it(serving, scripted_model: ScriptedModel) -> None:
     for number in range(9):
         model = model.calls("calculate", operation="+", left=number, right=1)
     rollout = serving(solve).play("Count.", model, metadata=SIXTEEN)
-    assert (rollout.stop, rollout.reward, rollout.failure) == ("max_turns", None, None)
+    assert (rollout.stop, rollout.reward, rollout.failure) == ("max_turns", 0.0, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -70,12 +71,11 @@ class GatedEngine(VllmEngine):
 
     async def taken(self, request: web.Request) -> dict[str, Any]:
         """Wait for the gate."""
-        body = await super().taken(request)
         if request.path != "/v1/chat/completions/derender":
             self.waiting += 1
             await self.gate.wait()
             self.waiting -= 1
-        return body
+        return await super().taken(request)
 
 
 @dataclass
@@ -96,6 +96,12 @@ class Stand:
     def seen(self) -> list[Generated]:
         """What the engine generated, in order."""
         return self.engine.model.seen
+
+    def calls(self, result: str) -> float:
+        """How many model calls had this result, by the server's metrics."""
+        lines = self.server.exposition().decode().splitlines()
+        (found,) = (line for line in lines if re.match(rf'\S*model_calls\S*result="{result}"', line))
+        return float(found.split()[-1])
 
     async def start(self, agent: str = "outside", **changes: Any) -> Endpoint:
         """Start a rollout and return its endpoint."""
@@ -145,6 +151,10 @@ class Endpoint:
         """Finish the work and return the outcome."""
         reply = await self.stand.http.post(f"{self.path}/finish", json=result, headers=self.headers())
         assert reply.status_code == 200, reply.text
+        return await self.outcome()
+
+    async def outcome(self) -> dict[str, Any]:
+        """Wait for the end of the rollout and return its outcome."""
         while True:
             reply = await self.stand.http.get(f"/v1/rollouts/{self.uid}", params={"wait": 30, "view": "full"})
             assert reply.status_code == 200, reply.text

@@ -6,16 +6,19 @@ import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
+from rollout_gateway.settings import GatewaySettings
 
-from tests.support.api_shapes import ROUTES
-from tests.support.gateways import http_client
+from tests.support.api_shapes import ROUTES, api_request
+from tests.support.gateways import http_client, serving
 from tests.support.outside_agent import (
+    ADD,
     Endpoint,
     Stand,
     Texts,
@@ -53,6 +56,15 @@ async def asked(stand: Stand, count: int = 1) -> None:
         return stand.engine.waiting >= count
 
     await until(are_there)
+
+
+async def noticed(stand: Stand) -> None:
+    """Wait until the server knows that a caller has left."""
+
+    async def is_noticed() -> bool:
+        return stand.calls("disconnected") == 1
+
+    await until(is_noticed)
 
 
 async def proxied(stack: AsyncExitStack, stand: Stand) -> tuple[TcpProxy, httpx.AsyncClient]:
@@ -112,9 +124,9 @@ async def test_an_answer_whose_connection_broke_is_given_again_and_trains_once(
     proxy.cut()
     with pytest.raises(httpx.TransportError):
         await first
+    # Only once the server has noticed is an equal, unmarked request taken for the same one.
+    await noticed(stand)
     second = asyncio.create_task(rollout.post(ROUTES[api], {**body, "stream": False}))
-    # The broken connection must have been noticed: only then is an equal, unmarked request the same one.
-    await until_noticed(stand, second)
     stand.engine.gate.set()
     text = answer_text(api, await second)
     assert text == "Answer 0."
@@ -123,14 +135,6 @@ async def test_an_answer_whose_connection_broke_is_given_again_and_trains_once(
     outcome = await rollout.finish(reward=1)
     assert outcome["capture"]["joined"] + outcome["capture"]["replayed"] == 1
     assert set(check_each_token_once(outcome, stand.seen).values()) == {"0"}
-
-
-async def until_noticed(stand: Stand, second: asyncio.Task[httpx.Response]) -> None:
-    """Give the server the time to handle what has arrived."""
-    for _ in range(50):
-        await asyncio.sleep(0.01)
-    assert not second.done()
-    assert stand.engine.waiting == 1
 
 
 @EVERY_API
@@ -204,6 +208,83 @@ async def test_a_call_that_waits_when_the_rollout_ends_is_told_so(stand: Stand, 
     assert outcome["samples"] == []
 
 
+# Silence
+
+
+HEARTBEATS = {"chat": ": ", "responses": "event: response.in_progress", "messages": "event: ping"}
+
+
+@asynccontextmanager
+async def quick_heart(stand: Stand) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a gateway that sends heartbeats at short intervals."""
+    settings = GatewaySettings(heartbeat_seconds=0.02)
+    async with (
+        serving(f"127.0.0.1:{stand.server.grpc_port}", settings) as (host, port),
+        http_client(f"http://{host}:{port}", timeout=60) as http,
+    ):
+        yield http
+
+
+async def beating(stand: Stand, lines: AsyncIterator[str], api: str) -> list[str]:
+    """Read a stream until it has had three heartbeats, and open the engine's gate."""
+    read: list[str] = []
+    while sum(line.startswith(HEARTBEATS[api]) for line in read) < 3:
+        read.append(await anext(lines))
+    assert stand.engine.waiting == 1
+    stand.engine.gate.set()
+    return read
+
+
+async def read_all(lines: AsyncIterator[str], read: list[str]) -> None:
+    """Append the lines of a stream to a list."""
+    read.extend([line async for line in lines])
+
+
+@EVERY_API
+async def test_a_stream_beats_while_the_engine_is_silent_and_then_has_the_answer(stand: Stand, api: str) -> None:
+    rollout = await stand.start()
+    stand.engine.gate.clear()
+    body = request_body(api, "One?", stream=True)
+    async with (
+        quick_heart(stand) as http,
+        http.stream("POST", f"{rollout.path}/v1/{ROUTES[api]}", json=body, headers=rollout.headers()) as reply,
+    ):
+        assert reply.status_code == 200
+        assert reply.headers["x-accel-buffering"] == "no"
+        lines = reply.aiter_lines()
+        text = "\n".join([*await beating(stand, lines, api), *[line async for line in lines]])
+    assert "Answer 0." in text
+    assert not any(line.startswith("id:") for line in text.splitlines())
+    await rollout.chat(history("One?", "Answer 0.", "Two?"))
+    outcome = await rollout.finish()
+    assert set(check_each_token_once(outcome, stand.seen).values()) == {"0"}
+
+
+@EVERY_API
+async def test_a_stream_that_fails_after_heartbeats_ends_with_an_error_and_a_cut_connection(
+    stack: AsyncExitStack, api: str
+) -> None:
+    stand = await stack.enter_async_context(standing(retries=0))
+    rollout = await stand.start()
+    stand.engine.gate.clear()
+    stand.engine.first.append(web.Response(status=500))
+    body = request_body(api, "One?", stream=True)
+    read: list[str] = []
+    async with (
+        quick_heart(stand) as http,
+        http.stream("POST", f"{rollout.path}/v1/{ROUTES[api]}", json=body, headers=rollout.headers()) as reply,
+    ):
+        lines = reply.aiter_lines()
+        await beating(stand, lines, api)
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read_all(lines, read)
+    assert any("error" in line for line in read)
+    assert len(stand.seen) == 0
+    outcome = await rollout.outcome()
+    assert outcome["end"] == "failure"
+    assert outcome["samples"] == []
+
+
 # Rewritten histories
 
 
@@ -262,6 +343,40 @@ async def test_a_system_prompt_that_is_rewritten_each_turn_cuts_and_trains_each_
         assert parting["found"] == f"It is day {number}."
     for number, turn in enumerate(stand.seen):
         assert f"It is day {number}." in prompt_text(turn)
+
+
+@EVERY_API
+async def test_a_prompt_that_is_too_long_tells_the_agent_to_compact_and_it_goes_on(stand: Stand, api: str) -> None:
+    rollout = await stand.start()
+    first = answer_text(api, await rollout.post(ROUTES[api], request_body(api, "One?")))
+    stand.engine.model.context = 300
+    reply = await rollout.post(ROUTES[api], request_body(api, "One?", first, "Two? " * 500))
+    assert reply.status_code == 400, reply.text
+    if api == "messages":
+        assert reply.json()["error"]["message"].startswith("prompt is too long")
+    else:
+        assert reply.json()["error"]["code"] == "context_length_exceeded"
+    shorter = answer_text(api, await rollout.post(ROUTES[api], request_body(api, "In short: one.")))
+    assert shorter == "Answer 1."
+    outcome = await rollout.finish()
+    assert outcome["end"] == "stop"
+    assert outcome["capture"]["refused"] == 1
+    assert len(set(check_each_token_once(outcome, stand.seen).values())) == 2
+
+
+@EVERY_API
+async def test_a_refused_call_is_counted_and_the_rollout_lives(stand: Stand, api: str) -> None:
+    """In token mode the engine cannot be forced to call a tool."""
+    rollout = await stand.start()
+    forced = {"type": "any"} if api == "messages" else "required"
+    body = api_request(api, history("One?"), [ADD], tool_choice=forced)
+    reply = await rollout.post(ROUTES[api], body)
+    assert reply.status_code == 400, reply.text
+    assert "tool_choice" in reply.json()["error"]["message"]
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+    outcome = await rollout.finish()
+    assert outcome["capture"]["refused"] == 1
+    check_each_token_once(outcome, stand.seen)
 
 
 # Parallel agents
@@ -399,19 +514,16 @@ QUIET = {"chat": '"temperature": 1', "responses": '"temperature": 1', "messages"
 
 
 @EVERY_API
-@pytest.mark.parametrize("name", [*WHOLE, *MESSAGES, *MEMBERS])
-async def test_a_hostile_body_is_refused_in_the_shape_of_the_api_and_the_rollout_lives(
-    stand: Stand, api: str, name: str
-) -> None:
+async def test_hostile_bodies_are_refused_in_the_shape_of_the_api_and_the_rollout_lives(stand: Stand, api: str) -> None:
     rollout = await stand.start()
-    body = hostile_body(api, name)
     headers = rollout.headers() | {"content-type": "application/json"}
-    reply = await stand.http.post(f"{rollout.path}/v1/{ROUTES[api]}", content=body, headers=headers)
-    assert reply.status_code == 400, reply.text[:300]
-    error = reply.json()["error"]
-    assert error["type"] == "invalid_request_error"
-    assert error["message"]
-    assert len(reply.content) < 4096
+    for name in (*WHOLE, *MESSAGES, *MEMBERS):
+        body = hostile_body(api, name)
+        reply = await stand.http.post(f"{rollout.path}/v1/{ROUTES[api]}", content=body, headers=headers)
+        assert reply.status_code == 400, (name, reply.text[:300])
+        error = reply.json()["error"]
+        assert (error["type"], bool(error["message"])) == ("invalid_request_error", True), name
+        assert len(reply.content) < 4096, name
     assert stand.engine.requests == []
     assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
     outcome = await rollout.finish()

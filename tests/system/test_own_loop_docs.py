@@ -56,7 +56,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("own-loop.md", 2, "Do it."),
         ("own-loop-program.md", 0, "-p|Do it.|--permission-mode|bypassPermissions"),
-        ("own-loop-program.md", 1, 'exec|--skip-git-repo-check|-c|openai_base_url="http://'),
+        ("own-loop-program.md", 1, 'exec|--skip-git-repo-check|--model|rollout|-c|openai_base_url="http://'),
     ],
 )
 def test_programs(serving: Serving, scripted_model: ScriptedModel, page: str, number: int, printed: str) -> None:

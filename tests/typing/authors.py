@@ -10,9 +10,14 @@ from typing import Any, assert_type
 
 from rollout_server import (
     Agent,
+    CaptureOptions,
     Environment,
+    ExternalAgent,
+    FunctionAgent,
     Judge,
     Limits,
+    Program,
+    ProgramResult,
     Reply,
     Request,
     RewardResult,
@@ -22,6 +27,7 @@ from rollout_server import (
     ToolContext,
     ToolError,
     number_from,
+    own_loop,
     serve,
     tool,
 )
@@ -262,6 +268,37 @@ class PlainWorld(Environment):
         return 1.0
 
 
+@own_loop
+async def solve(task: str, openai: Any) -> float:
+    return 1.0
+
+
+@own_loop(limits=Limits(turns=3), capture=CaptureOptions(model="m"))
+def solve_in_thread(http: Any) -> None: ...
+
+
+assert_type(solve, FunctionAgent)
+assert_type(solve_in_thread, FunctionAgent)
+serve(
+    solve,
+    Program(["my-agent", "{task}"], name="mine", prefix=("nice",), environment={"A": "b"}),
+    ExternalAgent(name="far"),
+)
+
+
+class Coder(Program):
+    name = "coder"
+    command = ("my-agent",)
+    environment = {"A": "b"}  # noqa: RUF012
+
+    def task(self, run: Run) -> str:
+        return "Do it."
+
+    async def reward(self, run: Run) -> float:
+        result: ProgramResult = run.state["program"]
+        return float(result.exit_code == 0 and "done" in result.stdout)
+
+
 async def misuse(run: Run, reply: Reply) -> None:
     """Calls with invalid arguments."""
     await run.fork(kind="twin")  # type: ignore[arg-type]
@@ -278,6 +315,9 @@ async def misuse(run: Run, reply: Reply) -> None:
     run.mask("reply", "dull")  # type: ignore[arg-type]
     run.give_reward("good")  # type: ignore[arg-type]
     run.wait(reply)  # type: ignore[arg-type]
+    Program("ls", names="x")  # type: ignore[call-arg]
+    ExternalAgent(idle_seconds="x")  # type: ignore[arg-type]
+    own_loop(limits=3)  # type: ignore[call-overload]
     Limits(turn=3)  # type: ignore[call-arg]
     RewardResult("1.0")  # type: ignore[arg-type]
     reply.finish_reason = "stop"  # type: ignore[misc]
