@@ -240,11 +240,14 @@ async def test_a_bug_of_the_server_ends_the_rollout_and_reveals_nothing(new_worl
     assert_internal(await outcome_of(rollout))
 
 
-async def test_a_completion_that_no_client_can_send_back_is_passed_on(new_world: type[RuntimeHarness]) -> None:
-    rollout = new_world(Elsewhere()).start(Say(message='{"role": "assistant", "content": 5}'), Say("9"))
-    assert await called(rollout, ASK) == {"role": "assistant", "content": 5}
-    await called(rollout, ASK, {"role": "assistant", "content": "5"}, GO)
-    assert len((await finished(rollout)).segments) == 2
+async def test_a_malformed_completion_ends_the_rollout_in_the_trainers_name(new_world: type[RuntimeHarness]) -> None:
+    rollout = new_world(Elsewhere()).start(Say(message='{"role": "assistant", "content": 5}'))
+    with pytest.raises(RolloutOver):
+        await called(rollout, ASK)
+    end = (await outcome_of(rollout)).end
+    assert isinstance(end, Failure)
+    assert (end.category, end.failure_class) == (Category.VALIDATION, FailureClass.TRAINER)
+    assert "malformed" in end.message
 
 
 async def test_more_calls_than_allowed_are_refused_and_the_others_go_on(new_world: type[RuntimeHarness]) -> None:

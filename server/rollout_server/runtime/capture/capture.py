@@ -18,6 +18,7 @@ from typing import Any, Final, Protocol, Unpack
 from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.capture.client_message import client_message
 from rollout_server.core.capture.decision import Branch, Continue, Decision, Join, Open, Refuse, Replay, Settlement
+from rollout_server.core.capture.history import InvalidHistory
 from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.report import CaptureReport
@@ -238,13 +239,18 @@ class Capture:
         return completed
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Return what the callers of a completion that failed get. A bug of the server ends the rollout."""
+        """Return what the callers of a completion that failed get. Ends the rollout unless it goes on, or has ended."""
         if isinstance(error, RolloutEnded | PromptTooLong | AgentMistake | asyncio.CancelledError):
             return error
-        _log.error("a model call of rollout %s failed", self._context.rollout.uid, exc_info=error)
-        text = "the completion of a model call failed; the server's log has the reason"
-        turn = self._context.machine.turn
-        self._context.ending.reach(Failure(Category.INTERNAL, text, turn, source=FailureClass.SERVER))
+        turn, source = self._context.machine.turn, self._context.rollout.spec.completions.failure_class
+        failure = Failure(
+            Category.VALIDATION, f"the message of a completion is malformed: {error}", turn, source=source
+        )
+        if not isinstance(error, InvalidHistory):
+            _log.error("a model call of rollout %s failed", self._context.rollout.uid, exc_info=error)
+            text = "the completion of a model call failed; the server's log has the reason"
+            failure = Failure(Category.INTERNAL, text, turn, source=FailureClass.SERVER)
+        self._context.ending.reach(failure)
         return RolloutOver()
 
     def _completion(self, reply: Reply) -> Completed:
