@@ -1,7 +1,5 @@
 """The three APIs, each with its requests, responses, streams and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,8 +7,9 @@ from typing import Any, Final
 import msgspec
 
 from rollout_gateway.model_api import chat, messages, responses
-from rollout_gateway.model_api.call import ApiCall, Frame, Object, Reply
+from rollout_gateway.model_api.call import ApiCall, Frame, Reply
 from rollout_gateway.model_api.errors import OVER, ModelError
+from rollout_gateway.model_api.fields import Object
 from rollout_gateway.rest.event_routes import one_line
 
 #: A frame without an event, which clients skip.
@@ -26,7 +25,7 @@ class ModelShape:
         title: its name for people.
         frames: the stream of a reply, from its first event to its last.
         waiting: the frame with this index of a stream that has no reply yet.
-        late: the frames of a reply after `waiting` frames.
+        late: the frames of a reply after `waiting` frames; None: they are the same.
         error: the body of an error.
         failure: the frames that end a stream that fails; the connection is cut behind them.
     """
@@ -37,13 +36,13 @@ class ModelShape:
     response: Callable[[ApiCall, Reply], Object]
     frames: Callable[[ApiCall, Reply], Sequence[Frame]]
     waiting: Callable[[ApiCall, int], Frame]
-    late: Callable[[ApiCall, Reply], Sequence[Frame]]
     error: Callable[[ModelError], Object]
     failure: Callable[[ApiCall, ModelError], Sequence[Frame]]
     #: Status of a request to a rollout that has ended: clients repeat the request after others.
     over: int = 410
     #: The frames have their type and a number in their data.
     numbered: bool = False
+    late: Callable[[ApiCall, Reply], Sequence[Frame]] | None = None
 
     def status(self, error: ModelError) -> int:
         """Return the HTTP status of an error."""
@@ -73,7 +72,6 @@ CHAT: Final = ModelShape(
     response=chat.response,
     frames=chat.frames,
     waiting=lambda call, index: _COMMENT,
-    late=chat.frames,
     error=ModelError.openai,
     failure=lambda call, error: [("", error.openai())],
 )
@@ -98,7 +96,6 @@ MESSAGES: Final = ModelShape(
     response=messages.response,
     frames=messages.frames,
     waiting=lambda call, index: ("ping", {"type": "ping"}),
-    late=messages.frames,
     error=ModelError.anthropic,
     failure=lambda call, error: [("error", error.anthropic())],
 )

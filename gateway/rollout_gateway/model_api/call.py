@@ -1,38 +1,21 @@
-"""What the APIs have in common: a parsed request, a completion, and readers of body fields that name the field in errors."""
-
-from __future__ import annotations
+"""What the APIs have in common: a parsed request and a completion."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
-from osmosis.rollout.v1.agent_service_pb2 import CallModelRequest, HistoryMessage, ModelCompletion
+from osmosis.rollout.v1.agent_service_pb2 import CallModelRequest, HistoryMessage, ModelCompletion, ModelPrompt
 from osmosis.rollout.v1.message_pb2 import Tool
-from osmosis.rollout.v1.spec_pb2 import Sampling
 
-from rollout_gateway.json_body import MAX_MESSAGES
+from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, Object, text_of_json
 
-Object = Mapping[str, Any]
 #: A frame of server-sent events: the event's name (empty: none) and its data.
 Frame = tuple[str, Any]
 #: Name in the responses to a request that names no model.
 DEFAULT_MODEL: Final = "rollout"
-#: Most characters of a name or an id that a client sends.
-MAX_WORD: Final = 256
-_MAX_UINT32: Final = 2**32 - 1
-_NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 # The only key of arguments that hold a text which is not a JSON object, in APIs whose arguments are objects.
 _RAW: Final = "__raw_arguments"
-_KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
-
-
-class InvalidCall(Exception):
-    """A request that the endpoint refuses. `place` is the field's path in the body, such as "messages[3].content"."""
-
-    def __init__(self, place: str, text: str) -> None:
-        super().__init__(f"{place}: {text}")
-        self.place = place
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,34 +65,26 @@ class Reply:
 
 
 def reply_of(completion: ModelCompletion) -> Reply:
-    """Take a completion apart. A trainer may send content as parts, calls without ids and arguments as objects."""
+    """Take a completion apart. A trainer may send content as parts, calls without ids, arguments as objects, and calls of no function."""
     message = msgspec.json.decode(completion.message_json)
-    calls = [
-        FunctionCall(
-            str(each.get("id") or f"call_{completion.id}_{index}"),
-            str(each["function"].get("name") or ""),
-            text_of_json(each["function"].get("arguments") or "{}"),
-        )
-        for index, each in enumerate(message.get("tool_calls") or ())
-        if isinstance(each, dict) and isinstance(each.get("function"), dict)
-    ]
+    calls = []
+    for index, each in enumerate(message.get("tool_calls") or ()):
+        function = each.get("function") if isinstance(each, dict) else None
+        if not isinstance(function, dict):
+            continue
+        call_id, arguments = each.get("id") or f"call_{completion.id}_{index}", function.get("arguments") or "{}"
+        calls.append(FunctionCall(str(call_id), str(function.get("name") or ""), text_of_json(arguments)))
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text") or "") for part in content)
-    return Reply(
-        completion.id,
-        content,
-        str(message.get("reasoning_content") or ""),
-        calls,
-        completion.finish_reason,
-        completion.prompt_tokens,
-        completion.generated_tokens,
-    )
+    reasoning = str(message.get("reasoning_content") or "")
+    numbers = completion.prompt_tokens, completion.generated_tokens
+    return Reply(completion.id, content, reasoning, calls, completion.finish_reason, *numbers)
 
 
-def text_of_json(value: Any) -> str:
-    """Return a value as JSON text; a string stays as it is."""
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def call_json(call_id: str, name: str, arguments: str) -> Object:
+    """Return a tool call as chat completions have it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def arguments_object(text: str) -> Object:
@@ -140,112 +115,22 @@ class History:
         self.messages.append(HistoryMessage(json=text_of_json(message), completion_id=known))
         self.places.append(place)
 
-    def demand_no_prefill(self) -> None:
-        """Refuse a conversation that ends with a message of the model."""
-        if self.messages and msgspec.json.decode(self.messages[-1].json).get("role") == "assistant":
+    def prompt(
+        self, tools: Sequence[Tool], hosted: Sequence[str], instructions: Sequence[str] = (), previous: str = ""
+    ) -> ModelPrompt:
+        """Return what the model is to see; `previous` is the id of the completion that the messages follow."""
+        shown: dict[str, Any] = {
+            "instructions": instructions,
+            "messages": self.messages,
+            "tools": tools,
+            "hosted_tools": hosted,
+        }
+        return ModelPrompt(**shown, previous_completion_id=previous)
+
+    def demand_open(self, key: str) -> None:
+        """Refuse a conversation without messages, and one that ends with a message of the model. `key` is its field."""
+        if not self.messages:
+            raise InvalidCall(key, "must not be empty")
+        if msgspec.json.decode(self.messages[-1].json).get("role") == "assistant":
             text = "the last message is the assistant's; continuing it (prefill) is not supported"
             raise InvalidCall(self.places[-1], text)
-
-
-def decode(content: bytes) -> Object:
-    """Parse a body. Raises InvalidCall."""
-    try:
-        found = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidCall("body", f"not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidCall("body", "must be a JSON object")
-    return found
-
-
-def read(values: Any, key: str, kind: type, place: str = "") -> Any:
-    """Return a value of an object; None if it is absent or null. Raises InvalidCall if it is not of the `kind`."""
-    where = f"{place}.{key}" if place else key
-    if not isinstance(values, dict):
-        raise InvalidCall(place, "must be an object")
-    value = values.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise InvalidCall(where, f"must be {_KINDS[kind]}")
-    return value
-
-
-def need(values: Any, key: str, kind: type, place: str = "") -> Any:
-    """Return a required value, as `read` does."""
-    value = read(values, key, kind, place)
-    if value is None:
-        raise InvalidCall(f"{place}.{key}" if place else key, "is missing")
-    return value
-
-
-def items(values: Any, key: str, place: str = "") -> Sequence[tuple[str, Any]]:
-    """Return the objects of a list with their places; none if it is absent. A list has a maximum length."""
-    found = read(values, key, list, place) or []
-    where = f"{place}.{key}" if place else key
-    if len(found) > MAX_MESSAGES:
-        raise InvalidCall(where, f"at most {MAX_MESSAGES} items")
-    for index, each in enumerate(found):
-        if not isinstance(each, dict):
-            raise InvalidCall(f"{where}[{index}]", "must be an object")
-    return [(f"{where}[{index}]", each) for index, each in enumerate(found)]
-
-
-def refuse(values: Object, **texts: str) -> None:
-    """Raise InvalidCall for the first of these keys that is present and neither null, false, 0 nor empty."""
-    for key, text in texts.items():
-        if values.get(key):
-            raise InvalidCall(key, text)
-
-
-def image(place: str, url: Any) -> Object:
-    """Return the part for an image with a data: URL."""
-    if not isinstance(url, str) or not url.startswith("data:"):
-        raise InvalidCall(place, "images must be inline, with a data: URL; files and other URLs are not read")
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
-def tool(place: str, values: Object, schema_key: str = "parameters", name: str = "") -> Tool:
-    """Return a function tool."""
-    return Tool(
-        name=name or need(values, "name", str, place),
-        description=read(values, "description", str, place) or "",
-        parameters_json_schema=text_of_json(read(values, schema_key, dict, place) or _NO_PARAMETERS),
-        strict=bool(read(values, "strict", bool, place)),
-    )
-
-
-def sampling(values: Object, most: str, stops: str, extra: Object) -> Sampling:
-    """Return the sampling parameters. Raises InvalidCall.
-
-    `most` is the key of the maximum number of tokens, `stops` that of the texts that end a completion.
-    """
-    max_tokens = read(values, most, int)
-    if max_tokens is not None and not 0 < max_tokens <= _MAX_UINT32:
-        raise InvalidCall(most, "must be 1 or more")
-    stop = values.get(stops) or []
-    stop = [stop] if isinstance(stop, str) else read(values, stops, list) or []
-    if not all(isinstance(each, str) for each in stop):
-        raise InvalidCall(stops, "must be texts")
-    return Sampling(
-        temperature=_number(values, "temperature"),
-        top_p=_number(values, "top_p"),
-        max_tokens=max_tokens,
-        stop=stop,
-        extra_json=text_of_json(given) if (given := {k: v for k, v in extra.items() if v is not None}) else "",
-    )
-
-
-def _number(values: Object, key: str) -> float | None:
-    value = values.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise InvalidCall(key, "must be a number")
-    return value
-
-
-def model_name(values: Object) -> str:
-    """Return the name of the model in a request. Any name is accepted. Raises InvalidCall for one that is too long."""
-    found: str = read(values, "model", str) or ""
-    if len(found) > MAX_WORD:
-        raise InvalidCall("model", f"at most {MAX_WORD} characters")
-    return found

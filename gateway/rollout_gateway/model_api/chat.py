@@ -1,30 +1,15 @@
 """OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from typing import Any, Final
 
-from osmosis.rollout.v1.agent_service_pb2 import MODEL_API_CHAT, CallModelRequest, ModelPrompt
+from osmosis.rollout.v1.agent_service_pb2 import MODEL_API_CHAT, CallModelRequest
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_gateway.model_api.call import (
-    ApiCall,
-    Frame,
-    History,
-    InvalidCall,
-    Object,
-    Reply,
-    image,
-    items,
-    model_name,
-    need,
-    read,
-    refuse,
-    sampling,
-    tool,
-)
+from rollout_gateway.model_api import fields
+from rollout_gateway.model_api.call import ApiCall, Frame, History, Reply, call_json
+from rollout_gateway.model_api.fields import InvalidCall, Object
 
 _FINISHED: Final = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _CHOICES: Final = frozenset({"none", "auto", "required"})
@@ -35,7 +20,7 @@ def parse(body: Object) -> ApiCall:
     """Convert a body. Raises InvalidCall."""
     if body.get("n") not in (None, 1):
         raise InvalidCall("n", "only 1 is supported; send the request several times for several answers")
-    refuse(
+    fields.refuse(
         body,
         logprobs="not available here; the rollout's samples have the logprobs of all its tokens",
         top_logprobs="not available",
@@ -45,24 +30,25 @@ def parse(body: Object) -> ApiCall:
         web_search_options="not available here",
     )
     history = History()
-    for place, message in items(body, "messages"):
+    for place, message in fields.items(body, "messages"):
         _demand_inline(place, message)
         history.add(place, message)
-    if not history.messages:
-        raise InvalidCall("messages", "must have at least one message")
-    history.demand_no_prefill()
+    history.demand_open("messages")
     tools, hosted = _tools(body)
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    extra = {"tool_choice": tool_choice(body), "response_format": response_format(body)}
-    extra["parallel_tool_calls"] = False if read(body, "parallel_tool_calls", bool) is False else None
+    extra = {
+        "tool_choice": tool_choice(body),
+        "response_format": response_format(body),
+        "parallel_tool_calls": parallel(body),
+    }
     request = CallModelRequest(
-        prompt=ModelPrompt(messages=history.messages, tools=tools, hosted_tools=hosted),
-        sampling=sampling(body, most, "stop", extra),
+        prompt=history.prompt(tools, hosted),
+        sampling=fields.sampling(body, most, "stop", extra),
         api=MODEL_API_CHAT,
-        model=model_name(body),
+        model=fields.model_name(body),
     )
-    usage = read(read(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options")
-    return ApiCall(request, bool(read(body, "stream", bool)), history.places, {"usage": bool(usage)})
+    usage = fields.read(fields.read(body, "stream_options", dict) or {}, "include_usage", bool, "stream_options")
+    return ApiCall(request, bool(fields.read(body, "stream", bool)), history.places, {"usage": bool(usage)})
 
 
 def _demand_inline(place: str, message: Object) -> None:
@@ -70,14 +56,14 @@ def _demand_inline(place: str, message: Object) -> None:
     for index, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, dict) and part.get("type") == "image_url":
             shown = part.get("image_url")
-            image(f"{place}.content[{index}].image_url", shown.get("url") if isinstance(shown, dict) else shown)
+            fields.image(f"{place}.content[{index}].image_url", shown.get("url") if isinstance(shown, dict) else shown)
 
 
 def _tools(body: Object) -> tuple[list[Tool], list[str]]:
     tools, hosted = [], []
-    for place, each in items(body, "tools"):
+    for place, each in fields.items(body, "tools"):
         if each.get("type", "function") == "function":
-            tools.append(tool(f"{place}.function", need(each, "function", dict, place)))
+            tools.append(fields.tool(f"{place}.function", fields.need(each, "function", dict, place)))
         elif each["type"] == "custom":
             raise InvalidCall(place, "custom tools are not supported; offer a function")
         else:
@@ -93,9 +79,14 @@ def tool_choice(body: Object) -> Any:
     return None if choice == "auto" else choice
 
 
+def parallel(body: Object) -> bool | None:
+    """Return False if parallel tool calls are forbidden; None by default."""
+    return False if fields.read(body, "parallel_tool_calls", bool) is False else None
+
+
 def response_format(body: Object) -> Object | None:
     """Return the format of the answer; None for text."""
-    found: Object | None = read(body, "response_format", dict)
+    found: Object | None = fields.read(body, "response_format", dict)
     return None if found and found.get("type") == "text" else found
 
 
@@ -108,12 +99,8 @@ def finish_reason(reply: Reply) -> str:
 
 def usage(reply: Reply) -> Object:
     """Return the numbers of tokens; 0: unknown."""
-    total = reply.prompt_tokens + reply.generated_tokens
-    return {
-        "prompt_tokens": reply.prompt_tokens,
-        "completion_tokens": reply.generated_tokens,
-        "total_tokens": total,
-    }
+    prompt, generated = reply.prompt_tokens, reply.generated_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def response(call: ApiCall, reply: Reply) -> Object:
@@ -124,10 +111,7 @@ def response(call: ApiCall, reply: Reply) -> Object:
     if reply.reasoning:
         message["reasoning_content"] = reply.reasoning
     if reply.calls:
-        message["tool_calls"] = [
-            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-            for each in reply.calls
-        ]
+        message["tool_calls"] = [call_json(each.id, each.name, each.arguments) for each in reply.calls]
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(reply)}
     return _head(call, reply, "chat.completion") | {"choices": [choice], "usage": usage(reply)}
 

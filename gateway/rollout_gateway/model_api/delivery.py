@@ -1,12 +1,12 @@
 """Responses with a completion: heartbeats while it is generated, and a confirmation once it was delivered."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Final, cast
 
 import grpc
 import msgspec
@@ -35,7 +35,7 @@ _GAP_SECONDS: Final = 0.005
 _STOPPING: Final = ModelError(503, "The gateway is shutting down; retry", "UNAVAILABLE")
 
 
-def agent_rpcs(calls: Calls) -> AgentServiceAsyncStub:
+def agent_rpcs(calls: Calls) -> "AgentServiceAsyncStub":
     """Return the rpcs of AgentService, which the calls of a request to a model endpoint have too."""
     return cast("AgentServiceAsyncStub", calls.rpc)
 
@@ -86,11 +86,9 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with _Leaving(receive) as leaving:
-            await _deliver(send, leaving, self._content[:-1], self._content[-1:], self._confirm)
-
-    async def _confirm(self) -> None:
-        await self.exchange.confirm(self._completion)
+        async with _leaving(receive) as leaving:
+            confirm = partial(self.exchange.confirm, self._completion)
+            await _deliver(send, leaving, self._content[:-1], self._content[-1:], confirm)
 
 
 class CompletionStream(Response):
@@ -109,7 +107,7 @@ class CompletionStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
-            async with _Leaving(receive) as leaving:
+            async with _leaving(receive) as leaving:
                 await self._stream(send, leaving)
         except asyncio.CancelledError:
             # Only a stopping listener cancels this task, and would end the stream cleanly.
@@ -137,9 +135,9 @@ class CompletionStream(Response):
         except FAULTS as error:
             await self._fail(send, model_error(error, self.exchange.request_id, call.places))
             return
-        frames = (shape.late if beats else shape.frames)(call, reply_of(completion))
+        frames = (shape.late if beats and shape.late else shape.frames)(call, reply_of(completion))
         first, last = self._encoder.encode(frames[:-1]), self._encoder.encode(frames[-1:])
-        await _deliver(send, leaving, first, last, lambda: self.exchange.confirm(completion))
+        await _deliver(send, leaving, first, last, partial(self.exchange.confirm, completion))
 
     async def _send(self, send: Send, frames: Sequence[Frame]) -> None:
         await send({"type": "http.response.body", "body": self._encoder.encode(frames), "more_body": True})
@@ -153,7 +151,7 @@ async def _deliver(
     leaving: asyncio.Task[None],
     first: bytes,
     last: bytes,
-    confirm: Callable[[], Coroutine[Any, Any, None]],
+    confirm: Callable[[], Awaitable[None]],
 ) -> None:
     """Send a body in two pieces, and confirm the completion between them if the client is still there."""
     await send({"type": "http.response.body", "body": first, "more_body": True})
@@ -163,20 +161,17 @@ async def _deliver(
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-class _Leaving:
-    """Watches a connection: the task that it yields is done once the client has disconnected."""
+@asynccontextmanager
+async def _leaving(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+    """Yield a task that is done once the client has disconnected."""
 
-    def __init__(self, receive: Receive) -> None:
-        self._task = asyncio.ensure_future(self._watch(receive))
-
-    async def __aenter__(self) -> asyncio.Task[None]:
-        return self._task
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    @staticmethod
-    async def _watch(receive: Receive) -> None:
+    async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+
+    task = asyncio.create_task(watch())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

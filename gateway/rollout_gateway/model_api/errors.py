@@ -1,7 +1,5 @@
 """Errors of the model endpoint, in the shape and with the statuses that stop each API's clients, or let them retry."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly
 from rollout_gateway.http.request_body import Overloaded
 from rollout_gateway.json_body import InvalidBody
-from rollout_gateway.model_api.call import InvalidCall
+from rollout_gateway.model_api.fields import InvalidCall
 from rollout_gateway.status import logged_problem
 
 TOO_LONG: Final = "CONTEXT_LENGTH_EXCEEDED"

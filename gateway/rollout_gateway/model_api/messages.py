@@ -1,32 +1,14 @@
 """Anthropic's messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from osmosis.rollout.v1.agent_service_pb2 import MODEL_API_MESSAGES, CallModelRequest, ModelPrompt
+from osmosis.rollout.v1.agent_service_pb2 import MODEL_API_MESSAGES, CallModelRequest
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_gateway.model_api.call import (
-    ApiCall,
-    Frame,
-    History,
-    InvalidCall,
-    Object,
-    Reply,
-    arguments_object,
-    arguments_text,
-    image,
-    items,
-    model_name,
-    need,
-    read,
-    refuse,
-    sampling,
-    text_of_json,
-    tool,
-)
+from rollout_gateway.model_api import fields
+from rollout_gateway.model_api.call import ApiCall, Frame, History, Reply, arguments_object, arguments_text, call_json
+from rollout_gateway.model_api.fields import InvalidCall, Object, text_of_json
 
 _STOPPED: Final = {"length": "max_tokens", "content_filter": "refusal"}
 _CHOICES: Final = {"auto": None, "any": "required", "none": "none"}
@@ -34,29 +16,25 @@ _CHOICES: Final = {"auto": None, "any": "required", "none": "none"}
 
 def parse(body: Object) -> ApiCall:
     """Convert a body, also that of `count_tokens`. Raises InvalidCall."""
-    refuse(body, mcp_servers="not available here", container="not available here")
+    fields.refuse(body, mcp_servers="not available here", container="not available here")
     history, loaded = History(), set[str]()
-    for place, message in items(body, "messages"):
+    for place, message in fields.items(body, "messages"):
         _add_message(history, place, message, loaded)
-    if not history.messages:
-        raise InvalidCall("messages", "must have at least one message")
-    history.demand_no_prefill()
+    history.demand_open("messages")
     tools, hosted = _tools(body, loaded)
     request = CallModelRequest(
-        prompt=ModelPrompt(
-            instructions=_instructions(body), messages=history.messages, tools=tools, hosted_tools=hosted
-        ),
-        sampling=sampling(body, "max_tokens", "stop_sequences", _extra(body)),
+        prompt=history.prompt(tools, hosted, _instructions(body)),
+        sampling=fields.sampling(body, "max_tokens", "stop_sequences", _extra(body)),
         api=MODEL_API_MESSAGES,
-        model=model_name(body),
+        model=fields.model_name(body),
     )
-    return ApiCall(request, bool(read(body, "stream", bool)), history.places)
+    return ApiCall(request, bool(fields.read(body, "stream", bool)), history.places)
 
 
 def _instructions(body: Object) -> list[str]:
     if isinstance(body.get("system"), str):
         return [body["system"]]
-    return [need(block, "text", str, place) for place, block in items(body, "system")]
+    return [fields.need(block, "text", str, place) for place, block in fields.items(body, "system")]
 
 
 def _blocks(values: Object, place: str) -> Sequence[tuple[str, Any]]:
@@ -64,11 +42,11 @@ def _blocks(values: Object, place: str) -> Sequence[tuple[str, Any]]:
     content = values.get("content")
     if isinstance(content, str):
         return [(f"{place}.content", {"type": "text", "text": content})]
-    return items(values, "content", place)
+    return fields.items(values, "content", place)
 
 
 def _add_message(history: History, place: str, message: Object, loaded: set[str]) -> None:
-    role = need(message, "role", str, place)
+    role = fields.need(message, "role", str, place)
     if role == "assistant":
         _add_reply(history, place, message)
         return
@@ -81,7 +59,7 @@ def _add_message(history: History, place: str, message: Object, loaded: set[str]
             history.add(place, {"role": role, "content": _short(parts)})
             parts = []
         found = [_part(inner, each, loaded) for inner, each in _blocks(block, where)]
-        call_id = need(block, "tool_use_id", str, where)
+        call_id = fields.need(block, "tool_use_id", str, where)
         history.add(where, {"role": "tool", "tool_call_id": call_id, "content": _short(found)})
     if parts or not _blocks(message, place):
         history.add(place, {"role": role, "content": _short(parts)})
@@ -95,15 +73,15 @@ def _short(parts: Sequence[Object]) -> Any:
 def _part(place: str, block: Object, loaded: set[str]) -> Object:
     match block.get("type"):
         case "text":
-            return {"type": "text", "text": need(block, "text", str, place)}
+            return {"type": "text", "text": fields.need(block, "text", str, place)}
         case "image":
-            source = need(block, "source", dict, place)
+            source = fields.need(block, "source", dict, place)
             if source.get("type") != "base64":
                 raise InvalidCall(f"{place}.source", "images must be inline, with a source of type base64")
-            kind, data = (need(source, key, str, f"{place}.source") for key in ("media_type", "data"))
-            return image(place, f"data:{kind};base64,{data}")
+            kind, data = (fields.need(source, key, str, f"{place}.source") for key in ("media_type", "data"))
+            return fields.image(place, f"data:{kind};base64,{data}")
         case "tool_reference":
-            name = need(block, "tool_name", str, place)
+            name = fields.need(block, "tool_name", str, place)
             loaded.add(name)
             return {"type": "text", "text": f"Tool {name} is available."}
     raise InvalidCall(f"{place}.type", f"blocks of type {str(block.get('type'))[:64]!r} are not supported")
@@ -118,45 +96,43 @@ def _add_reply(history: History, place: str, message: Object) -> None:
     for where, block in _blocks(message, place):
         match block.get("type"):
             case "thinking":
-                thoughts.append(read(block, "thinking", str, where) or "")
-                completion_id = read(block, "signature", str, where) or completion_id
+                thoughts.append(fields.read(block, "thinking", str, where) or "")
+                completion_id = fields.read(block, "signature", str, where) or completion_id
             case "redacted_thinking":
                 # It is of another model and has no text that could be shown to this one.
                 pass
             case "tool_use":
-                function = {
-                    "name": need(block, "name", str, where),
-                    "arguments": arguments_text(read(block, "input", dict, where) or {}),
-                }
-                calls.append({"id": need(block, "id", str, where), "type": "function", "function": function})
+                name, call_id = (fields.need(block, key, str, where) for key in ("name", "id"))
+                arguments = arguments_text(fields.read(block, "input", dict, where) or {})
+                calls.append(call_json(call_id, name, arguments))
             case _:
                 texts.append(_part(where, block, set()))
-    fields: dict[str, Any] = {"role": "assistant", "content": _short(texts) if texts else None}
+    known: dict[str, Any] = {"role": "assistant", "content": _short(texts) if texts else None}
     if any(thoughts):
-        fields["reasoning_content"] = "".join(thoughts)
+        known["reasoning_content"] = "".join(thoughts)
     if calls:
-        fields["tool_calls"] = calls
-    history.add(place, fields, completion_id)
+        known["tool_calls"] = calls
+    history.add(place, known, completion_id)
 
 
 def _tools(body: Object, loaded: set[str]) -> tuple[list[Tool], list[str]]:
     tools, hosted = [], []
-    for place, each in items(body, "tools"):
+    for place, each in fields.items(body, "tools"):
         if each.get("type", "custom") != "custom":
             hosted.append(str(each.get("name") or each["type"]))
         elif not each.get("defer_loading") or each.get("name") in loaded:
-            tools.append(tool(place, each, "input_schema"))
+            tools.append(fields.tool(place, each, "input_schema"))
     return tools, hosted
 
 
 def _extra(body: Object) -> Object:
-    choice = read(body, "tool_choice", dict) or {}
+    choice = fields.read(body, "tool_choice", dict) or {}
     kind = choice.get("type", "auto")
     if kind != "tool" and kind not in _CHOICES:
         raise InvalidCall("tool_choice.type", "must be auto, any, tool or none")
     named = {"type": "function", "function": {"name": choice.get("name")}}
-    config = read(body, "output_config", dict) or {}
-    schema = config.get("format") or read(body, "output_format", dict)
+    config = fields.read(body, "output_config", dict) or {}
+    schema = config.get("format") or fields.read(body, "output_format", dict)
     shape = {"name": "output", "strict": True, "schema": schema.get("schema")} if isinstance(schema, dict) else None
     return {
         "tool_choice": named if kind == "tool" else _CHOICES[kind],
@@ -178,12 +154,8 @@ def _content(reply: Reply) -> list[dict[str, Any]]:
 
 
 def _usage(reply: Reply, generated: int) -> Object:
-    return {
-        "input_tokens": reply.prompt_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
-        "output_tokens": generated,
-    }
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": reply.prompt_tokens, **cached, "output_tokens": generated}
 
 
 def response(call: ApiCall, reply: Reply) -> Object:

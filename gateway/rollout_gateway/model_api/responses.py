@@ -1,49 +1,24 @@
 """OpenAI's responses."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from osmosis.rollout.v1.agent_service_pb2 import MODEL_API_RESPONSES, CallModelRequest, ModelPrompt
+from osmosis.rollout.v1.agent_service_pb2 import MODEL_API_RESPONSES, CallModelRequest
 from osmosis.rollout.v1.message_pb2 import Tool
 
-from rollout_gateway.model_api.call import (
-    ApiCall,
-    Frame,
-    History,
-    InvalidCall,
-    Object,
-    Reply,
-    image,
-    items,
-    model_name,
-    need,
-    read,
-    refuse,
-    sampling,
-    tool,
-)
-from rollout_gateway.model_api.chat import tool_choice
+from rollout_gateway.model_api import fields
+from rollout_gateway.model_api.call import ApiCall, Frame, History, Reply, call_json
+from rollout_gateway.model_api.chat import parallel, tool_choice
+from rollout_gateway.model_api.fields import InvalidCall, Object
 
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
 _INCOMPLETE: Final = {"length": "max_output_tokens", "content_filter": "content_filter"}
 # Fields of the request that the response repeats, with their values where the request has none.
-_ECHOED: Final[Mapping[str, Any]] = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "reasoning": None,
-    "store": True,
-    "temperature": None,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_p": None,
-    "truncation": "disabled",
+_ECHOED: Final[Object] = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "reasoning", "temperature", "top_p")),
+    **{"metadata": {}, "parallel_tool_calls": True, "store": True, "text": {"format": {"type": "text"}}},
+    **{"tool_choice": "auto", "tools": [], "truncation": "disabled"},
 }
 _EMPTY: Final[Mapping[str, Object]] = {
     "message": {"content": []},
@@ -55,66 +30,63 @@ Tools = tuple[list[Tool], list[str], dict[str, tuple[str, str]]]
 
 def parse(body: Object) -> ApiCall:
     """Convert a body. Raises InvalidCall."""
-    refuse(
+    fields.refuse(
         body,
         background="responses are not stored; read the stream instead",
         conversation="conversations are not stored; send the items, or previous_response_id",
         prompt="stored prompts are not available; send the items",
         top_logprobs="not available here; the rollout's samples have the logprobs of all its tokens",
     )
-    if "message.output_text.logprobs" in (read(body, "include", list) or []):
+    if "message.output_text.logprobs" in (fields.read(body, "include", list) or []):
         raise InvalidCall("include", "logprobs are not available here; the rollout's samples have them")
     history = History()
     if isinstance(body.get("input"), str):
         history.add("input", {"role": "user", "content": body["input"]})
     else:
-        for place, item in items(body, "input"):
+        for place, item in fields.items(body, "input"):
             _add_item(history, place, item)
-    previous = read(body, "previous_response_id", str) or ""
-    if not history.messages and not previous:
-        raise InvalidCall("input", "must have at least one item")
-    history.demand_no_prefill()
+    previous = fields.read(body, "previous_response_id", str) or ""
+    if history.messages or not previous:
+        history.demand_open("input")
     tools, hosted, namespaced = _tools(body)
+    instructions = [body["instructions"]] if fields.read(body, "instructions", str) else []
     request = CallModelRequest(
-        prompt=ModelPrompt(
-            instructions=[body["instructions"]] if read(body, "instructions", str) else [],
-            messages=history.messages,
-            tools=tools,
-            previous_completion_id=previous.removeprefix("resp_"),
-            hosted_tools=hosted,
-        ),
-        sampling=sampling(body, "max_output_tokens", "stop", _extra(body)),
+        prompt=history.prompt(tools, hosted, instructions, previous.removeprefix("resp_")),
+        sampling=fields.sampling(body, "max_output_tokens", "stop", _extra(body)),
         api=MODEL_API_RESPONSES,
-        model=model_name(body),
+        model=fields.model_name(body),
     )
     echo = {key: default if body.get(key) is None else body[key] for key, default in _ECHOED.items()}
-    return ApiCall(request, bool(read(body, "stream", bool)), history.places, echo, namespaced)
+    return ApiCall(request, bool(fields.read(body, "stream", bool)), history.places, echo, namespaced)
 
 
 def _add_item(history: History, place: str, item: Object) -> None:
     match item.get("type", "message"):
         case "message":
-            role = need(item, "role", str, place)
+            role = fields.need(item, "role", str, place)
             given = item.get("content")
-            content = given if isinstance(given, str) else [_part(*each) for each in items(item, "content", place)]
+            content = (
+                given if isinstance(given, str) else [_part(*each) for each in fields.items(item, "content", place)]
+            )
             known = _completion_id(item) if role == "assistant" else ""
             history.add(place, {"role": role, "content": content}, known)
         case "function_call":
-            name = _joined(item.get("namespace"), need(item, "name", str, place))
-            function = {"name": name, "arguments": need(item, "arguments", str, place)}
-            call = {"id": need(item, "call_id", str, place), "type": "function", "function": function}
-            message = {"role": "assistant", "content": None, "tool_calls": [call]}
+            name = _joined(item.get("namespace"), fields.need(item, "name", str, place))
+            call_id, arguments = (fields.need(item, key, str, place) for key in ("call_id", "arguments"))
+            message = {"role": "assistant", "content": None, "tool_calls": [call_json(call_id, name, arguments)]}
             history.add(place, message, _completion_id(item).rpartition("_")[0])
         case "function_call_output":
             given = item.get("output")
-            content = given if isinstance(given, str) else [_part(*each) for each in items(item, "output", place)]
-            call_id = need(item, "call_id", str, place)
+            content = (
+                given if isinstance(given, str) else [_part(*each) for each in fields.items(item, "output", place)]
+            )
+            call_id = fields.need(item, "call_id", str, place)
             history.add(place, {"role": "tool", "tool_call_id": call_id, "content": content})
         case "reasoning":
-            thoughts = items(item, "content", place) or items(item, "summary", place)
+            thoughts = fields.items(item, "content", place) or fields.items(item, "summary", place)
             text = "".join(_part(*each)["text"] for each in thoughts)
             thought = {"role": "assistant", "content": None} | ({"reasoning_content": text} if text else {})
-            history.add(place, thought, read(item, "encrypted_content", str, place) or _completion_id(item))
+            history.add(place, thought, fields.read(item, "encrypted_content", str, place) or _completion_id(item))
         case other:
             raise InvalidCall(f"{place}.type", f"items of type {str(other)[:64]!r} are not supported")
 
@@ -122,11 +94,11 @@ def _add_item(history: History, place: str, item: Object) -> None:
 def _part(place: str, part: Object) -> Object:
     kind = part.get("type")
     if kind in _TEXTS:
-        return {"type": "text", "text": need(part, "text", str, place)}
+        return {"type": "text", "text": fields.need(part, "text", str, place)}
     if kind == "refusal":
-        return {"type": "text", "text": need(part, "refusal", str, place)}
+        return {"type": "text", "text": fields.need(part, "refusal", str, place)}
     if kind == "input_image":
-        return image(f"{place}.image_url", part.get("image_url"))
+        return fields.image(f"{place}.image_url", part.get("image_url"))
     raise InvalidCall(f"{place}.type", f"parts of type {str(kind)[:64]!r} are not supported")
 
 
@@ -146,16 +118,16 @@ def _tools(body: Object) -> Tools:
     tools: list[Tool] = []
     hosted: list[str] = []
     namespaced: dict[str, tuple[str, str]] = {}
-    for place, each in items(body, "tools"):
-        match need(each, "type", str, place):
+    for place, each in fields.items(body, "tools"):
+        match fields.need(each, "type", str, place):
             case "function":
-                tools.append(tool(place, each))
+                tools.append(fields.tool(place, each))
             case "namespace":
-                space = need(each, "name", str, place)
-                for where, inner in items(each, "tools", place):
-                    joined = _joined(space, need(inner, "name", str, where))
+                space = fields.need(each, "name", str, place)
+                for where, inner in fields.items(each, "tools", place):
+                    joined = _joined(space, fields.need(inner, "name", str, where))
                     namespaced[joined] = space, inner["name"]
-                    tools.append(tool(where, inner, name=joined))
+                    tools.append(fields.tool(where, inner, name=joined))
             case "custom":
                 raise InvalidCall(place, "custom tools are not supported; offer a function")
             case other:
@@ -164,18 +136,17 @@ def _tools(body: Object) -> Tools:
 
 
 def _extra(body: Object) -> Object:
-    choice, text = tool_choice(body), read(body, "text", dict) or {}
+    choice, text = tool_choice(body), fields.read(body, "text", dict) or {}
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
-    shape = read(text, "format", dict, "text") or {}
+    shape = fields.read(text, "format", dict, "text") or {}
     found = None
     if shape.get("type") == "json_schema":
         schema = {key: shape[key] for key in ("name", "description", "schema", "strict") if shape.get(key) is not None}
         found = {"type": "json_schema", "json_schema": schema}
     elif shape.get("type") not in (None, "text"):
         found = dict(shape)
-    parallel = False if read(body, "parallel_tool_calls", bool) is False else None
-    return {"tool_choice": choice, "response_format": found, "parallel_tool_calls": parallel}
+    return {"tool_choice": choice, "response_format": found, "parallel_tool_calls": parallel(body)}
 
 
 def _output(call: ApiCall, reply: Reply, status: str) -> list[dict[str, Any]]:

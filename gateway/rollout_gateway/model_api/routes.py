@@ -1,7 +1,5 @@
 """Routes of the model endpoint of a rollout. Its base is `/r/{uid}`, with or without `/v1`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
@@ -9,23 +7,21 @@ from typing import Any, Final
 import msgspec
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from osmosis.rollout.v1.agent_service_pb2 import (
-    CallModelRequest,
-    CountTokensRequest,
-    GetModelAccessRequest,
-    ModelCompletion,
-)
+from osmosis.rollout.v1 import agent_service_pb2 as pb
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Calls, Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
+from rollout_gateway.json_body import read_body
 from rollout_gateway.model_api.apis import CHAT, MESSAGES, RESPONSES, ModelShape
-from rollout_gateway.model_api.call import MAX_WORD, ApiCall, InvalidCall, decode
+from rollout_gateway.model_api.call import ApiCall
 from rollout_gateway.model_api.delivery import CompletionResponse, CompletionStream, Exchange, agent_rpcs
-from rollout_gateway.model_api.errors import FAULTS, model_error
-from rollout_gateway.model_api.finish import finish_route
+from rollout_gateway.model_api.errors import FAULTS, ModelError, model_error
+from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, decode
+from rollout_gateway.rest.body import FinishRollout
+from rollout_gateway.rest.request import finish_request
 from rollout_gateway.rest.rollout_routes import Uid
 
 _JSON: Final = "application/json"
@@ -37,7 +33,6 @@ _AGENT_IDS: Final = ("x-rollout-agent", "x-claude-code-agent-id", "x-session-id"
 _ANY: Final = {"type": "object", "additionalProperties": True}
 _SECURITY: Final[dict[str, Any]] = {"security": [{"bearer": []}, {"model_key": []}]}
 _FAILURES: Final = (400, 403, 404, 408, 410, 413, 414, 429, 431, 500, 503, 504)
-_NO_WEBSOCKET: Final = {"error": {"message": "WebSocket is not supported: send POST", "type": "invalid_request_error"}}
 
 
 def _errors(shape: ModelShape) -> shown.Responses:
@@ -47,6 +42,12 @@ def _errors(shape: ModelShape) -> shown.Responses:
 _MODELS: Final[dict[str, Any]] = {
     "responses": {200: {"description": "The model.", "content": {_JSON: {"schema": _ANY}}}, **_errors(CHAT)},
     "openapi_extra": _SECURITY,
+}
+
+
+_FINISH: Final[dict[str, Any]] = {
+    "responses": {200: shown.json_response("FinishedModel"), **shown.errors(404, 409)},
+    "openapi_extra": shown.raw_body(FinishRollout) | _SECURITY,
 }
 
 
@@ -96,7 +97,9 @@ def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
             if shape is CHAT:
                 _add_models(part, rollouts)
             router.include_router(part)
-        router.include_router(finish_route(APIRouter(**options), rollouts, intake))
+        part = APIRouter(**options)
+        _add_finish(part, rollouts, intake)
+        router.include_router(part)
     return router
 
 
@@ -121,7 +124,7 @@ def _add_count(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> 
         """Count the tokens of a prompt with the rollout's tokenizer."""
         calls = rollouts.calls(request, uid=uid)
         prompt = (await _read(request, calls, MESSAGES, intake)).request.prompt
-        counted = await agent_rpcs(calls).CountTokens(CountTokensRequest(uid=uid, prompt=prompt))
+        counted = await agent_rpcs(calls).CountTokens(pb.CountTokensRequest(uid=uid, prompt=prompt))
         return _json({"input_tokens": counted.tokens})
 
 
@@ -129,19 +132,32 @@ def _add_models(router: APIRouter, rollouts: Rollouts) -> None:
     @router.get("/models", **_MODELS)
     async def list_models(request: Request, uid: Uid) -> Response:
         """Return the model of the rollout, in a shape that OpenAI and Anthropic clients read."""
-        access = await agent_rpcs(rollouts.calls(request, uid=uid)).GetModelAccess(GetModelAccessRequest(uid=uid))
+        access = await agent_rpcs(rollouts.calls(request, uid=uid)).GetModelAccess(pb.GetModelAccessRequest(uid=uid))
         name = access.model
         return _json({"object": "list", "data": [_model(name)], "has_more": False, "first_id": name, "last_id": name})
 
     @router.get("/models/{model:path}", **_MODELS)
     async def get_model(request: Request, uid: Uid, model: str) -> Response:
         """Return the model of the rollout under any name: calls may name it as they like."""
-        await agent_rpcs(rollouts.calls(request, uid=uid)).GetModelAccess(GetModelAccessRequest(uid=uid))
+        await agent_rpcs(rollouts.calls(request, uid=uid)).GetModelAccess(pb.GetModelAccessRequest(uid=uid))
         return _json(_model(model))
 
     @router.get("/responses", include_in_schema=False)
     async def open_websocket(uid: Uid) -> Response:
-        return _json(_NO_WEBSOCKET, 426)
+        return _json(ModelError(426, "WebSocket is not supported: send POST", "UPGRADE_REQUIRED").openai(), 426)
+
+
+def _add_finish(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
+    # Its errors have the REST API's shape.
+    @router.post("/finish", **_FINISH)
+    async def finish_rollout(request: Request, uid: Uid) -> Response:
+        """End the work of an agent that runs elsewhere: the rollout is rewarded and ends. Retries with the same body are safe."""
+        calls = rollouts.calls(request, uid=uid)
+        message = await intake.read(
+            request, calls, lambda content: finish_request(uid, read_body(content, FinishRollout))
+        )
+        finished = await agent_rpcs(calls).FinishRollout(message, timeout=None)
+        return _json({"repeated": finished.repeated})
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -161,7 +177,7 @@ async def _read(request: Request, calls: Calls, shape: ModelShape, intake: Reque
     return call
 
 
-def _with_headers(message: CallModelRequest, request: Request, *, auxiliary: bool) -> CallModelRequest:
+def _with_headers(message: pb.CallModelRequest, request: Request, *, auxiliary: bool) -> pb.CallModelRequest:
     """Add what the headers say about a call."""
     headers = request.headers
     repeat_key = headers.get("idempotency-key", "")
@@ -175,10 +191,10 @@ def _with_headers(message: CallModelRequest, request: Request, *, auxiliary: boo
 
 
 async def _stream(
-    request: Request, exchange: Exchange, message: CallModelRequest, heartbeat_seconds: float
+    request: Request, exchange: Exchange, message: pb.CallModelRequest, heartbeat_seconds: float
 ) -> Response:
     """Return a stream once there is a completion, or after a while without one: until then, an error has a status."""
-    completing: asyncio.Task[ModelCompletion] = asyncio.create_task(exchange.completion(message))
+    completing: asyncio.Task[pb.ModelCompletion] = asyncio.create_task(exchange.completion(message))
     try:
         await unless_hung_up(request, asyncio.wait((completing,), timeout=heartbeat_seconds))
         if completing.done():

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Final, TypeVar
 
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
+from osmosis.rollout.v1.agent_service_pb2 import FinishRolloutRequest
 from osmosis.rollout.v1.group_pb2 import StartGroupRequest
+from osmosis.rollout.v1.outcome_pb2 import Failure, FailureClass
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_gateway.json_body import InvalidBody, ParsedBody
@@ -110,6 +112,18 @@ def cancel_request(cancel: body.CancelRollouts) -> pb.CancelRolloutsRequest:
     """Convert a valid body."""
     selection = pb.Selection(**message_fields(vars(cancel), pb.Selection.DESCRIPTOR))
     return pb.CancelRolloutsRequest(selection=selection, reason=cancel.reason or "")
+
+
+def finish_request(uid: str, parsed: ParsedBody[body.FinishRollout]) -> FinishRolloutRequest:
+    """Convert a valid body."""
+    finish, failure = parsed.body, None
+    if finish.failure is not None:
+        failure = Failure(message=finish.failure.message)
+        if finish.failure.failure_class is not None:
+            failure.failure_class = enums.value_of(FailureClass.DESCRIPTOR, finish.failure.failure_class)
+    return FinishRolloutRequest(
+        uid=uid, reward=finish.reward, scores=finish.scores or {}, extra_json=parsed.text("extra"), failure=failure
+    )
 
 
 def list_request(query: ListQuery) -> pb.ListRolloutsRequest:
