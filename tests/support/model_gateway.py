@@ -83,6 +83,9 @@ class ScriptedAgentService(AgentServiceServicer):
     async def CallModel(self, request: Any, context: Any) -> AsyncIterator[pb.CallModelResponse]:
         self.calls.append(request)
         self.waiting.set()
+        begun = pb.CompletionBegun(completion_id=self.completion().id)
+        if "CallModel" not in self.refusals:
+            yield pb.CallModelResponse(begun=begun)
         try:
             await self.go.wait()
         except asyncio.CancelledError:

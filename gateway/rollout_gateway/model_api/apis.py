@@ -13,7 +13,7 @@ from rollout_gateway.model_api.fields import Object
 from rollout_gateway.rest.event_routes import one_line
 
 #: A frame without an event, which clients skip.
-_COMMENT: Final[Frame] = (":", "heartbeat")
+COMMENT: Final[Frame] = (":", "heartbeat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class ModelShape:
         path: of its requests, behind the endpoint's base.
         title: its name for people.
         frames: the stream of a reply, from its first event to its last.
-        waiting: the frame with this index of a stream that has no reply yet.
-        late: the frames of a reply after `waiting` frames; None: they are the same.
+        waiting: the frame with this index of a stream that has no reply yet. The id of the reply follows, if it is known.
+        late: the frames of a reply after `waiting` frames.
         error: the body of an error.
-        failure: the frames that end a stream that fails; the connection is cut behind them.
+        failure: the frames that end a stream that fails, given the reply's id if it is known; the connection is cut behind them.
     """
 
     path: str
@@ -35,9 +35,10 @@ class ModelShape:
     parse: Callable[[Object], ApiCall]
     response: Callable[[ApiCall, Reply], Object]
     frames: Callable[[ApiCall, Reply], Sequence[Frame]]
-    waiting: Callable[[ApiCall, int], Frame]
+    waiting: Callable[..., Frame]
+    late: Callable[[ApiCall, Reply], Sequence[Frame]]
     error: Callable[[ModelError], Object]
-    failure: Callable[[ApiCall, ModelError], Sequence[Frame]]
+    failure: Callable[..., Sequence[Frame]]
     #: Status of a request to a rollout that has ended: clients repeat the request after others.
     over: int = 410
     #: The frames have their type and a number in their data.
@@ -54,14 +55,16 @@ def _responses_frames(call: ApiCall, reply: Reply) -> Sequence[Frame]:
     return [("response.created", begun), ("response.in_progress", begun), *responses.frames(call, reply)]
 
 
-def _responses_waiting(call: ApiCall, index: int) -> Frame:
-    # The id is not known before the completion, whose events have it.
-    return f"response.{'in_progress' if index else 'created'}", {"response": responses.head(call, "pending")}
+def _responses_waiting(call: ApiCall, index: int, reply_id: str = "") -> Frame:
+    # Clients refuse a response whose id changes.
+    if not reply_id:
+        return COMMENT
+    return f"response.{'in_progress' if index else 'created'}", {"response": responses.head(call, reply_id)}
 
 
-def _responses_failure(call: ApiCall, error: ModelError) -> Sequence[Frame]:
+def _responses_failure(call: ApiCall, error: ModelError, reply_id: str = "failed") -> Sequence[Frame]:
     shown = error.openai()["error"]
-    failed = responses.head(call, "pending", "failed") | {"error": {k: shown[k] for k in ("code", "message")}}
+    failed = responses.head(call, reply_id, "failed") | {"error": {k: shown[k] for k in ("code", "message")}}
     return [("response.failed", {"response": failed}), ("error", {k: shown[k] for k in ("code", "message", "param")})]
 
 
@@ -71,9 +74,10 @@ CHAT: Final = ModelShape(
     parse=chat.parse,
     response=chat.response,
     frames=chat.frames,
-    waiting=lambda call, index: _COMMENT,
+    waiting=lambda call, index, reply_id="": COMMENT,
+    late=chat.frames,
     error=ModelError.openai,
-    failure=lambda call, error: [("", error.openai())],
+    failure=lambda call, error, reply_id="": [("", error.openai())],
 )
 RESPONSES: Final = ModelShape(
     path="responses",
@@ -95,9 +99,10 @@ MESSAGES: Final = ModelShape(
     parse=messages.parse,
     response=messages.response,
     frames=messages.frames,
-    waiting=lambda call, index: ("ping", {"type": "ping"}),
+    waiting=lambda call, index, reply_id="": ("ping", {"type": "ping"}),
+    late=messages.frames,
     error=ModelError.anthropic,
-    failure=lambda call, error: [("error", error.anthropic())],
+    failure=lambda call, error, reply_id="": [("error", error.anthropic())],
 )
 
 

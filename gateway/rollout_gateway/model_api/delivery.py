@@ -2,11 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import grpc
 import msgspec
@@ -15,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from rollout_gateway.calls import Calls, StreamEndedEarly
-from rollout_gateway.model_api.apis import FrameEncoder, ModelShape
+from rollout_gateway.model_api.apis import COMMENT, FrameEncoder, ModelShape
 from rollout_gateway.model_api.call import ApiCall, Frame, reply_of
 from rollout_gateway.model_api.errors import FAULTS, ModelError, model_error
 
@@ -48,6 +46,8 @@ class Exchange:
     call: ApiCall
     calls: Calls
     request_id: str
+    #: The id of the completion, once it is being generated.
+    begun: list[str] = field(default_factory=list)
 
     async def completion(self, request: CallModelRequest) -> ModelCompletion:
         """Call the model. Cancelling closes the call, not the completion. Raises AioRpcError and StreamEndedEarly."""
@@ -56,6 +56,8 @@ class Exchange:
             async for item in stream:
                 if item.HasField("completion"):
                     found = item.completion
+                elif item.HasField("begun"):
+                    self.begun.append(item.begun.completion_id)
         finally:
             stream.cancel()
         if found is None:
@@ -121,8 +123,9 @@ class CompletionStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         beats = 0
         while not self._completing.done() and not leaving.done():
-            await self._send(send, [shape.waiting(call, beats)])
-            beats += 1
+            beat = shape.waiting(call, beats, *self.exchange.begun)
+            await self._send(send, [beat])
+            beats += beat is not COMMENT
             await asyncio.wait(
                 (self._completing, leaving),
                 timeout=self._heartbeat_seconds,
@@ -143,7 +146,7 @@ class CompletionStream(Response):
         await send({"type": "http.response.body", "body": self._encoder.encode(frames), "more_body": True})
 
     async def _fail(self, send: Send, error: ModelError) -> None:
-        await self._send(send, self.exchange.shape.failure(self.exchange.call, error))
+        await self._send(send, self.exchange.shape.failure(self.exchange.call, error, *self.exchange.begun))
 
 
 async def _deliver(

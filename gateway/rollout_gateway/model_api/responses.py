@@ -167,7 +167,7 @@ def _output(call: ApiCall, reply: Reply, status: str) -> list[dict[str, Any]]:
 
 
 def head(call: ApiCall, response_id: str, status: str = "in_progress") -> dict[str, Any]:
-    """Return a response without its output. The response of a stream that has no completion yet has no final id."""
+    """Return a response without its output."""
     return {
         "id": f"resp_{response_id}",
         "object": "response",

@@ -80,13 +80,12 @@ class Endpoint:
 
     async def call(self, *messages: str, **fields: Any) -> agent_pb.ModelCompletion:
         """Call the model."""
-        [item] = [item async for item in self.stream(*messages, **fields)]
-        completion: agent_pb.ModelCompletion = item.completion
+        completion: agent_pb.ModelCompletion = await last(self.stream(*messages, **fields))
         return completion
 
     async def refused(self, *messages: str, **fields: Any) -> Any:
         """Call the model, which must be refused."""
-        return await refusal(self.stream(*messages, **fields).read())
+        return await refusal(last(self.stream(*messages, **fields)))
 
     async def confirm(self, completion_id: str) -> None:
         """Confirm a completion."""
@@ -100,6 +99,14 @@ class Endpoint:
             request, metadata=bearer(self.key)
         )
         return response
+
+
+async def last(stream: Any) -> agent_pb.ModelCompletion:
+    """The completion of a call. Its id came first, unless it existed already."""
+    *before, item = [each async for each in stream]
+    assert [each.begun.completion_id for each in before] == [item.completion.id] * (not item.completion.replayed)
+    completion: agent_pb.ModelCompletion = item.completion
+    return completion
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as osmosis_dot_rollout_dot_v1
 from osmosis.rollout.v1 import spec_pb2 as osmosis_dot_rollout_dot_v1_dot_spec__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&osmosis/rollout/v1/agent_service.proto\x12\x12osmosis.rollout.v1\x1a osmosis/rollout/v1/message.proto\x1a osmosis/rollout/v1/outcome.proto\x1a(osmosis/rollout/v1/rollout_service.proto\x1a\x1dosmosis/rollout/v1/spec.proto\"5\n\x0eHistoryMessage\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x15\n\rcompletion_id\x18\x02 \x01(\t\"\xb8\x01\n\x0bModelPrompt\x12\x14\n\x0cinstructions\x18\x01 \x03(\t\x12\x34\n\x08messages\x18\x02 \x03(\x0b\x32\".osmosis.rollout.v1.HistoryMessage\x12\'\n\x05tools\x18\x03 \x03(\x0b\x32\x18.osmosis.rollout.v1.Tool\x12\x1e\n\x16previous_completion_id\x18\x04 \x01(\t\x12\x14\n\x0chosted_tools\x18\x05 \x03(\t\"\x89\x02\n\x10\x43\x61llModelRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x06prompt\x18\x02 \x01(\x0b\x32\x1f.osmosis.rollout.v1.ModelPrompt\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\x12)\n\x03\x61pi\x18\x04 \x01(\x0e\x32\x1c.osmosis.rollout.v1.ModelApi\x12\x12\n\nrepeat_key\x18\x05 \x01(\t\x12\x10\n\x08repeated\x18\x06 \x01(\x08\x12\x11\n\tauxiliary\x18\x07 \x01(\x08\x12\r\n\x05model\x18\x08 \x01(\t\x12\x14\n\x0c\x63lient_agent\x18\t \x01(\t\"V\n\x11\x43\x61llModelResponse\x12\x39\n\ncompletion\x18\x01 \x01(\x0b\x32#.osmosis.rollout.v1.ModelCompletionH\x00\x42\x06\n\x04item\"\x9b\x01\n\x0fModelCompletion\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_json\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x10\n\x08replayed\x18\x06 \x01(\x08\x12\x0c\n\x04turn\x18\x07 \x01(\r\">\n\x18\x43onfirmCompletionRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rcompletion_id\x18\x02 \x01(\t\"\x1b\n\x19\x43onfirmCompletionResponse\"R\n\x12\x43ountTokensRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x06prompt\x18\x02 \x01(\x0b\x32\x1f.osmosis.rollout.v1.ModelPrompt\"%\n\x13\x43ountTokensResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\"$\n\x15GetModelAccessRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\"X\n\x16GetModelAccessResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12/\n\x05state\x18\x02 \x01(\x0e\x32 .osmosis.rollout.v1.RolloutState\"\xfa\x01\n\x14\x46inishRolloutRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x44\n\x06scores\x18\x03 \x03(\x0b\x32\x34.osmosis.rollout.v1.FinishRolloutRequest.ScoresEntry\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12,\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Failure\x1a-\n\x0bScoresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\")\n\x15\x46inishRolloutResponse\x12\x10\n\x08repeated\x18\x01 \x01(\x08*j\n\x08ModelApi\x12\x19\n\x15MODEL_API_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODEL_API_CHAT\x10\x01\x12\x17\n\x13MODEL_API_RESPONSES\x10\x02\x12\x16\n\x12MODEL_API_MESSAGES\x10\x03\x32\x8b\x04\n\x0c\x41gentService\x12Z\n\tCallModel\x12$.osmosis.rollout.v1.CallModelRequest\x1a%.osmosis.rollout.v1.CallModelResponse0\x01\x12p\n\x11\x43onfirmCompletion\x12,.osmosis.rollout.v1.ConfirmCompletionRequest\x1a-.osmosis.rollout.v1.ConfirmCompletionResponse\x12^\n\x0b\x43ountTokens\x12&.osmosis.rollout.v1.CountTokensRequest\x1a\'.osmosis.rollout.v1.CountTokensResponse\x12g\n\x0eGetModelAccess\x12).osmosis.rollout.v1.GetModelAccessRequest\x1a*.osmosis.rollout.v1.GetModelAccessResponse\x12\x64\n\rFinishRollout\x12(.osmosis.rollout.v1.FinishRolloutRequest\x1a).osmosis.rollout.v1.FinishRolloutResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&osmosis/rollout/v1/agent_service.proto\x12\x12osmosis.rollout.v1\x1a osmosis/rollout/v1/message.proto\x1a osmosis/rollout/v1/outcome.proto\x1a(osmosis/rollout/v1/rollout_service.proto\x1a\x1dosmosis/rollout/v1/spec.proto\"5\n\x0eHistoryMessage\x12\x0c\n\x04json\x18\x01 \x01(\t\x12\x15\n\rcompletion_id\x18\x02 \x01(\t\"\xb8\x01\n\x0bModelPrompt\x12\x14\n\x0cinstructions\x18\x01 \x03(\t\x12\x34\n\x08messages\x18\x02 \x03(\x0b\x32\".osmosis.rollout.v1.HistoryMessage\x12\'\n\x05tools\x18\x03 \x03(\x0b\x32\x18.osmosis.rollout.v1.Tool\x12\x1e\n\x16previous_completion_id\x18\x04 \x01(\t\x12\x14\n\x0chosted_tools\x18\x05 \x03(\t\"\x89\x02\n\x10\x43\x61llModelRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x06prompt\x18\x02 \x01(\x0b\x32\x1f.osmosis.rollout.v1.ModelPrompt\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\x12)\n\x03\x61pi\x18\x04 \x01(\x0e\x32\x1c.osmosis.rollout.v1.ModelApi\x12\x12\n\nrepeat_key\x18\x05 \x01(\t\x12\x10\n\x08repeated\x18\x06 \x01(\x08\x12\x11\n\tauxiliary\x18\x07 \x01(\x08\x12\r\n\x05model\x18\x08 \x01(\t\x12\x14\n\x0c\x63lient_agent\x18\t \x01(\t\"\x8c\x01\n\x11\x43\x61llModelResponse\x12\x39\n\ncompletion\x18\x01 \x01(\x0b\x32#.osmosis.rollout.v1.ModelCompletionH\x00\x12\x34\n\x05\x62\x65gun\x18\x02 \x01(\x0b\x32#.osmosis.rollout.v1.CompletionBegunH\x00\x42\x06\n\x04item\"(\n\x0f\x43ompletionBegun\x12\x15\n\rcompletion_id\x18\x01 \x01(\t\"\x9b\x01\n\x0fModelCompletion\x12\n\n\x02id\x18\x01 \x01(\t\x12\x14\n\x0cmessage_json\x18\x02 \x01(\t\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x10\n\x08replayed\x18\x06 \x01(\x08\x12\x0c\n\x04turn\x18\x07 \x01(\r\">\n\x18\x43onfirmCompletionRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rcompletion_id\x18\x02 \x01(\t\"\x1b\n\x19\x43onfirmCompletionResponse\"R\n\x12\x43ountTokensRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x06prompt\x18\x02 \x01(\x0b\x32\x1f.osmosis.rollout.v1.ModelPrompt\"%\n\x13\x43ountTokensResponse\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\"$\n\x15GetModelAccessRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\"X\n\x16GetModelAccessResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12/\n\x05state\x18\x02 \x01(\x0e\x32 .osmosis.rollout.v1.RolloutState\"\xfa\x01\n\x14\x46inishRolloutRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x13\n\x06reward\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x44\n\x06scores\x18\x03 \x03(\x0b\x32\x34.osmosis.rollout.v1.FinishRolloutRequest.ScoresEntry\x12\x12\n\nextra_json\x18\x04 \x01(\t\x12,\n\x07\x66\x61ilure\x18\x05 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Failure\x1a-\n\x0bScoresEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\")\n\x15\x46inishRolloutResponse\x12\x10\n\x08repeated\x18\x01 \x01(\x08*j\n\x08ModelApi\x12\x19\n\x15MODEL_API_UNSPECIFIED\x10\x00\x12\x12\n\x0eMODEL_API_CHAT\x10\x01\x12\x17\n\x13MODEL_API_RESPONSES\x10\x02\x12\x16\n\x12MODEL_API_MESSAGES\x10\x03\x32\x8b\x04\n\x0c\x41gentService\x12Z\n\tCallModel\x12$.osmosis.rollout.v1.CallModelRequest\x1a%.osmosis.rollout.v1.CallModelResponse0\x01\x12p\n\x11\x43onfirmCompletion\x12,.osmosis.rollout.v1.ConfirmCompletionRequest\x1a-.osmosis.rollout.v1.ConfirmCompletionResponse\x12^\n\x0b\x43ountTokens\x12&.osmosis.rollout.v1.CountTokensRequest\x1a\'.osmosis.rollout.v1.CountTokensResponse\x12g\n\x0eGetModelAccess\x12).osmosis.rollout.v1.GetModelAccessRequest\x1a*.osmosis.rollout.v1.GetModelAccessResponse\x12\x64\n\rFinishRollout\x12(.osmosis.rollout.v1.FinishRolloutRequest\x1a).osmosis.rollout.v1.FinishRolloutResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,36 +37,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FINISHROLLOUTREQUEST_SCORESENTRY']._loaded_options = None
   _globals['_FINISHROLLOUTREQUEST_SCORESENTRY']._serialized_options = b'8\001'
-  _globals['_MODELAPI']._serialized_start=1599
-  _globals['_MODELAPI']._serialized_end=1705
+  _globals['_MODELAPI']._serialized_start=1696
+  _globals['_MODELAPI']._serialized_end=1802
   _globals['_HISTORYMESSAGE']._serialized_start=203
   _globals['_HISTORYMESSAGE']._serialized_end=256
   _globals['_MODELPROMPT']._serialized_start=259
   _globals['_MODELPROMPT']._serialized_end=443
   _globals['_CALLMODELREQUEST']._serialized_start=446
   _globals['_CALLMODELREQUEST']._serialized_end=711
-  _globals['_CALLMODELRESPONSE']._serialized_start=713
-  _globals['_CALLMODELRESPONSE']._serialized_end=799
-  _globals['_MODELCOMPLETION']._serialized_start=802
-  _globals['_MODELCOMPLETION']._serialized_end=957
-  _globals['_CONFIRMCOMPLETIONREQUEST']._serialized_start=959
-  _globals['_CONFIRMCOMPLETIONREQUEST']._serialized_end=1021
-  _globals['_CONFIRMCOMPLETIONRESPONSE']._serialized_start=1023
-  _globals['_CONFIRMCOMPLETIONRESPONSE']._serialized_end=1050
-  _globals['_COUNTTOKENSREQUEST']._serialized_start=1052
-  _globals['_COUNTTOKENSREQUEST']._serialized_end=1134
-  _globals['_COUNTTOKENSRESPONSE']._serialized_start=1136
-  _globals['_COUNTTOKENSRESPONSE']._serialized_end=1173
-  _globals['_GETMODELACCESSREQUEST']._serialized_start=1175
-  _globals['_GETMODELACCESSREQUEST']._serialized_end=1211
-  _globals['_GETMODELACCESSRESPONSE']._serialized_start=1213
-  _globals['_GETMODELACCESSRESPONSE']._serialized_end=1301
-  _globals['_FINISHROLLOUTREQUEST']._serialized_start=1304
-  _globals['_FINISHROLLOUTREQUEST']._serialized_end=1554
-  _globals['_FINISHROLLOUTREQUEST_SCORESENTRY']._serialized_start=1498
-  _globals['_FINISHROLLOUTREQUEST_SCORESENTRY']._serialized_end=1543
-  _globals['_FINISHROLLOUTRESPONSE']._serialized_start=1556
-  _globals['_FINISHROLLOUTRESPONSE']._serialized_end=1597
-  _globals['_AGENTSERVICE']._serialized_start=1708
-  _globals['_AGENTSERVICE']._serialized_end=2231
+  _globals['_CALLMODELRESPONSE']._serialized_start=714
+  _globals['_CALLMODELRESPONSE']._serialized_end=854
+  _globals['_COMPLETIONBEGUN']._serialized_start=856
+  _globals['_COMPLETIONBEGUN']._serialized_end=896
+  _globals['_MODELCOMPLETION']._serialized_start=899
+  _globals['_MODELCOMPLETION']._serialized_end=1054
+  _globals['_CONFIRMCOMPLETIONREQUEST']._serialized_start=1056
+  _globals['_CONFIRMCOMPLETIONREQUEST']._serialized_end=1118
+  _globals['_CONFIRMCOMPLETIONRESPONSE']._serialized_start=1120
+  _globals['_CONFIRMCOMPLETIONRESPONSE']._serialized_end=1147
+  _globals['_COUNTTOKENSREQUEST']._serialized_start=1149
+  _globals['_COUNTTOKENSREQUEST']._serialized_end=1231
+  _globals['_COUNTTOKENSRESPONSE']._serialized_start=1233
+  _globals['_COUNTTOKENSRESPONSE']._serialized_end=1270
+  _globals['_GETMODELACCESSREQUEST']._serialized_start=1272
+  _globals['_GETMODELACCESSREQUEST']._serialized_end=1308
+  _globals['_GETMODELACCESSRESPONSE']._serialized_start=1310
+  _globals['_GETMODELACCESSRESPONSE']._serialized_end=1398
+  _globals['_FINISHROLLOUTREQUEST']._serialized_start=1401
+  _globals['_FINISHROLLOUTREQUEST']._serialized_end=1651
+  _globals['_FINISHROLLOUTREQUEST_SCORESENTRY']._serialized_start=1595
+  _globals['_FINISHROLLOUTREQUEST_SCORESENTRY']._serialized_end=1640
+  _globals['_FINISHROLLOUTRESPONSE']._serialized_start=1653
+  _globals['_FINISHROLLOUTRESPONSE']._serialized_end=1694
+  _globals['_AGENTSERVICE']._serialized_start=1805
+  _globals['_AGENTSERVICE']._serialized_end=2328
 # @@protoc_insertion_point(module_scope)

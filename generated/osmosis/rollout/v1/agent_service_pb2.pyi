@@ -192,24 +192,52 @@ class CallModelResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COMPLETION_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def completion(self) -> Global___ModelCompletion:
         """The completion. Always the last item."""
+
+    @_builtins.property
+    def begun(self) -> Global___CompletionBegun:
+        """The completion is being generated. Sent at most once, and not for a completion that exists already."""
 
     def __init__(
         self,
         *,
         completion: Global___ModelCompletion | None = ...,
+        begun: Global___CompletionBegun | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "item", b"item"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "completion", b"completion", "item", b"item"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion", b"completion", "item", b"item"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "completion", b"completion", "item", b"item"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["completion"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["completion", "begun"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
 Global___CallModelResponse: _TypeAlias = CallModelResponse  # noqa: Y015
+
+@_typing.final
+class CompletionBegun(_message.Message):
+    """A completion is being generated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETION_ID_FIELD_NUMBER: _builtins.int
+    completion_id: _builtins.str
+    """The id that the completion will have."""
+    def __init__(
+        self,
+        *,
+        completion_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_id", b"completion_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompletionBegun: _TypeAlias = CompletionBegun  # noqa: Y015
 
 @_typing.final
 class ModelCompletion(_message.Message):

@@ -5,6 +5,7 @@ The interceptor has checked the key of a call before its request is read. Here t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -74,7 +75,15 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         result = "disconnected"
         try:
             call = await offload_request(lambda: wire.model_call(request), request.ByteSize())
-            completed = await capture.call(call)
+            begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            completing = asyncio.create_task(capture.call(call, begun.set_result))
+            try:
+                await asyncio.wait((begun, completing), return_when=asyncio.FIRST_COMPLETED)
+                if begun.done():
+                    yield pb.CallModelResponse(begun=pb.CompletionBegun(completion_id=begun.result()))
+                completed = await completing
+            finally:
+                completing.cancel()
             result = "replayed" if completed.replayed else "completed"
         except RolloutError as error:
             result = _RESULTS.get(type(error), "refused")

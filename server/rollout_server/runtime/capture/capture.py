@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, Unpack
@@ -92,6 +92,7 @@ class Capture:
         self._lock = asyncio.Lock()
         self._runs: dict[int, CapturedRun] = {}
         self._tasks: dict[Pending, asyncio.Task[Completed]] = {}
+        self._ids: dict[Pending, str] = {}
         self._completed: dict[str, Completed] = {}
         self._calls = 0
         self._refused = 0
@@ -101,7 +102,7 @@ class Capture:
         self._closed = False
         self._settled = False
 
-    async def call(self, call: ModelCall) -> Completed:
+    async def call(self, call: ModelCall, begun: Callable[[str], None] = lambda completion_id: None) -> Completed:
         """Return the completion of a call: see `AgentEndpoint.call`."""
         self._check_open()
         if self._calls >= MOST_CALLS:
@@ -111,8 +112,11 @@ class Capture:
             with self._refusals():
                 async with self._lock:
                     self._check_open()
-                    begun = await self._begin(call)
-                return begun if isinstance(begun, Completed) else await self._result_of(begun)
+                    found = await self._begin(call)
+                if isinstance(found, Completed):
+                    return found
+                begun(self._ids[found])
+                return await self._result_of(found)
         finally:
             self._calls -= 1
             self._quiet_since = self._now()
@@ -194,6 +198,7 @@ class Capture:
         pending = self._tree.begin(decision)
         self._runs[pending.conversation] = run
         messages = () if isinstance(decision, Open) else decision.messages
+        self._ids[pending] = secrets.token_hex(16)
         self._tasks[pending] = task = asyncio.create_task(self._generate(pending, run, messages, options))
         task.add_done_callback(lambda task: self._on_generated(pending, task))
         return pending
@@ -229,7 +234,7 @@ class Capture:
             if messages:
                 await run.append(*messages)
             reply = await run.attempt(**options)
-            completed = self._completion(reply)
+            completed = self._completion(reply, self._ids[pending])
             self._completed[completed.id] = completed
             async with self._lock:  # a decision may be reading the tree in a thread
                 self._tree.completed(pending, completed.id, reply.message, reply.turn, self._now())
@@ -253,15 +258,15 @@ class Capture:
         self._context.ending.reach(failure)
         return RolloutOver()
 
-    def _completion(self, reply: Reply) -> Completed:
+    def _completion(self, reply: Reply, completion_id: str) -> Completed:
         sampled = reply.sampled
         assert sampled is not None, "a reply of this rollout has its record"  # noqa: S101 - for the type checker
         generated, prompt = lengths(sampled, self._context.machine.of_turn(reply.turn).line)
         text = client_message(sampled.message)
-        return Completed(secrets.token_hex(16), text, reply.finish_reason, prompt, generated, reply.turn)
+        return Completed(completion_id, text, reply.finish_reason, prompt, generated, reply.turn)
 
     def _on_generated(self, pending: Pending, task: asyncio.Task[Completed]) -> None:
-        del self._tasks[pending]
+        del self._tasks[pending], self._ids[pending]
         if not task.cancelled():
             task.exception()  # callers may all be gone; asyncio must not log that nobody saw it
 

@@ -78,8 +78,10 @@ class AgentEndpoint(Protocol):
 
     options: CaptureOptions
 
-    async def call(self, call: ModelCall) -> Completed:
+    async def call(self, call: ModelCall, begun: Callable[[str], None]) -> Completed:
         """Return the completion of a call. A caller that is cancelled cancels nothing: the same call gets the completion later.
+
+        `begun` is called with the id of the completion before it is generated; not for one that exists already.
 
         Raises:
             CallRefused: if the call is invalid or not supported. The rollout goes on.
@@ -118,9 +120,9 @@ class CaptureSlot:
         self._waiting = 0
         self._finished: FinishedWork | None = None
 
-    async def call(self, call: ModelCall) -> Completed:
+    async def call(self, call: ModelCall, begun: Callable[[str], None] = lambda completion_id: None) -> Completed:
         """See `AgentEndpoint.call`."""
-        return await (await self.opened()).call(call)
+        return await (await self.opened()).call(call, begun)
 
     async def confirm(self, completion_id: str) -> None:
         """See `AgentEndpoint.confirm`."""
