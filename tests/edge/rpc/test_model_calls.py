@@ -272,7 +272,7 @@ async def test_a_call_under_way_is_over_when_its_rollout_ends(caller: Caller, en
     stream = endpoint.stream(USER)
     await engine.asked.acquire()
     await caller.stub.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=[endpoint.uid])))
-    right(await refusal(stream.read()), IMPOSSIBLE, "ROLLOUT_OVER")
+    right(await refusal(last(stream)), IMPOSSIBLE, "ROLLOUT_OVER")
     right(await endpoint.refused(USER), IMPOSSIBLE, "ROLLOUT_OVER")
     engine.gate.set()
 
