@@ -24,7 +24,7 @@ from tests.support.engines import MODEL, VllmEngine, serving
 from tests.support.gateways import http_client
 
 TOKENIZER = "toy"
-ADD = {
+ADD: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "add",
@@ -134,12 +134,17 @@ class Endpoint:
         return {"authorization": f"Bearer {self.key if key is None else key}"}
 
     async def post(
-        self, route: str, body: Any, *, http: httpx.AsyncClient | None = None, key: str | None = None, **headers: str
+        self,
+        route: str,
+        body: Any,
+        *,
+        http: httpx.AsyncClient | None = None,
+        key: str | None = None,
+        repeated: bool = False,
     ) -> httpx.Response:
-        """Send a request to a route of the endpoint, such as "chat/completions"."""
-        client = http or self.stand.http
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        return await client.post(f"{self.path}/v1/{route}", json=body, headers=self.headers(key) | sent)
+        """Send a request to a route of the endpoint, such as "chat/completions". `repeated`: it says that it repeats one."""
+        headers = self.headers(key) | ({"x-stainless-retry-count": "1"} if repeated else {})
+        return await (http or self.stand.http).post(f"{self.path}/v1/{route}", json=body, headers=headers)
 
     async def chat(self, messages: Sequence[Mapping[str, Any]], **fields: Any) -> dict[str, Any]:
         """Request a completion over chat completions and return its message."""

@@ -100,12 +100,14 @@ class Tree:
             if item.number is not None and item.number in self.replies.get(request.before(index), ())
         }
 
-    async def send(self, request: Request, spelling: frozenset[str], *, alone: bool = True, **headers: str) -> None:
+    async def send(
+        self, request: Request, spelling: frozenset[str], *, alone: bool = True, repeated: bool = False
+    ) -> None:
         """Send a request, keep its answer, and open the request that follows."""
         own = self.own(request)
         parent = list(own.values())[-1] if own else None
         body = api_request(self.api, spelled(request, spelling, own), [ADD, MULTIPLY][: request.tools])
-        reply = await self.endpoint.post(ROUTES[self.api], body, **headers)
+        reply = await self.endpoint.post(ROUTES[self.api], body, repeated=repeated)
         assert reply.status_code == 200, reply.text
         self.calls += 1
         message = api_answer(self.api, reply.json())
@@ -215,7 +217,7 @@ async def step(tree: Tree, kind: str, pick: int, where: int, spelling: frozenset
     elif kind in ("again", "repeat") and tree.sent:
         request = tree.sent[pick % len(tree.sent)]
         known = list(tree.replies[request])
-        await tree.send(request, spelling, **({"x_stainless_retry_count": "1"} if kind == "repeat" else {}))
+        await tree.send(request, spelling, repeated=kind == "repeat")
         if kind == "repeat" and not tree.continued.intersection(known):
             assert tree.replies[request] == known
         return
