@@ -65,7 +65,7 @@ class Reply:
 
 
 def reply_of(completion: ModelCompletion) -> Reply:
-    """Take a completion apart. A trainer may send content as parts, calls without ids, arguments as objects, and calls of no function."""
+    """Take a completion apart. Trainers may send content as parts, calls without ids or function, and arguments as objects."""
     message = msgspec.json.decode(completion.message_json)
     calls = []
     for index, each in enumerate(message.get("tool_calls") or ()):
