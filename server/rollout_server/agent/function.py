@@ -22,8 +22,6 @@ _CLIENTS: Final = {
 }
 """Module, synchronous class and asynchronous class of each client, by the name of its parameter."""
 _ARGUMENTS: Final = (*_CLIENTS, "task", "metadata", "model", "access", "run")
-_TIMEOUT: Final = 600.0
-"""Seconds of a call by `http`; the other clients have the same default."""
 
 
 class FunctionAgent(OwnLoopAgent):
@@ -32,7 +30,8 @@ class FunctionAgent(OwnLoopAgent):
     The function gets the arguments that its parameters name:
 
     - `openai`, `anthropic`: clients of these packages, which must be installed.
-    - `http`: a client of httpx with the key and the base URL, whose paths are like "chat/completions".
+    - `http`: a client of httpx with the key and the base URL, for paths such as "chat/completions". It repeats calls that an
+      overloaded server refuses, as the other clients do.
     - `task`: the text of the request's last user message. `metadata`: the request's metadata.
     - `model`: the name of the model for the clients.
     - `access`: base URL and key, for other clients. `run`: the rollout.
@@ -100,13 +99,14 @@ class FunctionAgent(OwnLoopAgent):
             case "run":
                 return run
         is_async = inspect.iscoroutinefunction(self.function)
-        package, *classes = _CLIENTS[name]
-        client_class = getattr(importlib.import_module(package), classes[is_async])
         base_url = access.base_url if name == "anthropic" else f"{access.base_url}/v1"
         if name == "http":
-            headers = {"authorization": f"Bearer {access.key}"}
-            client = client_class(base_url=base_url, headers=headers, timeout=_TIMEOUT)
+            from rollout_server.agent.http_clients import http_client
+
+            client: Any = http_client(base_url, access.key, is_async=is_async)
         else:
+            package, *classes = _CLIENTS[name]
+            client_class = getattr(importlib.import_module(package), classes[is_async])
             client = client_class(base_url=base_url, api_key=access.key)
         if is_async:
             stack.push_async_exit(client)
