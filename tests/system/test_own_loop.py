@@ -312,18 +312,6 @@ def test_many_programs_at_once(serving: Serving, two: ScriptedModel) -> None:
     assert all(tokens(each) == tokens(found[0]) for each in found)
 
 
-def test_two_processes_of_one_program(serving: Serving, scripted_model: ScriptedModel) -> None:
-    """Equal calls at the same time are two samples."""
-    alone = serving(Played()).play("2 + 2?", scripted_model.says("It is 4.").says("It is 4."))
-    length = sum(alone.samples[0].response_mask) // 2
-    twice = '"$@" & "$@"; wait'
-    agent = Program(["sh", "-c", twice, "sh", *PYTHON, LOOP, "{task}"], name="twice")
-    scripted_model.says("It is 4.").says("It is 4.")
-    rollout = serving(agent).play("2 + 2?", scripted_model)
-    assert rollout.failure is None
-    assert sorted(sum(each.response_mask) for each in rollout.samples) == [2 * length, 2 * length]
-
-
 @own_loop
 async def fails(http: httpx.AsyncClient, run: Run) -> str:
     """Returns what is no reward, or raises."""
