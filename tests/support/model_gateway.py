@@ -131,6 +131,8 @@ class ModelGateway:
     http: httpx.AsyncClient
     host: str
     port: int
+    #: Of the gRPC server.
+    address: str
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         """Send a request below the endpoint's base, with the rollout's key unless another one is given."""
@@ -181,7 +183,7 @@ async def model_gateway(**settings: Any) -> AsyncIterator[ModelGateway]:
         listening(create_app(channel, GatewaySettings(**settings))) as (host, port),
         http_client(f"http://{host}:{port}") as client,
     ):
-        yield ModelGateway(server, rollouts, client, host, port)
+        yield ModelGateway(server, rollouts, client, host, port, address)
 
 
 def frames_of(content: str) -> list[tuple[str, Any]]:

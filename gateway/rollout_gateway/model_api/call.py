@@ -65,7 +65,7 @@ class Reply:
 
 
 def reply_of(completion: ModelCompletion) -> Reply:
-    """Take a completion apart. Trainers may send content as parts, calls without ids or function, and arguments as objects."""
+    """Take a completion apart. Trainers may send content as parts, arguments as objects, and calls without an id or function."""
     message = msgspec.json.decode(completion.message_json)
     calls = []
     for index, each in enumerate(message.get("tool_calls") or ()):

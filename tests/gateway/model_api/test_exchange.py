@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,9 +12,12 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from google.rpc.error_details_pb2 import BadRequest
 from osmosis.rollout.v1 import agent_service_pb2 as pb
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
+from rollout_gateway.http.serve import HttpListener, Listening
+from rollout_gateway.settings import GatewaySettings
 
 from tests.support.gateways import http_client, listening
 from tests.support.model_gateway import (
@@ -193,8 +197,6 @@ async def test_refusals_of_the_server(
 
 
 async def test_an_invalid_message_is_named_as_in_the_body(endpoint: ModelGateway) -> None:
-    from google.rpc.error_details_pb2 import BadRequest
-
     def refuse(field: str) -> None:
         bad = BadRequest(field_violations=[BadRequest.FieldViolation(field=field, description="is wrong")])
         endpoint.server.refusals["CallModel"] = Refusal(Code.INVALID_ARGUMENT, "invalid", (bad,))
@@ -311,6 +313,23 @@ async def test_a_stream_that_fails_is_not_taken_for_complete(path: str) -> None:
 
 
 @APIS
+async def test_a_gateway_that_stops_does_not_end_a_stream_cleanly(path: str) -> None:
+    async with model_gateway(heartbeat_seconds=0.02) as endpoint, open_channel(endpoint.address) as channel:
+        endpoint.server.go.clear()
+        app = create_app(channel, GatewaySettings(heartbeat_seconds=0.02))
+        listener = HttpListener(app, Listening("127.0.0.1", 0, grace_seconds=0.0))
+        async with http_client(f"http://127.0.0.1:{await listener.start()}") as client:
+            stopping = dataclasses.replace(endpoint, http=client)
+            pieces: list[str] = []
+            async with opened(stopping, path, stream=True) as response:
+                await listener.stop()
+                with pytest.raises(httpx.RemoteProtocolError):
+                    await read_into(pieces, response)
+        assert "shutting down" in frames_of("".join(pieces))[-1][1].get("message", "".join(pieces))
+        assert endpoint.server.confirmed == []
+
+
+@APIS
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seconds", [0.01, 60])
 async def test_a_client_that_leaves_closes_the_call(path: str, stream: bool, seconds: float) -> None:
@@ -330,9 +349,12 @@ async def test_a_completion_is_confirmed_before_the_client_can_go_on(
     endpoint: ModelGateway, path: str, stream: bool
 ) -> None:
     """The response is incomplete until the confirmation, so the next request cannot overtake it."""
-    for number in range(1, 4):
-        await endpoint.post(path, BODIES[path] | {"stream": stream})
-        assert len(endpoint.server.confirmed) == number
+    responses: list[httpx.Response] = []
+    received: list[int] = []
+    endpoint.server.on_confirm = lambda: received.append(len(responses))
+    for number in range(3):
+        responses.append(await endpoint.post(path, BODIES[path] | {"stream": stream}))
+        assert received == [*range(number + 1)]
 
 
 @APIS
