@@ -410,11 +410,29 @@ def test_an_agent_elsewhere_that_goes_silent(serving: Serving, two: ScriptedMode
     assert failure.failure_class == 2
 
 
-def test_an_agent_elsewhere_meets_a_limit(serving: Serving, two: ScriptedModel) -> None:
+def test_an_agent_elsewhere_is_graded_after_a_limit(serving: Serving, two: ScriptedModel) -> None:
     remote = Elsewhere(serving(Remote()), two, limits={"turns": 1})
+    assert b"HTTP Error 410" in remote.work().stderr
+    finished = [remote.http.post("/finish", json={"reward": 0.75}) for _ in range(2)]
+    assert [(each.status_code, each.json()["repeated"]) for each in finished] == [(200, False), (200, True)]
+    outcome = remote.outcome()
+    assert (outcome.stop.reason, outcome.reward) == ("max_turns", 0.75)
+
+
+def test_an_agent_elsewhere_goes_silent_after_a_limit(serving: Serving, two: ScriptedModel) -> None:
+    remote = Elsewhere(serving(Remote(idle_seconds=0.5)), two, limits={"turns": 1})
     assert b"HTTP Error 410" in remote.work().stderr
     outcome = remote.outcome()
     assert (outcome.stop.reason, outcome.reward) == ("max_turns", 0.1)
+    late = remote.http.post("/finish", json={"reward": 0.75})
+    assert (late.status_code, late.json()["error"]["code"]) == (400, "ROLLOUT_OVER")
+
+
+def test_an_agent_elsewhere_fails_after_a_limit(serving: Serving, two: ScriptedModel) -> None:
+    remote = Elsewhere(serving(Remote()), two, limits={"turns": 1})
+    remote.work()
+    remote.http.post("/finish", json={"failure": {"message": "no disk"}}).raise_for_status()
+    assert remote.outcome().failure.message == "no disk"
 
 
 def test_commands_refuse_what_they_cannot_run(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Unpack, cast
 
 from rollout_server.agent.own_loop import RESULT, AgentOptions, OwnLoopAgent
+from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import MAX_SECONDS
+from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.run.run import Run
 
@@ -25,7 +27,8 @@ class ExternalAgent(OwnLoopAgent):
 
     Attributes:
         idle_seconds: a rollout whose agent neither calls its model nor finishes for so long ends as a failure of the class
-            ENVIRONMENT. The rollout's limits apply, too.
+            ENVIRONMENT. The rollout's limits apply, too: once a limit other than `seconds` is met, calls are refused, and the
+            agent has `idle_seconds` to finish.
     """
 
     description = ""
@@ -38,10 +41,19 @@ class ExternalAgent(OwnLoopAgent):
     async def play(self, run: Run) -> None:
         """Open the model endpoint and wait until the agent has finished."""
         async with run.capture(self.capture) as capture:
-            work = await capture.finished(self.idle_seconds)
-        if work.failure is not None:
-            raise RolloutFailed(work.failure)
-        run.state[RESULT] = work.reward
+            _accept(run, await capture.finished(self.idle_seconds))
+
+    async def judge(self, run: object) -> RewardResult:
+        """Return the agent's own reward, or else the class's; the runtime's entry point.
+
+        A limit may have ended the agent's calls before it finished. Its harness may still grade it, so that is waited for.
+        """
+        own = cast("Run", run)
+        if RESULT not in own.state:
+            work = await own.late_work(self.idle_seconds)
+            if work is not None:
+                _accept(own, work)
+        return await super().judge(run)
 
     def check_attributes(self) -> None:
         """Check what the metaclass does not know."""
@@ -50,3 +62,10 @@ class ExternalAgent(OwnLoopAgent):
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_SECONDS:
             text = f"idle_seconds is {seconds!r:.100}; it must be a number above 0, at most {MAX_SECONDS:,}"
             raise ValueError(f"agent {self.name!r}: {text}")
+
+
+def _accept(run: Run, work: FinishedWork) -> None:
+    """Take over the result of the agent's work. Raise `RolloutFailed` if the agent failed."""
+    if work.failure is not None:
+        raise RolloutFailed(work.failure)
+    run.state[RESULT] = work.reward

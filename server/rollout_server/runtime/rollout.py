@@ -225,7 +225,7 @@ class Rollout:
         now = self.clock.wall()
         if isinstance(record, Ended):
             self._finished, self.ending.provisional = now, False
-            self.capture.close()
+            self.capture.end()
             self._stop_detach_timer()
         conversation = self.machine.find(record)
         turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment

@@ -26,7 +26,7 @@ from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.capture.tree import Branch, CallTree, Continue, Join, Open, Pending, Refuse, Replay, Settlement
 from rollout_server.core.error import CallRefused, NotFound, RolloutOver
 from rollout_server.core.message import JSON
-from rollout_server.core.outcome import Category, Failure, FailureClass
+from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Masked, Note
 from rollout_server.core.segment import AGENT, Role, SegmentKind
 from rollout_server.core.usage import lengths
@@ -133,7 +133,9 @@ class Capture:
         """End the agent's work: see `AgentEndpoint.finish`. Calls are refused from then on."""
         if self._finished.done():
             return repeats(self._finished.result(), work)
-        self._check_open()
+        ending = self._context.ending
+        if self._closed or ending.is_requested or not isinstance(ending.end, Stop):
+            raise RolloutOver()
         self._finished.set_result(work)
         return False
 

@@ -11,7 +11,7 @@ from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
-from rollout_server.core.outcome import Failure, RewardResult
+from rollout_server.core.outcome import Failure, RewardResult, Stop
 from rollout_server.core.spec import Spec
 
 MOST_CALLS: Final = 64
@@ -95,7 +95,8 @@ class AgentEndpoint(Protocol):
     def finish(self, work: FinishedWork) -> bool:
         """End the agent's work. Return whether it had been ended with the same result.
 
-        Raises `AlreadyFinished` if it was ended with another result, and `RolloutOver` if the rollout ended without it.
+        A limit may have ended the calls before. Raises `AlreadyFinished` if the work was ended with another result, and
+        `RolloutOver` if the rollout failed, or its end was requested.
         """
 
     def settle(self) -> None:
@@ -106,19 +107,22 @@ class CaptureSlot:
     """Where the calls for a rollout find its endpoint. Calls that arrive before its agent has opened it wait.
 
     Args:
-        ended: futures of which one is done once the rollout is ending.
+        requested: done once the end of the rollout is requested.
+        reached: done once the rollout has reached an end by itself.
 
     Attributes:
         options: those of the endpoint, also after its end; the defaults before the agent has opened it.
     """
 
-    def __init__(self, *ended: asyncio.Future[Any]) -> None:
+    def __init__(self, requested: asyncio.Future[Any], reached: asyncio.Future[Any]) -> None:
         self.options = CaptureOptions()
-        self._ended = ended
+        self._requested = requested
+        self._reached = reached
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._endpoint: AgentEndpoint | None = None
         self._waiting = 0
-        self._finished: FinishedWork | None = None
+        self._finished: asyncio.Future[FinishedWork] = asyncio.get_running_loop().create_future()
+        self._over = False
 
     async def call(self, call: ModelCall, begun: Callable[[str], None] = lambda completion_id: None) -> Completed:
         """See `AgentEndpoint.call`."""
@@ -130,11 +134,28 @@ class CaptureSlot:
 
     async def finish(self, work: FinishedWork) -> bool:
         """See `AgentEndpoint.finish`. It can be repeated with the same result after the end of the rollout."""
-        if self._finished is not None:
-            return repeats(self._finished, work)
-        repeated = (await self.opened()).finish(work)
-        self._finished = work
-        return repeated
+        if not self._opened.done() and not self._finished.done():
+            await self.opened()
+        if self._finished.done():
+            return repeats(self._finished.result(), work)
+        if self._endpoint is not None:
+            self._endpoint.finish(work)
+        elif self._over or self._requested.done() or not self._stopped():
+            raise RolloutOver()
+        self._finished.set_result(work)
+        return False
+
+    async def late_work(self, seconds: float) -> FinishedWork | None:
+        """Wait for the end of the work of an agent whose calls a limit has ended; None if it does not come in time.
+
+        From then on it would come too late, and is refused.
+        """
+        await first_of(self._finished, self._requested, within=seconds)
+        self._over = True
+        return self._finished.result() if self._finished.done() else None
+
+    def _stopped(self) -> bool:
+        return self._reached.done() and isinstance(self._reached.result(), Stop)
 
     async def opened(self) -> AgentEndpoint:
         """Wait until the rollout's agent has opened its endpoint. Raise `RolloutOver` and `Busy`."""
@@ -143,7 +164,7 @@ class CaptureSlot:
                 raise too_many_calls()
             self._waiting += 1
             try:
-                await first_of(self._opened, *self._ended)
+                await first_of(self._opened, self._requested, self._reached)
             finally:
                 self._waiting -= 1
         if self._endpoint is None:
@@ -164,6 +185,11 @@ class CaptureSlot:
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
             endpoint.settle()
+
+    def end(self) -> None:
+        """Refuse all further calls and results: the rollout has its outcome."""
+        self.close()
+        self._over = True
 
 
 async def first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:

@@ -23,6 +23,7 @@ from rollout_server.core.record import Appended, CaptureSettled, GivenUp, Masked
 from rollout_server.core.spec import DriftPolicy, Sampling
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.capture.capture import Capture, open_capture
+from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
@@ -285,6 +286,10 @@ class Run:
         then are given up. A rollout has one endpoint, opened before its first completion. Raises `AgentMistake` otherwise.
         """
         return open_capture(self, self._context, options)
+
+    async def late_work(self, seconds: float) -> FinishedWork | None:
+        """Wait for the result of an agent that runs elsewhere, after a limit has ended its calls. For `ExternalAgent`."""
+        return await self._rollout.capture.late_work(seconds)
 
     def settle(self, main: Run, report: CaptureReport) -> None:
         """Record what the calls of an agent that owns its loop were. From now on `main` is the rollout's main conversation."""
