@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -13,15 +12,9 @@ AbandonedAnswers = Literal["mask", "train"]
 HostedTools = Literal["drop", "refuse"]
 
 SEARCHED: Final = 500
-"""Characters at the start of a text in which a pattern is searched."""
+"""Characters at the start of a text in which a pattern is searched: agents choose the texts, so the time of a search is bounded."""
 
-_LONGEST_PATTERN = 1000
-_MOST_PATTERNS = 64
-_MOST_REPETITIONS = 2
-_MOST_OPTIONAL = 8
 _LONGEST_MODEL = 256
-# An escape, a character class, the start of a group with a "?", the end of a group, or a quantifier with its suffix.
-_PATTERN_TOKENS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]|\(\?|\)|(?:[*+?]|\{\d*,?\d*\})[+?]?", re.DOTALL)
 
 
 def matches(pattern: str, text: str) -> bool:
@@ -35,45 +28,12 @@ def matches_name(pattern: str, name: str) -> bool:
 
 
 def _check_pattern(where: str, pattern: str) -> None:
-    """Refuse a pattern that is invalid, or whose time is not bounded by a small power of the text's length."""
-    if not isinstance(pattern, str) or len(pattern) > _LONGEST_PATTERN:
-        raise ValueError(f"{where}: a text of at most {_LONGEST_PATTERN} characters is needed")
+    if not isinstance(pattern, str):
+        raise ValueError(f"{where}: a text is needed, this is {type(pattern).__name__}")
     try:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{where}: {pattern[:100]!r} is not a regular expression: {error}") from None
-    if problem := _slow(pattern):
-        raise ValueError(f"{where}: {pattern[:100]!r} could take very long: {problem}")
-
-
-def _slow(pattern: str) -> str:
-    """Return why a pattern may take long on some text of 500 characters; empty if it cannot."""
-    repetitions = optional = 0
-    for quantifier, of_group in _backtracking_quantifiers(pattern):
-        if quantifier.startswith("?"):
-            optional += 1
-        elif of_group:
-            return "a repeated group must be possessive, such as (...)*+"
-        else:
-            repetitions += 1
-    if repetitions > _MOST_REPETITIONS:
-        return (
-            f"at most {_MOST_REPETITIONS} repetitions may backtrack; make the others possessive, such as .*+ or \\d++"
-        )
-    return f"at most {_MOST_OPTIONAL} parts may be optional" if optional > _MOST_OPTIONAL else ""
-
-
-def _backtracking_quantifiers(pattern: str) -> Iterator[tuple[str, bool]]:
-    """Yield the quantifiers that are not possessive, and whether each repeats a group."""
-    end_of_group = -1
-    for token in _PATTERN_TOKENS.finditer(pattern):
-        text = token[0]
-        if text == ")":
-            end_of_group = token.end()
-        elif text[0] in "*+?{" and not (len(text) > 1 and text.endswith("+")):
-            of_group = token.start() == end_of_group
-            if of_group or "," in text or text[0] != "{":  # a{3} repeats in one way only
-                yield text, of_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +63,7 @@ class AuxiliaryRule:
 KNOWN_AUXILIARY: Final = (
     AuxiliaryRule(system=r"^You are a title generator\b", without_tools=True),
     AuxiliaryRule(system=r"^(?:Analyze|Determine) if this message indicates a new conversation topic\b"),
-    AuxiliaryRule(system=r"^Summarize this coding conversation in under \d++ characters\b", without_tools=True),
+    AuxiliaryRule(system=r"^Summarize this coding conversation in under \d+ characters\b", without_tools=True),
     AuxiliaryRule(
         system=r"^(?:Generate|You are coming up with) a (?:concise|succinct|short)\b[^\n.]{0,40}\btitle\b",
         without_tools=True,
@@ -130,7 +90,7 @@ class CaptureOptions:
         hosted_tools: tools that the API's provider would run are left out, or the call is refused.
 
     Raises:
-        ValueError: for an unknown word, an invalid regular expression, or one that could take exponential time.
+        ValueError: for an unknown word and an invalid regular expression.
     """
 
     history: History = "restored"
@@ -164,10 +124,6 @@ class CaptureOptions:
             given = getattr(self, name)
             if not isinstance(given, tuple):
                 raise ValueError(f"CaptureOptions.{name}: a tuple is needed, this is {type(given).__name__}")
-            if len(given) > _MOST_PATTERNS:
-                raise ValueError(
-                    f"CaptureOptions.{name}: at most {_MOST_PATTERNS} are possible, these are {len(given)}"
-                )
         for index, rule in enumerate(self.auxiliary):
             if not isinstance(rule, AuxiliaryRule):
                 found = type(rule).__name__
