@@ -34,7 +34,7 @@ def refusing() -> Iterator[Any]:
     """A real HTTP server with `statuses` to answer, and its `calls`."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
     server.statuses, server.calls = [], []
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
     server.shutdown()

@@ -348,7 +348,7 @@ async def test_what_is_left_is_recorded_before_the_end_is_decided(new_world: typ
             run.settle(run, CaptureReport(abandoned=1))
 
         reply = await run.sample()
-        run.before_end(settle)
+        run._context.before_end.append(settle)
         if end == "failure":
             raise LookupError
         if end != "stop":
@@ -373,7 +373,7 @@ async def test_a_fault_before_the_end_keeps_no_rollout_from_it(
             raise LookupError("no such thing")
 
         await run.sample()
-        run.before_end(fails)
+        run._context.before_end.append(fails)
 
     _, outcome, _ = await played(new_world, play)
     assert outcome.end == Stop("stop")

@@ -104,7 +104,7 @@ class Captured:
         completion_id = f"completion-{self.turn}"
         self.tree.completed(pending, completion_id, message, self.turn, self.now)
         if delivered:
-            assert self.tree.confirmed(completion_id, self.now)
+            assert self.tree.confirmed(completion_id)
         return completion_id
 
     def sample(self, call: ModelCall, message: Fields, delivered: bool = True) -> Any:

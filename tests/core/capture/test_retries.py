@@ -86,7 +86,7 @@ class TestOnceItIsSampled:
         captured = lost()
         assert captured.decide(CALL) == Replay("completion-1")
         assert captured.decide(CALL) == Replay("completion-1")
-        assert captured.tree.confirmed("completion-1", captured.now)
+        assert captured.tree.confirmed("completion-1")
         assert isinstance(captured.decide(CALL), Open)
         assert captured.tree.settle().report.replayed == 2
 
@@ -158,7 +158,7 @@ class TestOnceItIsSampled:
         assert captured.decide(histories[0]) == Replay("completion-3")
 
     def test_an_unknown_completion_is_not_confirmed(self) -> None:
-        assert not Captured().tree.confirmed("completion-1", 0.0)
+        assert not Captured().tree.confirmed("completion-1")
 
 
 class TestSettlement:

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 from rollout_server.core.capture.call import HistoryMessage, OfferedTool
 from rollout_server.core.capture.rules import SEARCHED
-from rollout_server.core.message import JSON, MalformedMessage, parse_json
+from rollout_server.core.message import JSON, MalformedMessage, parse_json, parse_object
 
 ASSISTANT = "assistant"
 TOOL = "tool"
@@ -261,7 +261,7 @@ def tools_key(tools: Sequence[OfferedTool]) -> bytes:
     """
     return digest(
         tuple(
-            (tool.name, tool.description, _schema(tool.parameters_json_schema, f"tools[{index}]"), tool.strict)
+            (tool.name, tool.description, canonical_schema(tool.parameters_json_schema, f"tools[{index}]"), tool.strict)
             for index, tool in enumerate(tools)
         )
     )
@@ -286,14 +286,12 @@ def _canonical_numbers(value: JSON) -> JSON:
     return int(number) if number.is_integer() and abs(number) <= _EXACT_INTEGER else number
 
 
-def _schema(text: str, path: str) -> str:
+def canonical_schema(text: str, tool: str) -> str:
+    """Return a tool's schema without regard to spaces and key order. Raise `InvalidHistory` if it is no JSON object."""
     try:
-        schema = parse_json(text) if text.strip() else {}
+        return json.dumps(parse_object(text), sort_keys=True)
     except MalformedMessage as error:
-        raise InvalidHistory(f"{path}.parameters_json_schema", f"is not JSON: {error}") from None
-    if not isinstance(schema, dict):
-        raise InvalidHistory(f"{path}.parameters_json_schema", "must be a JSON object")
-    return json.dumps(schema, sort_keys=True)
+        raise InvalidHistory(f"{tool}.parameters_json_schema", f"must be one JSON object: {error}") from None
 
 
 def _parts(content: JSON, path: str) -> tuple[str | ImagePart, ...]:

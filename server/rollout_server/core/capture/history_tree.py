@@ -133,10 +133,19 @@ class CapturedTurn:
         completed_at: seconds, on the caller's clock.
     """
 
-    def __init__(self, pending: Pending, completion_id: str, number: int, message: CanonicalMessage) -> None:
+    def __init__(
+        self,
+        pending: Pending,
+        completion_id: str,
+        number: int,
+        message: CanonicalMessage,
+        *,
+        order: int,
+        completed_at: float,
+    ) -> None:
         self.id = completion_id
         self.number = number
-        self.order = 0
+        self.order = order
         self.pending = pending
         self.conversation = pending.of
         self.parent = pending.plan.parent
@@ -145,7 +154,7 @@ class CapturedTurn:
         self.first_call = pending.plan.calls
         self.continued = 0
         self.delivered = False
-        self.completed_at = pending.plan.now
+        self.completed_at = completed_at
 
     def lineage(self) -> Iterator[CapturedTurn]:
         """Yield the turn and those before it, the latest first."""
@@ -166,7 +175,6 @@ class CallPlan:
         calls: the number of tool calls in the whole history.
         digest: of what the call says beside its history.
         repeat_key: the client's idempotency key.
-        now: the time of the call in seconds.
         tools_key: digest of the tools.
         tools: their names.
         lineage_keys: what its conversation shares with others of its lineage: all but the messages after the system prompt, and all
@@ -182,7 +190,6 @@ class CallPlan:
     calls: int
     digest: bytes
     repeat_key: str
-    now: float
     tools_key: bytes
     tools: tuple[str, ...]
     lineage_keys: tuple[bytes, bytes]

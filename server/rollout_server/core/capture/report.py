@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CaptureReport:
-    """Counts of the calls of one rollout. `CaptureReport` in the proto file describes the fields."""
+    """Counts of the calls of one rollout. `CaptureReport` in the proto file describes the fields.
+
+    `CallTree` counts all but `refused`: its owner also refuses calls for reasons of its own.
+    """
 
     continued: int = 0
     parted: int = 0

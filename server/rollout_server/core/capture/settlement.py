@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rollout_server.core.capture.decision import Settlement
 from rollout_server.core.capture.history_tree import CapturedConversation, CapturedTurn, Node
@@ -15,26 +14,13 @@ AUXILIARY = "auxiliary"
 ABANDONED = "abandoned"
 
 
-@dataclass(slots=True)
-class Counts:
-    """Counts of calls so far; `CaptureReport` describes them."""
-
-    continued: int = 0
-    parted: int = 0
-    joined: int = 0
-    replayed: int = 0
-    restored: int = 0
-    dropped: int = 0
-    refused: int = 0
-
-
 def settle(
     conversations: Sequence[CapturedConversation],
     turns: Collection[CapturedTurn],
     options: CaptureOptions,
-    counts: Counts,
+    counts: Mapping[str, int],
 ) -> Settlement:
-    """Return the settlement of a capture.
+    """Return the settlement of a capture. `counts` are the counts of calls so far, by their names in `CaptureReport`.
 
     Of the lineage of the first conversation of the task, the main conversation is the one that got the last completion.
     If some conversations offer tools, one without tools is not the main one.
@@ -49,17 +35,7 @@ def settle(
     return Settlement(
         _main([each for each in conversations if each.id not in beside], reasons),
         tuple(sorted((turn.number, reason) for turn, reason in masked.items())),
-        CaptureReport(
-            continued=counts.continued,
-            parted=counts.parted,
-            joined=counts.joined,
-            replayed=counts.replayed,
-            abandoned=values.count(ABANDONED),
-            auxiliary=values.count(AUXILIARY),
-            restored=counts.restored,
-            dropped=counts.dropped,
-            refused=counts.refused,
-        ),
+        CaptureReport(**counts, abandoned=values.count(ABANDONED), auxiliary=values.count(AUXILIARY)),
     )
 
 

@@ -13,6 +13,7 @@ one call at a time, and samples.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -54,7 +55,7 @@ from rollout_server.core.capture.history_tree import (
 )
 from rollout_server.core.capture.rendering import LaterSystem, render
 from rollout_server.core.capture.rules import AuxiliaryRule, CaptureOptions, matches, matches_name
-from rollout_server.core.capture.settlement import Counts, settle
+from rollout_server.core.capture.settlement import settle
 from rollout_server.core.message import JSON, MalformedMessage, parse_object
 from rollout_server.core.segment import SegmentKind
 from rollout_server.core.spec import Sampling
@@ -109,7 +110,7 @@ class CallTree:
         self._lineages: dict[bytes, Lineage] = {}
         self._latest: CapturedConversation | None = None
         self._has_main = False
-        self._counts = Counts()
+        self._counts = Counter[str]()
 
     def decide(self, call: ModelCall, now: float) -> Decision:
         """Decide what is to be done for a call. `now` is in seconds and never decreases.
@@ -119,18 +120,16 @@ class CallTree:
         try:
             return self._decide(call, now)
         except InvalidHistory as error:
-            refusal = Refuse(INVALID_CALL, error.field, error.text)
+            return Refuse(INVALID_CALL, error.field, error.text)
         except _Refused as error:
-            refusal = error.refusal
-        self._counts.refused += 1
-        return refusal
+            return error.refusal
 
     def begin(self, decision: Continue | Branch | Open) -> Pending:
         """Note that a decision, the latest one, is carried out: its completion is being sampled."""
         plan = decision.plan
         if isinstance(decision, Continue):
             conversation = self._conversations[decision.conversation]
-            self._counts.continued += 1
+            self._counts["continued"] += 1
         else:
             conversation = self._new_conversation(decision)
         if plan.parent is not None and not conversation.auxiliary:
@@ -138,8 +137,8 @@ class CallTree:
         self._roots.setdefault(plan.tools_key, plan.node.root)
         conversation.pending = pending = Pending(conversation, plan)
         pending.node.attempts.setdefault(plan.digest, []).append(pending)
-        self._counts.restored += plan.restored
-        self._counts.dropped += plan.dropped
+        self._counts["restored"] += plan.restored
+        self._counts["dropped"] += plan.dropped
         return pending
 
     def completed(
@@ -158,9 +157,7 @@ class CallTree:
             InvalidHistory: for a malformed message; then `failed` is due.
         """
         message = _as_sampled(fields)
-        made = CapturedTurn(pending, completion_id, turn, message)
-        made.order = len(self._turns)
-        made.completed_at = now
+        made = CapturedTurn(pending, completion_id, turn, message, order=len(self._turns), completed_at=now)
         made.node.turns.append(made)
         pending.turn = self._turns[completion_id] = made
         conversation = pending.of
@@ -182,7 +179,7 @@ class CallTree:
         """Note that a caller that waited for the completion is gone. The next equal call joins."""
         pending.listeners = max(0, pending.listeners - 1)
 
-    def confirmed(self, completion_id: str, now: float) -> bool:
+    def confirmed(self, completion_id: str) -> bool:
         """Note that a completion reached the agent. Return whether the tree has the completion."""
         turn = self._turns.get(completion_id)
         if turn is not None:
@@ -209,7 +206,7 @@ class CallTree:
             if again is not None:
                 return again
         parent = max(found.ends, key=lambda turn: (found.ends[turn], _is_free_tip(turn), turn.order), default=None)
-        plan = self._plan(call, history, found, parent, body, now)
+        plan = self._plan(call, history, found, parent, body)
         return self._sample(call, plan, found, history, auxiliary)
 
     def _read(self, call: ModelCall) -> _History:
@@ -254,11 +251,11 @@ class CallTree:
                 if marked or not earlier.listeners:
                     earlier.listeners += 1
                     earlier.repeats += 1
-                    self._counts.joined += 1
+                    self._counts["joined"] += 1
                     return Join(earlier)
             elif not turn.continued and now - turn.completed_at <= REPLAY_SECONDS and (marked or not turn.delivered):
                 earlier.repeats += 1
-                self._counts.replayed += 1
+                self._counts["replayed"] += 1
                 return Replay(turn.id)
         return None
 
@@ -269,7 +266,6 @@ class CallTree:
         found: Walk,
         parent: CapturedTurn | None,
         body: bytes,
-        now: float,
     ) -> CallPlan:
         came_back = None if call.previous else found.sent_end
         return CallPlan(
@@ -279,7 +275,6 @@ class CallTree:
             calls=history.reader.calls,
             digest=body,
             repeat_key=call.repeat_key,
-            now=now,
             tools_key=history.tools,
             tools=tuple(tool.name for tool in call.tools),
             lineage_keys=_lineage_keys(call, history),
@@ -334,7 +329,7 @@ class CallTree:
             for key in decision.plan.lineage_keys:
                 self._lineages.setdefault(key, lineage)
             self._has_main = True
-        self._counts.parted += bool(self._conversations)
+        self._counts["parted"] += bool(self._conversations)
         conversation = CapturedConversation(len(self._conversations), lineage, decision.plan.tools)
         self._conversations.append(conversation)
         return conversation

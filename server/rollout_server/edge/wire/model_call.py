@@ -162,7 +162,3 @@ def _tool_violations(given: pb.ModelPrompt) -> Iterator[Violation]:
     for index, tool in enumerate(given.tools):
         if not 0 < len(tool.name) <= ID_LENGTH:
             yield Violation(f"tools[{index}].name", f"must have 1 to {ID_LENGTH} characters")
-        try:
-            parse_object(tool.parameters_json_schema or _NO_PARAMETERS)
-        except MalformedMessage as error:
-            yield Violation(f"tools[{index}].parameters_json_schema", f"must be one JSON object: {error}")

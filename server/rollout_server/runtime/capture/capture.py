@@ -125,9 +125,8 @@ class Capture:
         """Record that a completion reached the agent to its last byte. Raise `NotFound`, or `RolloutOver`."""
         if self._closed:
             raise RolloutOver()
-        if completion_id not in self._completed:
+        if not self._tree.confirmed(completion_id):
             raise NotFound(f"the rollout has no completion {completion_id!r:.100}", reason="COMPLETION_NOT_FOUND")
-        self._tree.confirmed(completion_id, self._now())
 
     def finish(self, work: FinishedWork) -> bool:
         """End the agent's work: see `AgentEndpoint.finish`. Calls are refused from then on."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from rollout_server.core.capture.call import OfferedTool
+from rollout_server.core.capture.history import canonical_schema
 from rollout_server.core.error import CallRefused
-from rollout_server.core.message import JSON, MalformedMessage, parse_object
+from rollout_server.core.message import JSON
 from rollout_server.runtime.errors import ToolError
 from rollout_server.runtime.ports import Tool
 
@@ -32,25 +33,24 @@ class ClientTool:
 def conversation_tools(offered: Sequence[OfferedTool], declared: Sequence[Tool]) -> tuple[Tool, ...] | None:
     """Return the tools of a conversation, None if they are those that the agent class declares, in the same order.
 
-    Name, description and schema are compared, not the order of keys in a schema. Raises `CallRefused`.
+    Name, description and schema are compared, not the order of keys in a schema. The tree has checked the schemas.
+
+    Raises:
+        CallRefused: for too many tools, and for one without a name of its own.
     """
     if len(offered) > MOST_TOOLS:
         text = f"has {len(offered):,} tools, at most {MOST_TOOLS:,} are allowed"
-        raise CallRefused("INVALID_CALL", "prompt.tools", text)
-    schemas, names = [], set[str]()
+        raise CallRefused("INVALID_CALL", "tools", text)
+    names = set[str]()
     for index, tool in enumerate(offered):
-        where = f"prompt.tools[{index}]"
         if not tool.name or tool.name in names:
             text = f"is {tool.name!r:.100}; it must be a text, and another one for each tool"
-            raise CallRefused("INVALID_CALL", f"{where}.name", text)
+            raise CallRefused("INVALID_CALL", f"tools[{index}].name", text)
         names.add(tool.name)
-        try:
-            schemas.append(parse_object(tool.parameters_json_schema or "{}"))
-        except MalformedMessage as error:
-            text = f"must be one JSON object, a JSON Schema: {error}"
-            raise CallRefused("INVALID_CALL", f"{where}.parameters_json_schema", text) from None
-    if [(tool.name, tool.description, schema) for tool, schema in zip(offered, schemas, strict=True)] == [
-        (tool.name, tool.description, parse_object(tool.parameters_json_schema)) for tool in declared
-    ]:
+    if [_compared(tool) for tool in offered] == [_compared(tool) for tool in declared]:
         return None
-    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema or "{}") for tool in offered)
+    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema) for tool in offered)
+
+
+def _compared(tool: OfferedTool | Tool) -> tuple[str, str, str]:
+    return tool.name, tool.description, canonical_schema(tool.parameters_json_schema, f"tool {tool.name}")

@@ -384,12 +384,8 @@ class Run:
         """End the run: no further commands are possible, also not for a reward. `reward` holds the `extra_json` of a failure."""
         self.ending.reach(end, reward)
 
-    def before_end(self, function: Callable[[], None]) -> None:
-        """Call a function right before the end of the rollout is decided, whatever the end: it can still record something."""
-        self._context.before_end.append(function)
-
     def call_before_end(self) -> None:
-        """Call the functions that were passed to `before_end`, each once."""
+        """Call the functions of `RunContext.before_end`, each once."""
         while self._context.before_end:
             self._context.before_end.pop(0)()
 
