@@ -38,8 +38,8 @@ def parse(body: Object) -> ApiCall:
     most = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     extra = {
         "tool_choice": tool_choice(body),
-        "response_format": response_format(body),
-        "parallel_tool_calls": parallel(body),
+        "response_format": fields.read(body, "response_format", dict),
+        "parallel_tool_calls": fields.read(body, "parallel_tool_calls", bool),
     }
     request = CallModelRequest(
         prompt=history.prompt(tools, hosted),
@@ -72,22 +72,11 @@ def _tools(body: Object) -> tuple[list[Tool], list[str]]:
 
 
 def tool_choice(body: Object) -> Any:
-    """Return the choice of tools as chat completions have it; None for the default."""
+    """Return the choice of tools, if there is one. Raises InvalidCall for an unknown word."""
     choice = body.get("tool_choice")
     if isinstance(choice, str) and choice not in _CHOICES:
         raise InvalidCall("tool_choice", "must be none, auto, required or an object that names a function")
-    return None if choice == "auto" else choice
-
-
-def parallel(body: Object) -> bool | None:
-    """Return False if parallel tool calls are forbidden; None by default."""
-    return False if fields.read(body, "parallel_tool_calls", bool) is False else None
-
-
-def response_format(body: Object) -> Object | None:
-    """Return the format of the answer; None for text."""
-    found: Object | None = fields.read(body, "response_format", dict)
-    return None if found and found.get("type") == "text" else found
+    return choice
 
 
 def finish_reason(reply: Reply) -> str:

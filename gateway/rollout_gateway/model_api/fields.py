@@ -13,7 +13,6 @@ Object = Mapping[str, Any]
 #: Most characters of a name or an id that a client sends.
 MAX_WORD: Final = 256
 _MAX_UINT32: Final = 2**32 - 1
-_NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
 
 
@@ -93,7 +92,7 @@ def tool(place: str, values: Object, schema_key: str = "parameters", name: str =
     return Tool(
         name=name or need(values, "name", str, place),
         description=read(values, "description", str, place) or "",
-        parameters_json_schema=text_of_json(read(values, schema_key, dict, place) or _NO_PARAMETERS),
+        parameters_json_schema=text_of_json(read(values, schema_key, dict, place) or ""),
         strict=bool(read(values, "strict", bool, place)),
     )
 

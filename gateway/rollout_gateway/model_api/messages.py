@@ -11,7 +11,7 @@ from rollout_gateway.model_api.call import ApiCall, Frame, History, Reply, argum
 from rollout_gateway.model_api.fields import InvalidCall, Object, text_of_json
 
 _STOPPED: Final = {"length": "max_tokens", "content_filter": "refusal"}
-_CHOICES: Final = {"auto": None, "any": "required", "none": "none"}
+_CHOICES: Final = {None: None, "auto": "auto", "any": "required", "none": "none"}
 
 
 def parse(body: Object) -> ApiCall:
@@ -127,7 +127,7 @@ def _tools(body: Object, loaded: set[str]) -> tuple[list[Tool], list[str]]:
 
 def _extra(body: Object) -> Object:
     choice = fields.read(body, "tool_choice", dict) or {}
-    kind = choice.get("type", "auto")
+    kind = choice.get("type")
     if kind != "tool" and kind not in _CHOICES:
         raise InvalidCall("tool_choice.type", "must be auto, any, tool or none")
     named = {"type": "function", "function": {"name": choice.get("name")}}

@@ -9,7 +9,7 @@ from osmosis.rollout.v1.message_pb2 import Tool
 
 from rollout_gateway.model_api import fields
 from rollout_gateway.model_api.call import ApiCall, Frame, History, Reply, call_json
-from rollout_gateway.model_api.chat import parallel, tool_choice
+from rollout_gateway.model_api.chat import tool_choice
 from rollout_gateway.model_api.fields import InvalidCall, Object
 
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", "reasoning_text"})
@@ -140,13 +140,11 @@ def _extra(body: Object) -> Object:
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     shape = fields.read(text, "format", dict, "text") or {}
-    found = None
     if shape.get("type") == "json_schema":
         schema = {key: shape[key] for key in ("name", "description", "schema", "strict") if shape.get(key) is not None}
-        found = {"type": "json_schema", "json_schema": schema}
-    elif shape.get("type") not in (None, "text"):
-        found = dict(shape)
-    return {"tool_choice": choice, "response_format": found, "parallel_tool_calls": parallel(body)}
+        shape = {"type": "json_schema", "json_schema": schema}
+    parallel = fields.read(body, "parallel_tool_calls", bool)
+    return {"tool_choice": choice, "response_format": shape or None, "parallel_tool_calls": parallel}
 
 
 def _output(call: ApiCall, reply: Reply, status: str) -> list[dict[str, Any]]:

@@ -132,11 +132,12 @@ class TestOnceItIsSampled:
 
     def test_the_spelling_does_not_count(self) -> None:
         captured = Captured()
-        sampling = Sampling(extra_json='{"tool_choice": "none", "seed": 1}')
+        sampling = Sampling(temperature=0.5, stop=("END",))
         captured.sample(call_of(TASK, sampling=sampling), says("8"), delivered=False)
-        same = Sampling(extra_json='{"seed":1,"tool_choice":"none"}')
         content = [{"type": "text", "text": TASK["content"]}]
-        assert captured.decide(call_of({"role": "user", "content": content}, sampling=same)) == Replay("completion-1")
+        assert captured.decide(call_of({"role": "user", "content": content}, sampling=sampling)) == Replay(
+            "completion-1"
+        )
 
     def test_within_a_conversation(self) -> None:
         captured = Captured()

@@ -10,7 +10,6 @@ from rollout_server.core.capture.decision import Branch, Continue, Open, Refuse
 from rollout_server.core.capture.history import InvalidHistory
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.segment import SegmentKind
-from rollout_server.core.spec import Sampling
 
 from tests.core.capture.agent_calls import (
     ADD,
@@ -223,12 +222,6 @@ def test_a_malformed_completion_fails_its_call() -> None:
     captured.tree.failed(pending)
     assert isinstance(captured.decide(call_of(TASK, repeated=True)), Open)
     assert captured.tree.settle().main is None
-
-
-def test_sampling_that_is_no_json_object_is_refused() -> None:
-    refused = Captured().decide(call_of(TASK, sampling=Sampling(extra_json="[]")))
-    assert isinstance(refused, Refuse)
-    assert refused.field == "sampling.extra_json"
 
 
 def test_white_space_in_a_message_that_the_model_did_not_write_parts() -> None:

@@ -57,7 +57,7 @@ async def test_a_request_becomes_a_call(endpoint: ModelGateway) -> None:
 
 
 async def test_unset_sampling_stays_unset(endpoint: ModelGateway) -> None:
-    await endpoint.post(PATH, BODY | {"tool_choice": "auto", "parallel_tool_calls": True, "stop": None, "n": None})
+    await endpoint.post(PATH, BODY | {"tool_choice": None, "parallel_tool_calls": None, "stop": None, "n": None})
     assert endpoint.call.sampling == type(endpoint.call.sampling)()
 
 

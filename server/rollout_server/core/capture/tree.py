@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import takewhile
 
 from rollout_server.core.capture.call import HistoryMessage, ModelCall
@@ -38,7 +38,6 @@ from rollout_server.core.capture.history import (
     CanonicalMessage,
     HistoryReader,
     InvalidHistory,
-    canonical_json,
     digest,
     tools_key,
 )
@@ -56,9 +55,8 @@ from rollout_server.core.capture.history_tree import (
 from rollout_server.core.capture.rendering import LaterSystem, render
 from rollout_server.core.capture.rules import AuxiliaryRule, CaptureOptions, matches, matches_name
 from rollout_server.core.capture.settlement import settle
-from rollout_server.core.message import JSON, MalformedMessage, parse_object
+from rollout_server.core.message import JSON
 from rollout_server.core.segment import SegmentKind
-from rollout_server.core.spec import Sampling
 
 REPLAY_SECONDS = 600.0
 """For how long the completion of a call answers equal calls."""
@@ -374,13 +372,4 @@ def _lineage_keys(call: ModelCall, history: _History) -> tuple[bytes, bytes]:
 
 def _body_digest(call: ModelCall, auxiliary: bool) -> bytes:
     """Return a digest of what a call says beside its history."""
-    return digest((_sampling_values(call.sampling), call.model, call.client_agent, call.api.value, auxiliary))
-
-
-def _sampling_values(sampling: Sampling) -> tuple[object, ...]:
-    try:
-        extra = canonical_json(parse_object(sampling.extra_json)) if sampling.extra_json else ""
-    except MalformedMessage as error:
-        raise InvalidHistory("sampling.extra_json", f"must be a JSON object: {error}") from None
-    values = (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.stop, sampling.logprobs)
-    return *values, extra
+    return digest((astuple(call.sampling), call.model, call.client_agent, call.api.value, auxiliary))
