@@ -18,10 +18,13 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 THOROUGH = re.compile(
     r"""tests/(?:
       hostile/test_(?:bursts|fuzz|http|templates|tools)\.py                       # attacks, each on a server of its own
-    | (?:edge/rpc/test_proto|gateway/test_openapi)_fuzz\.py                        # fuzzers
+    | (?:edge/rpc/test_(?:proto|agent_service)|gateway/test_openapi)_fuzz\.py                        # fuzzers
     | edge/rpc/test_bursts\.py | system/test_(?:many_rollouts|examples_at_once)\.py  # hundreds and thousands
     | .*::test_250_rollouts_at_once | authoring/test_ending\.py::test_(?:every_rollout|nothing_that|two_hundred)\w*
-    | clients/test_programs\.py::test_a_program\w+\[(?:langgraph|openai|pydantic_ai)_agents?[\w-]*(?<!--stream)\]  # slow imports
+    | clients/test_programs\.py::test_a_program\w+\[(?:langgraph|openai|pydantic_ai)_agents?[\w-]*\]  # slow imports
+    | clients/test_(?:programs\.py::test_(?:smolagents|two_processes)\w* | heartbeats\.py)
+    | system/test_captured_agents\.py::test_(?:a_hundred|large_calls)\w* | .*::test_(?:many_programs|fifty)_at_once
+    | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
     | exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -106,6 +107,13 @@ async def test_the_trainer_leaves_out_rollouts_without_a_reward(tmp_path: Path) 
     lines = (await run_python(block, tmp_path)).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["step  0", "step  1"]
     assert lines[1].endswith("mean reward 0.00")
+
+
+def test_an_agent_with_its_own_loop() -> None:
+    (block,) = blocks("python", "Program(")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["agent"].name == "claude_code"
 
 
 async def test_the_agent_is_served(here: Path) -> None:

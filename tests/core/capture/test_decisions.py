@@ -1,4 +1,4 @@
-"""C2, C4 to C7, C10, C11: what a call continues, and where and why it parts."""
+"""What a call continues, and where and why it parts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_history_that_goes_on_continues_its_conversation() -> None:
 
 
 class TestParting:
-    """C5, C6: where, why, and what it is called."""
+    """Where, why, and what it is called."""
 
     def test_after_an_earlier_answer_it_branches(self) -> None:
         decision = decide(two_turns(), SYSTEM, TASK, STRIPPED, result("9"), api=ModelApi.CHAT, client_agent="sub-1")
@@ -155,7 +155,7 @@ class TestParting:
 
 
 class TestParallel:
-    """C7: a conversation that waits for a completion is not continued."""
+    """A conversation that waits for a completion is not continued."""
 
     def test_other_messages_branch(self) -> None:
         captured = two_turns()
@@ -246,7 +246,7 @@ class TestParallel:
 
 
 class TestPrevious:
-    """C4: the client names the completion that its messages follow."""
+    """The client names the completion that its messages follow."""
 
     def test_it_continues(self) -> None:
         captured = two_turns()
@@ -304,7 +304,7 @@ class TestPrevious:
 
 
 class TestTransportTexts:
-    """C2: texts that a client adds for its provider."""
+    """Texts that a client adds for its provider."""
 
     def test_a_billing_header_that_changes_does_not_part(self) -> None:
         def instructed(nonce: str) -> tuple[str, ...]:
@@ -331,7 +331,7 @@ class TestTransportTexts:
 
 
 class TestHostedTools:
-    """C11."""
+    """Tools that the provider of an API would run."""
 
     def test_they_are_left_out_and_counted(self) -> None:
         captured = Captured()
@@ -347,7 +347,7 @@ class TestHostedTools:
 
 
 class TestAuxiliary:
-    """C10: calls beside the task."""
+    """Calls beside the task."""
 
     TITLE = system("You are a title generator. You output only a title.")
 

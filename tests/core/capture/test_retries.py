@@ -1,4 +1,4 @@
-"""C8, C9: an answer that was lost and asked for again trains once; any other equal request is a sibling."""
+"""An answer that was lost and asked for again trains once; any other equal request is a sibling."""
 
 from __future__ import annotations
 

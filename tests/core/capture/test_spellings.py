@@ -1,4 +1,4 @@
-"""C1, C3: histories in another spelling continue their conversation, and the completions in them are put back as sampled."""
+"""Histories in another spelling continue their conversation, and the completions in them are put back as sampled."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def test_another_image_parts() -> None:
 
 
 class TestLaterSystem:
-    """C12."""
+    """They are rendered where they stand, or as the user's."""
 
     HISTORY = (SYSTEM, system("Today is Sunday."), TASK, says("8"), system("Be quick."), user("On."))
 

@@ -9,6 +9,10 @@ one call at a time, and samples.
 * A call that continues nothing opens a conversation.
 * A call that is equal to another one joins it, or gets its completion, where the agent cannot have that completion yet.
   Otherwise it is a sibling with a completion of its own.
+
+No decision can make a sample incorrect. What a branch shares with its parent is prompt in it, a new conversation is prompt from its
+first message on, and a completion is put back as it was sampled or not at all. A history that is not recognized only cuts the
+rollout into more samples.
 """
 
 from __future__ import annotations

@@ -2,6 +2,13 @@
 
 Decisions are serial: a conversation is found, opened and marked as generating before the next call is looked at. Completions are
 concurrent, each in a task of the capture. So a caller that disconnects cancels nothing: the same call gets the completion later.
+
+The way of a call: `_begin`, under the lock, decides it, opens its conversation and starts its task; `_generate`, in the task,
+samples and puts the completion into the tree; `_result_of` waits, once for each caller that shares the completion. A large call is
+decided in a thread, so the tree grows only under the lock.
+
+What the calls were can be recorded only until the end of the rollout is decided. So `settle` is called right before that, whatever
+the end is; `close` is too late if the rollout was cancelled or its time was over.
 """
 
 from __future__ import annotations
