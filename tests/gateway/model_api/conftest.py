@@ -15,5 +15,5 @@ async def gateway() -> AsyncIterator[ModelGateway]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def endpoint(gateway: ModelGateway) -> ModelGateway:
     """The gateway, in front of a service as it was at first."""
-    vars(gateway.server).update(vars(ScriptedAgentService()))  # type: ignore[abstract]
+    vars(gateway.server).update(vars(ScriptedAgentService()))
     return gateway
