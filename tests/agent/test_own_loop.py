@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout_server import CaptureOptions, ExternalAgent, FunctionAgent, Limits, Program, RewardResult, Rubric, own_loop
+from rollout_server import (
+    CaptureOptions,
+    ExternalAgent,
+    FunctionAgent,
+    Limits,
+    Program,
+    RewardResult,
+    Rubric,
+    own_loop,
+    tool,
+)
 from rollout_server.agent.program import parsed_reward
 
 
@@ -32,6 +42,17 @@ def test_a_function_is_an_agent() -> None:
     assert (with_options.name, with_options.description, with_options.limits.turns) == ("other", "", 3)
     assert with_options.capture.model == "m"
     assert plain.function.__name__ == "plain"
+
+
+def test_tools_are_an_option() -> None:
+    """HTTP trainers learn them when a rollout begins."""
+
+    @tool
+    async def look(place: str) -> str:
+        """Look."""
+        return place
+
+    assert ExternalAgent(name="far", tools=[look]).tools == (look,)
 
 
 def test_a_function_with_unknown_parameters() -> None:

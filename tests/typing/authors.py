@@ -282,7 +282,7 @@ assert_type(solve_in_thread, FunctionAgent)
 serve(
     solve,
     Program(["my-agent", "{task}"], name="mine", prefix=("nice",), environment={"A": "b"}),
-    ExternalAgent(name="far"),
+    ExternalAgent(name="far", tools=[add]),
 )
 
 

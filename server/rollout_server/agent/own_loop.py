@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, TypedDict, Unpack, cast
 
@@ -13,6 +13,7 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult
 from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.programs import program_failed
 from rollout_server.runtime.run.messages import text_of
 from rollout_server.runtime.run.run import Run
@@ -27,6 +28,7 @@ class AgentOptions(TypedDict, total=False):
     name: str
     version: str
     description: str
+    tools: Sequence[Tool]
     limits: Limits
     rubric: Rubric | None
     reward_rule: Literal["copy", "split", "own"]

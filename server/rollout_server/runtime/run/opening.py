@@ -1,4 +1,4 @@
-"""How a run opens another conversation of its rollout: at the wish of its agent, or for a call of an agent that owns its loop."""
+"""How a run opens another conversation of its rollout: for `Run.fork`, or for a call of an agent that owns its loop."""
 
 from __future__ import annotations
 
