@@ -86,21 +86,21 @@ class Captured:
                 self.conversations[decision.conversation] += decision.messages
             case Branch():
                 shown = self.conversations[decision.conversation][: self.lengths[decision.after_turn]]
-                self.conversations[pending.conversation] = [*shown, *decision.messages]
+                self.conversations[pending.conversation.id] = [*shown, *decision.messages]
                 earlier = self.sampled[decision.conversation]
-                self.sampled[pending.conversation] = {index for index in earlier if index < len(shown)}
+                self.sampled[pending.conversation.id] = {index for index in earlier if index < len(shown)}
             case Open():
-                self.conversations[pending.conversation] = list(decision.messages)
-                self.sampled[pending.conversation] = set()
+                self.conversations[pending.conversation.id] = list(decision.messages)
+                self.sampled[pending.conversation.id] = set()
         return pending
 
     def complete(self, pending: Pending, message: Fields, delivered: bool = True) -> str:
         """Note the completion of a call; return its id."""
         self.turn += 1
-        shown = self.conversations[pending.conversation]
-        self.sampled[pending.conversation].add(len(shown))
+        shown = self.conversations[pending.conversation.id]
+        self.sampled[pending.conversation.id].add(len(shown))
         shown.append(message)
-        self.lengths[self.turn], self.homes[self.turn] = len(shown), pending.conversation
+        self.lengths[self.turn], self.homes[self.turn] = len(shown), pending.conversation.id
         completion_id = f"completion-{self.turn}"
         self.tree.completed(pending, completion_id, message, self.turn, self.now)
         if delivered:

@@ -198,7 +198,7 @@ class TestParallel:
         captured.complete(second, says("8"))
         goes_on = call_of(TASK, says("8"), user("On."))
         pending = [captured.start(goes_on), captured.start(goes_on)]
-        assert [each.conversation for each in pending] == [1, 0], "the newest first"
+        assert [each.conversation.id for each in pending] == [1, 0], "the newest first"
 
     def test_ids_of_earlier_answers_tell_later_ones_apart(self) -> None:
         captured, call = Captured(), call_of(TASK, tools=(ADD,))

@@ -103,15 +103,15 @@ class Agents:
         else:
             self.check(history, decision)
             self.running.append((self.captured.begin(decision), history))
-            shown = self.captured.conversations[self.running[-1][0].conversation]
+            shown = self.captured.conversations[self.running[-1][0].conversation.id]
             assert [gist(message) for message in shown] == [gist(entry.fields) for entry in history]
-            self.check_template(self.running[-1][0].conversation)
+            self.check_template(self.running[-1][0].conversation.id)
 
     def check(self, history: tuple[Entry, ...], decision: Continue | Branch | Open) -> None:
         captured = self.captured
         if isinstance(decision, Continue):
             assert captured.conversations[decision.conversation][-1]["role"] == "assistant"
-            assert decision.conversation not in [pending.conversation for pending, _ in self.running]
+            assert decision.conversation not in [pending.conversation.id for pending, _ in self.running]
         elif isinstance(decision, Branch):
             assert captured.homes[decision.after_turn] == decision.conversation
         elif captured.tree._options.history == "restored":

@@ -147,7 +147,7 @@ class CapturedTurn:
         self.number = number
         self.order = order
         self.pending = pending
-        self.conversation = pending.of
+        self.conversation = pending.conversation
         self.parent = pending.plan.parent
         self.node = pending.node.child(message.completion_key, message)
         self.message = message
@@ -202,8 +202,7 @@ class Pending:
     """A call whose completion is being sampled.
 
     Attributes:
-        conversation: the number of its conversation.
-        of: its conversation.
+        conversation: its conversation.
         plan: how it was decided.
         node: the last message of its history.
         listeners: the number of callers that wait for it.
@@ -211,9 +210,8 @@ class Pending:
         turn: its completion; None while it is sampled.
     """
 
-    def __init__(self, of: CapturedConversation, plan: CallPlan) -> None:
-        self.conversation = of.id
-        self.of = of
+    def __init__(self, conversation: CapturedConversation, plan: CallPlan) -> None:
+        self.conversation = conversation
         self.plan = plan
         self.node = plan.node.extend(plan.messages)
         self.listeners = 1

@@ -162,7 +162,7 @@ class CallTree:
         made = CapturedTurn(pending, completion_id, turn, message, order=len(self._turns), completed_at=now)
         made.node.turns.append(made)
         pending.turn = self._turns[completion_id] = made
-        conversation = pending.of
+        conversation = pending.conversation
         conversation.pending, conversation.tip = None, made
         conversation.turns += 1
         if conversation.lineage is not None:
@@ -170,8 +170,8 @@ class CallTree:
 
     def failed(self, pending: Pending) -> None:
         """Note that a call got no completion. Its conversation can no longer be continued, only branched from."""
-        pending.of.pending = None
-        pending.of.closed = True
+        pending.conversation.pending = None
+        pending.conversation.closed = True
         attempts = pending.node.attempts[pending.plan.digest]
         attempts.remove(pending)
         if not attempts:

@@ -204,7 +204,7 @@ class Capture:
         run = self._runs[decision.conversation] if isinstance(decision, Continue) else await self._open(decision, call)
         self._check_open()  # it may have been closed meanwhile
         pending = self._tree.begin(decision)
-        self._runs[pending.conversation] = run
+        self._runs[pending.conversation.id] = run
         messages = () if isinstance(decision, Open) else decision.messages
         self._ids[pending] = secrets.token_hex(16)
         self._tasks[pending] = task = asyncio.create_task(self._generate(pending, run, messages, options))
