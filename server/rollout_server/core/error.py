@@ -96,6 +96,8 @@ class CallRefused(RolloutError):
         tokens, maximum: for CONTEXT_LENGTH_EXCEEDED, the length of the prompt and of the longest one; 0 if unknown.
     """
 
+    reason = "INVALID_CALL"
+
     def __init__(self, reason: str, field: str, text: str, *, tokens: int = 0, maximum: int = 0) -> None:
         super().__init__(text, reason=reason)
         self.field = field
