@@ -43,13 +43,6 @@ APIS = pytest.mark.parametrize("path", BODIES)
 OVER = named("ROLLOUT_OVER", Code.FAILED_PRECONDITION, "the rollout has ended")
 
 
-@pytest.fixture
-async def endpoint() -> AsyncIterator[ModelGateway]:
-    """A gateway that has accepted no key yet."""
-    async with model_gateway() as opened:
-        yield opened
-
-
 def error_of(response: httpx.Response) -> dict[str, Any]:
     """The error, whose shape must be that of the API."""
     body = response.json()

@@ -10,7 +10,6 @@ from osmosis.rollout.v1 import agent_service_pb2 as pb
 
 from tests.support.model_gateway import KEY, ModelGateway, frames_of, function_call, said
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATH = "v1/messages"
 ADD = {"type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number"}}}
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "Hi."}]}
