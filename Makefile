@@ -75,7 +75,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
 	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests except the thorough ones (10 minutes on two cores)
+test: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests except the thorough ones (11 minutes on two cores)
 	$(PYTEST) -m "not thorough"
 
 test-all: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests, including load bursts, fuzzers and every chat template
