@@ -65,11 +65,12 @@ class EngineModel:
         if self.aborts:
             self.aborts -= 1
             return Generated(list(prompt), self.encode("Hal"), [-1.0] * len(self.encode("Hal")), "abort")
+        most = min(most or self.context, self.context - len(prompt))
         text = self.next_text(prompt)
         ids = [token for each in text for token in self.encode(each)] if self.odd else self.encode(text)
         ids += self.encode(END)
         finish = "stop"
-        if most is not None and len(ids) > most:
+        if len(ids) > most:
             ids, finish = ids[:most], "length"
         generated = Generated(list(prompt), ids, [-(1 + index) / 64 for index in range(len(ids))], finish)
         self.seen.append(generated)

@@ -177,7 +177,14 @@ class SglangEngine(Engine):
         try:
             generated = self.model.generate(prompt, body.get("max_tokens"))
         except TooLong:
-            text = f"The input ({len(prompt)} tokens) is longer than the model's context length ({self.model.context} tokens)."
+            context, limit = self.model.context, body.get("max_tokens", 1)
+            text = f"The input ({len(prompt)} tokens) is longer than the model's context length ({context} tokens)."
+            if len(prompt) < context:
+                text = (
+                    f"Requested token count exceeds the model's maximum context length of {context} tokens. You requested a total "
+                    f"of {len(prompt) + limit} tokens: {len(prompt)} tokens from the input messages and {limit} tokens for the "
+                    "completion. Please reduce the number of tokens in the input messages or the completion."
+                )
             error = {"object": "error", "message": text, "type": "BadRequestError", "param": None, "code": 400}
             return web.json_response(error, status=400)
         read = self.model.read(generated.ids)

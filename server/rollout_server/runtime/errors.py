@@ -31,6 +31,10 @@ class PromptTooLong(RolloutFailed):
         self.maximum = maximum
 
 
+class LimitTooLarge(RolloutFailed):
+    """The engine generates fewer tokens than `max_tokens` in one completion, so nothing was generated."""
+
+
 class ModelFailed(RolloutFailed):
     """A further model returned no completion after all retries. An agent may catch it; otherwise its rollout fails with it."""
 

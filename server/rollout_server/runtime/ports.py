@@ -73,6 +73,7 @@ class CompletionRequest:
         credentials: the rollout's bearer tokens.
         note: appends a note (code, text) to the rollout's log.
         sampling: the complete sampling parameters of this turn.
+        fits_context: an engine whose context cannot hold `max_tokens` is asked for what it can hold. Otherwise the turn fails.
     """
 
     asked: Asked
@@ -84,6 +85,7 @@ class CompletionRequest:
     credentials: Credentials = Credentials()
     note: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
     sampling: Sampling = Sampling()
+    fits_context: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,25 @@ TOLD = [
     ("prompt is too long: 5000 tokens > 4096 maximum", 5000, 4096),
     ("request (5000 tokens) exceeds the available context size (4096 tokens), try increasing it", 5000, 4096),
     ('"n_prompt_tokens":5000,"n_ctx":4096', 5000, 4096),
+    (
+        "This model's maximum context length is 4096 tokens. However, you requested 64 output tokens and your prompt contains 5000 "
+        "input tokens, for a total of 5064 tokens. Please reduce the length of the input prompt.",
+        5000,
+        4096,
+    ),
+    (
+        "This model's maximum context length is 4096 tokens. However, you requested 64 output tokens and your prompt contains at "
+        "least 4033 input tokens, for a total of at least 4097 tokens. Please reduce the length of the input prompt.",
+        None,
+        4096,
+    ),
+    (
+        "This model's maximum context length is 4096 tokens. However, you requested 64 output tokens and your prompt has 90000 "
+        "characters (more than 40320 characters, which is the upper bound for 4032 input tokens).",
+        None,
+        4096,
+    ),
+    ("max_completion_tokens=32000 cannot be greater than max_model_len=max_total_tokens=4096.", None, 4096),
     ("context_length_exceeded", None, None),
     ("context length 99999999999999999999", None, None),
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
@@ -17,6 +17,7 @@ from rollout_server.edge.engine.transport import Access, encode_request, finishe
 from rollout_server.edge.offload import offload_response
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.retry import Fetched
+from rollout_server.runtime.errors import LimitTooLarge, PromptTooLong
 from rollout_server.runtime.ports import CompletionRequest, Tool
 
 _SCALE_OUT: Final = (
@@ -65,6 +66,45 @@ class CompletionClient(Protocol):
 
         `prompt`: the token ids of the conversation, in token mode.
         """
+
+
+async def complete_in_context(
+    client: CompletionClient, messages: Sequence[Message], request: CompletionRequest, prompt: Tokens | None = None
+) -> tuple[ChatCompletion, int]:
+    """Return a completion as `client` does; with `request.fits_context` also if the engine refuses `max_tokens` as too large.
+
+    Then `max_tokens` is lowered to what the prompt leaves of the context. Where the engine does not say how much that is, or
+    refuses it too, `max_tokens` is left out: what is left is less than it, and no engine generates more. A note says it.
+    """
+    asked, attempts = request.sampling.max_tokens, 0
+    while True:
+        try:
+            completion, sent = await client.complete(messages, request, prompt)
+        except (PromptTooLong, LimitTooLarge) as error:
+            limit = request.sampling.max_tokens
+            if not request.fits_context or limit is None:
+                raise
+            left = _left(error, prompt)
+            if left is not None and left < 1:
+                raise
+            lower = left if limit == asked and left is not None and left < limit else None
+        else:
+            return completion, attempts + sent
+        attempts += 1
+        how = "without max_tokens" if lower is None else f"with max_tokens {lower:,}"
+        text = (
+            f"turn {request.asked.turn}: the engine refused max_tokens {limit:,} as too large and was asked again {how}"
+        )
+        request.note("max_tokens_lowered", text)
+        request = replace(request, sampling=replace(request.sampling, max_tokens=lower))
+
+
+def _left(error: PromptTooLong | LimitTooLarge, prompt: Tokens | None) -> int | None:
+    """Return how many tokens of the context the prompt leaves; None if it is unknown."""
+    if isinstance(error, LimitTooLarge) or error.maximum is None:
+        return None
+    tokens = error.tokens if prompt is None else len(prompt)
+    return None if tokens is None else error.maximum - tokens
 
 
 class Chat:

@@ -22,10 +22,13 @@ _MAXIMUM: Final = re.compile(
     re.IGNORECASE,
 )
 _PROMPT: Final = re.compile(
-    rb"([0-9]{1,9}) (?:input tokens|(?:tokens )?(?:in|from) the (?:input |prompt|messages))"
+    rb"(?<!at least )(?<!upper bound for )\b([0-9]{1,9}) (?:input tokens|(?:tokens )?(?:in|from) the (?:input |prompt|messages))"
     rb"|(?:prompt|input|request) ?\((?:length )?([0-9]{1,9})"
     rb"|(?:messages resulted in|prompt is too long:|n_prompt_tokens\" ?:) ?([0-9]{1,9})",
     re.IGNORECASE,
+)
+_LIMIT: Final = re.compile(
+    rb"max_(?:completion_)?tokens\W{1,4}is too large|at most [0-9,]{1,12} completion tokens", re.IGNORECASE
 )
 _TOO_LONG: Final = (
     "the conversation does not fit into the model's context; configure a longer context in the engine, or lower "
@@ -91,15 +94,25 @@ def exceeds_context(response: HttpResponse) -> bool:
 
 
 def context_lengths(response: HttpResponse) -> tuple[int | None, int | None]:
-    """Return the tokens of the prompt and of the model's context as such a refusal states them; None where it does not."""
+    """Return the tokens of the prompt and of the model's context as such a refusal states them; None where it does not.
+
+    vLLM does not count on beyond what is too much, and then states a lower bound ("at least"): that is no length of the prompt.
+    """
     text = response.body[:_LOOKED_AT]
     found = [expression.search(text) for expression in (_PROMPT, _MAXIMUM)]
     tokens, maximum = [None if each is None else int(next(filter(None, each.groups()))) for each in found]
     return tokens, maximum
 
 
+def exceeds_limit(response: HttpResponse) -> bool:
+    """Return whether the engine refuses because it never generates as many tokens as `max_tokens`."""
+    return response.status in (400, 422) and _LIMIT.search(response.body[:_LOOKED_AT]) is not None
+
+
 def wants_other_limit(response: HttpResponse, other: str) -> bool:
     """Return whether the engine refuses the request and names the other parameter for the maximum number of tokens."""
+    if exceeds_context(response) or exceeds_limit(response):  # vLLM then names both
+        return False
     return response.status in (400, 422) and other.encode() in response.body[:_LOOKED_AT]
 
 

@@ -18,7 +18,7 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec
-from rollout_server.edge.engine.completion_client import Chat, CompletionClient, Generation
+from rollout_server.edge.engine.completion_client import Chat, CompletionClient, Generation, complete_in_context
 from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
@@ -67,7 +67,7 @@ class MessageSampler:
         renderer = await self._open()
         rendered = None if renderer is None else await _predict(renderer, messages, request)
         started = time.monotonic()
-        completion, attempts = await self._chat.complete(messages, request)
+        completion, attempts = await complete_in_context(self._chat, messages, request)
         elapsed = 1000 * (time.monotonic() - started)
         answered = completion_record(
             request, completion, attempts, elapsed, self._warnings(completion, request, rendered)
@@ -133,7 +133,7 @@ class TokenSampler:
         predicted = rendered.predicted
         prompt = request.ledger.prefix() + predicted.closing + predicted.environment
         started = time.monotonic()
-        completion, attempts = await self._by_ids.complete(messages, request, prompt)
+        completion, attempts = await complete_in_context(self._by_ids, messages, request, prompt)
         elapsed = 1000 * (time.monotonic() - started)
         if completion.token_ids is None:
             raise RolloutFailed(_missing_ids(request.asked.turn, self._spec.completions.dialect))

@@ -21,6 +21,7 @@ from rollout_server.edge.engine.errors import (
     context_lengths,
     engine_failure,
     exceeds_context,
+    exceeds_limit,
     is_error,
 )
 from rollout_server.edge.engine.request import LimitNames
@@ -28,7 +29,7 @@ from rollout_server.edge.offload import offload_response
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
-from rollout_server.runtime.errors import PromptTooLong, RolloutFailed
+from rollout_server.runtime.errors import LimitTooLarge, PromptTooLong, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
 
 _BROKEN_OFF: Final = ("abort", "error")
@@ -75,12 +76,14 @@ def response_body(
 ) -> bytes:
     """Return the body of a successful response. Raises `RolloutFailed` for an error; `hint` says what to do about it.
 
-    The error is `PromptTooLong` if the conversation exceeds the model's context.
+    The error is `PromptTooLong` if the conversation exceeds the model's context, and `LimitTooLarge` if `max_tokens` is too large.
     """
     if fetched.response.status != 200 or is_error(fetched.response):
         failure = engine_failure(fetched.response, request.asked.turn, request.credentials.secrets(), hint, names)
         if exceeds_context(fetched.response):
             raise PromptTooLong(failure, *context_lengths(fetched.response))
+        if exceeds_limit(fetched.response):
+            raise LimitTooLarge(failure)
         raise RolloutFailed(failure)
     return fetched.response.body
 

@@ -166,11 +166,12 @@ class Run:
     async def attempt(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Request a completion as `sample` does, for an agent that owns its loop and can continue elsewhere.
 
-        Raises `PromptTooLong` if the conversation exceeds the model's context. Then, and if this call is cancelled, the
-        conversation is closed and the rollout continues, also if it is the main one. Every other failure ends the rollout.
+        A `max_tokens` that an engine's context cannot hold is lowered. Raises `PromptTooLong` if the conversation itself exceeds
+        the context. Then, and if this call is cancelled, the conversation is closed and the rollout continues, also if it is the
+        main one. Every other failure ends the rollout.
         """
         try:
-            return await self._turn(sampling, self._give_up)
+            return await self._turn(sampling, self._give_up, fits_context=True)
         except PromptTooLong as too_long:
             self._note(self._conversation.turn, "context_length_exceeded", too_long.failure.message)
             self._give_up(self._conversation.turn)
@@ -178,7 +179,9 @@ class Run:
         except RolloutFailed as failed:
             self._context.end(failed.failure)
 
-    async def _turn(self, sampling: SamplingOptions, abandon: Callable[[int], None]) -> Reply:
+    async def _turn(
+        self, sampling: SamplingOptions, abandon: Callable[[int], None], *, fits_context: bool = False
+    ) -> Reply:
         """Request a completion. `abandon` is called with the turn if the caller is cancelled. Raises `RolloutFailed`."""
         conversation, spec, model = self._conversation, self._rollout.spec, self._model
         defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
@@ -193,7 +196,7 @@ class Run:
         # Read these before `record(asked)`, which updates `turn_messages` for the new turn.
         last = conversation.last_completion, conversation.turn_messages, conversation.line
         request = CompletionRequest(
-            asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, effective
+            asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, effective, fits_context
         )
         self._context.record(asked)
         try:
