@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,12 +61,16 @@ class ScriptedAgentService(AgentServiceServicer):
     counted: list[pb.CountTokensRequest] = field(default_factory=list)
     finished: list[pb.FinishRolloutRequest] = field(default_factory=list)
     confirmed: list[str] = field(default_factory=list)
-    #: Called before a completion is confirmed.
-    on_confirm: Callable[[], None] = lambda: None
+    #: The calls and the confirmations that have ended, in order.
+    order: list[str] = field(default_factory=list)
+    #: Confirmations wait for it.
+    may_confirm: asyncio.Event = field(default_factory=asyncio.Event)
+    confirming: asyncio.Event = field(default_factory=asyncio.Event)
     checks: int = 0
 
     def __post_init__(self) -> None:
         self.go.set()
+        self.may_confirm.set()
 
     async def _enter(self, rpc: str, request: Any, context: Any) -> None:
         metadata = dict(context.invocation_metadata())
@@ -82,6 +86,7 @@ class ScriptedAgentService(AgentServiceServicer):
 
     async def CallModel(self, request: Any, context: Any) -> AsyncIterator[pb.CallModelResponse]:
         self.calls.append(request)
+        self.order.append("call")
         self.waiting.set()
         begun = pb.CompletionBegun(completion_id=self.completion().id)
         if "CallModel" not in self.refusals:
@@ -107,8 +112,10 @@ class ScriptedAgentService(AgentServiceServicer):
 
     async def ConfirmCompletion(self, request: Any, context: Any) -> pb.ConfirmCompletionResponse:
         await self._enter("ConfirmCompletion", request, context)
-        self.on_confirm()
+        self.confirming.set()
+        await self.may_confirm.wait()
         self.confirmed.append(request.completion_id)
+        self.order.append("confirmation")
         return pb.ConfirmCompletionResponse()
 
     async def CountTokens(self, request: Any, context: Any) -> pb.CountTokensResponse:
@@ -142,6 +149,12 @@ class ModelGateway:
     async def get(self, path: str) -> httpx.Response:
         """Read a path below the endpoint's base."""
         return await self.http.get(f"/r/{UID}/{path}", headers={"authorization": f"Bearer {KEY}"})
+
+    async def confirmed(self, *ids: str) -> None:
+        """Wait until as many completions are confirmed, which must be these."""
+        while len(self.server.confirmed) < len(ids):  # noqa: ASYNC110 - no event reports it
+            await asyncio.sleep(0.001)
+        assert self.server.confirmed == [*ids]
 
     @property
     def call(self) -> pb.CallModelRequest:

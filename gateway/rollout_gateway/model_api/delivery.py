@@ -1,10 +1,15 @@
-"""Responses with a completion: heartbeats while it is generated, and a confirmation once it was delivered."""
+"""Responses with a completion: heartbeats while it is generated, and a confirmation once it was delivered.
+
+A confirmation delays no response: it runs while the client reads. A call waits for the confirmations of its rollout, so that no
+client can send an equal request before the server knows that it has the completion.
+"""
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import grpc
 import msgspec
@@ -14,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout_gateway.calls import Calls, StreamEndedEarly
 from rollout_gateway.model_api.apis import COMMENT, FrameEncoder, ModelShape
-from rollout_gateway.model_api.call import ApiCall, Frame, reply_of
+from rollout_gateway.model_api.call import ApiCall, reply_of
 from rollout_gateway.model_api.errors import FAULTS, ModelError, model_error
 
 if TYPE_CHECKING:
@@ -28,14 +33,18 @@ _SSE: Final = {
     "x-accel-buffering": "no",
 }
 _CONFIRM_SECONDS: Final = 2.0
-# The end of a response is held back for this time. A connection that breaks meanwhile has certainly lost the completion.
-_GAP_SECONDS: Final = 0.005
+# The last bytes of a response, which are sent once the connection has taken those before.
+_LAST_BYTES: Final = 64 * 1024
 _STOPPING: Final = ModelError(503, "The gateway is shutting down; retry", "UNAVAILABLE")
 
 
 def agent_rpcs(calls: Calls) -> "AgentServiceAsyncStub":
     """Return the rpcs of AgentService, which the calls of a request to a model endpoint have too."""
     return cast("AgentServiceAsyncStub", calls.rpc)
+
+
+#: The confirmations under way, with the uids of their rollouts.
+Confirmations = dict[asyncio.Task[None], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +55,14 @@ class Exchange:
     call: ApiCall
     calls: Calls
     request_id: str
+    confirmations: Confirmations
     #: The id of the completion, once it is being generated.
     begun: list[str] = field(default_factory=list)
 
     async def completion(self, request: CallModelRequest) -> ModelCompletion:
         """Call the model. Cancelling closes the call, not the completion. Raises AioRpcError and StreamEndedEarly."""
+        if earlier := [task for task, uid in self.confirmations.items() if uid == self.calls.uid]:
+            await asyncio.wait(earlier)
         stream, found = agent_rpcs(self.calls).CallModel(request, timeout=None), None
         try:
             async for item in stream:
@@ -64,9 +76,25 @@ class Exchange:
             raise StreamEndedEarly(self.calls.uid)
         return found
 
-    async def confirm(self, completion: ModelCompletion) -> None:
+    async def deliver(self, send: Send, leaving: asyncio.Task[None], body: bytes, completion_id: str) -> None:
+        """Send a body. Confirm the completion just before the end, if the client is still there.
+
+        A client that disconnects earlier has not received the completion, and gets it again when it repeats the request.
+        """
+        first, last = body[:-_LAST_BYTES], body[-_LAST_BYTES:]
+        if first:
+            await _send(send, first)
+            await _send(send, b"")  # returns once the connection takes more
+        await asyncio.sleep(0)  # lets `leaving` notice
+        if not leaving.done():
+            confirming = asyncio.create_task(self._confirm(completion_id))
+            self.confirmations[confirming] = self.calls.uid
+            confirming.add_done_callback(self.confirmations.pop)
+            await _send(send, last, more=False)
+
+    async def _confirm(self, completion_id: str) -> None:
         """Confirm that the completion was delivered. After a failure an equal request gets it again."""
-        message = ConfirmCompletionRequest(uid=self.calls.uid, completion_id=completion.id)
+        message = ConfirmCompletionRequest(uid=self.calls.uid, completion_id=completion_id)
         try:
             await agent_rpcs(self.calls).ConfirmCompletion(message, timeout=_CONFIRM_SECONDS)
         except grpc.aio.AioRpcError as error:
@@ -74,11 +102,7 @@ class Exchange:
 
 
 class CompletionResponse(Response):
-    """A response with a completion, all at once.
-
-    The last byte follows the confirmation, so that a client cannot send its next request before it. A client that disconnects
-    earlier has not received the completion, and gets it again when it repeats the request.
-    """
+    """A response with a completion, all at once."""
 
     def __init__(self, exchange: Exchange, completion: ModelCompletion) -> None:
         content = msgspec.json.encode(exchange.shape.response(exchange.call, reply_of(completion)))
@@ -89,8 +113,7 @@ class CompletionResponse(Response):
         """Send the response."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with _leaving(receive) as leaving:
-            confirm = partial(self.exchange.confirm, self._completion)
-            await _deliver(send, leaving, self._content[:-1], self._content[-1:], confirm)
+            await self.exchange.deliver(send, leaving, self._content, self._completion.id)
 
 
 class CompletionStream(Response):
@@ -123,8 +146,8 @@ class CompletionStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         beats = 0
         while not self._completing.done() and not leaving.done():
-            beat = shape.waiting(call, beats, *self.exchange.begun)
-            await self._send(send, [beat])
+            beat = shape.waiting(call, beats, self.exchange.reply_id)
+            await _send(send, self._encoder.encode([beat]))
             beats += beat is not COMMENT
             await asyncio.wait(
                 (self._completing, leaving),
@@ -139,29 +162,15 @@ class CompletionStream(Response):
             await self._fail(send, model_error(error, self.exchange.request_id, call.places))
             return
         frames = (shape.late if beats and shape.late else shape.frames)(call, reply_of(completion))
-        first, last = self._encoder.encode(frames[:-1]), self._encoder.encode(frames[-1:])
-        await _deliver(send, leaving, first, last, partial(self.exchange.confirm, completion))
-
-    async def _send(self, send: Send, frames: Sequence[Frame]) -> None:
-        await send({"type": "http.response.body", "body": self._encoder.encode(frames), "more_body": True})
+        await self.exchange.deliver(send, leaving, self._encoder.encode(frames), completion.id)
 
     async def _fail(self, send: Send, error: ModelError) -> None:
-        await self._send(send, self.exchange.shape.failure(self.exchange.call, error, *self.exchange.begun))
+        frames = self.exchange.shape.failure(self.exchange.call, error, self.exchange.reply_id)
+        await _send(send, self._encoder.encode(frames))
 
 
-async def _deliver(
-    send: Send,
-    leaving: asyncio.Task[None],
-    first: bytes,
-    last: bytes,
-    confirm: Callable[[], Awaitable[None]],
-) -> None:
-    """Send a body in two pieces, and confirm the completion between them if the client is still there."""
-    await send({"type": "http.response.body", "body": first, "more_body": True})
-    await asyncio.wait((leaving,), timeout=_GAP_SECONDS)
-    if not leaving.done():
-        await confirm()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 @asynccontextmanager

@@ -86,7 +86,7 @@ async def test_a_completion_becomes_a_response(endpoint: ModelGateway) -> None:
         ],
         "usage": {"prompt_tokens": 11, "completion_tokens": 7, "total_tokens": 18},
     }
-    assert endpoint.server.confirmed == ["cmp1"]
+    await endpoint.confirmed("cmp1")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway, usage: b
     assert [part["index"] for part in parts] == [0, 0, 1, 1]
     assert [part["function"]["arguments"] for part in parts] == ["", '{"a": 1}', "", "{}"]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
-    assert endpoint.server.confirmed == ["cmp1"]
+    await endpoint.confirmed("cmp1")
 
 
 @pytest.mark.parametrize(

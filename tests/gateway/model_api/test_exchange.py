@@ -28,6 +28,7 @@ from tests.support.model_gateway import (
     frames_of,
     model_gateway,
     named,
+    said,
 )
 from tests.support.scripted_server import UID, Refusal, ScriptedServer
 from tests.support.tcp_proxy import TcpProxy
@@ -287,7 +288,7 @@ async def test_a_silent_model_is_covered_by_heartbeats(path: str) -> None:
             assert [name for name, _ in frames].count("response.created") == 1
             assert [data["sequence_number"] for _, data in frames] == list(range(len(frames)))
             assert frames[-1][0] == "response.completed"
-        assert endpoint.server.confirmed == ["cmp1"]
+        await endpoint.confirmed("cmp1")
 
 
 @APIS
@@ -345,21 +346,30 @@ async def test_a_client_that_leaves_closes_the_call(path: str, stream: bool, sec
 
 @APIS
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_completion_is_confirmed_before_the_client_can_go_on(
+async def test_a_confirmation_delays_no_response_and_precedes_the_next_call(
     endpoint: ModelGateway, path: str, stream: bool
 ) -> None:
-    """The response is incomplete until the confirmation, so the next request cannot overtake it."""
-    responses: list[httpx.Response] = []
-    received: list[int] = []
-    endpoint.server.on_confirm = lambda: received.append(len(responses))
-    for number in range(3):
-        responses.append(await endpoint.post(path, BODIES[path] | {"stream": stream}))
-        assert received == [*range(number + 1)]
+    body = BODIES[path] | {"stream": stream}
+    for _ in range(3):
+        endpoint.server.may_confirm.clear()
+        endpoint.server.confirming.clear()
+        assert (await endpoint.post(path, body)).status_code == 200
+        await endpoint.server.confirming.wait()
+        following = asyncio.create_task(endpoint.post(path, body))
+        for _ in range(3):  # requests that are sent later go all the way
+            await endpoint.get("v1/models")
+        endpoint.server.may_confirm.set()
+        assert (await following).status_code == 200
+        await endpoint.confirmed(*(f"cmp{number + 1}" for number in range(len(endpoint.server.calls))))
+    assert endpoint.server.order == ["call", "confirmation"] * 6
 
 
 @APIS
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_lost_completion_is_not_confirmed(endpoint: ModelGateway, path: str, stream: bool) -> None:
+async def test_a_completion_that_is_lost_on_its_way_is_not_confirmed(
+    endpoint: ModelGateway, path: str, stream: bool
+) -> None:
+    endpoint.server.reply = said("x" * 2**24)  # more than the buffers of a connection hold
     headers = {"authorization": f"Bearer {KEY}"}
     async with TcpProxy(endpoint.port) as proxy:
         proxy.lose_an_answer()
@@ -367,9 +377,10 @@ async def test_a_lost_completion_is_not_confirmed(endpoint: ModelGateway, path: 
             with pytest.raises(httpx.TransportError):
                 await client.post(f"/r/{UID}/{path}", json=BODIES[path] | {"stream": stream}, headers=headers)
             assert endpoint.server.confirmed == []
+            endpoint.server.reply = said("Hello.")
             again = await client.post(f"/r/{UID}/{path}", json=BODIES[path] | {"stream": stream}, headers=headers)
     assert again.status_code == 200
-    assert endpoint.server.confirmed == ["cmp2"]
+    await endpoint.confirmed("cmp2")
 
 
 async def test_a_confirmation_that_fails_costs_no_answer(endpoint: ModelGateway) -> None:
@@ -437,7 +448,7 @@ async def test_a_key_finds_its_server_among_several() -> None:
             response = await client.post(f"/r/{UID}/{path}", json=body, headers=headers)
             assert response.status_code == 200, response.text
         assert [len(server.calls) for server in servers] == [0, 3]
-        assert servers[1].confirmed == ["cmp1", "cmp2", "cmp3"]
+        assert servers[1].order == ["call", "confirmation"] * 2 + ["call", *servers[1].order[5:]]
         headers = {"authorization": f"Bearer rk_{UID}.stolen"}
         response = await client.post(f"/r/{UID}/v1/messages", json=BODIES["v1/messages"], headers=headers)
         assert response.status_code == 403

@@ -128,7 +128,7 @@ async def test_a_completion_becomes_a_response(endpoint: ModelGateway) -> None:
             "output_tokens": 7,
         },
     }
-    assert endpoint.server.confirmed == ["cmp1"]
+    await endpoint.confirmed("cmp1")
     again = [*BODY["messages"], {"role": response["role"], "content": response["content"]}, *BODY["messages"]]
     await endpoint.post(PATH, BODY | {"messages": again})
     sent = endpoint.history[1]
@@ -176,7 +176,7 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway) -> None:
     ]
     assert frames[-2][1]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     assert frames[-2][1]["usage"]["output_tokens"] == 7
-    assert endpoint.server.confirmed == ["cmp1"]
+    await endpoint.confirmed("cmp1")
 
 
 async def test_tokens_are_counted(endpoint: ModelGateway) -> None:

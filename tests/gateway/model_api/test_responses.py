@@ -182,7 +182,7 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway) -> None:
     assert [*deltas.values()] == ["Thought.", "Text.", '{"a": 1}']
     added = [data["item"] for name, data in frames if name == "response.output_item.added"]
     assert [item.get("summary", item.get("content", item.get("arguments"))) for item in added] == [[], [], ""]
-    assert endpoint.server.confirmed == ["cmp1"]
+    await endpoint.confirmed("cmp1")
 
 
 @pytest.mark.parametrize(
