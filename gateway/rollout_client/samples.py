@@ -16,6 +16,7 @@ from google.protobuf.descriptor import EnumDescriptor
 from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, FailureClass, Outcome, RewardRule
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.token_pb2 import Author, MaskReason, Sample, Segment, SegmentKind
+from osmosis.rollout.v1.token_pb2 import Parting as PartingProto
 from osmosis.rollout.v1.token_pb2 import SampleSpan as SpanProto
 
 from rollout_client.errors import RolloutFailed
@@ -76,6 +77,27 @@ class TurnReward:
 
 
 @dataclass(frozen=True, slots=True)
+class Parting:
+    """Where a call of an agent that owns its loop left its other conversations, so that a segment was opened.
+
+    Args:
+        message: index of the first message that differs from the closest conversation, from 0.
+        field: what differs there, such as "content", "tools" or "history".
+        expected: the text there so far, at most 200 characters.
+        found: the text that the agent sent, at most 200 characters.
+        api: the API of the call: "chat", "responses", "messages" or "grpc".
+        client_agent: the client's id of the agent that called; empty: none.
+    """
+
+    message: int
+    field: str
+    expected: str = ""
+    found: str = ""
+    api: str = ""
+    client_agent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingSample:
     """One training sample: a masked prompt and the response after it, which ends with a generated token.
 
@@ -112,6 +134,7 @@ class TrainingSample:
         trainable: whether to train on the sample. The mask does not depend on it: it says who wrote the tokens.
         untrainable_reason: why not, as a stable word such as "failure_engine" or "cancelled"; empty if it is trainable.
         turn_rewards: rewards that the agent gave to turns of the sample, by turn. A turn without a reward is missing.
+        parting: where the agent's call parted from its other conversations. None: the sample began otherwise.
 
     Raises ValueError if lengths, mask, logprobs and spans contradict each other.
     """
@@ -142,6 +165,7 @@ class TrainingSample:
     untrainable_reason: str = ""
     turn_rewards: tuple[TurnReward, ...] = ()
     model: str = ""
+    parting: Parting | None = None
 
     @property
     def turn_scores(self) -> list[float]:
@@ -234,7 +258,12 @@ def _sample(sample: Sample, segment: Segment | None, outcome: Outcome, rollout: 
             TurnReward(each.turn, each.value) for each in outcome.turn_rewards if each.segment_id == sample.segment_id
         ),
         model=sample.model,
+        parting=_parting(sample.origin.parting) if sample.origin.HasField("parting") else None,
     )
+
+
+def _parting(proto: PartingProto) -> Parting:
+    return Parting(proto.message, proto.field, proto.expected, proto.found, proto.api, proto.client_agent)
 
 
 def _reward(sample: Sample, outcome: Outcome) -> float | None:

@@ -89,7 +89,12 @@ async def test_a_client_that_is_not_installed_keeps_the_server_from_starting(mon
         (Program, {"command": ["ls", "{tsk}"]}, r"\{tsk\} is not a placeholder; there are \{task\}, "),
         (Program, {"command": ["ls", "{key}"]}, r"\{key\} is not possible in arguments"),
         (Program, {"command": ["ls"], "environment": {"A": "{nothing}"}}, "is not a placeholder"),
-        (Program, {"command": ["ls"], "environment": {"A": 1}}, "environment must have texts"),
+        (Program, {"command": ["ls"], "environment": {"A": 1}}, "environment must be a dictionary with texts"),
+        (Program, {"command": ["ls"], "environment": ["A=1"]}, "environment must be a dictionary with texts"),
+        (Program, {"command": ["ls"], "exit_codes": 0}, "exit_codes is 0; it must be a collection of numbers"),
+        (Program, {"command": ["ls"], "exit_codes": ("1",)}, "it must be a collection of numbers"),
+        (Program, {"command": ["ls"], "reward_file": "/tmp/reward"}, "it must be in the working directory"),
+        (Program, {"command": ["ls"], "reward_file": "../reward"}, "it must be in the working directory"),
         (Program, {"command": ["ls"], "stdin": b"x"}, "stdin and reward_file must be texts"),
         (Program, {"command": ["ls"], "template": "/no/such"}, "'/no/such', which is not a directory"),
         (Program, {"command": ["ls"], "workdir": "/tmp"}, "Program has no option 'workdir'"),
@@ -154,13 +159,18 @@ def test_external_agents() -> None:
     ],
 )
 def test_rewards_of_a_file(value: object, expected: RewardResult) -> None:
-    assert parsed_reward(value, "file") == expected
+    assert parsed_reward(value) == expected
 
 
 @pytest.mark.parametrize("value", ["1", True, [1], {"rewards": 1}, {"reward": "1"}, {"scores": [1]}, {"extra": 3}])
 def test_wrong_rewards_of_a_file(value: object) -> None:
     with pytest.raises((TypeError, ValueError)):
-        parsed_reward(value, "file")
+        parsed_reward(value)
+
+
+def test_a_wrong_reward_of_a_file_is_named() -> None:
+    with pytest.raises(TypeError, match=r"^the reward is 'x'; it must be a number$"):
+        parsed_reward({"reward": "x"})
 
 
 def test_a_template_is_a_directory(tmp_path: Path) -> None:

@@ -389,3 +389,41 @@ def test_the_log_line_of_a_rubric_says_what_its_function_raised(here: Path, invo
     (here / "lax.py").write_text((here / "strict.py").read_text().replace("float(answer in response)", "None"))
     told = invoke("run", "lax.py", "--prompt", "5 + 3?")
     assert "agent strict: reward() failed: RewardFailed: reward function 'exact' (" in told.stdout
+
+
+OWN_LOOP = """
+from rollout_server import own_loop
+
+
+@own_loop
+async def asking(task, http):
+    messages = [{"role": "user", "content": task}]
+    for more in ("Sure?", ""):
+        response = await http.post("chat/completions", json={"model": "any", "messages": messages})
+        reply = response.raise_for_status().json()["choices"][0]["message"]
+        messages += [reply | {"content": "No."}, {"role": "user", "content": more}]
+    return 1.0
+
+
+@own_loop
+async def silent(task):
+    return 1.0
+"""
+
+
+def test_the_conversations_of_an_agent_that_owns_its_loop_are_told(project: Path, invoke: Invoke) -> None:
+    (project / "own.py").write_text(OWN_LOOP)
+    told = invoke("run", "own.py:asking", "--prompt", "hi").stdout
+    assert "fork      │ segment 0, the agent's first conversation: 1 message, no tools\n" in told
+    assert (
+        "fork      │ segment 1, a drift of segment 0: 3 messages, no tools; a chat call parted at message 1 (content): "
+        "'hi', now 'No.'\n"
+    ) in told
+    assert "calls     │ calls of the agent: 1 parted; " in told
+
+
+def test_an_agent_that_calls_no_model_has_no_tokens_to_tell_of(project: Path, invoke: Invoke) -> None:
+    (project / "own.py").write_text(OWN_LOOP)
+    told = invoke("run", "own.py:silent", "--prompt", "hi").stdout
+    assert "calls     │ calls of the agent: none after the first\n" in told
+    assert "authors unknown" not in told

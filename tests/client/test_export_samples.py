@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import SampleSpan, TrainingSample, samples
+from rollout_client.export.json_lines import read_jsonl, write_jsonl
+from rollout_client.export.parquet import read_parquet, write_parquet
+from rollout_client.samples import Parting
 
 from tests.support.random_rollouts import outcome_of, rollouts, span
 
@@ -131,6 +135,18 @@ def test_a_failure_of_an_unknown_kind_is_internal_and_a_cancellation_has_its_wor
     assert (samples(outcome)[0].end, samples(outcome)[0].reason) == ("cancellation", "diverged")
     assert (samples(outcome)[0].failure_class, samples(outcome)[0].trainable) == ("cancelled", False)
     assert samples(outcome)[0].untrainable_reason == "cancelled"
+
+
+def test_a_sample_says_where_a_call_of_the_agent_parted(tmp_path: Path) -> None:
+    origin = token_pb2.SegmentOrigin(kind=token_pb2.SEGMENT_KIND_DRIFT, parent_id="0")
+    origin.parting.CopyFrom(token_pb2.Parting(message=1, field="content", expected="8.", found="8", api="chat"))
+    outcome = outcome_of(span("prompt", 1), span("model", 1), origin=origin)
+    (sample,) = samples(outcome)
+    assert sample.parting == Parting(1, "content", "8.", "8", "chat")
+    write_jsonl([sample], tmp_path / "samples.jsonl")
+    write_parquet([sample], tmp_path / "samples.parquet")
+    assert list(read_jsonl(tmp_path / "samples.jsonl")) == [sample]
+    assert read_parquet(tmp_path / "samples.parquet") == [sample]
 
 
 def test_nothing_known_is_no_sample_and_an_unfinished_rollout_an_error() -> None:

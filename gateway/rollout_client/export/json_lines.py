@@ -10,20 +10,21 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
-from rollout_client.samples import SampleSpan, TrainingSample, TurnReward
+from rollout_client.samples import Parting, SampleSpan, TrainingSample, TurnReward
 
 _LARGEST_ID: Final = 2**31 - 1
 _Reader: TypeAlias = Callable[[object, str], Any]
 
 
 def to_dict(sample: TrainingSample) -> dict[str, Any]:
-    """Return all fields of a sample as JSON values. Spans and turn rewards are lists of dictionaries. Lists are copied."""
+    """Return all fields of a sample as JSON values. Spans, turn rewards and the parting are dictionaries. Lists are copied."""
     found = {each.name: getattr(sample, each.name) for each in fields(TrainingSample)}
     for name in ("prompt_ids", "response_ids", "response_mask", "logprobs"):
         found[name] = None if found[name] is None else list(found[name])
     found["scores"] = dict(sample.scores)
     if sample.spans is not None:
         found["spans"] = [_fields(span) for span in sample.spans]
+    found["parting"] = None if sample.parting is None else _fields(sample.parting)
     found["turn_rewards"] = [_fields(given) for given in sample.turn_rewards]
     return found
 
@@ -40,7 +41,7 @@ def trained_logprobs(sample: TrainingSample) -> list[float] | None:
     return [0.0] * len(sample.logprobs)
 
 
-def _fields(value: SampleSpan | TurnReward) -> dict[str, Any]:
+def _fields(value: SampleSpan | TurnReward | Parting) -> dict[str, Any]:
     return {each.name: getattr(value, each.name) for each in fields(value)}
 
 
@@ -120,6 +121,10 @@ def _turn_rewards(value: object, where: str) -> tuple[TurnReward, ...]:
     return tuple(TurnReward(**_read(each, TurnReward, _TURN_REWARD, f"{where}[{index}].")) for index, each in listed)
 
 
+def _parting(value: object, where: str) -> Parting:
+    return Parting(**_read(value, Parting, _PARTING, f"{where}."))
+
+
 def _scores(value: object, where: str) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} is not an object")
@@ -138,6 +143,9 @@ _SPAN: Final[Mapping[str, _Reader]] = MappingProxyType(
     }
 )
 _TURN_REWARD: Final[Mapping[str, _Reader]] = MappingProxyType({"turn": _count, "value": _number})
+_PARTING: Final[Mapping[str, _Reader]] = MappingProxyType(
+    {"message": _count, **dict.fromkeys(("field", "expected", "found", "api", "client_agent"), _text)}
+)
 _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
     {
         **dict.fromkeys(("segment_id", "kind", "parent_id", "uid", "rollout_id", "group_id", "end", "reason"), _text),
@@ -152,6 +160,7 @@ _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
         "reward": _or_none(_number),
         "scores": _scores,
         "turn_rewards": _turn_rewards,
+        "parting": _or_none(_parting),
     }
 )
 

@@ -61,6 +61,8 @@ def _schema(arrow: Any) -> Any:
     text, integer, number = arrow.string(), arrow.int64(), arrow.float64()
     positions = {"turn": integer, "start": integer, "stop": integer}
     span = arrow.struct({"author": text, "reason": text, **positions, "policy_version": text})
+    texts = dict.fromkeys(("field", "expected", "found", "api", "client_agent"), text)
+    parting = arrow.struct({"message": integer, **texts})
     columns = {
         "segment_id": text,
         "prompt_ids": arrow.list_(arrow.int32()),
@@ -88,6 +90,7 @@ def _schema(arrow: Any) -> Any:
         "untrainable_reason": text,
         "turn_rewards": arrow.list_(arrow.struct([("turn", integer), ("value", number)])),
         "model": text,
+        "parting": parting,
     }
     return arrow.schema(columns)
 

@@ -165,8 +165,17 @@ class Program(OwnLoopAgent):
             )
         if not isinstance(self.stdin, str) or not isinstance(self.reward_file, str):
             raise TypeError(f"{owner}: stdin and reward_file must be texts")
-        if not all(isinstance(text, str) for pair in self.environment.items() for text in pair):
-            raise TypeError(f"{owner}: environment must have texts as names and values")
+        if Path(self.reward_file).is_absolute() or ".." in Path(self.reward_file).parts:
+            raise ValueError(f"{owner}: reward_file is {self.reward_file!r}; it must be in the working directory")
+        if not isinstance(self.environment, Mapping) or not all(
+            isinstance(text, str) for pair in self.environment.items() for text in pair
+        ):
+            raise TypeError(f"{owner}: environment must be a dictionary with texts as names and values")
+        codes = self.exit_codes
+        if not isinstance(codes, Collection) or not all(isinstance(code, int) for code in codes):
+            raise TypeError(
+                f"{owner}: exit_codes is {codes!r:.100}; it must be a collection of numbers, such as (0, 1)"
+            )
         if self.template is not None and not Path(self.template).is_dir():
             raise ValueError(f"{owner}: template is {str(self.template)!r}, which is not a directory")
         arguments = (*self.prefix, *self.command)
@@ -235,20 +244,21 @@ class Program(OwnLoopAgent):
         try:
             if len(text) > _LONGEST_REWARD:
                 raise ValueError(f"it is longer than {_LONGEST_REWARD:,} characters")
-            return parsed_reward(parse_json(text), where)
+            return parsed_reward(parse_json(text))
         except (TypeError, ValueError, MalformedMessage) as error:
             raise program_failed(f"{where} is invalid: {error}") from None
 
 
-def parsed_reward(value: object, where: str) -> RewardResult:
-    if not isinstance(value, Mapping):
-        return checked_reward(value, where)
-    unknown = value.keys() - {"reward", "scores", "extra"}
+def parsed_reward(value: object) -> RewardResult:
+    """Return the reward that a program wrote as JSON: a number, null, or an object. Raise TypeError or ValueError for others."""
+    given: Mapping[str, Any] = value if isinstance(value, Mapping) else {"reward": value}
+    unknown = given.keys() - {"reward", "scores", "extra"}
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]!r} is none of reward, scores, extra")
-    extra = value.get("extra")
-    text = "" if extra is None else json.dumps(extra)
-    return checked_reward(RewardResult(value.get("reward"), value.get("scores"), text), where)
+    reward, extra = given.get("reward"), given.get("extra")
+    if isinstance(reward, bool) or not isinstance(reward, int | float | None):
+        raise TypeError(f"the reward is {reward!r:.100}; it must be a number")
+    return checked_reward(RewardResult(reward, given.get("scores"), "" if extra is None else json.dumps(extra)), "it")
 
 
 def _result(program: RunningProgram, code: int | None, access: ModelAccess) -> ProgramResult:

@@ -148,6 +148,8 @@ def agent_action(event: event_pb2.RolloutEvent) -> tuple[str, str]:
 def _fork_text(event: event_pb2.RolloutEvent) -> str:
     from rollout_client.samples import SEGMENT_KINDS
 
+    from rollout_server.inspection.transcript import parting_text
+
     forked = event.forked
     kind = SEGMENT_KINDS.get(forked.origin.kind, "conversation")
     tools = f", tools {', '.join(forked.tools)}" if forked.tools else ", no tools"
@@ -156,7 +158,11 @@ def _fork_text(event: event_pb2.RolloutEvent) -> str:
     role += "" if forked.trainable or not forked.HasField("trainable") else ", not trainable"
     role += f", model {forked.model}" if forked.model else ""
     after = f" after turn {forked.after_turn}" if forked.after_turn else ""
-    return f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}{after}: {count}{tools}{role}"
+    shown = f"{count}{tools}{role}"
+    if event.segment_id == forked.of_segment_id:
+        return f"segment {event.segment_id}, the agent's first conversation: {shown}"
+    why = f"; {parting_text(forked.origin.parting)}" if forked.origin.HasField("parting") else ""
+    return f"segment {event.segment_id}, a {kind} of segment {forked.of_segment_id}{after}: {shown}{why}"
 
 
 def _message_text(message: Mapping[str, Any]) -> str:

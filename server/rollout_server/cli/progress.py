@@ -185,7 +185,7 @@ def show_result(console: Console, result: Result, authors: Mapping[str, int] | N
         )
     ]
     lines.append((f"{used}; {plural(result.tokens.generated, 'token')} generated, {result.ms.total:.0f} ms", ""))
-    if authors is None:
+    if authors is None and result.tokens.generated:
         lines.append(("tokens: authors unknown, because the endpoint returned no token ids", "dim"))
     elif authors:
         named = ", ".join(

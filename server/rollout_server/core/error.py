@@ -72,12 +72,12 @@ class NotPossible(RolloutError):
 
 
 class RolloutOver(NotPossible):
-    """The rollout has ended, or is ending: its agent can call the model no more."""
+    """The rollout has ended, or is ending: its agent can call the model no more. `how` is a word for its end, if that is known."""
 
     reason = "ROLLOUT_OVER"
 
-    def __init__(self) -> None:
-        super().__init__("the rollout has ended; it takes no further calls")
+    def __init__(self, how: str = "") -> None:
+        super().__init__(f"the rollout has ended{f' ({how})' if how else ''}; it takes no further calls")
 
 
 class AlreadyFinished(Conflict):

@@ -46,8 +46,9 @@ def ending(rollout: rollout_service_pb2.Rollout) -> str:
 def calls_line(report: outcome_pb2.CaptureReport) -> str:
     """Return what the calls of an agent that owns its loop were, on one line."""
     counts = {name: count for name, count in _counts(report).items() if count and name != "longest_share"}
-    named = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-    return f"calls of the agent: {named}; {report.longest_share:.0%} of the trained tokens are in the longest segment"
+    named = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none after the first"
+    share = f"; {report.longest_share:.0%} of the trained tokens are in the longest segment"
+    return f"calls of the agent: {named}{share if report.longest_share else ''}"
 
 
 def _counts(report: outcome_pb2.CaptureReport) -> dict[str, Any]:

@@ -138,12 +138,13 @@ def _segment(segment: token_pb2.Segment) -> TranscriptSegment:
     kind = SEGMENT_KINDS.get(origin.kind, _UNKNOWN)
     ids = tuple(token for run in runs for token in run.ids)
     trained, masked = (sum(len(run.ids) for run in runs if run.letter == letter) for letter in "MA")
-    parting = _parting(origin.parting) if origin.HasField("parting") else ""
+    parting = parting_text(origin.parting) if origin.HasField("parting") else ""
     shares = origin.parent_id, origin.parent_tokens
     return TranscriptSegment(segment.id, kind, *shares, segment.verified, ids, trained, masked, runs, parting=parting)
 
 
-def _parting(parting: token_pb2.Parting) -> str:
+def parting_text(parting: token_pb2.Parting) -> str:
+    """Return where and why a call of an agent left its other conversations, on one line."""
     agent = f" of {parting.client_agent}" if parting.client_agent else ""
     call = f"a {parting.api} call{agent}" if parting.api else f"a call{agent}"
     texts = f": {parting.expected!r}, now {parting.found!r}" if parting.expected or parting.found else ""

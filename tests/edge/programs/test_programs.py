@@ -123,7 +123,10 @@ async def test_an_endless_flood_ends_with_the_context(runner: ProgramRunner, tmp
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (("no-such-program",), "could not be executed: [Errno 2] No such file or directory"),
+        (
+            ("no-such-program",),
+            "the program 'no-such-program' could not be executed: [Errno 2] No such file or directory",
+        ),
         (("/etc/passwd",), "could not be executed: [Errno 13] Permission denied"),
         (("echo", "x" * 200_000), "could not be started: Argument list too long"),
         (("echo", "a\0b"), "could not be started: embedded null byte"),

@@ -199,7 +199,9 @@ async def test_after_the_end_of_the_rollout_its_calls_are_over(caller: Caller) -
     for rpc in ("ConfirmCompletion", "CountTokens", "FinishRollout"):
         right(await refusal(getattr(stub, rpc)(requests(uid)[rpc], metadata=bearer(key))), OVER, "ROLLOUT_OVER")
     call = stub.CallModel(agent_pb.CallModelRequest(uid=uid, prompt=prompt(USER)), metadata=bearer(key))
-    right(await refusal(call.read()), OVER, "ROLLOUT_OVER")
+    refused = await refusal(call.read())
+    right(refused, OVER, "ROLLOUT_OVER")
+    assert refused.text == "the rollout has ended (cancelled); it takes no further calls"
 
 
 async def test_the_key_of_a_rollout_that_was_dropped_is_over(open_server: OpenServer) -> None:

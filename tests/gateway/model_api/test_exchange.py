@@ -65,6 +65,13 @@ async def test_both_bases_have_all_routes(endpoint: ModelGateway, path: str, bas
     assert not endpoint.call.auxiliary
 
 
+@pytest.mark.parametrize("path", ["v1/v1/messages", "v1/v1/chat/completions", "v1/embeddings"])
+async def test_another_path_names_those_that_exist(endpoint: ModelGateway, path: str) -> None:
+    response = await endpoint.post(path, {})
+    assert response.status_code == 404
+    assert "OpenAI clients need the URL with /v1, Anthropic clients without" in error_of(response)["message"]
+
+
 @APIS
 @pytest.mark.parametrize("form", ["aux/{}", "v1/aux/{}", "aux/v1/{}"])
 async def test_calls_beside_the_task_have_a_path_or_a_header(endpoint: ModelGateway, path: str, form: str) -> None:
@@ -216,6 +223,9 @@ async def test_an_invalid_message_is_named_as_in_the_body(endpoint: ModelGateway
     refuse("sampling.extra_json.tool_choice")
     error = error_of(await endpoint.post("v1/responses", BODIES["v1/responses"]))
     assert error["param"] == "tool_choice"
+    refuse("previous")
+    error = error_of(await endpoint.post("v1/responses", BODIES["v1/responses"]))
+    assert error["param"] == "previous_response_id"
 
 
 @APIS

@@ -27,8 +27,9 @@ _BYTES_PER_SECOND = 32 * 1024 * 1024
 class ProgramProcess:
     """A program and its supervisor."""
 
-    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket, stdin: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket, start: ProgramStart) -> None:
         self._process = process
+        self._file = start.command[0]
         self._connection = connection
         self._stdout, self._stderr = ProgramOutput(), ProgramOutput()
         name = f"program {process.pid}"
@@ -37,7 +38,7 @@ class ProgramProcess:
             asyncio.create_task(_read(process.stdout, self._stdout), name=f"{name} stdout"),
             asyncio.create_task(_read(process.stderr, self._stderr), name=f"{name} stderr"),
         ]
-        self._writer = asyncio.create_task(_write(process.stdin, stdin), name=f"{name} stdin")
+        self._writer = asyncio.create_task(_write(process.stdin, start.stdin), name=f"{name} stdin")
 
     @property
     def stdout(self) -> str:
@@ -56,7 +57,8 @@ class ProgramProcess:
         with suppress(OSError):
             reason = self._connection.recv(1000)
             if reason:
-                raise program_failed(f"the program could not be executed: {reason.decode(errors='replace')}")
+                text = f"the program {self._file!r:.200} could not be executed: {reason.decode(errors='replace')}"
+                raise program_failed(text)
         return self._ended.result()
 
     async def end(self) -> None:
@@ -146,7 +148,7 @@ class ProgramRunner:
             ours.close()
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise program_failed(f"the program could not be started: {reason}") from error
-        program = ProgramProcess(process, ours, start.stdin)
+        program = ProgramProcess(process, ours, start)
         self._running.add(program)
         return program
 

@@ -29,6 +29,7 @@ from rollout_server.core.error import (
     Violation,
 )
 from rollout_server.core.message import Message
+from rollout_server.core.outcome import Cancellation, Failure, Stop
 from rollout_server.edge.api_keys import bare_key
 from rollout_server.edge.model_keys import ModelKeys
 from rollout_server.edge.offload import offload_request
@@ -38,13 +39,12 @@ from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.rollout import Rollout, RolloutEnding
 from rollout_server.runtime.start_request import Caller
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _HOLDER: Final = Caller("", admin=True)
 """A key names its rollout, whoever holds it."""
-_RESULTS: Final = {RolloutOver: "over", Busy: "busy"}
 MOST_COUNTS: Final = 64
 """Prompts that are counted at the same time."""
 
@@ -71,12 +71,12 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
 
     async def CallModel(self, request: pb.CallModelRequest, context: _Context) -> AsyncIterator[pb.CallModelResponse]:
         """Complete one call. If its caller leaves, the completion is kept for the same call."""
-        capture = self._rollout(request.uid).capture
+        rollout = self._rollout(request.uid)
         result = "disconnected"
         try:
             call = await offload_request(lambda: wire.model_call(request), request.ByteSize())
             begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            completing = asyncio.create_task(capture.call(call, begun.set_result))
+            completing = asyncio.create_task(rollout.capture.call(call, begun.set_result))
             try:
                 await asyncio.wait((begun, completing), return_when=asyncio.FIRST_COMPLETED)
                 if begun.done():
@@ -85,8 +85,11 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             finally:
                 completing.cancel()
             result = "replayed" if completed.replayed else "completed"
+        except RolloutOver:
+            result = "over"
+            raise RolloutOver(_word_of(rollout.ending)) from None
         except RolloutError as error:
-            result = _RESULTS.get(type(error), "refused")
+            result = "busy" if isinstance(error, Busy) else "refused"
             raise
         except Exception:
             result = "failed"
@@ -155,6 +158,20 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         except RolloutFailed as error:
             raise InvalidRequest(Violation("messages", str(error))) from None
         return len(rendered.predicted.environment)
+
+
+def _word_of(ending: RolloutEnding) -> str:
+    """Return a word for the end of a rollout, which its agent may see; empty if it is not known yet."""
+    known = [future.result() for future in (ending.requested, ending.reached) if future.done()]
+    match ending.decided or next(iter(known), None):
+        case Stop() as stop:
+            return stop.reason
+        case Failure() as failure:
+            return f"failed: {failure.category.value}"
+        case Cancellation():
+            return "cancelled"
+        case _:
+            return ""
 
 
 def _first_prompt(

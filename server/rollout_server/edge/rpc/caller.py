@@ -50,7 +50,7 @@ def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable
 
 def wrong_model_key() -> Forbidden:
     """Return the error of a call without the key of its rollout. It is the same whether or not there is such a rollout."""
-    text = "needs the key of this rollout's model endpoint, as the start of the rollout returned it"
+    text = "the call needs the key of this rollout's model endpoint, as the start of the rollout returned it"
     return Forbidden(text, reason="MODEL_KEY_INVALID")
 
 
