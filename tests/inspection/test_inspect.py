@@ -17,7 +17,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
 from rollout_gateway.rest.proto_json import message_to_json
 from rollout_server.inspection.terminal import ViewOptions, print_transcript
-from rollout_server.inspection.transcript import transcript_of
+from rollout_server.inspection.transcript import parting_text, transcript_of
 from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
@@ -189,6 +189,11 @@ async def test_calls_of_an_agent_with_a_loop_of_its_own_say_why_their_segments_b
         told = json.loads((await invoke(path, "--json")).stdout)
         assert told["segments"][0]["parting"] == lines[title + 1]
         assert (told["capture"]["continued"], told["capture"]["longest_share"]) == (4, 0.75)
+    parting.field = "history"
+    assert (
+        parting_text(parting)
+        == "a chat call of a1 had only 2 messages, where the conversation went on with 'On\\u202e'"
+    )
 
 
 def test_colour_tells_an_authors_mask_from_what_trains() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from rollout_server import Agent, Run
+from rollout_server import Agent, ExternalAgent, Run
 from rollout_server.core.capture.call import Completed
 from rollout_server.core.error import AlreadyFinished, Busy, CallRefused, NotFound, RolloutOver
 from rollout_server.core.ledger import SegmentKind
@@ -313,6 +313,17 @@ async def test_an_agent_that_failed_ends_its_rollout_in_its_class(new_world: typ
     await called(rollout, ASK)
     failure = Failure(Category.INTERNAL, "the sandbox broke", 1, source=FailureClass.ENVIRONMENT)
     assert (await finished(rollout, FinishedWork(failure=failure))).end == failure
+
+
+async def test_a_failure_that_an_agent_reports_is_logged_without_frames_of_this_package(
+    new_world: type[RuntimeHarness], caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = new_world(ExternalAgent(name="far")).start(Say("8"))
+    await called(rollout, ASK)
+    await finished(rollout, FinishedWork(failure=Failure(Category.INTERNAL, "the sandbox broke", 1)))
+    (logged,) = (record for record in caplog.records if "failed" in record.getMessage())
+    assert logged.getMessage() == "agent far: play() failed: the sandbox broke"
+    assert logged.exc_info is None
 
 
 async def test_an_agent_that_goes_silent_ends(new_world: type[RuntimeHarness]) -> None:

@@ -123,6 +123,5 @@ def _body_path(path: str, places: Sequence[str]) -> str:
     found = _FIELD.fullmatch(path)
     if found and int(found[1]) < len(places):
         return places[int(found[1])] + found[2].removeprefix(".json")
-    if path == "previous":
-        return "previous_response_id"
-    return path.removeprefix("prompt.").removeprefix("sampling.").removeprefix("extra_json.")
+    shown = path.removeprefix("prompt.").removeprefix("sampling.").removeprefix("extra_json.")
+    return "previous_response_id" if shown == "previous" else shown

@@ -32,15 +32,10 @@ from rollout_gateway.rest.rollout_routes import Uid
 
 _JSON: Final = "application/json"
 _BASE: Final = "/r/{uid}/v1"
-# OpenAI clients have a base with "/v1", Anthropic clients add it. Calls below "/aux" are beside the task.
-_OTHER_BASES: Final = ("/r/{uid}", "/r/{uid}/aux", "/r/{uid}/v1/aux", "/r/{uid}/aux/v1")
+# OpenAI clients have a base with "/v1", Anthropic clients add it to any. Calls below "/aux" are beside the task.
+_OTHER_BASES: Final = ("/r/{uid}", "/r/{uid}/v1/v1", "/r/{uid}/aux", "/r/{uid}/v1/aux", "/r/{uid}/aux/v1")
 # Clients' own ids of the agent that calls, such as a sub-agent.
 _AGENT_IDS: Final = ("x-rollout-agent", "x-claude-code-agent-id", "x-session-id")
-_METHODS: Final = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-_PATHS: Final = (
-    "The model endpoint has POST chat/completions, responses, messages, messages/count_tokens and finish, and GET models, below "
-    "its base URL and below this with /v1. OpenAI clients need the URL with /v1, Anthropic clients without"
-)
 _ANY: Final = {"type": "object", "additionalProperties": True}
 _SECURITY: Final[dict[str, Any]] = {"security": [{"bearer": []}, {"model_key": []}]}
 _FAILURES: Final = (400, 403, 404, 408, 410, 413, 414, 429, 431, 500, 503, 504)
@@ -111,13 +106,7 @@ def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
         part = APIRouter(**options)
         _add_finish(part, rollouts, intake)
         router.include_router(part)
-    router.add_api_route("/r/{uid}/{path:path}", _no_such_path, methods=_METHODS, include_in_schema=False)
     return router
-
-
-async def _no_such_path(path: str) -> Response:
-    shape = MESSAGES if "messages" in path.split("/") else CHAT
-    return _json(shape.error(ModelError(404, _PATHS, "PATH_NOT_FOUND")), 404)
 
 
 def _add_completions(router: APIRouter, shape: ModelShape, rollouts: Rollouts, intake: RequestBodies) -> None:

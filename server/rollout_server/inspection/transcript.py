@@ -147,6 +147,9 @@ def parting_text(parting: token_pb2.Parting) -> str:
     """Return where and why a call of an agent left its other conversations, on one line."""
     agent = f" of {parting.client_agent}" if parting.client_agent else ""
     call = f"a {parting.api} call{agent}" if parting.api else f"a call{agent}"
+    if parting.field == "history":
+        went_on = f" with {parting.expected!r}" if parting.expected else ""
+        return f"{call} had only {parting.message} messages, where the conversation went on{went_on}"
     texts = f": {parting.expected!r}, now {parting.found!r}" if parting.expected or parting.found else ""
     return f"{call} parted at message {parting.message} ({parting.field}){texts}"
 

@@ -79,7 +79,8 @@ def start(**values: Any) -> None:
     """Start a rollout on a running server and print its uid.
 
     If the agent runs elsewhere, stderr has the base URL and the key of its model
-    endpoint, and with --json the field "access".
+    endpoint, and with --json the field "access". For the rollouts of a group,
+    POST /v1/rollouts/UID/access returns them.
 
     The rollout continues when this command ends. With --watch the command follows
     it, and the exit code is that of `rollout watch`.

@@ -295,11 +295,13 @@ def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Fail
 def _log_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
     location = raised_at(error) if error is not None else ""
-    if not location and not isinstance(error, RolloutFailed):  # its text says what failed
+    told = isinstance(error, RolloutFailed) and not location  # its text says what failed, and no frame is an author's
+    if told:
+        location = f": {error}"
+    elif not location:
         location = _location(rollout, part)
-    _log.error(
-        "agent %s: %s() failed%s", rollout.agent.name, part, location, exc_info=error, extra=_log_fields(rollout)
-    )
+    text, shown = "agent %s: %s() failed%s", None if told else error
+    _log.error(text, rollout.agent.name, part, location, exc_info=shown, extra=_log_fields(rollout))
 
 
 def _calls_under_way(rollout: Rollout) -> str:
