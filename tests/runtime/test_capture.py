@@ -15,7 +15,9 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Outcome, RewardResult, Stop
 from rollout_server.core.record import Asked, CaptureSettled, Masked, Note
 from rollout_server.core.spec import Sampling
+from rollout_server.runtime.capture import offered_tools
 from rollout_server.runtime.capture.endpoint import MOST_CALLS, FinishedWork
+from rollout_server.runtime.capture.offered_tools import ClientTool
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutFailed
 from rollout_server.runtime.ports import Fork
 from rollout_server.runtime.registry.rollout_index import Selection
@@ -355,6 +357,23 @@ async def test_a_prompt_that_is_too_long_is_refused_and_a_shorter_one_goes_on(ne
     assert contents(outcome, "assistant") == ["8", "9", "10"]
     assert outcome.capture is not None
     assert outcome.capture.refused == 1
+
+
+async def test_ever_other_tools_do_not_fill_the_memory(
+    new_world: type[RuntimeHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offered_tools, "MOST_TOOL_TEXT", 2500)
+    rollout = new_world(Elsewhere()).start(Say("8"), Say("9"), Say("10"))
+    tools = [ClientTool(f"tool {number}", "x" * 1000, "{}") for number in range(3)]
+    first = await called(rollout, ASK, tools=tools[:1])
+    await called(rollout, ASK, tools=tools[1:2])
+    with pytest.raises(CallRefused) as refused:
+        await called(rollout, ASK, tools=tools[2:])
+    assert (refused.value.reason, refused.value.field) == ("INVALID_CALL", "tools")
+    await called(rollout, ASK, first, GO, tools=tools[:1])
+    outcome = await finished(rollout)
+    assert contents(outcome, "assistant") == ["8", "10"]
+    assert len(outcome.segments) == 2
 
 
 async def test_a_first_prompt_that_is_too_long_leaves_a_main_conversation(new_world: type[RuntimeHarness]) -> None:

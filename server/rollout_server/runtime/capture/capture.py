@@ -46,7 +46,7 @@ from rollout_server.runtime.capture.endpoint import (
     repeats,
     too_many_calls,
 )
-from rollout_server.runtime.capture.offered_tools import conversation_tools
+from rollout_server.runtime.capture.offered_tools import check_tool_room, conversation_tools
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.arguments import SamplingOptions
 from rollout_server.runtime.run.context import RunContext
@@ -101,6 +101,7 @@ class Capture:
         self._tasks: dict[Pending, asyncio.Task[Completed]] = {}
         self._ids: dict[Pending, str] = {}
         self._completed: dict[str, Completed] = {}
+        self._tools_size = 0
         self._calls = 0
         self._refused = 0
         self._notes: set[str] = set()
@@ -221,10 +222,12 @@ class Capture:
         parting = decision.parting
         if isinstance(decision, Branch):
             of, after = self._runs[decision.conversation], decision.after_turn
-            opening = Opening(SegmentKind.BRANCH, after_turn=after, parting=parting)
+            opening = Opening(SegmentKind.BRANCH, after_turn=after, role=role, parting=parting)
+            size = self._tools_size
         else:
             of = self._main if decision.kind is SegmentKind.MAIN else self._root
             tools = conversation_tools(call.tools, self._context.rollout.tools)
+            size = check_tool_room(self._tools_size, tools)
             opening = Opening(decision.kind, checked_messages(decision.messages), tools, role=role, parting=parting)
         try:
             run = await of.open(opening)
@@ -232,6 +235,7 @@ class Capture:
             raise CallRefused("ONE_CONVERSATION", "prompt.messages", failed.failure.message) from None
         if opening.kind is SegmentKind.MAIN:
             self._main = run
+        self._tools_size = size
         return run
 
     async def _generate(

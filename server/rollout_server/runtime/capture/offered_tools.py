@@ -15,6 +15,8 @@ from rollout_server.runtime.ports import Tool
 
 MOST_TOOLS: Final = 1000
 """Tools of one call."""
+MOST_TOOL_TEXT: Final = 64 * 1024 * 1024
+"""Characters in the tools of all conversations of one rollout. Each conversation holds its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,15 @@ def conversation_tools(offered: Sequence[OfferedTool], declared: Sequence[Tool])
         names.add(tool.name)
     if [_compared(tool) for tool in offered] == [_compared(tool) for tool in declared]:
         return None
-    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema) for tool in offered)
+    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema or "{}") for tool in offered)
 
 
-def _compared(tool: OfferedTool | Tool) -> tuple[str, str, str]:
-    return tool.name, tool.description, canonical_schema(tool.parameters_json_schema, f"tool {tool.name}")
+def check_tool_room(size: int, tools: Sequence[Tool] | None) -> int:
+    """Return the size of a rollout's tools with those of another conversation. Raise `CallRefused` if they are too large."""
+    size += sum(len(tool.name) + len(tool.description) + len(tool.parameters_json_schema) for tool in tools or ())
+    if size > MOST_TOOL_TEXT:
+        text = (
+            f"the rollout's conversations have tools of more than {MOST_TOOL_TEXT:,} characters; continue one of them"
+        )
+        raise CallRefused("INVALID_CALL", "tools", text)
+    return size
