@@ -367,6 +367,33 @@ async def test_a_prompt_that_is_too_long_tells_the_agent_to_compact_and_it_goes_
 
 
 @EVERY_API
+@pytest.mark.parametrize("mode", ["tokens", "messages"])
+async def test_a_limit_that_does_not_fit_into_the_context_is_lowered(
+    stack: AsyncExitStack, api: str, mode: str
+) -> None:
+    """As Claude Code asks with 32,000. The answer that fills the context is cut, and says so."""
+    stand = await stack.enter_async_context(standing(["Well.", "A long answer. " * 100]))
+    stand.engine.model.context = 200
+    endpoint = await stand.start(token_mode=mode)
+    limit = "max_output_tokens" if api == "responses" else "max_tokens"
+    first = await endpoint.post(ROUTES[api], request_body(api, "One?", **{limit: 32_000}))
+    assert answer_text(api, first) == "Well."
+    second = await endpoint.post(ROUTES[api], request_body(api, "One?", "Well.", "Two?", **{limit: 32_000}))
+    assert answer_text(api, second).startswith("A long answer. A long")
+    body = second.json()
+    told = {
+        "chat": lambda: body["choices"][0]["finish_reason"] == "length",
+        "responses": lambda: body["incomplete_details"]["reason"] == "max_output_tokens",
+        "messages": lambda: body["stop_reason"] == "max_tokens",
+    }
+    assert told[api]()
+    outcome = await endpoint.finish(reward=1)
+    check_each_token_once(outcome, stand.seen)
+    assert len(outcome["samples"]) == 1
+    assert len(stand.seen[1].prompt) + len(stand.seen[1].ids) == 200
+
+
+@EVERY_API
 async def test_a_refused_call_is_counted_and_the_rollout_lives(stand: Stand, api: str) -> None:
     """In token mode the engine cannot be forced to call a tool."""
     rollout = await stand.start()
