@@ -172,6 +172,10 @@ def test_what_a_program_is_given(
     assert directory.parent == scratch
 
 
+NESTED = 'import os\nfor _ in range(1500): os.mkdir("d"); os.chdir("d")'
+"""Nests directories deeper than Python's recursion goes."""
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
@@ -179,6 +183,7 @@ def test_what_a_program_is_given(
         ("echo out; exit 1", "the program ended with exit code 1: out"),
         ("kill -KILL $$", "the program ended with exit code -9: it wrote nothing"),
         ("env; exit 1", "OPENAI_API_KEY=KEY"),
+        (f"{sys.executable} -ISc '{NESTED}'; exit 5", "exit code 5"),
         ("echo '{' > reward.json", "the program's reward file reward.json is invalid"),
         ("echo '{\"points\": 1}' > reward.json", "'points' is none of reward, scores, extra"),
         ("echo NaN > reward.json", "the program's reward file reward.json is invalid"),

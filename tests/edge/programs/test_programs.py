@@ -38,6 +38,24 @@ while not os.path.exists("started"):
 """Leaves a process in a session of its own, without its output, that ignores SIGTERM."""
 
 
+SWARM = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.closerange(3, 1000)
+ends = time.time() + 120
+for _ in range(20):
+    if os.fork() == 0:
+        os.setsid()
+        while time.time() < ends:
+            if os.fork():
+                os._exit(0)
+        os._exit(0)
+open("started", "w").close()
+time.sleep(120)
+"""
+"""Sessions in each of which a process forks and exits all the time, so that its number changes faster than it can be read."""
+
+
 @pytest.fixture
 async def runner(tmp_path: Path) -> AsyncIterator[ProgramRunner]:
     """A runner of which nothing is left at the end of each test."""
@@ -150,6 +168,11 @@ async def test_what_it_leaves_behind_dies_with_it(runner: ProgramRunner, tmp_pat
     code, _, _ = await output_of(runner, ProgramStart((sys.executable, "-ISc", DAEMON), tmp_path))
     assert (code, (tmp_path / "started").exists()) == (0, True)
     assert list(processes_in(tmp_path)) == []
+
+
+async def test_processes_that_fork_all_the_time_end_with_the_context(runner: ProgramRunner, tmp_path: Path) -> None:
+    async with runner.start(ProgramStart((sys.executable, "-ISc", SWARM), tmp_path)):
+        await until_there(tmp_path / "started")
 
 
 @pytest.mark.parametrize(

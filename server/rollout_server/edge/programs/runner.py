@@ -74,8 +74,9 @@ class ProgramProcess:
         if not self._ended.done():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            await asyncio.wait({self._ended})
-        tasks = [*self._readers, self._writer]
+            # asyncio also waits for the end of the pipes, which a process that the supervisor missed may hold.
+            await asyncio.wait({self._ended}, timeout=_GRACE_SECONDS)
+        tasks = [self._ended, *self._readers, self._writer]
         await asyncio.wait(tasks, timeout=0.1)
         for task in tasks:
             task.cancel()

@@ -96,7 +96,15 @@ def _end_all(worker: int, status: int | None) -> int:
         left = list(_children())
         if not left and status is not None:
             return status
-        for number in left:  # their children become children of this process, so the loop repeats until none is left
+        for (
+            number,
+            group,
+        ) in left:  # their children become children of this process, so the loop repeats until none is left
+            # A process that forks and exits all the time is gone before its number can be used. A signal to its group reaches the
+            # child, too: no process of a group forks unseen while the group gets a signal.
+            if group != os.getpgrp():
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(number, signal.SIGKILL)
         time.sleep(0.005)
@@ -114,14 +122,14 @@ def _reaped(worker: int) -> int | None:
     return found
 
 
-def _children() -> Iterator[int]:
-    """Yield the process ids of this process's children."""
+def _children() -> Iterator[tuple[int, int]]:
+    """Yield the process ids of this process's children, and their process groups."""
     own = str(os.getpid())
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            _, parent, *_ = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            _, parent, group, *_ = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             if parent == own:
-                yield int(path.parent.name)
+                yield int(path.parent.name), int(group)
 
 
 def _exit_like(status: int) -> None:
