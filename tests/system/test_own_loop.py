@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,7 @@ import pytest
 from rollout_client import Target
 from rollout_client.samples import samples
 from rollout_server import Agent, ExternalAgent, Limits, Program, RewardResult, Rubric, Run, own_loop
+from rollout_server.agent import program
 from rollout_server.local_stack import FinishedRollout, LocalStack, ScriptedModel
 
 from tests.support.examples import processes_in
@@ -301,8 +305,27 @@ def test_a_program_that_will_not_end(serving: Serving, scripted_model: ScriptedM
         return
     outcome = stack.client.wait(started.uid).outcome
     assert (outcome.HasField("cancellation"), outcome.HasField("failure")) == (way == "cancelled", way == "limit")
-    while list(processes_in(scratch)) or list(scratch.glob("*/work")):
+    while list(processes_in(scratch)) or any(scratch.glob("*/work")):
         threading.Event().wait(0.01)
+
+
+def test_directories_of_servers_that_were_killed_are_removed(
+    serving: Serving, two: ScriptedModel, scratch: Path
+) -> None:
+    """Not those whose server lives, and whatever else is there."""
+    for name in ("rollout-program-left", "rollout-program-used", "rollout-program-new", "rollout-of-mine"):
+        (scratch / name / "work").mkdir(parents=True)
+        if "new" not in name:
+            os.utime(scratch / name, (1, 1))
+    descriptor = os.open(scratch / "rollout-program-used", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    program._remove_left.cache_clear()
+    assert serving(looping()).play("2 + 2?", two).failure is None
+    os.close(descriptor)
+    left = ["rollout-of-mine", "rollout-program-new", "rollout-program-used"]
+    assert sorted(path.parent.name for path in scratch.glob("*/work")) == left
+    for name in left:
+        shutil.rmtree(scratch / name)
 
 
 def test_many_programs_at_once(serving: Serving, two: ScriptedModel) -> None:

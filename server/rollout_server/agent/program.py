@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -10,8 +11,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Unpack, cast
 
@@ -24,6 +28,10 @@ from rollout_server.runtime.run.reward import checked_reward
 from rollout_server.runtime.run.run import Run
 
 _WORKDIR: Final = "workdir"
+_LOCK: Final = "workdir_lock"
+_DIRECTORIES: Final = "rollout-program-"
+_NEW_SECONDS: Final = 60.0
+"""A directory this young may not have its lock yet."""
 _PROGRAM: Final = "program"
 _PLACEHOLDERS: Final = ("task", "task_file", "workdir", "directory", "uid", "base_url", "model", "key")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([a-z_]+)\}")
@@ -146,7 +154,11 @@ class Program(OwnLoopAgent):
         finally:
             if _WORKDIR in own_run.state:
                 directory = own_run.state[_WORKDIR].parent
-                await own_run.run_in_thread("working directory", lambda: _remove(directory))
+                try:
+                    await own_run.run_in_thread("working directory", lambda: _remove(directory))
+                finally:
+                    if _LOCK in own_run.state:
+                        os.close(own_run.state.pop(_LOCK))
 
     def check_attributes(self) -> None:
         """Check what the metaclass does not know."""
@@ -219,8 +231,11 @@ class Program(OwnLoopAgent):
         return ProgramStart(command, workdir, environment, filled(self.stdin))
 
     def _make_directory(self, run: Run) -> None:
-        directory = Path(tempfile.mkdtemp(prefix="rollout-"))
+        _remove_left()
+        directory = Path(tempfile.mkdtemp(prefix=_DIRECTORIES))
         run.state[_WORKDIR] = workdir = directory / "work"
+        with suppress(OSError):  # a file system without locks; there nobody removes what another server left
+            run.state[_LOCK] = _locked(directory)
         for name in ("home", "tmp"):
             (directory / name).mkdir()
         if self.template is None:
@@ -279,6 +294,31 @@ async def _exit_code(program: RunningProgram, run: Run) -> int | None:
         return waiting.result() if waiting.done() else None
     finally:
         waiting.cancel()
+
+
+def _locked(directory: Path) -> int:
+    """Lock a directory until this process ends, or the returned descriptor is closed. Raise `BlockingIOError` if it is locked."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@cache
+def _remove_left() -> None:
+    """Remove, once per process, the directories of servers that were killed: nobody holds their locks."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORIES}*"):
+        with suppress(OSError):  # it is locked, gone, or not ours
+            found = directory.lstat()
+            if found.st_uid == os.geteuid() and found.st_mtime < time.time() - _NEW_SECONDS:
+                descriptor = _locked(directory)
+                try:
+                    _remove(directory)
+                finally:
+                    os.close(descriptor)
 
 
 def _remove(directory: Path) -> None:
