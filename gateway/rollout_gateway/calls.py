@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import grpc
@@ -13,6 +13,7 @@ from osmosis.rollout.v1.outcome_pb2 import Outcome
 from osmosis.rollout.v1.rollout_service_pb2 import AcknowledgeOutcomeRequest, RunRolloutRequest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.types import Receive
 
 from rollout_gateway.fleet.errors import too_late
 from rollout_gateway.settings import GatewaySettings
@@ -135,6 +136,8 @@ class Rollouts:
 
     server: "RolloutServiceAsyncStub"
     settings: GatewaySettings
+    #: The confirmations of completions under way, with the uids of their rollouts.
+    confirmations: dict[asyncio.Task[None], str] = field(default_factory=dict)
 
     def calls(self, request: Request, default_key: str = "", uid: str = "") -> Calls:
         """Return the calls of a request. Without an Authorization header they use `default_key`, if that is not empty.
@@ -179,7 +182,7 @@ async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     the body, and raises the HTTPException for a rest that is too large or too slow.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_left(request))
+    leaving = asyncio.ensure_future(left(request.receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if leaving.done():
@@ -193,6 +196,7 @@ async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def left(receive: Receive) -> None:
+    """Return once the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
         pass

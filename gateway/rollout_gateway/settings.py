@@ -11,8 +11,6 @@ class GatewaySettings:
     detach_grace_seconds: float = 10.0
     #: A larger request body gets 413.
     max_body_bytes: int = 16 << 20
-    #: The same for requests to the model endpoints of rollouts, which repeat whole conversations.
-    max_model_body_bytes: int = 32 << 20
     #: A body that has not arrived completely after this time gets 408.
     body_seconds: float = 60.0
     #: Maximum `metadata` of the synchronous and asynchronous HTTP APIs, in bytes of JSON text; more gets 422.
@@ -23,3 +21,8 @@ class GatewaySettings:
     heartbeat_seconds: float = 10.0
     #: API key that the gateway adds to requests of the synchronous HTTP API without one; empty: it adds none.
     synchronous_key: str = field(default="", repr=False)
+
+    @property
+    def max_model_body_bytes(self) -> int:
+        """A larger body of a request to a model endpoint gets 413. Its message for the server may be much shorter."""
+        return 2 * self.max_body_bytes

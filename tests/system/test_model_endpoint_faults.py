@@ -570,6 +570,20 @@ async def test_a_body_over_32_mib_is_refused_and_the_rollout_lives(stand: Stand,
     assert (await rollout.finish())["end"] == "stop"
 
 
+async def test_a_body_that_outgrows_the_limit_on_its_way_is_refused_and_the_rollout_lives(stand: Stand) -> None:
+    """A text of JSON in a text of JSON has more backslashes."""
+    rollout = await stand.start()
+    called = [{"type": "tool_use", "id": "t", "name": "add", "input": {"a": '"' * (6 * 2**20)}}]
+    result = [{"type": "tool_result", "tool_use_id": "t", "content": "1"}]
+    roles = {"user": "x", "assistant": called}
+    messages = [{"role": role, "content": content} for role, content in roles.items()]
+    body = {"model": "m", "max_tokens": 9, "messages": [*messages, {"role": "user", "content": result}]}
+    for route in ("messages", "messages/count_tokens"):
+        reply = await rollout.post(route, body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (413, "request_too_large"), reply.text[:300]
+    assert (await rollout.chat(history("One?")))["content"] == "Answer 0."
+
+
 @EVERY_API
 async def test_very_many_messages_are_taken_or_refused_and_the_rollout_lives(stand: Stand, api: str) -> None:
     rollout = await stand.start()

@@ -1,8 +1,4 @@
-"""Responses with a completion: heartbeats while it is generated, and a confirmation once it was delivered.
-
-A confirmation delays no response: it runs while the client reads. A call waits for the confirmations of its rollout, so that no
-client can send an equal request before the server knows that it has the completion.
-"""
+"""Responses with a completion: heartbeats while it is generated, and a confirmation once it was delivered."""
 
 import asyncio
 import logging
@@ -17,7 +13,7 @@ from osmosis.rollout.v1.agent_service_pb2 import CallModelRequest, ConfirmComple
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rollout_gateway.calls import Calls, StreamEndedEarly
+from rollout_gateway.calls import Calls, StreamEndedEarly, left
 from rollout_gateway.model_api.apis import COMMENT, FrameEncoder, ModelShape
 from rollout_gateway.model_api.call import ApiCall, reply_of
 from rollout_gateway.model_api.errors import FAULTS, ModelError, model_error
@@ -43,10 +39,6 @@ def agent_rpcs(calls: Calls) -> "AgentServiceAsyncStub":
     return cast("AgentServiceAsyncStub", calls.rpc)
 
 
-#: The confirmations under way, with the uids of their rollouts.
-Confirmations = dict[asyncio.Task[None], str]
-
-
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """One call: its API, its request as parsed, and the calls to the rollout server on its behalf."""
@@ -55,7 +47,7 @@ class Exchange:
     call: ApiCall
     calls: Calls
     request_id: str
-    confirmations: Confirmations
+    confirmations: dict[asyncio.Task[None], str]
     #: The id of the completion, once it is being generated.
     begun: list[str] = field(default_factory=list)
 
@@ -77,9 +69,9 @@ class Exchange:
         return found
 
     async def deliver(self, send: Send, leaving: asyncio.Task[None], body: bytes, completion_id: str) -> None:
-        """Send a body. Confirm the completion just before the end, if the client is still there.
+        """Send a body. If the client is still there before the last bytes, confirm the completion while it reads them.
 
-        A client that disconnects earlier has not received the completion, and gets it again when it repeats the request.
+        A call waits for the confirmations of its rollout, so no client's next request precedes them.
         """
         first, last = body[:-_LAST_BYTES], body[-_LAST_BYTES:]
         if first:
@@ -93,12 +85,13 @@ class Exchange:
             await _send(send, last, more=False)
 
     async def _confirm(self, completion_id: str) -> None:
-        """Confirm that the completion was delivered. After a failure an equal request gets it again."""
+        # After a failure an equal request gets the completion again.
         message = ConfirmCompletionRequest(uid=self.calls.uid, completion_id=completion_id)
         try:
             await agent_rpcs(self.calls).ConfirmCompletion(message, timeout=_CONFIRM_SECONDS)
         except grpc.aio.AioRpcError as error:
-            _LOG.warning("request %s: the completion could not be confirmed: %s", self.request_id, error.code().name)
+            # Also after the last call of a rollout that has ended meanwhile.
+            _LOG.info("request %s: the completion could not be confirmed: %s", self.request_id, error.code().name)
 
 
 class CompletionResponse(Response):
@@ -177,11 +170,7 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
 async def _leaving(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
     """Yield a task that is done once the client has disconnected."""
 
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.create_task(watch())
+    task = asyncio.create_task(left(receive))
     try:
         yield task
     finally:

@@ -17,13 +17,7 @@ from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
 from rollout_gateway.model_api.apis import CHAT, MESSAGES, RESPONSES, ModelShape
 from rollout_gateway.model_api.call import ApiCall
-from rollout_gateway.model_api.delivery import (
-    CompletionResponse,
-    CompletionStream,
-    Confirmations,
-    Exchange,
-    agent_rpcs,
-)
+from rollout_gateway.model_api.delivery import CompletionResponse, CompletionStream, Exchange, agent_rpcs
 from rollout_gateway.model_api.errors import FAULTS, ModelError, model_error
 from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, decode
 from rollout_gateway.rest.body import FinishRollout
@@ -91,13 +85,13 @@ _ROUTES: Final = ((CHAT, _ModelRoute), (RESPONSES, _ResponsesRoute), (MESSAGES, 
 
 def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """Return the routes of the model endpoints of all rollouts."""
-    router, confirmations = APIRouter(), Confirmations()
+    router = APIRouter()
     for base in (_BASE, *_OTHER_BASES):
         options: dict[str, Any] = {"prefix": base, "include_in_schema": base == _BASE, "tags": ["model endpoint"]}
         options["default_response_class"] = Response
         for shape, route in _ROUTES:
             part = APIRouter(route_class=route, **options)
-            _add_completions(part, shape, rollouts, intake, confirmations)
+            _add_completions(part, shape, rollouts, intake)
             if shape is MESSAGES:
                 _add_count(part, rollouts, intake)
             if shape is CHAT:
@@ -116,7 +110,7 @@ def _add_completions(router: APIRouter, shape: ModelShape, rollouts: Rollouts, i
         calls = rollouts.calls(request, uid=uid)
         call = await _read(request, calls, shape, intake)
         message = _with_headers(call.request, request, auxiliary=auxiliary)
-        exchange = Exchange(shape, call, calls, request.state.request_id, confirmations)
+        exchange = Exchange(shape, call, calls, request.state.request_id, rollouts.confirmations)
         if call.stream:
             return await _stream(request, exchange, message, rollouts.settings.heartbeat_seconds)
         return CompletionResponse(exchange, await unless_hung_up(request, exchange.completion(message)))

@@ -223,7 +223,7 @@ async def test_an_invalid_message_is_named_as_in_the_body(endpoint: ModelGateway
 
 @APIS
 async def test_hostile_bodies_are_refused(path: str) -> None:
-    async with model_gateway(max_model_body_bytes=50_000) as endpoint:
+    async with model_gateway(max_body_bytes=25_000) as endpoint:
         url, headers = f"/r/{UID}/{path}", {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
 
         async def send(content: bytes, **more: str) -> httpx.Response:
@@ -242,9 +242,10 @@ async def test_hostile_bodies_are_refused(path: str) -> None:
 
 @APIS
 async def test_a_body_may_be_larger_than_those_of_other_routes(path: str) -> None:
-    async with model_gateway(max_body_bytes=1_000) as endpoint:
+    async with model_gateway(max_body_bytes=60_000) as endpoint:
         body = BODIES[path] | {"user": "x" * 100_000}
         assert (await endpoint.post(path, body)).status_code == 200
+        assert (await endpoint.post(path, body | {"user": "x" * 120_000})).status_code == 413
 
 
 @asynccontextmanager
