@@ -295,10 +295,10 @@ def _agent_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> Fail
 def _log_failure(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
     error = None if task.cancelled() else task.exception()
     location = raised_at(error) if error is not None else ""
-    told = isinstance(error, RolloutFailed) and not location  # its text says what failed, and no frame is an author's
+    told = type(error) is RolloutFailed and not location  # its text says what failed, and no frame is an author's
     if told:
         location = f": {error}"
-    elif not location:
+    elif not location and not isinstance(error, RolloutFailed):
         location = _location(rollout, part)
     text, shown = "agent %s: %s() failed%s", None if told else error
     _log.error(text, rollout.agent.name, part, location, exc_info=shown, extra=_log_fields(rollout))
