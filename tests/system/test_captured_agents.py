@@ -300,7 +300,7 @@ async def test_a_prompt_too_long_for_the_engine_is_refused_and_the_client_may_co
 
 
 async def test_a_later_system_message_is_rendered_as_the_template_allows() -> None:
-    """The built-in template renders it where it stands. Without a known template it is one of the user."""
+    """The built-in template renders it where it stands. Without a known template it is part of a user message."""
 
     async def calls(capture: Capture) -> None:
         first = await said(capture, system("Be brief."), user("Begin."), system("It is late."))
@@ -314,7 +314,7 @@ async def test_a_later_system_message_is_rendered_as_the_template_allows() -> No
             assert len(outcome.samples) == 1
             roles.append([json.loads(message.json)["role"] for message in outcome.messages])
     assert roles[0] == ["system", "user", "system", "assistant", "system", "assistant"]
-    assert roles[1] == ["system", "user", "user", "assistant", "user", "assistant"]
+    assert roles[1] == ["system", "user", "assistant", "user", "assistant"]
 
 
 async def test_an_engine_gets_the_tool_choice_of_a_call() -> None:

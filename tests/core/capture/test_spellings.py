@@ -322,13 +322,26 @@ class TestLaterSystem:
     def test_where_the_template_can_it_stays_a_system_message(self) -> None:
         assert Captured().decide(call_of(*self.HISTORY)).messages == self.HISTORY
 
-    def test_elsewhere_it_is_a_user_message_and_the_first_ones_are_joined(self) -> None:
+    def test_elsewhere_it_is_part_of_a_user_message_and_the_first_ones_are_joined(self) -> None:
         assert Captured(later_system="user").decide(call_of(*self.HISTORY)).messages == (
             system("Be brief.\n\nToday is Sunday."),
             TASK,
             says("8"),
-            user("Be quick."),
-            user("On."),
+            user("Be quick.\n\nOn."),
+        )
+
+    def test_only_system_messages_are_joined_with_what_is_beside_them(self) -> None:
+        """Templates such as Mistral's refuse two user messages in a row; an agent that sends them is not corrected."""
+        captured = Captured(later_system="user")
+        captured.sample(call_of(TASK), says("8"))
+        image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
+        later = (user("On."), system("Be quick."), system("It is late."), user("Yes?"), user("And?"), system(""), image)
+        assert captured.decide(call_of(TASK, says("8"), *later)).messages == (
+            user("On.\n\nBe quick.\n\nIt is late.\n\nYes?"),
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "And?"}, {"type": "text", "text": "\n\n"}, *image["content"]],
+            },
         )
 
     def test_within_a_conversation(self) -> None:

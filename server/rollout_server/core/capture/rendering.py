@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Literal
 
@@ -23,7 +24,8 @@ def render(
     Args:
         messages: the messages; assistant messages in a row are joined already.
         after: the turn that they follow; None: they are a whole prompt.
-        later_system: the role of system messages behind the first message. "user" joins those at the start of a prompt.
+        later_system: the role of system messages behind the first message. "user" joins those at the start of a prompt, and
+            each other one with the user messages beside it: many templates allow only one user message in a row.
     """
     ids = _Ids(after)
     start = () if after is not None else tuple(takewhile(lambda message: message.role == "system", messages))
@@ -32,8 +34,23 @@ def render(
         rendered: list[dict[str, JSON]] = [{"role": "system", "content": text}]
     else:
         rendered = [_plain(message, "system") for message in start]
-    rendered += [_rendered(message, ids, later_system) for message in messages[len(start) :]]
+    rest = messages[len(start) :]
+    rendered += [_rendered(message, ids) for message in (_as_users(rest) if later_system == "user" else rest)]
     return tuple(rendered)
+
+
+def _as_users(messages: Sequence[CanonicalMessage]) -> Sequence[CanonicalMessage]:
+    """Return messages with each system message as one of the user, or as part of the one beside it."""
+    users: list[CanonicalMessage] = []
+    was_system = False
+    for message in messages:
+        is_system, parts = message.role == "system", message.parts
+        if users and users[-1].role == "user" and (is_system or (was_system and message.role == "user")):
+            before = users.pop().parts
+            parts = (*before, *(["\n\n"] if before and parts else []), *parts)
+        users.append(replace(message, role="user", parts=parts) if is_system or message.role == "user" else message)
+        was_system = is_system
+    return users
 
 
 class _Ids:
@@ -55,11 +72,11 @@ class _Ids:
         return self._sampled.get(number) or f"call{number % 16**5:05x}"
 
 
-def _rendered(message: CanonicalMessage, ids: _Ids, later_system: LaterSystem) -> dict[str, JSON]:
+def _rendered(message: CanonicalMessage, ids: _Ids) -> dict[str, JSON]:
     if message.role == TOOL:
         return {**_plain(message, TOOL), "tool_call_id": ids.of(message.result_of)}
     if message.role != ASSISTANT:
-        return _plain(message, later_system if message.role == "system" else message.role)
+        return _plain(message, message.role)
     fields = _plain(message, ASSISTANT)
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
