@@ -509,3 +509,13 @@ def test_a_decision_takes_no_longer_in_a_rollout_of_many_conversations() -> None
         captured.sample(call_of(SYSTEM, TASK, says("8"), user("On.")), says("9"))
     assert len(many.conversations) == 301
     assert [steps(many, call) for call in calls] == [steps(few, call) for call in calls]
+
+
+def test_an_empty_piece_of_an_answer_is_not_an_empty_completion() -> None:
+    captured = Captured(CaptureOptions(history="as_template"))
+    first = call_of(user("3 + 5?"))
+    captured.sample(first, says(""))
+    captured.sample(first, says("8", reasoning="Easy."))
+    decision = captured.decide(call_of(user("3 + 5?"), says(""), says("8"), user("On.")))
+    assert isinstance(decision, Open)
+    assert [message["content"] for message in decision.messages] == ["3 + 5?", "8", "On."]

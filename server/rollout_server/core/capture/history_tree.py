@@ -298,7 +298,9 @@ def _spellings(sent: Sequence[CanonicalMessage], start: int, stop: int) -> Itera
     if whole <= _MOST_PIECES or start == 0 or sent[start - 1].role != ASSISTANT:
         yield join_messages(sent[start:stop]), whole
     for pieces in range(min(whole - 1, _MOST_PIECES), 0, -1):
-        yield join_messages(sent[start : start + pieces]), pieces
+        joined = join_messages(sent[start : start + pieces])
+        if joined.spoken or joined.calls:  # an empty piece is no completion: clients split answers so
+            yield joined, pieces
 
 
 def _matching(
