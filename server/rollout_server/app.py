@@ -190,6 +190,7 @@ class Server:
                 retry_policy=delivery_retry_policy(settings),
                 tool_resources=tools,
                 models=further_models(samplers.engines, rules, settings),
+                model_access=self._model_access,
                 later_system=partial(later_system, tokenizers),
             ),
             shared=keys.demands,

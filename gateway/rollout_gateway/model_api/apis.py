@@ -24,10 +24,10 @@ class ModelShape:
         path: of its requests, behind the endpoint's base.
         title: its name for people.
         frames: the stream of a reply, from its first event to its last.
-        waiting: the frame with this index of a stream that has no reply yet. The id of the reply follows, if it is known.
-        late: the frames of a reply after `waiting` frames.
+        waiting: the frame with this index of a stream that has no reply yet. The id of the reply is empty if unknown.
+        late: the frames of a reply after `waiting` frames; None: they are the same.
         error: the body of an error.
-        failure: the frames that end a stream that fails, given the reply's id if it is known; the connection is cut behind them.
+        failure: the frames that end a stream that fails; the connection is cut behind them. The id is as in `waiting`.
     """
 
     path: str
@@ -35,10 +35,9 @@ class ModelShape:
     parse: Callable[[Object], ApiCall]
     response: Callable[[ApiCall, Reply], Object]
     frames: Callable[[ApiCall, Reply], Sequence[Frame]]
-    waiting: Callable[..., Frame]
-    late: Callable[[ApiCall, Reply], Sequence[Frame]]
+    waiting: Callable[[ApiCall, int, str], Frame]
     error: Callable[[ModelError], Object]
-    failure: Callable[..., Sequence[Frame]]
+    failure: Callable[[ApiCall, ModelError, str], Sequence[Frame]]
     #: Status of a request to a rollout that has ended: clients repeat the request after others.
     over: int = 410
     #: The frames have their type and a number in their data.
@@ -55,16 +54,18 @@ def _responses_frames(call: ApiCall, reply: Reply) -> Sequence[Frame]:
     return [("response.created", begun), ("response.in_progress", begun), *responses.frames(call, reply)]
 
 
-def _responses_waiting(call: ApiCall, index: int, reply_id: str = "") -> Frame:
+def _responses_waiting(call: ApiCall, index: int, reply_id: str) -> Frame:
     # Clients refuse a response whose id changes.
     if not reply_id:
         return COMMENT
     return f"response.{'in_progress' if index else 'created'}", {"response": responses.head(call, reply_id)}
 
 
-def _responses_failure(call: ApiCall, error: ModelError, reply_id: str = "failed") -> Sequence[Frame]:
+def _responses_failure(call: ApiCall, error: ModelError, reply_id: str) -> Sequence[Frame]:
     shown = error.openai()["error"]
-    failed = responses.head(call, reply_id, "failed") | {"error": {k: shown[k] for k in ("code", "message")}}
+    failed = responses.head(call, reply_id or "failed", "failed") | {
+        "error": {k: shown[k] for k in ("code", "message")}
+    }
     return [("response.failed", {"response": failed}), ("error", {k: shown[k] for k in ("code", "message", "param")})]
 
 
@@ -74,10 +75,9 @@ CHAT: Final = ModelShape(
     parse=chat.parse,
     response=chat.response,
     frames=chat.frames,
-    waiting=lambda call, index, reply_id="": COMMENT,
-    late=chat.frames,
+    waiting=lambda call, index, reply_id: COMMENT,
     error=ModelError.openai,
-    failure=lambda call, error, reply_id="": [("", error.openai())],
+    failure=lambda call, error, reply_id: [("", error.openai())],
 )
 RESPONSES: Final = ModelShape(
     path="responses",
@@ -99,10 +99,9 @@ MESSAGES: Final = ModelShape(
     parse=messages.parse,
     response=messages.response,
     frames=messages.frames,
-    waiting=lambda call, index, reply_id="": ("ping", {"type": "ping"}),
-    late=messages.frames,
+    waiting=lambda call, index, reply_id: ("ping", {"type": "ping"}),
     error=ModelError.anthropic,
-    failure=lambda call, error, reply_id="": [("error", error.anthropic())],
+    failure=lambda call, error, reply_id: [("error", error.anthropic())],
 )
 
 

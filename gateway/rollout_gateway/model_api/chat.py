@@ -13,7 +13,6 @@ from rollout_gateway.model_api.fields import InvalidCall, Object
 
 _FINISHED: Final = frozenset({"stop", "length", "tool_calls", "content_filter"})
 _CHOICES: Final = frozenset({"none", "auto", "required"})
-END: Final = "[DONE]"
 
 
 def parse(body: Object) -> ApiCall:
@@ -129,4 +128,4 @@ def frames(call: ApiCall, reply: Reply) -> Sequence[Frame]:
     found.append(chunk({}, finish_reason(reply)))
     if call.echo["usage"]:
         found.append(("", head | {"choices": [], "usage": usage(reply)}))
-    return [*found, ("", END)]
+    return [*found, ("", "[DONE]")]

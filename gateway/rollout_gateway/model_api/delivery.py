@@ -51,6 +51,11 @@ class Exchange:
     #: The id of the completion, once it is being generated.
     begun: list[str] = field(default_factory=list)
 
+    @property
+    def reply_id(self) -> str:
+        """The id of the completion; empty if unknown."""
+        return "".join(self.begun[:1])
+
     async def completion(self, request: CallModelRequest) -> ModelCompletion:
         """Call the model. Cancelling closes the call, not the completion. Raises AioRpcError and StreamEndedEarly."""
         if earlier := [task for task, uid in self.confirmations.items() if uid == self.calls.uid]:
@@ -137,7 +142,7 @@ class CompletionStream(Response):
     async def _stream(self, send: Send, leaving: asyncio.Task[None]) -> None:
         shape, call = self.exchange.shape, self.exchange.call
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        beats = 0
+        beats = 0  # comments apart
         while not self._completing.done() and not leaving.done():
             beat = shape.waiting(call, beats, self.exchange.reply_id)
             await _send(send, self._encoder.encode([beat]))

@@ -29,14 +29,9 @@ _ALWAYS: Final = frozenset({"RolloutSpec.rollout_id", "RolloutSpec.messages", "T
 # Fields of other objects that are left out if unset or empty.
 _OPTIONAL: Final = frozenset(
     {"Answered.extra_json", "Answered.message", "Answered.spans", "Appended.messages", "Asked.sampling"}
-    | {
-        "StartRolloutResponse.access",
-        "Forked.messages",
-        "Observed.value_json",
-        "Span.planes",
-        "ToolReturned.message",
-        "ModelCalled.message",
-    }
+    | {"StartRolloutResponse.access"}
+    | {"Forked.messages", "Observed.value_json", "Span.planes", "ToolReturned.message", "ModelCalled.message"}
+    | {"Forked.after_turn", "SegmentOrigin.parting", "Outcome.capture"}
 )
 # Fields that are null if unset. Times and optional numbers are too.
 _NULLABLE: Final = frozenset(

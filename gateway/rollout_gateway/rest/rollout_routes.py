@@ -76,9 +76,7 @@ def _add_starting(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) 
         start = await intake.read(request, calls, parse)
         # No timeout: it would end the call but not the rollout, and the client would not learn the uid.
         started = await calls.rpc.StartRollout(start, timeout=None)
-        if started.access.base_url.startswith("/"):
-            # The server does not know under which URL its gateway is reached. The client does.
-            started.access.base_url = str(request.base_url).rstrip("/") + started.access.base_url
+        _complete_url(started.access, request)
         place = f"{request.scope.get('root_path', '')}/v1/rollouts/{started.rollout.uid}"
         return Response(response_json(started), 200 if started.attached else 201, {"location": place}, _JSON)
 
@@ -112,8 +110,14 @@ def _add_access(router: APIRouter, rollouts: Rollouts) -> None:
     async def read_access(request: Request, uid: Uid) -> Response:
         """Return the access to a rollout's model endpoint, for rollouts of a group; `null` unless its agent runs elsewhere."""
         found = await rollouts.calls(request).rpc.GetRollout(pb.GetRolloutRequest(uid=uid, include_access=True))
-        access = response_json(found.access) if found.HasField("access") else b"null"
-        return Response(access, media_type=_JSON)
+        _complete_url(found.access, request)
+        return Response(response_json(found.access) if found.HasField("access") else b"null", media_type=_JSON)
+
+
+def _complete_url(access: pb.ModelAccess, request: Request) -> None:
+    """Complete a base URL that is only a path: the server does not know its gateway's URL, but this client does."""
+    if access.base_url.startswith("/"):
+        access.base_url = str(request.base_url).rstrip("/") + access.base_url
 
 
 def _add_ending(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:

@@ -91,7 +91,7 @@ class CallRefused(RolloutError):
 
     Args:
         reason: a stable word in capitals, such as ONE_CONVERSATION or CONTEXT_LENGTH_EXCEEDED.
-        field: path of the field of `CallModelRequest`, such as `prompt.messages[0].content`; empty if it is no single field.
+        field: path of the field of `core.capture.call.ModelCall`, such as `messages[0].content`.
         text: what was wrong and what to do.
         tokens, maximum: for CONTEXT_LENGTH_EXCEEDED, the length of the prompt and of the longest one; 0 if unknown.
     """

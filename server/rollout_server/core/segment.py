@@ -71,11 +71,11 @@ class SegmentKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where a call of an agent that owns its loop parted from the conversations of its rollout. `Parting` in the proto describes it.
+    """Where a call of an agent that owns its loop parted from the conversations of its rollout.
 
     Args:
         message: index of the first message that differs from the closest conversation, from 0.
-        field: what differs there, as one of the words in the proto.
+        field: what differs there; `Parting` in the proto file lists the words.
         expected: the text there so far, at most 200 characters.
         found: the text that the agent sent, at most 200 characters.
         api: the API of the call.

@@ -602,29 +602,3 @@ def test_a_part_that_is_not_last_does_not_tell_the_end() -> None:
     thought = {**SAID, "reasoning": "Five and three."}
     found = environment(render, ASKED, thought, MORE)
     assert found in (None, f"\nuser:And twice that?{STOP}\nassistant:")
-
-
-def _refuses_late_system(messages: Sequence[Fields]) -> str:
-    if any(message["role"] == "system" for message in messages[1:]):
-        raise RolloutFailed(Failure(Category.TOKENIZER, "the system message must be first"))
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("render", "shown"),
-    [
-        (template(), True),
-        (template(head=_refuses_late_system), False),
-        (template(lambda m: "" if m["role"] == "system" else f"{m['role']}:{m['content']}{STOP}"), False),
-        (
-            template(
-                lambda m: "" if m["role"] == "system" else f"{m['content']}{STOP}",
-                head=lambda messages: "".join(m["content"] for m in messages if m["role"] == "system"),
-            ),
-            False,
-        ),
-    ],
-    ids=["at its place", "refused", "dropped", "moved to the front"],
-)
-def test_whether_a_system_message_after_a_completion_is_shown(render: Callable[..., str], shown: bool) -> None:
-    assert probe(render, {8: STOP}).late_system is shown

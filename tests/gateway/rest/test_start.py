@@ -140,6 +140,10 @@ async def test_the_access_of_an_agent_that_runs_elsewhere_is_returned_and_never_
     plain.server.access = pb.ModelAccess(**access)
     assert (await plain.start()).json()["access"] == access
     assert (await plain.http.post(path)).json() == access
+    plain.server.access = pb.ModelAccess(base_url=f"/r/{UID}", key="rk_secret")
+    for reply in (await plain.start(), await plain.http.post(path)):
+        shown = reply.json().get("access", reply.json())
+        assert shown["base_url"] == f"{str(plain.http.base_url).rstrip('/')}/r/{UID}"
     assert (await plain.http.get(path)).status_code == 405
     assert "rk_secret" not in (await plain.http.get(f"/v1/rollouts/{UID}?view=full")).text
     assert (await plain.http.post(f"{path}?view=full")).status_code == 422

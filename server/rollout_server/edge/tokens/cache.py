@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
+from rollout_server.core.capture.call import OfferedTool
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.message import JSON, parse_object
 from rollout_server.core.outcome import Category, Failure
@@ -127,7 +128,7 @@ async def later_system(tokenizers: Tokenizers, spec: Spec) -> LaterSystem:
     return "system" if loaded.probed.later_system else "user"
 
 
-def as_function(tool: Tool) -> dict[str, JSON]:
+def as_function(tool: Tool | OfferedTool) -> dict[str, JSON]:
     """Return the tool in OpenAI's format for function tools."""
     parameters = parse_object(tool.parameters_json_schema)
     return {

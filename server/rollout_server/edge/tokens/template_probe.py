@@ -53,7 +53,6 @@ class TemplateTraits:
         arguments: the forms of tool call arguments that the template accepts.
         short_form: True if, in all probed conversations, the environment is the same after a short and after the full history.
         inside: ids of special tokens that the template writes inside completions, such as the end of a tool call.
-        late_system: whether the template shows a system message that follows a completion, at its place.
         refusal: why the template cannot be used, with an example; empty if it can.
         later_system: True if a system message behind other messages is rendered there.
     """

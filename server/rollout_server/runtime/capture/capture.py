@@ -30,7 +30,7 @@ from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.capture.rules import CaptureOptions
-from rollout_server.core.capture.tree import Branch, CallTree, Continue, Join, Open, Pending, Refuse, Replay, Settlement
+from rollout_server.core.capture.tree import CallTree
 from rollout_server.core.error import CallRefused, NotFound, RolloutOver
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
@@ -172,19 +172,16 @@ class Capture:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_GRACE_SECONDS)
+        self.settle()
         self._context.rollout.capture.close()
 
     def settle(self) -> None:
-        """See `AgentEndpoint.settle`. Only the first call has an effect."""
-        if self._settled:
-            return
-        self._closed = self._settled = True
-        try:
-            self._record_settlement(self._tree.settle())
-        except RolloutEnded:  # decided already: nothing can be recorded
-            return
-        except Exception:  # a bug of this server; the rollout must still end
-            _log.exception("the calls of rollout %s could not be settled", self._context.rollout.uid)
+        """Refuse calls, and record what they were, unless the end of the rollout is decided. Only the first call has an effect."""
+        self._closed = True
+        if not self._settled:
+            self._settled = True
+            with suppress(RolloutEnded):
+                self._record_settlement(self._tree.settle())
 
     def _record_settlement(self, settlement: Settlement) -> None:
         for turn, reason in settlement.masked:
@@ -219,7 +216,7 @@ class Capture:
 
     async def _open(self, decision: Branch | Open, call: ModelCall) -> CapturedRun:
         """Open the conversation of a call. Raise `CallRefused` if the trainer does not support it."""
-        parting = decision.parting
+        parting, role = decision.parting, AUXILIARY if decision.auxiliary else AGENT
         if isinstance(decision, Branch):
             of, after = self._runs[decision.conversation], decision.after_turn
             opening = Opening(SegmentKind.BRANCH, after_turn=after, role=role, parting=parting)
@@ -232,7 +229,7 @@ class Capture:
         try:
             run = await of.open(opening)
         except RolloutFailed as failed:
-            raise CallRefused("ONE_CONVERSATION", "prompt.messages", failed.failure.message) from None
+            raise CallRefused("ONE_CONVERSATION", "messages", failed.failure.message) from None
         if opening.kind is SegmentKind.MAIN:
             self._main = run
         self._tools_size = size
@@ -325,10 +322,10 @@ class Capture:
             self._refused += 1
             tokens, maximum, text = error.tokens or 0, error.maximum or 0, error.failure.message
             reason = "CONTEXT_LENGTH_EXCEEDED"
-            raise CallRefused(reason, "prompt.messages", text, tokens=tokens, maximum=maximum) from None
+            raise CallRefused(reason, "messages", text, tokens=tokens, maximum=maximum) from None
         except AgentMistake as error:
             self._refused += 1
-            raise CallRefused("INVALID_CALL", "prompt", str(error)) from None
+            raise CallRefused("INVALID_CALL", "messages", str(error)) from None
         except RolloutEnded:
             raise RolloutOver() from None
 
@@ -361,6 +358,7 @@ async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOp
     capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec))
     if context.machine.turn or not context.rollout.capture.open(capture):
         raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")
+    context.before_end.append(capture.settle)  # the driver's cancellation of the block would come too late
     try:
         yield capture
     finally:

@@ -99,9 +99,6 @@ class AgentEndpoint(Protocol):
         `RolloutOver` if the rollout failed, or its end was requested.
         """
 
-    def settle(self) -> None:
-        """Refuse further calls and record what the calls were. Called right before the end of the rollout is decided."""
-
 
 class CaptureSlot:
     """Where the calls for a rollout find its endpoint. Calls that arrive before its agent has opened it wait.
@@ -180,11 +177,9 @@ class CaptureSlot:
         return True
 
     def close(self) -> None:
-        """Settle the endpoint, if there is one, and refuse all further calls. Only the first call has an effect."""
+        """Refuse all further calls."""
         self._opened.cancel()  # wakes the calls that wait for it
-        endpoint, self._endpoint = self._endpoint, None
-        if endpoint is not None:
-            endpoint.settle()
+        self._endpoint = None
 
     def end(self) -> None:
         """Refuse all further calls and results: the rollout has its outcome."""

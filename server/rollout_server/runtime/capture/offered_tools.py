@@ -51,7 +51,11 @@ def conversation_tools(offered: Sequence[OfferedTool], declared: Sequence[Tool])
         names.add(tool.name)
     if [_compared(tool) for tool in offered] == [_compared(tool) for tool in declared]:
         return None
-    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema or "{}") for tool in offered)
+    return tuple(ClientTool(tool.name, tool.description, tool.parameters_json_schema) for tool in offered)
+
+
+def _compared(tool: OfferedTool | Tool) -> tuple[str, str, str]:
+    return tool.name, tool.description, canonical_schema(tool.parameters_json_schema, f"tool {tool.name}")
 
 
 def check_tool_room(size: int, tools: Sequence[Tool] | None) -> int:

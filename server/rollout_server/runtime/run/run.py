@@ -27,6 +27,7 @@ from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
+from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.arguments import (
