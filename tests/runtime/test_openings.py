@@ -264,7 +264,7 @@ async def test_a_prompt_that_is_too_long_ends_only_its_conversation(new_world: t
     rollout, outcome, _ = await played(new_world, play, Say("a"), Say(error=TOO_LONG), Say("c"))
     assert outcome.end == Stop("stop")
     assert records(rollout, GivenUp) == [GivenUp(2, "0")]
-    assert [note.code for note in records(rollout, Note)] == ["context_length_exceeded"]
+    assert [note.code for note in records(rollout, Note)] == ["prompt_refused"]
     assert [segment.origin.kind for segment in outcome.segments] == [MAIN, BRANCH, COMPACTION]
     assert outcome.messages[0] == PROMPT[0]
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
+from osmosis.rollout.v1.token_pb2 import SEGMENT_KIND_BRANCH, SEGMENT_KIND_MAIN
 from rollout_client import AsyncClient, Target, samples
 from rollout_client.spec import rollout_spec
 from rollout_server import Agent, Run
@@ -315,6 +316,22 @@ async def test_a_later_system_message_is_rendered_as_the_template_allows() -> No
             roles.append([json.loads(message.json)["role"] for message in outcome.messages])
     assert roles[0] == ["system", "user", "system", "assistant", "system", "assistant"]
     assert roles[1] == ["system", "user", "assistant", "user", "assistant"]
+
+
+async def test_what_no_template_renders_is_refused_and_the_rollout_goes_on() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+    async def calls(capture: Capture) -> None:
+        first = await said(capture, user("Begin."))
+        with pytest.raises(CallRefused, match="is not text"):
+            await said(capture, user("Begin."), first, {"role": "user", "content": [image]})
+        await said(capture, user("Begin."), first, user("Go on."))
+
+    async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
+        tokens = {"token_mode": "tokens", "tokenizer": "toy"}
+        outcome = await roll(client, "calls", completions=f"grpc://{trainer.grpc_target}", rollout_id="image", **tokens)
+    assert outcome.capture.refused == 1
+    assert [sample.origin.kind for sample in outcome.samples] == [SEGMENT_KIND_MAIN, SEGMENT_KIND_BRANCH]
 
 
 async def test_an_engine_gets_the_tool_choice_of_a_call() -> None:

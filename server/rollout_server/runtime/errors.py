@@ -16,7 +16,11 @@ class RolloutFailed(Exception):
         self.failure = failure
 
 
-class PromptTooLong(RolloutFailed):
+class PromptRefused(RolloutFailed):
+    """The conversation cannot be shown to the model, for example because the chat template refuses it. Nothing was generated."""
+
+
+class PromptTooLong(PromptRefused):
     """The conversation exceeds the model's context, so nothing was generated.
 
     Args:

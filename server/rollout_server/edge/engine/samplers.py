@@ -26,7 +26,7 @@ from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache
-from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.errors import PromptRefused, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
 
 _REPORTS = {
@@ -163,9 +163,9 @@ async def _predict(renderer: Renderer, messages: Sequence[Message], request: Com
     """Render the expected prompt. If this server cannot render it, the turn fails, even if the engine could render it."""
     try:
         return await renderer.predict(messages, request.last, request.last_messages)
-    except RolloutFailed as failed:
-        text = f"{failed.failure.message}; without `tokenizer` the engine's own rendering is used unchecked"
-        raise RolloutFailed(replace(failed.failure, message=text)) from None
+    except PromptRefused as refused:
+        text = f"{refused.failure.message}; without `tokenizer` the engine's own rendering is used unchecked"
+        raise PromptRefused(replace(refused.failure, message=text)) from None
 
 
 def _missing_ids(turn: int, dialect: Dialect) -> Failure:

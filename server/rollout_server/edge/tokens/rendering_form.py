@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.errors import PromptRefused
 
 Fields: TypeAlias = Mapping[str, JSON]
 """A parsed message: a JSON object."""
@@ -90,7 +90,7 @@ class RenderingForm:
 def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
     """Return the message as it is passed to a template.
 
-    Raises `RolloutFailed` (VALIDATION) for content that is not text.
+    Raises `PromptRefused` (VALIDATION) for content that is not text.
     """
     fields = message.fields()
     content = fields.get("content")
@@ -98,7 +98,7 @@ def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = str(part.get("type", "untyped"))[:40] if isinstance(part, Mapping) else type(part).__name__
             reason = f"messages[{index}].content[{place}] is not text ({kind}); only text content can be tokenized"
-            raise RolloutFailed(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT))
+            raise PromptRefused(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT))
     calls = fields.get("tool_calls")
     if arguments is Arguments.PARSED and isinstance(calls, list):
         return {**fields, "tool_calls": [_with_object(call) for call in calls]}

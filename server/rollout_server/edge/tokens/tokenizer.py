@@ -21,7 +21,7 @@ from rollout_server.edge.tokens.chat_template import Options, Templated, Templat
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
 from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.edge.tokens.template_probe import TOOL, TemplateTraits, probe
-from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.errors import PromptRefused
 
 _T = TypeVar("_T")
 _LONGEST_REASON = 300
@@ -124,20 +124,20 @@ class LoadedTokenizer:
     def text(self, messages: Sequence[Fields], frame: Frame, *, generation_prompt: bool = True) -> str:
         """Return the conversation as the chat template renders it.
 
-        Raises `RolloutFailed` (TOKENIZER) with the template's own reason if the template refuses the conversation.
+        Raises `PromptRefused` (TOKENIZER) with the template's own reason if the template refuses the conversation.
         """
         return self._rendered(self._templates.text, messages, frame, generation_prompt)
 
     def encode(self, text: str) -> Tokens:
         """Return the ids of a text. Added tokens are recognised; nothing is prepended (no BOS) and nothing is truncated.
 
-        Raises `RolloutFailed` (VALIDATION) for unpaired surrogates, which no tokenizer can encode.
+        Raises `PromptRefused` (VALIDATION) for unpaired surrogates, which no tokenizer can encode.
         """
         with self._turn, _surrogates_refused():
             return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def grow(self, before: Encoded, text: str) -> Encoded:
-        """Return the encoding of a text, reusing the ids it shares with `before`. Raises `RolloutFailed` as `encode` does."""
+        """Return the encoding of a text, reusing the ids it shares with `before`. Raises `PromptRefused` as `encode` does."""
         if self._growing is None:
             return before if before.text == text else Encoded(text, self.encode(text))
         with _surrogates_refused():
@@ -193,7 +193,7 @@ class LoadedTokenizer:
             line = getattr(error, "lineno", None)  # set for syntax errors in the template
             reason += "" if line is None else f" (line {line} of the template)"
             text = f"the chat template of tokenizer {self.name!r} refuses the conversation: {reason}"
-            raise RolloutFailed(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
+            raise PromptRefused(Failure(Category.TOKENIZER, text[:_LONGEST_REASON])) from error
 
     def _make_growing(self, added: Mapping[int, AddedToken]) -> GrowingEncoder | None:
         """Return None for tokenizers without the Rust library, and for those that fail the test of `composes`."""
@@ -220,4 +220,4 @@ def _surrogates_refused() -> Iterator[None]:
         reason = (
             "the conversation contains an unpaired surrogate (\\ud800 to \\udfff), which cannot be tokenized; remove it"
         )
-        raise RolloutFailed(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT)) from error
+        raise PromptRefused(Failure(Category.VALIDATION, reason, source=FailureClass.ENVIRONMENT)) from error

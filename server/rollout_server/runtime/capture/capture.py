@@ -47,7 +47,7 @@ from rollout_server.runtime.capture.endpoint import (
     too_many_calls,
 )
 from rollout_server.runtime.capture.offered_tools import check_tool_room, conversation_tools
-from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, PromptRefused, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.arguments import SamplingOptions
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.messages import Reply, checked_messages
@@ -76,7 +76,7 @@ class CapturedRun(Protocol):
         """Append messages."""
 
     async def attempt(self, **sampling: Unpack[SamplingOptions]) -> Reply:
-        """Request a completion. Raise `PromptTooLong` without an end of the rollout."""
+        """Request a completion. Raise `PromptRefused` without an end of the rollout."""
 
     def settle(self, main: Any, report: CaptureReport) -> None:
         """Record what the calls were, and which conversation is the main one from now on."""
@@ -254,7 +254,7 @@ class Capture:
 
     def _failure(self, error: BaseException) -> BaseException:
         """Return what the callers of a completion that failed get. Ends the rollout unless it goes on, or has ended."""
-        if isinstance(error, RolloutEnded | PromptTooLong | AgentMistake | asyncio.CancelledError):
+        if isinstance(error, RolloutEnded | PromptRefused | AgentMistake | asyncio.CancelledError):
             return error
         turn, source = self._context.machine.turn, self._context.rollout.spec.completions.failure_class
         failure = Failure(
@@ -323,7 +323,7 @@ class Capture:
             tokens, maximum, text = error.tokens or 0, error.maximum or 0, error.failure.message
             reason = "CONTEXT_LENGTH_EXCEEDED"
             raise CallRefused(reason, "messages", text, tokens=tokens, maximum=maximum) from None
-        except AgentMistake as error:
+        except (AgentMistake, PromptRefused) as error:
             self._refused += 1
             raise CallRefused("INVALID_CALL", "messages", str(error)) from None
         except RolloutEnded:

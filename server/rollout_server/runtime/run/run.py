@@ -24,7 +24,7 @@ from rollout_server.core.spec import DriftPolicy, Sampling
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.capture.endpoint import FinishedWork
-from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, PromptRefused, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
 from rollout_server.runtime.programs import Programs
@@ -167,14 +167,14 @@ class Run:
     async def attempt(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Request a completion as `sample` does, for an agent that owns its loop and can continue elsewhere.
 
-        A `max_tokens` that an engine's context cannot hold is lowered. Raises `PromptTooLong` if the conversation itself exceeds
-        the context. Then, and if this call is cancelled, the conversation is closed and the rollout continues, also if it is the
-        main one. Every other failure ends the rollout.
+        A `max_tokens` that an engine's context cannot hold is lowered. Raises `PromptRefused` if the conversation cannot be
+        rendered, and `PromptTooLong` if it exceeds the context. Then, and if this call is cancelled, the conversation is closed and
+        the rollout continues, also if it is the main one. Every other failure ends the rollout.
         """
         try:
             return await self._turn(sampling, self._give_up, fits_context=True)
-        except PromptTooLong as too_long:
-            self._note(self._conversation.turn, "context_length_exceeded", too_long.failure.message)
+        except PromptRefused as refused:
+            self._note(self._conversation.turn, "prompt_refused", refused.failure.message)
             self._give_up(self._conversation.turn)
             raise
         except RolloutFailed as failed:
