@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure
+from rollout_server.core.record import Answered
 from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
 from rollout_server.edge.tokens.loader import LoaderSettings
+from rollout_server.edge.tokens.renderer import Renderer
 from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.edge.tokens.template_probe import probe
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
@@ -57,16 +60,17 @@ def test_the_probe_sees_it(template: Template, possible: bool) -> None:
 
 
 @pytest.mark.parametrize("path", trl_templates())
-def test_where_it_is_possible_the_prompt_only_grows(path: Path) -> None:
-    """The later message is in the prompt, behind all that was rendered before it."""
-    tokenizer = trl_tokenizer(path)
-    if not LoadedTokenizer(path.stem, tokenizer, Inline()).probed.later_system:
-        pytest.skip("this template does not render it")
-    before = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
-    after = [*before, {"role": "system", "content": "It is late."}]
-    shorter, longer = (tokenizer.apply_chat_template(each, tokenize=False) for each in (before, after))
-    assert longer.startswith(shorter.rstrip())
-    assert "It is late." in longer[len(shorter.rstrip()) :]
+async def test_where_it_is_possible_it_is_between_two_completions(path: Path) -> None:
+    loaded = LoadedTokenizer(path.stem, trl_tokenizer(path), Inline())
+    if not loaded.probed.later_system or loaded.probed.final is None:
+        pytest.skip("this template does not render it, or closes no completion")
+    asked, said, late = (
+        Message.write({"role": role, "content": text})
+        for role, text in (("user", "Hello"), ("assistant", "Hi."), ("system", "It is late."))
+    )
+    completion = Answered(1, said, "stop", None)
+    rendered = await Renderer(loaded, (), {}).append([asked, said, late], completion, 1)
+    assert "It is late." in loaded.decode(rendered.predicted.environment)
 
 
 async def test_without_a_known_template_it_is_the_users() -> None:

@@ -114,7 +114,7 @@ def probe(
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
-    return TemplateTraits(final, calls, accepted, short, refusal, inside, _renders_later_system(render))
+    return TemplateTraits(final, calls, accepted, short, refusal, inside, _renders_later_system(render, final))
 
 
 class _Closers:
@@ -216,13 +216,17 @@ def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) 
         yield from (index for index, token in special.items() if token and token in written)
 
 
-def _renders_later_system(render: Render) -> bool:
+def _renders_later_system(render: Render, final: StopToken | None) -> bool:
     """Return whether system messages are rendered where they stand: behind a completion, and right before one."""
     first: Fields = {"role": "system", "content": "Be brief."}
     middle, last = ({"role": "system", "content": f"{new_mark()} is the time."} for _ in range(2))
     text = _try(render, [first, _USER, _ASSISTANT, middle, _USER, last]) or ""
     places = [text.find(str(message["content"])) for message in (_ASSISTANT, middle, last)]
-    return -1 not in places and places == sorted(places)
+    if -1 in places or places != sorted(places):
+        return False
+    turn = _rendered(render, [_USER, _ASSISTANT, middle], 1)
+    added = None if turn is None or final is None else environment_text(turn, final.text)
+    return final is None or str(middle["content"]) in (added or "")
 
 
 def _calls(message: Fields) -> Sequence[JSON]:
