@@ -29,8 +29,8 @@ _SSE: Final = {
     "x-accel-buffering": "no",
 }
 _CONFIRM_SECONDS: Final = 2.0
-# The last bytes of a response, which are sent once the connection has taken those before.
-_LAST_BYTES: Final = 64 * 1024
+# The last byte is held back for this time: if the connection breaks meanwhile, the client has not received the completion.
+_HELD_BACK_SECONDS: Final = 0.003
 _STOPPING: Final = ModelError(503, "The gateway is shutting down; retry", "UNAVAILABLE")
 
 
@@ -74,20 +74,18 @@ class Exchange:
         return found
 
     async def deliver(self, send: Send, leaving: asyncio.Task[None], body: bytes, completion_id: str) -> None:
-        """Send a body. If the client is still there before the last bytes, confirm the completion while it reads them.
+        """Send a body. If the client is still there before the last byte, confirm the completion while it reads that.
 
         A call waits for the confirmations of its rollout, so no client's next request precedes them.
         """
-        first, last = body[:-_LAST_BYTES], body[-_LAST_BYTES:]
-        if first:
-            await _send(send, first)
-            await _send(send, b"")  # returns once the connection takes more
-        await asyncio.sleep(0)  # lets `leaving` notice
+        await _send(send, body[:-1])
+        await _send(send, b"")  # returns once the connection takes more
+        await asyncio.wait((leaving,), timeout=_HELD_BACK_SECONDS)
         if not leaving.done():
             confirming = asyncio.create_task(self._confirm(completion_id))
             self.confirmations[confirming] = self.calls.uid
             confirming.add_done_callback(self.confirmations.pop)
-            await _send(send, last, more=False)
+            await _send(send, body[-1:], more=False)
 
     async def _confirm(self, completion_id: str) -> None:
         # After a failure an equal request gets the completion again.
