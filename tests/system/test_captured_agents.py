@@ -33,6 +33,7 @@ from tests.support.engines import MODEL, Engine, SglangEngine, VllmEngine, servi
 from tests.support.talking_agent import equal
 
 TOOLS = (add, multiply)
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 QUESTIONS = ("And twice that?", "Thanks.")
 SCRIPT = Script(
     (
@@ -318,13 +319,42 @@ async def test_a_later_system_message_is_rendered_as_the_template_allows() -> No
     assert roles[1] == ["system", "user", "assistant", "user", "assistant"]
 
 
-async def test_what_no_template_renders_is_refused_and_the_rollout_goes_on() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+class SeeingModel(EngineModel):
+    """A model whose template has a place for images."""
 
+    def render(self, messages: Any, *others: Any) -> Any:
+        """Render each image as a word."""
+        word = {"type": "text", "text": "[image]"}
+        return super().render(
+            [
+                {**each, "content": [part if part["type"] == "text" else word for part in each["content"]]}
+                if isinstance(each["content"], list)
+                else each
+                for each in messages
+            ],
+            *others,
+        )
+
+
+async def test_an_engine_gets_the_images_of_a_call() -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "What is it?"}, IMAGE]}
+
+    async def calls(capture: Capture) -> None:
+        first = await said(capture, asked)
+        await said(capture, asked, first, user("Go on."))
+
+    engine = VllmEngine(SeeingModel(["One.", "Two."]))
+    async with connected(Calls(calls)) as client, serving(engine):
+        outcome = await roll(client, "calls", completions=engine_target(engine))
+    assert [body["messages"][0] for body in engine.bodies()] == [asked, asked]
+    assert outcome.capture.continued == 1
+
+
+async def test_what_no_template_renders_is_refused_and_the_rollout_goes_on() -> None:
     async def calls(capture: Capture) -> None:
         first = await said(capture, user("Begin."))
         with pytest.raises(CallRefused, match="is not text"):
-            await said(capture, user("Begin."), first, {"role": "user", "content": [image]})
+            await said(capture, user("Begin."), first, {"role": "user", "content": [IMAGE]})
         await said(capture, user("Begin."), first, user("Go on."))
 
     async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
