@@ -67,7 +67,7 @@ async def test_every_operation_with_a_body_shows_one(documented: Documented) -> 
         (method, path)
         for path, methods in documented.described["paths"].items()
         for method, operation in methods.items()
-        if "requestBody" in operation
+        if "requestBody" in operation and not path.startswith("/r/")  # those are OpenAI's and Anthropic's
     }
     assert taking == {("post", path) for path in (*STARTS, GROUP, *CANCELS)}
     for method, path in taking:

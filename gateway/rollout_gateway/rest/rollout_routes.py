@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Path, Query
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -39,7 +40,7 @@ _STARTED: Final[shown.Responses] = {
     **shown.errors(404, 409),
 }
 _CANCELLED: Final[shown.Responses] = {200: shown.json_response("CancelRolloutsResponseModel"), **shown.errors(404)}
-_ACCESS: Final[shown.Responses] = {200: shown.json_response("ModelAccessModel"), **shown.errors(404)}
+_ACCESS: Final[shown.Responses] = {200: shown.json_response("ModelAccessModel"), **shown.errors(400, 404)}
 _START: Final = shown.raw_body(body.StartRollout) | shown.header(IDEMPOTENCY_KEY)
 _CANCEL: Final = shown.raw_body(body.CancelRollouts)
 _CANCEL_ONE: Final = shown.raw_body(body.CancelOne, required=False)
@@ -108,10 +109,14 @@ def _add_access(router: APIRouter, rollouts: Rollouts) -> None:
     # A POST, so that no cache, history or log of GET requests has the key.
     @router.post("/{uid}/access", responses=_ACCESS, dependencies=[NO_QUERY])
     async def read_access(request: Request, uid: Uid) -> Response:
-        """Return the access to a rollout's model endpoint, for rollouts of a group; `null` unless its agent runs elsewhere."""
+        """Return the access to a rollout's model endpoint, for rollouts of a group. Only if its agent runs elsewhere."""
         found = await rollouts.calls(request).rpc.GetRollout(pb.GetRolloutRequest(uid=uid, include_access=True))
+        if not found.HasField("access"):
+            raise HTTPException(
+                400, "There is no access for an agent elsewhere: the rollout's agent runs on the server"
+            )
         _complete_url(found.access, request)
-        return Response(response_json(found.access) if found.HasField("access") else b"null", media_type=_JSON)
+        return Response(response_json(found.access), media_type=_JSON)
 
 
 def _complete_url(access: pb.ModelAccess, request: Request) -> None:

@@ -135,7 +135,8 @@ async def test_an_accepted_rollout_is_201_and_a_found_one_200(plain: Plain) -> N
 
 async def test_the_access_of_an_agent_that_runs_elsewhere_is_returned_and_never_by_a_get(plain: Plain) -> None:
     path = f"/v1/rollouts/{UID}/access"
-    assert (await plain.http.post(path)).json() is None
+    refused = await plain.http.post(path)
+    assert (refused.status_code, "no access" in refused.text) == (400, True)
     access = {"base_url": f"https://agents.example/r/{UID}", "key": "rk_secret"}
     plain.server.access = pb.ModelAccess(**access)
     assert (await plain.start()).json()["access"] == access
