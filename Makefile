@@ -70,9 +70,7 @@ up: setup ## Start a server and a strict trainer in the background (HTTP_PORT=, 
 down: setup ## Stop the server and the trainer of `make up`
 	@$(LOCAL) down
 
-# More workers than cores, because many tests wait for processes and timers.
-WORKERS = $(shell $(PYTHON) -c 'import os; cores = os.cpu_count() or 1; print(cores + cores // 2)')
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
 	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
