@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from rollout_server.core.outcome import FailureClass
-from rollout_server.edge.programs.output import ProgramOutput
-from rollout_server.edge.programs.runner import ProgramRunner
+from rollout_server.edge.programs.runner import ProgramOutput, ProgramRunner
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.programs import NoPrograms, ProgramStart
 

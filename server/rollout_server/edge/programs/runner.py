@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from rollout_server.edge.programs.output import ProgramOutput
 from rollout_server.edge.tools import supervisor
 from rollout_server.edge.tools.process import basic_environment
 from rollout_server.runtime.programs import ProgramStart, program_failed
@@ -22,6 +21,34 @@ _GRACE_SECONDS = 5.0
 _CHUNK = 64 * 1024
 _BYTES_PER_SECOND = 32 * 1024 * 1024
 """At most so much of a program's output is read: a program that floods it waits, and not the event loop."""
+_KEPT_BYTES = 64 * 1024
+"""Bytes kept of the beginning, and of the end."""
+
+
+class ProgramOutput:
+    """Beginning and end of what a program has written; what lies between is counted and dropped."""
+
+    def __init__(self) -> None:
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._dropped = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Append bytes."""
+        room = _KEPT_BYTES - len(self._head)
+        self._head += chunk[:room]
+        self._tail += chunk[room:]
+        excess = max(0, len(self._tail) - _KEPT_BYTES)
+        del self._tail[:excess]
+        self._dropped += excess
+
+    @property
+    def text(self) -> str:
+        """The output as text, with a line that says how much was dropped."""
+        if not self._dropped:
+            return (self._head + self._tail).decode(errors="replace")
+        head, tail = self._head.decode(errors="replace"), self._tail.decode(errors="replace")
+        return f"{head}\n... {self._dropped:,} bytes left out ...\n{tail}"
 
 
 class ProgramProcess:
