@@ -3,22 +3,23 @@
 The loop records a heartbeat, and a watchdog thread checks it. If a heartbeat is late, some code computes, sleeps or reads
 without awaiting; the stack of the loop's thread shows which. On a busy machine heartbeats are late, too. But then the loop's
 thread is in asyncio's own code, and nothing is logged.
+
+The watchdog thread does not read that stack itself: in CPython 3.11, frames of another thread that runs can crash the process.
+It sends a signal, whose handler Python calls on the main thread. SIGURG is used because it is ignored without a handler.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import sys
+import signal
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import accumulate, repeat
-from operator import attrgetter
 from types import FrameType
+from typing import ClassVar
 
 from rollout_server.runtime.aio.source_location import authors_frames
 
@@ -28,7 +29,8 @@ _QUIET_SECONDS = 60.0
 """A function that blocks the loop repeatedly is logged once per this time."""
 _LONG = 10
 """Multiple of the threshold after which blocking code is logged while it still blocks."""
-_WAITING = ("/asyncio/", "/selectors.py", "/uvloop/")
+_WAITING = ("/asyncio/", "/selectors.py", "/uvloop/", "/loop_watchdog.py")
+_SIGNAL = signal.SIGURG
 # Files that run the loop. These frames, and those that called them, do not show which code blocks the loop.
 _RUNNING = ("/asyncio/events.py", "/asyncio/base_events.py", "/asyncio/runners.py", "/uvloop/")
 
@@ -36,16 +38,19 @@ _RUNNING = ("/asyncio/events.py", "/asyncio/base_events.py", "/asyncio/runners.p
 class LoopWatch:
     """Watches the running loop. Code that blocks it longer than `seconds` is logged when it returns, or earlier if it lasts.
 
+    Only a loop of the main thread is watched, and only if the process does not use SIGURG otherwise.
+
     The loop's thread and the watchdog thread share `_beat` and `_found` without a lock. `_found` is one tuple that names the
     heartbeat it belongs to, so a stack found for an earlier heartbeat is never reported for a later one.
     """
+
+    _watching: ClassVar[set[LoopWatch]] = set()
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._listen, name="loop watch", daemon=True)
         self._stopped = threading.Event()
-        self._watched = 0
         self._timer: asyncio.TimerHandle | None = None
         self._found: tuple[float, traceback.StackSummary] | None = None
         self._stacks = MostFrequentStack()
@@ -54,7 +59,12 @@ class LoopWatch:
 
     def start(self) -> None:
         """Start watching. Call once, on the loop's thread."""
-        self._watched = threading.get_ident()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if not in_main_thread or signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, LoopWatch._on_signal):
+            _log.info("the event loop is not watched for code that blocks it: it needs the main thread and SIGURG")
+            return
+        signal.signal(_SIGNAL, LoopWatch._on_signal)
+        self._watching.add(self)
         self._beat = time.monotonic()
         self._beat_once()
         self._thread.start()
@@ -62,6 +72,7 @@ class LoopWatch:
     def stop(self) -> None:
         """Stop watching, without waiting for the thread to end."""
         self._stopped.set()
+        self._watching.discard(self)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -75,19 +86,25 @@ class LoopWatch:
         self._timer = asyncio.get_running_loop().call_later(interval, self._beat_once)
 
     def _listen(self) -> None:
-        while not self._stopped.wait(self._seconds / 4):
-            beat = self._beat
+        main = threading.main_thread().ident
+        while main is not None and not self._stopped.wait(self._seconds / 4):
+            beat, found = self._beat, self._found
             late = time.monotonic() - beat
-            if late < self._seconds / 2:
-                continue
-            frame = sys._current_frames().get(self._watched)
-            if frame is None or any(part in frame.f_code.co_filename for part in _WAITING):
-                continue
-            stack = _stack(frame)
-            self._found = (beat, self._stacks.add(beat, stack))
-            if late > _LONG * self._seconds and beat != self._reported_beat:
+            if late >= self._seconds / 2:
+                signal.pthread_kill(main, _SIGNAL)
+            if late > _LONG * self._seconds and found is not None and found[0] == beat != self._reported_beat:
                 self._reported_beat = beat
-                self._report(stack, f"has been blocked for {1000 * late:.0f} ms")
+                self._report(found[1], f"has been blocked for {1000 * late:.0f} ms")
+
+    @staticmethod
+    def _on_signal(number: int, frame: FrameType | None) -> None:
+        """Note which code the main thread runs, for the loops whose heartbeat is late."""
+        now = time.monotonic()
+        late = [each for each in LoopWatch._watching if now - each._beat >= each._seconds / 2]
+        stack = traceback.extract_stack(frame) if late else traceback.StackSummary()
+        if _run_by_loop(stack):
+            for each in late:
+                each._found = (each._beat, each._stacks.add(each._beat, stack))
 
     def _report(self, stack: Sequence[traceback.FrameSummary], what: str) -> None:
         frames = _relevant_frames(stack)
@@ -136,27 +153,28 @@ def _holder_key(holder: traceback.FrameSummary) -> tuple[str, str]:
     return holder.filename, holder.name
 
 
-def _stack(frame: FrameType) -> traceback.StackSummary:
-    """Return the stack of a frame whose thread keeps running.
-
-    Functions written in C read the frames: no other thread gets the interpreter between their steps, so the frames cannot
-    change. `traceback.extract_stack` would read them while the watched thread calls and returns.
-    """
-    frames: list[FrameType] = []
-    with suppress(AttributeError):  # raised at the end: the outermost frame's `f_back` is None and has no `f_back`
-        frames.extend(accumulate(repeat("f_back"), getattr, initial=frame))
-    lines = list(map(attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name"), frames[:-1]))
-    return traceback.StackSummary.from_list(
-        [(name, line or 0, function, None) for name, line, function in reversed(lines)]
-    )
-
-
 def _relevant_frames(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
     """Return the frames from the author's first one on, or from the coroutine or callback that the loop runs."""
-    running = [index for index, frame in enumerate(stack) if any(part in frame.filename for part in _RUNNING)]
-    ran = stack[running[-1] + 1 :] if running else stack
+    ran = _run_by_loop(stack)
     authors = authors_frames(ran)
-    return ran[ran.index(authors[0]) :] if authors else ran or stack
+    return ran[ran.index(authors[0]) :] if authors else ran
+
+
+def _run_by_loop(stack: Sequence[traceback.FrameSummary]) -> Sequence[traceback.FrameSummary]:
+    """Return the frames of the coroutine or callback that the loop runs; none if the loop waits.
+
+    Without asyncio's own innermost frames: code in C that lets no thread run is found as soon as it returns, and the next line
+    may already be `await asyncio.sleep()`.
+    """
+    running = [index for index, frame in enumerate(stack) if _is_of(frame, _RUNNING)]
+    ran = list(stack[running[-1] + 1 :] if running else stack)
+    while ran and _is_of(ran[-1], _WAITING):
+        ran.pop()
+    return ran
+
+
+def _is_of(frame: traceback.FrameSummary, parts: Sequence[str]) -> bool:
+    return any(part in frame.filename for part in parts)
 
 
 class LoopLag:
