@@ -43,11 +43,15 @@ class TurnModel(EngineModel):
 
 @dataclass
 class GatedEngine(VllmEngine):
-    """vLLM that generates nothing until it is set free."""
+    """vLLM that generates nothing until it is set free, or until `awaited` requests have come."""
 
     free: asyncio.Event = field(default_factory=asyncio.Event)
+    awaited: int = 0
 
     async def generate(self, request: web.Request) -> web.Response:
+        self.awaited -= 1
+        if not self.awaited:
+            self.free.set()
         await self.free.wait()
         return await super().generate(request)
 

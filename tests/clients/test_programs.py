@@ -66,10 +66,10 @@ def facts(found: Sequence[TrainingSample]) -> list[Any]:
     return [(each.prompt_ids, each.response_ids, each.response_mask, each.logprobs) for each in found]
 
 
-async def captured(command: Sequence[str], says: Sequence[str] = SAYS, *, mode: str = "tokens", times: int = 1) -> Any:
+async def captured(command: Sequence[str], says: Sequence[str] = SAYS, *, mode: str = "tokens") -> Any:
     model = TurnModel(says, odd=mode == "tokens")
     async with serving_world(model, token_mode=mode) as world:
-        return await world.capture(*[program(*command)] * times), model.seen
+        return await world.capture(program(*command)), model.seen
 
 
 async def expected(found: Captured, mode: str = "tokens") -> Sequence[TrainingSample]:
@@ -111,10 +111,14 @@ async def test_smolagents_is_cut_honestly(options: list[str]) -> None:
 
 @pytest.mark.parametrize("name", ["openai_chat", "openai_responses", "anthropic_messages"])
 async def test_two_processes_of_one_agent_share_a_rollout(name: str) -> None:
-    found, seen = await captured([name, "--stream"], times=2)
+    model = TurnModel(SAYS, odd=True)
+    async with serving_world(model) as world:
+        world.engine.free.clear()
+        world.engine.awaited = 2
+        found = await world.capture(*[program(name, "--stream")] * 2)
     assert found.printed == ["You are welcome."] * 2
-    assert check_captured(found.samples, seen) == []
-    assert len(seen) == 6
+    assert check_captured(found.samples, model.seen) == []
+    assert len(model.seen) == 6
     (once,) = await expected(found)
     for sample in found.samples:
         assert sample.prompt_ids + sample.response_ids == once.prompt_ids + once.response_ids

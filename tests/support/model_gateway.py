@@ -89,11 +89,11 @@ class ScriptedAgentService(AgentServiceServicer):
         self.order.append("call")
         self.waiting.set()
         begun = pb.CompletionBegun(completion_id=self.completion().id)
-        if "CallModel" not in self.refusals:
-            yield pb.CallModelResponse(begun=begun)
         try:
+            if "CallModel" not in self.refusals:
+                yield pb.CallModelResponse(begun=begun)
             await self.go.wait()
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             self.left.set()
             raise
         await self._enter("CallModel", request, context)

@@ -158,6 +158,18 @@ class TestOnceItIsSampled:
         assert isinstance(captured.decide(histories[1]), Continue), "the other agent's own call"
         assert captured.decide(histories[0]) == Replay("completion-3")
 
+    def test_of_two_equal_agents_the_one_that_has_not_called_yet(self) -> None:
+        """The second agent's call looks like a repetition of the first one's, whose answer is still on its way."""
+        captured = Captured()
+        for pending in (captured.start(CALL), captured.start(CALL)):
+            captured.complete(pending, says("8"))
+        again = call_of(TASK, says("8"), user("On."))
+        captured.sample(again, says("9"), delivered=False)
+        assert captured.decide(call_of(TASK, says("8"), user("On."), repeated=True)) == Replay("completion-3")
+        captured.sample(again, says("9"), delivered=False)
+        assert captured.decide(again) in (Replay("completion-3"), Replay("completion-4"))
+        assert captured.tree.settle().masked == ()
+
     def test_an_unknown_completion_is_not_confirmed(self) -> None:
         assert not Captured().tree.confirmed("completion-1")
 

@@ -240,7 +240,12 @@ class CallTree:
     def _repeated(
         self, call: ModelCall, attempts: Iterable[Pending], parents: set[CapturedTurn], now: float
     ) -> Join | Replay | None:
-        """Return how an equal call's completion serves this call; None if it gets one of its own."""
+        """Return how an equal call's completion serves this call; None if it gets one of its own.
+
+        Unless it is marked, a call that can continue another completion comes from the agent that has that one, as two processes
+        of one agent send equal calls.
+        """
+        has_other = any(_is_free_tip(turn) and turn.delivered for turn in parents)
         for earlier in reversed(list(attempts)):
             key = earlier.plan.repeat_key
             if (earlier.plan.parent is not None and earlier.plan.parent not in parents) or (
@@ -249,6 +254,8 @@ class CallTree:
                 continue
             marked = call.repeated or bool(call.repeat_key and call.repeat_key == key)
             turn = earlier.turn
+            if has_other and not marked:
+                continue
             if turn is None:
                 if marked or not earlier.listeners:
                     earlier.listeners += 1
