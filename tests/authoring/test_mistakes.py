@@ -106,7 +106,7 @@ MISTAKES = [
         told="more than 4 MiB as JSON",
     ),
     Row("tool-prints", "", told="printed"),
-    Row("tool-blocks", "ms at {at} in blocks; all rollouts wait for it", told="slept"),
+    Row("tool-blocks", "", told="slept"),
     Row("tool-exits", "ended with SystemExit at {at}", told="Error: SystemExit: 1"),
     Row("tool-dies", "tool dies", told="Error: too bad"),
     Row("tool-cancels", "", told="Error: The tool was cancelled"),

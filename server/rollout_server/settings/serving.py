@@ -57,7 +57,7 @@ class ServingSettings(BaseSettings):
         0.1,
         ge=0,
         validation_alias=env_names("ROLLOUT_LOOP_BLOCK_SECONDS"),
-        description="Code that blocks the event loop for longer is logged with its stack; 0: off.",
+        description="Code that blocks the main thread's event loop for longer is logged with its stack; 0: off.",
     )
     metrics_port: int | None = Field(
         None,

@@ -61,7 +61,7 @@ class LoopWatch:
         """Start watching. Call once, on the loop's thread."""
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(_SIGNAL) not in (signal.SIG_DFL, LoopWatch._on_signal):
-            _log.info("the event loop is not watched for code that blocks it: it needs the main thread and SIGURG")
+            _log.debug("the event loop is not watched for code that blocks it: it needs the main thread and SIGURG")
             return
         signal.signal(_SIGNAL, LoopWatch._on_signal)
         self._watching.add(self)
