@@ -18,6 +18,7 @@ from rollout_client.spec import rollout_spec
 from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.calculator import add, multiply
+from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.error import CallRefused
 from rollout_server.runtime.capture.capture import Capture
 from rollout_server.settings import Settings
@@ -87,11 +88,12 @@ class Calls(Agent):
 
     name = "calls"
 
-    def __init__(self, calls: Callable[[Capture], Any]) -> None:
+    def __init__(self, calls: Callable[[Capture], Any], options: CaptureOptions = CaptureOptions()) -> None:
         self._calls = calls
+        self._options = options
 
     async def play(self, run: Run) -> None:
-        async with run.capture() as capture:
+        async with run.capture(self._options) as capture:
             await self._calls(capture)
 
 
@@ -279,6 +281,27 @@ async def test_a_trainer_of_one_conversation_refuses_another_and_the_rollout_liv
     assert equal(sample, verdict.sample)
     assert verdict.accepted
     assert outcome.capture.refused == 4
+
+
+async def test_calls_beside_the_task_can_have_a_fixed_answer() -> None:
+    """So an agent that first asks for a title gets one, though its trainer has one conversation."""
+
+    async def calls(capture: Capture) -> None:
+        for _ in range(2):
+            title = await capture.call(model_call(user("A title?"), auxiliary=True))
+            assert json.loads(title.message_json) == {"role": "assistant", "content": "Sums"}
+            capture.confirm(title.id)
+        first = await said(capture, user("Begin."))
+        await said(capture, user("Begin."), first, user("Go on."))
+
+    agent = Calls(calls, CaptureOptions(auxiliary_reply="Sums"))
+    async with connected(agent) as client, StrictTrainer(script=SCRIPT) as trainer:
+        outcome = await roll(client, "calls", completions=Target(trainer.url, "http_masked"), tokenizer="toy")
+        (verdict,) = trainer.verdicts()
+    (sample,) = samples(outcome)
+    assert verdict.accepted
+    assert equal(sample, verdict.sample)
+    assert (outcome.capture.fixed_replies, outcome.capture.auxiliary, outcome.capture.continued) == (2, 0, 1)
 
 
 @pytest.mark.parametrize("mode", ["predicted", "tokens"])

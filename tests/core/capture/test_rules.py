@@ -22,6 +22,7 @@ from rollout_server.core.capture.rules import AuxiliaryRule, CaptureOptions, mat
         ({"dropped_instructions": ("x", "(")}, "dropped_instructions[1]: '(' is not a regular expression"),
         ({"dropped_instructions": ("",)}, "dropped_instructions[0] is empty, which matches every text"),
         ({"dropped_instructions": (3,)}, "dropped_instructions[0]: a text is needed, this is int"),
+        ({"auxiliary_reply": None}, "CaptureOptions.auxiliary_reply: a text is needed, this is NoneType"),
         ({"auxiliary": ("x",)}, "CaptureOptions.auxiliary[0]: an AuxiliaryRule is needed, this is str"),
     ],
 )

@@ -311,6 +311,7 @@ REPORT: dict[str, Any] = {
     "restored": 7,
     "dropped": 8,
     "refused": 9,
+    "fixed_replies": 11,
     "longest_share": 0.5,
 }
 

@@ -407,6 +407,7 @@ class CaptureReport(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    FIXED_REPLIES_FIELD_NUMBER: _builtins.int
     LONGEST_SHARE_FIELD_NUMBER: _builtins.int
     continued: _builtins.int
     """Calls that continued a conversation."""
@@ -426,6 +427,8 @@ class CaptureReport(_message.Message):
     """System texts that were left out by a pattern, and tools that the server cannot offer."""
     refused: _builtins.int
     """Calls that were refused."""
+    fixed_replies: _builtins.int
+    """Calls beside the task that got the agent's fixed reply. Nothing was sampled for them."""
     longest_share: _builtins.float
     """The trained tokens of the longest segment divided by all trained tokens, from 0 to 1; 0 without any."""
     def __init__(
@@ -440,11 +443,12 @@ class CaptureReport(_message.Message):
         restored: _builtins.int = ...,
         dropped: _builtins.int = ...,
         refused: _builtins.int = ...,
+        fixed_replies: _builtins.int = ...,
         longest_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "auxiliary", b"auxiliary", "continued", b"continued", "dropped", b"dropped", "joined", b"joined", "longest_share", b"longest_share", "parted", b"parted", "refused", b"refused", "replayed", b"replayed", "restored", b"restored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "auxiliary", b"auxiliary", "continued", b"continued", "dropped", b"dropped", "fixed_replies", b"fixed_replies", "joined", b"joined", "longest_share", b"longest_share", "parted", b"parted", "refused", b"refused", "replayed", b"replayed", "restored", b"restored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

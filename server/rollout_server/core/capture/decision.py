@@ -76,6 +76,13 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedReply:
+    """Return this text, of which nothing is in a sample: the call is beside the task. Nothing is sampled."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Refuse the call.
 
@@ -90,7 +97,7 @@ class Refuse:
     text: str
 
 
-Decision: TypeAlias = "Continue | Branch | Open | Replay | Join | Refuse"
+Decision: TypeAlias = "Continue | Branch | Open | Replay | Join | FixedReply | Refuse"
 
 INVALID_CALL = "INVALID_CALL"
 UNKNOWN_COMPLETION = "UNKNOWN_COMPLETION"

@@ -21,3 +21,4 @@ class CaptureReport:
     restored: int = 0
     dropped: int = 0
     refused: int = 0
+    fixed_replies: int = 0

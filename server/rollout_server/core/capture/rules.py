@@ -85,6 +85,8 @@ class CaptureOptions:
         dropped_instructions: regular expressions, searched in the first 500 characters of each text of the system prompt; a text
             that matches is left out. For texts that clients add for their provider, which change from call to call.
         auxiliary: which calls are beside the task. They do not train.
+        auxiliary_reply: the text that calls beside the task get without being sampled, so that they cost nothing and need no
+            conversation of the trainer; empty: the model answers them.
         guess_auxiliary: a conversation of a single call without tools is also beside the task if others have tools.
         abandoned: "mask": an answer that led nowhere, while another answer to the same messages was continued, does not train.
         hosted_tools: tools that the API's provider would run are left out, or the call is refused.
@@ -98,6 +100,7 @@ class CaptureOptions:
     model: str = "rollout"
     dropped_instructions: tuple[str, ...] = (r"^x-anthropic-billing-header:",)
     auxiliary: tuple[AuxiliaryRule, ...] = KNOWN_AUXILIARY
+    auxiliary_reply: str = ""
     guess_auxiliary: bool = False
     abandoned: AbandonedAnswers = "mask"
     hosted_tools: HostedTools = "drop"
@@ -117,6 +120,9 @@ class CaptureOptions:
             raise ValueError(
                 f"CaptureOptions.model: needs 1 to {_LONGEST_MODEL} characters, this is {self.model[:50]!r}"
             )
+        if not isinstance(self.auxiliary_reply, str):
+            found = type(self.auxiliary_reply).__name__
+            raise ValueError(f"CaptureOptions.auxiliary_reply: a text is needed, this is {found}")
         self._check_patterns()
 
     def _check_patterns(self) -> None:

@@ -30,6 +30,7 @@ from rollout_server.core.capture.decision import (
     Branch,
     Continue,
     Decision,
+    FixedReply,
     Join,
     Open,
     Refuse,
@@ -117,7 +118,8 @@ class CallTree:
     def decide(self, call: ModelCall, now: float) -> Decision:
         """Decide what is to be done for a call. `now` is in seconds and never decreases.
 
-        Joined, replayed and refused calls are complete with it. All others change nothing until `begin`.
+        Joined, replayed and refused calls, and those with a fixed reply, are complete with it. All others change nothing until
+        `begin`.
         """
         try:
             return self._decide(call, now)
@@ -200,6 +202,9 @@ class CallTree:
         root = self._roots.get(history.tools) or Node()
         found = walk(root, history.sent, self._options.history == "as_template")
         auxiliary = self._is_auxiliary(call, history.reader.system_texts)
+        if auxiliary and self._options.auxiliary_reply:
+            self._counts["fixed_replies"] += 1
+            return FixedReply(self._options.auxiliary_reply)
         body = _body_digest(call, auxiliary)
         best = max(found.ends.values(), default=0)
         if found.index == len(history.sent):

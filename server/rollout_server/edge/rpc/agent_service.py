@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -179,7 +180,7 @@ def _first_prompt(
 ) -> tuple[ModelCall, Sequence[Message]]:
     """Return the call of a prompt, and the messages that the model would see if it were the rollout's first one."""
     call = wire.counted_call(prompt)
-    decision = CallTree(options, role).decide(call, now=0.0)
+    decision = CallTree(replace(options, auxiliary_reply=""), role).decide(call, now=0.0)
     if isinstance(decision, Refuse):
         raise CallRefused(decision.reason, decision.field, decision.text)
     return call, [Message.write(message) for message in decision.messages] if isinstance(decision, Open) else []

@@ -14,6 +14,7 @@ the end is; `close` is too late if the rollout was cancelled or its time was ove
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,17 @@ from typing import Any, Final, Protocol, Unpack
 
 from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.capture.client_message import client_message
-from rollout_server.core.capture.decision import Branch, Continue, Decision, Join, Open, Refuse, Replay, Settlement
+from rollout_server.core.capture.decision import (
+    Branch,
+    Continue,
+    Decision,
+    FixedReply,
+    Join,
+    Open,
+    Refuse,
+    Replay,
+    Settlement,
+)
 from rollout_server.core.capture.history import InvalidHistory
 from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
@@ -62,6 +73,8 @@ _GRACE_SECONDS: Final = 5.0
 _LARGE_MESSAGES: Final = 200
 _LARGE_TEXT: Final = 256 * 1024
 """Messages, and characters in them, beyond which a call is decided in a thread."""
+_FIXED_REPLY: Final = "fixed-reply-"
+"""Start of the ids of answers that no completion is behind. The ids of completions are hexadecimal."""
 _MOST_NOTES: Final = 16
 """Different notes of one rollout about its calls."""
 
@@ -104,6 +117,7 @@ class Capture:
         self._tools_size = 0
         self._calls = 0
         self._refused = 0
+        self._fixed_replies = 0
         self._notes: set[str] = set()
         self._quiet_since = self._now()
         self._finished: asyncio.Future[FinishedWork] = asyncio.get_running_loop().create_future()
@@ -133,7 +147,7 @@ class Capture:
         """Record that a completion reached the agent to its last byte. Raise `NotFound`, or `RolloutOver`."""
         if self._closed:
             raise RolloutOver()
-        if not self._tree.confirmed(completion_id):
+        if not completion_id.startswith(_FIXED_REPLY) and not self._tree.confirmed(completion_id):
             raise NotFound(f"the rollout has no completion {completion_id!r:.100}", reason="COMPLETION_NOT_FOUND")
 
     def finish(self, work: FinishedWork) -> bool:
@@ -195,6 +209,10 @@ class Capture:
         match decision:
             case Refuse():
                 raise CallRefused(decision.reason, decision.field, decision.text)
+            case FixedReply():
+                self._fixed_replies += 1
+                message = json.dumps({"role": "assistant", "content": decision.text}, ensure_ascii=False)
+                return Completed(f"{_FIXED_REPLY}{self._fixed_replies}", message, "stop")
             case Replay():
                 return replace(self._completed[decision.completion_id], replayed=True)
             case Join():
