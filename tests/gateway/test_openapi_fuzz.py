@@ -41,11 +41,12 @@ BOUNDED = settings(
 )
 NOT_OURS = {"cookie": f"session={SECRET}", "x-api-key": SECRET, "proxy-authorization": f"Basic {SECRET}"}
 """Headers that carry secrets for other services."""
+WRONG = (None, f"Bearer {SECRET}", SECRET, f"Bearer {SECRET}\xe9")
 SENDERS: Mapping[str, tuple[str | None, ...]] = {
     "open": (None, f"Bearer {SECRET}"),
-    "keyed": (f"Bearer {CALLER}", f"Bearer {ADMIN}", None, f"Bearer {SECRET}", SECRET, f"Bearer {SECRET}\xe9"),
+    "keyed": tuple(each for wrong in WRONG for each in (f"Bearer {CALLER}", f"Bearer {ADMIN}") * 2 + (wrong,)),
 }
-"""Values of the `Authorization` header."""
+"""Values of the `Authorization` header. Few are wrong keys, because a server answers those a second later."""
 
 
 @dataclass
