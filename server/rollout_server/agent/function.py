@@ -100,14 +100,16 @@ class FunctionAgent(OwnLoopAgent):
                 return run
         is_async = inspect.iscoroutinefunction(self.function)
         base_url = access.base_url if name == "anthropic" else f"{access.base_url}/v1"
-        if name == "http":
-            from rollout_server.agent.http_clients import http_client
+        from rollout_server.agent.http_clients import http_client, tls_context  # imports httpx
 
+        if name == "http":
             client: Any = http_client(base_url, access.key, is_async=is_async)
         else:
             package, *classes = _CLIENTS[name]
-            client_class = getattr(importlib.import_module(package), classes[is_async])
-            client = client_class(base_url=base_url, api_key=access.key)
+            module = importlib.import_module(package)
+            http = module.DefaultAsyncHttpxClient if is_async else module.DefaultHttpxClient
+            client_class = getattr(module, classes[is_async])
+            client = client_class(base_url=base_url, api_key=access.key, http_client=http(verify=tls_context()))
         if is_async:
             stack.push_async_exit(client)
         else:
