@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from rollout_server.edge.tokens.template_probe import TemplateTraits
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 # Silence library warnings on stderr that are unrelated to test failures: PyTorch is not installed, a connection was closed.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -39,6 +45,31 @@ THOROUGH = re.compile(
 # A slow machine must not fail a test, so examples have no deadline.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def toy_is_probed_once() -> Iterator[None]:
+    """Servers probe the toy tokenizer's template once per process: it takes 0.1 s, and thousands of tests start a server."""
+    found: dict[tuple[object, ...], TemplateTraits] = {}
+
+    class ProbedOnce(LoadedTokenizer):
+        def _probed(self, template_kwargs: Mapping[str, Any]) -> TemplateTraits:
+            tokenizer = self._tokenizer
+            if getattr(tokenizer, "name_or_path", "") != str(TOY_TOKENIZER):
+                return super()._probed(template_kwargs)
+            key = (
+                str(tokenizer.chat_template),
+                tokenizer.eos_token_id,
+                str(self._special),
+                json.dumps(template_kwargs),
+            )
+            if key not in found:
+                found[key] = super()._probed(template_kwargs)
+            return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollout_server.edge.tokens.cache.LoadedTokenizer", ProbedOnce)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -99,10 +99,12 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
 
     Raises `WrongSettings` if ROLLOUT_TARGET_CA cannot be read.
     """
-    with _naming("ROLLOUT_TARGET_CA"):
-        # gRPC's check runs first, because its error names the file; that of `ssl` does not.
-        channel_credentials(ClientTls(settings.target_ca))
-        tls = None if settings.target_ca is None else ssl.create_default_context(cafile=settings.target_ca)
+    tls = None
+    if settings.target_ca is not None:
+        with _naming("ROLLOUT_TARGET_CA"):
+            # gRPC's check runs first, because its error names the file; that of `ssl` does not.
+            channel_credentials(ClientTls(settings.target_ca))
+            tls = ssl.create_default_context(cafile=settings.target_ca)
     return HttpClient(
         HttpSettings(
             timeout=settings.trainer_timeout_seconds,

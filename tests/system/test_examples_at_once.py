@@ -207,7 +207,9 @@ async def test_50_of_100_are_cancelled(example: Example, monkeypatch: pytest.Mon
         expected = await stage.play_alone()
         jobs = dict(stage.jobs("together", MANY // 2))
         events = (await stage.play("counted", example.rows[0])).last_sequence
-        moments = {each: draw.choice([*METHODS, *range(1, events)]) for each in draw.sample(sorted(jobs), len(jobs) // 2)}
+        moments = {
+            each: draw.choice([*METHODS, *range(1, events)]) for each in draw.sample(sorted(jobs), len(jobs) // 2)
+        }
         loop = asyncio.get_running_loop()
 
         def cancel(uid: str) -> None:
