@@ -959,6 +959,68 @@ class WatchGroupResponse(_message.Message):
 Global___WatchGroupResponse: _TypeAlias = WatchGroupResponse  # noqa: Y015
 
 @_typing.final
+class RenderPromptRequest(_message.Message):
+    """Requests the first prompt of a rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> _spec_pb2.RolloutSpec:
+        """As in StartRollout, except that `rollout_id` and `completions` may be unset. The prompt is rendered in every token mode."""
+
+    def __init__(
+        self,
+        *,
+        spec: _spec_pb2.RolloutSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenderPromptRequest: _TypeAlias = RenderPromptRequest  # noqa: Y015
+
+@_typing.final
+class RenderPromptResponse(_message.Message):
+    """The first prompt of a rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The token ids of the prompt."""
+
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]:
+        """The messages of the prompt."""
+
+    @_builtins.property
+    def tools_json(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tools as the chat template gets them, in order, each one JSON object: {"type": "function", "function": {"name",
+        "description", "parameters"}}.
+        """
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        messages: _abc.Iterable[_message_pb2.Message] | None = ...,
+        tools_json: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "token_ids", b"token_ids", "tools_json", b"tools_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenderPromptResponse: _TypeAlias = RenderPromptResponse  # noqa: Y015
+
+@_typing.final
 class ListToolsRequest(_message.Message):
     """Requests the tools of an agent."""
 

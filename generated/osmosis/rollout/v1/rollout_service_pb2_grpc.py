@@ -99,6 +99,11 @@ class RolloutServiceStub(object):
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupRequest.SerializeToString,
                 response_deserializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupResponse.FromString,
                 _registered_method=True)
+        self.RenderPrompt = channel.unary_unary(
+                '/osmosis.rollout.v1.RolloutService/RenderPrompt',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.FromString,
+                _registered_method=True)
         self.ListTools = channel.unary_unary(
                 '/osmosis.rollout.v1.RolloutService/ListTools',
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.ListToolsRequest.SerializeToString,
@@ -233,6 +238,19 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RenderPrompt(self, request, context):
+        """Renders the first prompt of a rollout without starting one: what a trainer in token mode would get in the first turn after
+        StartRollout with this spec. Of the agent, only its choice of tools runs; no `setup`, no `reset` of an environment and no loop. An
+        agent that changes its conversation before the first turn has another prompt.
+
+        INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
+        exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
+        server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTools(self, request, context):
         """Returns the tools of an agent.
 
@@ -313,6 +331,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetGroup,
                     request_deserializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupRequest.FromString,
                     response_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupResponse.SerializeToString,
+            ),
+            'RenderPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenderPrompt,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.SerializeToString,
             ),
             'ListTools': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTools,
@@ -636,6 +659,33 @@ class RolloutService(object):
             '/osmosis.rollout.v1.RolloutService/GetGroup',
             osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupRequest.SerializeToString,
             osmosis_dot_rollout_dot_v1_dot_group__pb2.GetGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenderPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/RenderPrompt',
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -104,6 +104,15 @@ class RolloutServiceStub:
 
     NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
     """
+    RenderPrompt: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.RenderPromptRequest, _rollout_service_pb2.RenderPromptResponse]
+    """Renders the first prompt of a rollout without starting one: what a trainer in token mode would get in the first turn after
+    StartRollout with this spec. Of the agent, only its choice of tools runs; no `setup`, no `reset` of an environment and no loop. An
+    agent that changes its conversation before the first turn has another prompt.
+
+    INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
+    exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
+    server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+    """
     ListTools: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]
     """Returns the tools of an agent.
 
@@ -188,6 +197,15 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
 
     NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
+    """
+    RenderPrompt: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.RenderPromptRequest, _rollout_service_pb2.RenderPromptResponse]  # type: ignore[assignment]
+    """Renders the first prompt of a rollout without starting one: what a trainer in token mode would get in the first turn after
+    StartRollout with this spec. Of the agent, only its choice of tools runs; no `setup`, no `reset` of an environment and no loop. An
+    agent that changes its conversation before the first turn has another prompt.
+
+    INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
+    exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
+    server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
     """
     ListTools: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Returns the tools of an agent.
@@ -336,6 +354,21 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
 
         NOT_FOUND: the group does not exist; it is dropped with its rollouts. Retry freely.
+        """
+
+    @_abc_1.abstractmethod
+    def RenderPrompt(
+        self,
+        request: _rollout_service_pb2.RenderPromptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.RenderPromptResponse, _abc.Awaitable[_rollout_service_pb2.RenderPromptResponse]]:
+        """Renders the first prompt of a rollout without starting one: what a trainer in token mode would get in the first turn after
+        StartRollout with this spec. Of the agent, only its choice of tools runs; no `setup`, no `reset` of an environment and no loop. An
+        agent that changes its conversation before the first turn has another prompt.
+
+        INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
+        exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
+        server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
         """
 
     @_abc_1.abstractmethod
