@@ -144,7 +144,7 @@ class Server:
         addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
         facts = server_facts(settings, rules, keys)
         self._rpc = RpcServer(
-            RolloutService(self._registry, facts),
+            RolloutService(self._registry, facts, self._tokenizers),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._registry.capacity.total),
             keys.caller,
             TrainerService(

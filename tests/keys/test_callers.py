@@ -69,6 +69,7 @@ KEYED = {
     "StartGroup": group_pb2.StartGroupRequest(spec=start().spec, count=2),
     "WatchGroup": pb.WatchGroupRequest(group_id="x"),
     "GetGroup": group_pb2.GetGroupRequest(group_id="x"),
+    "RenderPrompt": pb.RenderPromptRequest(spec=start().spec),
     "ListTools": pb.ListToolsRequest(),
     "ListAgents": pb.ListAgentsRequest(),
 }

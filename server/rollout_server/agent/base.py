@@ -226,8 +226,9 @@ class Agent(metaclass=_AgentClass):
     def choose_tools(self, request: Request) -> Sequence[Tool]:
         """Return the tools of one rollout; by default all of `tools`. Only these are in the chat template and can be called.
 
-        Called before the rollout is accepted, so it must be a quick plain `def`. Trainers of `POST /rollout` learn the tools from
-        `GET /tools`, which lists `tools`. There, a request for which this method returns other tools is refused.
+        Called before the rollout is accepted, and for prompts that are rendered without a rollout (`RenderPrompt`), so it must be a
+        quick plain `def` without side effects. Trainers of `POST /rollout` learn the tools from `GET /tools`, which lists `tools`.
+        There, a request for which this method returns other tools is refused.
 
         Args:
             request: the start request, with its messages, metadata and labels.

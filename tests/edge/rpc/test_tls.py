@@ -27,6 +27,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from rollout_server.edge.rpc.server import RpcServer, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService, ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Caller
 
@@ -104,7 +106,9 @@ class Peers:
     async def serve(self, tls: ServerTls | None, directory: Path) -> None:
         """Start the server."""
         roster = RolloutRegistry([Idle()], lambda *_: pytest.fail("nobody samples"), lambda: "u1")
-        service = RolloutService(roster, ServerFacts("1", (), 2**20, time.time(), lambda _: ()))
+        service = RolloutService(
+            roster, ServerFacts("1", (), 2**20, time.time(), lambda _: ()), Tokenizers(LoaderSettings())
+        )
         self.socket = f"unix:{directory / 's'}"
         self.rpc = RpcServer(service, RpcSettings(("127.0.0.1:0", self.socket), tls=tls), lambda _: Caller("me"))
         self.port, _ = await self.rpc.start()

@@ -22,12 +22,10 @@ from rollout_server.core.capture.tree import CallTree
 from rollout_server.core.error import (
     Busy,
     CallRefused,
-    InvalidRequest,
     NotFound,
     NotPossible,
     RolloutError,
     RolloutOver,
-    Violation,
 )
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Failure, Stop
@@ -35,7 +33,8 @@ from rollout_server.edge.api_keys import bare_key
 from rollout_server.edge.model_keys import ModelKeys
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import key_uid, wrong_model_key
-from rollout_server.edge.tokens.cache import Tokenizers, later_system, open_renderer
+from rollout_server.edge.rpc.prompts import PromptRenderer
+from rollout_server.edge.tokens.cache import Tokenizers, later_system
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
 from rollout_server.runtime.errors import RolloutFailed
@@ -46,8 +45,6 @@ from rollout_server.runtime.start_request import Caller
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 _HOLDER: Final = Caller("", admin=True)
 """A key names its rollout, whoever holds it."""
-MOST_COUNTS: Final = 64
-"""Prompts that are counted at the same time."""
 
 
 class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
@@ -64,7 +61,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         self._count_call = count_call
         self._keys = keys
         self._tokenizers = tokenizers
-        self._counts = 0
+        self._prompts = PromptRenderer(tokenizers)
 
     def key_uid(self, authorization: str) -> str | None:
         """Return the uid of the rollout to which the key of this header belongs; None if it is no key of a rollout."""
@@ -122,13 +119,8 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             raise RolloutOver()
         if rollout.spec.tokenizer is None:
             raise NotPossible("the rollout names no tokenizer, so no tokens can be counted", reason="NO_TOKENIZER")
-        if self._counts >= MOST_COUNTS:
-            raise Busy(f"{MOST_COUNTS} prompts are being counted", retry_after=1.0, reason="TOO_MANY_CALLS")
-        self._counts += 1
-        try:
-            return pb.CountTokensResponse(tokens=await self._count(rollout, request))
-        finally:
-            self._counts -= 1
+        tokens = await self._prompts.run_bounded(self._count(rollout, request), request.ByteSize())
+        return pb.CountTokensResponse(tokens=tokens)
 
     async def GetModelAccess(self, request: pb.GetModelAccessRequest, context: _Context) -> pb.GetModelAccessResponse:
         """Return the model's name and the rollout's state, also of a rollout that has ended."""
@@ -145,20 +137,15 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             raise RolloutOver() from None
 
     async def _count(self, rollout: Rollout, request: pb.CountTokensRequest) -> int:
-        """Return the number of tokens of a prompt. Rendering runs in the renderer's threads."""
+        """Return the number of tokens of a prompt."""
         try:
             role = await later_system(self._tokenizers, rollout.spec)
-            call, messages = await offload_request(
-                lambda: _first_prompt(request.prompt, rollout.capture.options, role), request.ByteSize()
-            )
-            renderer = await open_renderer(self._tokenizers, rollout.spec.tokenizer, call.tools)
         except RolloutFailed as error:
             raise NotPossible(str(error), reason="NO_TOKENIZER") from None
-        try:
-            rendered = await renderer.append(messages, None, 0)
-        except RolloutFailed as error:
-            raise InvalidRequest(Violation("messages", str(error))) from None
-        return len(rendered.predicted.environment)
+        call, messages = await offload_request(
+            lambda: _first_prompt(request.prompt, rollout.capture.options, role), request.ByteSize()
+        )
+        return len(await self._prompts.token_ids(rollout.spec.tokenizer, call.tools, messages))
 
 
 def _word_of(ending: RolloutEnding) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.core.error import InvalidRequest, Violation
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import caller
+from rollout_server.edge.rpc.prompts import PromptRenderer
+from rollout_server.edge.tokens.cache import Tokenizers, as_function
 from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.event import event, timestamp
-from rollout_server.edge.wire.message import tool_to_proto
+from rollout_server.edge.wire.message import messages_to_proto, tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, group_item, group_to_proto, rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration, seconds
 from rollout_server.runtime.groups.registry import GroupRegistry
@@ -54,8 +57,9 @@ class ServerFacts:
 class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     """Serves a registry of rollouts."""
 
-    def __init__(self, registry: RolloutRegistry, facts: ServerFacts) -> None:
+    def __init__(self, registry: RolloutRegistry, facts: ServerFacts, tokenizers: Tokenizers) -> None:
         self._registry = registry
+        self._prompts = PromptRenderer(tokenizers)
         self._groups = GroupRegistry(registry)
         self._facts = facts
 
@@ -163,6 +167,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Return one group."""
         return group_pb2.GetGroupResponse(group=group_to_proto(self._groups.get(request.group_id, caller())))
 
+    async def RenderPrompt(self, request: pb.RenderPromptRequest, context: _Context) -> pb.RenderPromptResponse:
+        """Render the first prompt of a rollout that is not started."""
+        return await self._prompts.run_bounded(self._render(request), request.ByteSize())
+
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
         """Return the tools of an agent."""
         agent = self._registry.agent(request.agent)
@@ -202,15 +210,30 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         access = self._registry.model_access(rollout.uid)
         return pb.ModelAccess(base_url=access.base_url, key=access.key)
 
+    async def _render(self, request: pb.RenderPromptRequest) -> pb.RenderPromptResponse:
+        who = caller()
+        admitted = await self._admit(lambda: wire.prompt_request(request, who), request.ByteSize())
+        spec, tools = admitted.request.spec, admitted.tools()
+        ids = await self._prompts.token_ids(spec.tokenizer, tools, spec.messages, "spec.messages")
+        return pb.RenderPromptResponse(
+            token_ids=ids,
+            messages=messages_to_proto(spec.messages, typed=spec.typed),
+            tools_json=[json.dumps(as_function(tool)) for tool in tools],
+        )
+
     async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""
         who = caller()
+        return self._registry.start(await self._admit(lambda: wire.start_request(request, who), request.ByteSize()))
 
-        def admitted() -> AdmittedStart:
-            start = wire.start_request(request, who)
+    async def _admit(self, convert: Callable[[], StartRequest], size: int) -> AdmittedStart:
+        """Convert a request of `size` bytes and validate it."""
+
+        def admit() -> AdmittedStart:
+            start = convert()
             return self._registry.admit(start, self._facts.violations(start))
 
-        return self._registry.start(await offload_request(admitted, request.ByteSize()))
+        return await offload_request(admit, size)
 
 
 async def _events(rollout: Rollout, after: int, detail: int) -> AsyncIterator[event_pb2.RolloutEvent]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from osmosis.rollout.v1 import group_pb2, outcome_pb2, rollout_service_pb2, spec_pb2
 
 from rollout_server.core.error import Forbidden, InvalidRequest, Violation
-from rollout_server.core.spec import Target
+from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_from_proto
 from rollout_server.edge.wire.spec import spec_from_proto
@@ -31,6 +31,8 @@ class _EnumType(Protocol):
 _STATES = {value: state for state, value in enums.STATES.items()}
 _DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items()}
 MAX_SELECTED = 1000
+ON_STREAM = Target("", Dialect.STREAM)
+"""The target of a rollout whose trainer is on a stream."""
 _MOST_CLASSES = len(enums.FAILURE_CLASSES)
 
 
@@ -69,6 +71,18 @@ def start_request(
             dict(credentials.model_bearers),
         ),
     )
+
+
+def prompt_request(request: rollout_service_pb2.RenderPromptRequest, caller: Caller) -> StartRequest:
+    """Return the request that would start the rollout of a prompt, with the fields that do not affect it filled in.
+
+    Raises `InvalidRequest`.
+    """
+    start = rollout_service_pb2.StartRolloutRequest()
+    if request.HasField("spec"):
+        start.spec.CopyFrom(request.spec)
+        start.spec.rollout_id = request.spec.rollout_id or "prompt"
+    return start_request(start, caller, None if start.spec.HasField("completions") else ON_STREAM)
 
 
 def group_request(request: group_pb2.StartGroupRequest, caller: Caller) -> tuple[StartRequest, GroupPlan]:

@@ -13,7 +13,6 @@ from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.ledger import Author, Tokens
 from rollout_server.core.record import Ended
-from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.rpc.status import code_of
 from rollout_server.edge.trainer.grpc_client import Rejection
 from rollout_server.edge.wire import request as wire
@@ -33,7 +32,6 @@ Ledger: TypeAlias = pb.TrainLedger
 Cancel: TypeAlias = rollout_service_pb2.CancelRolloutsRequest
 
 LARGEST_GROUP = 1024
-_HERE = Target("", Dialect.STREAM)
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 
 
@@ -44,7 +42,7 @@ def start_requests(start: Start, caller: Caller) -> Sequence[StartRequest]:
         raise InvalidRequest(Violation("start.count", f"is {count}, at most {LARGEST_GROUP} are allowed"))
     if not start.HasField("rollout"):
         raise InvalidRequest(Violation("start.rollout", "is missing; it holds request_id, spec and credentials"))
-    request = wire.start_request(start.rollout, caller, _HERE)
+    request = wire.start_request(start.rollout, caller, wire.ON_STREAM)
     if count == 1:
         return [request]
     name, key = request.spec.rollout_id, request.request_id
