@@ -22,7 +22,7 @@ from rollout_client._async.client import AsyncClient
 from rollout_client._async.events import AsyncEventStream, AsyncGroupStream, AsyncRunStream
 from rollout_client._sync.client import Client
 from rollout_client._sync.events import EventStream, GroupStream, RunStream
-from rollout_client.chat_messages import messages
+from rollout_client.chat_messages import RenderedPrompt, messages
 from rollout_client.connection import Tls
 from rollout_client.errors import (
     Busy,
@@ -75,6 +75,7 @@ __all__ = [
     "NotPossible",
     "Outcome",
     "PermissionDenied",
+    "RenderedPrompt",
     "Retry",
     "Rollout",
     "RolloutError",

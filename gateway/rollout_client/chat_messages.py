@@ -5,13 +5,37 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from osmosis.rollout.v1.message_pb2 import Blob, ChatMessage, ContentPart, Message
 from osmosis.rollout.v1.outcome_pb2 import Outcome
+from osmosis.rollout.v1.rollout_service_pb2 import RenderPromptResponse
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 JsonObject: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """Result of `render_prompt`: the first prompt of a rollout, as the server renders it.
+
+    Args:
+        ids: token ids.
+        tools: as the chat template gets them, {"type": "function", "function": {"name", "description", "parameters"}}. With an
+            empty list the server renders without the argument `tools`.
+        messages: in the shape of OpenAI's chat completions API.
+    """
+
+    ids: list[int]
+    tools: list[JsonObject]
+    messages: list[JsonObject]
+
+    @classmethod
+    def from_response(cls, response: RenderPromptResponse) -> RenderedPrompt:
+        """Convert the response of RenderPrompt."""
+        tools = [_object(text) for text in response.tools_json]
+        return cls(list(response.token_ids), tools, messages(response.messages))
 
 
 def messages(source: Outcome | RolloutSpec | Iterable[Message]) -> list[JsonObject]:
@@ -37,7 +61,7 @@ def _message(message: Message) -> JsonObject:
 def _object(text: str) -> JsonObject:
     value = json.loads(text)
     if not isinstance(value, dict):
-        raise ValueError("a message is not a JSON object")
+        raise ValueError("a message or a tool is not a JSON object")
     return value
 
 

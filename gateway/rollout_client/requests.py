@@ -14,6 +14,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
     ListRolloutsRequest,
     ListRolloutsResponse,
     ListToolsRequest,
+    RenderPromptRequest,
     Rollout,
     RunRolloutRequest,
     Selection,
@@ -168,6 +169,11 @@ def finish_request(uid: str, fields: Mapping[str, object]) -> FinishRolloutReque
 def key_metadata(key: str, more: CallMetadata | None) -> CallMetadata:
     """Return the metadata of a call with the key of a rollout instead of the client's API key."""
     return {**(more or {}), AUTHORIZATION: f"Bearer {text(key, 'key')}"}
+
+
+def prompt_request(spec: RolloutSpec | None, fields: Mapping[str, object]) -> RenderPromptRequest:
+    """Build the request for the first prompt of a rollout. What `start` sends beside the spec is not sent."""
+    return RenderPromptRequest(spec=start_request(spec, fields, needed=("messages",)).spec)
 
 
 def tools_request(agent: str) -> ListToolsRequest:

@@ -185,15 +185,17 @@ def rollout_spec(fields: Mapping[str, object]) -> spec_pb2.RolloutSpec:
     return spec
 
 
-def start_request(spec: spec_pb2.RolloutSpec | None, fields: Mapping[str, object]) -> StartRolloutRequest:
+def start_request(
+    spec: spec_pb2.RolloutSpec | None, fields: Mapping[str, object], needed: Sequence[str] = _NEEDED
+) -> StartRolloutRequest:
     """Build the request that starts a rollout. It always has a request id, so it is safe to retry.
 
-    Raises TypeError and ValueError that name the keyword.
+    `needed` are the keywords without which there is no spec. Raises TypeError and ValueError that name the keyword.
     """
     beside = {key: value for key, value in fields.items() if key in _BESIDE}
     of_spec = {key: value for key, value in fields.items() if key not in _BESIDE}
     if spec is None:
-        spec = _complete(of_spec)
+        spec = _complete(of_spec, needed)
     elif not isinstance(spec, spec_pb2.RolloutSpec):
         raise TypeError(f"the spec must be a RolloutSpec, not {type(spec).__name__}; pass its fields as keywords")
     elif of_spec:
@@ -211,9 +213,9 @@ def start_request(spec: spec_pb2.RolloutSpec | None, fields: Mapping[str, object
     return request
 
 
-def _complete(fields: Mapping[str, object]) -> spec_pb2.RolloutSpec:
+def _complete(fields: Mapping[str, object], needed: Sequence[str]) -> spec_pb2.RolloutSpec:
     spec = rollout_spec(fields)
-    missing = [name for name in _NEEDED if fields.get(name) is None]
+    missing = [name for name in needed if fields.get(name) is None]
     if missing:
         raise TypeError(f"{' and '.join(missing)} must be given")
     return spec

@@ -27,6 +27,7 @@ SAID = {
     "Start a rollout": r"5 plus 3 equals 8\. .*16.*\n\d+ \d+ of \d+\n",
     "Follow": r"1 accepted\n(?:.*\n)*\d+ finished\n[\w-]+ stop\nagain: 4\n",
     "Groups": r"(\d [\w-]+ (True|False)\n){8}[678] of 8\n",
+    "Prompts": r"(\d+ \['add', 'subtract', 'multiply', 'divide'\] \d .*\n){2}",
     "Agents that run elsewhere": r"ModelAccess\(base_url='http://127\.0\.0\.1:\d+/r/[\w-]+'\)\n1\.0\n",
     "With asyncio": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
     "Find": r"\(\)\n\['calculator', 'remote'\] \['add', 'subtract', 'multiply', 'divide'\] \d",

@@ -17,6 +17,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import (
     AsyncClient,
     Client,
+    Credentials,
     DeadlineExceeded,
     NotFinished,
     Outcome,
@@ -30,6 +31,7 @@ from rollout_client import (
 from rollout_client.spec import rollout_spec
 
 from tests.client.conftest import CALCULATOR_EVENTS, QUESTION, ServerAndTrainer
+from tests.support.calculator_tools import calculator_tools
 from tests.support.server_client import until
 
 FINISHED = pb.ROLLOUT_STATE_FINISHED
@@ -181,6 +183,23 @@ async def test_a_ready_spec(world: ServerAndTrainer, client: AsyncClient) -> Non
     first = await client.start(spec, request_id="one")
     assert [event async for event in client.run(spec, request_id="one")][-1].HasField("finished")
     assert (first.rollout.spec.rollout_id, (await client.start(spec)).attached) == ("ready", False)
+
+
+async def test_the_prompt_of_a_rollout_that_is_not_started(
+    world: ServerAndTrainer, client: AsyncClient, threads: Client
+) -> None:
+    credentials = Credentials(completions_bearer="hush")  # arguments of `start` can be passed as they are
+    rendered = await client.render_prompt(**world.asked(request_id="one", credentials=credentials))
+    assert [rollout async for rollout in client.list()] == []
+    assert rendered == await client.render_prompt(rollout_spec(world.asked()))
+    assert rendered == await asyncio.to_thread(threads.render_prompt, **world.asked(completions=None))
+    assert rendered.messages == [{"role": "user", "content": QUESTION}]
+    assert rendered.tools == calculator_tools()
+    run = client.run(**world.asked(), detail="full")  # this trainer renders for itself
+    async for _ in run:
+        pass
+    assert run.outcome is not None
+    assert samples(run.outcome)[0].prompt_ids == rendered.ids
 
 
 async def test_threads_do_the_same(world: ServerAndTrainer, threads: Client) -> None:

@@ -25,6 +25,7 @@ from rollout_client.requests import (
     View,
     cancel_selection,
     get_request,
+    prompt_request,
     watch_request,
 )
 from rollout_client.spec import Dialect, rollout_spec, start_request
@@ -304,6 +305,16 @@ def test_a_ready_spec_is_sent_as_it_is_and_left_as_it_was() -> None:
         start_request(spec, {"agent": "calculator"})
     with pytest.raises(TypeError, match="must be a RolloutSpec, not dict"):
         start_request(NEEDED, {})  # type: ignore[arg-type]
+
+
+def test_a_prompt_needs_only_messages_and_sends_no_secret() -> None:
+    beside = {"request_id": "one", "credentials": Credentials(completions_bearer="hush")}
+    request = prompt_request(None, NEEDED | beside)
+    assert request == pb.RenderPromptRequest(spec=start_request(None, NEEDED | {"request_id": "one"}).spec)
+    assert prompt_request(None, {"messages": [HELLO], "agent": "a"}).spec.agent == "a"
+    assert prompt_request(spec_pb2.RolloutSpec(agent="a"), {}).spec.agent == "a"
+    with pytest.raises(TypeError, match="messages must be given"):
+        prompt_request(None, {"completions": "http://trainer:8081"})
 
 
 def test_an_id_is_made_up_where_none_is_given() -> None:

@@ -17,6 +17,7 @@ from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 from rollout_client import requests
 from rollout_client._sync.events import EventStream, GroupStream, RunStream
 from rollout_client.channels import SyncChannel, refuse_pickling
+from rollout_client.chat_messages import RenderedPrompt
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
 from rollout_client.errors import failure_of
 from rollout_client.event_cursor import ModelAccess, Started, StartedGroup, access_of
@@ -213,6 +214,32 @@ class Client:
         request = requests.get_group_request(group_id)
         response = self._send(self._channel.stub.GetGroup, request, timeout, call_metadata)
         return response.group
+
+    def render_prompt(
+        self,
+        spec: RolloutSpec | None = None,
+        /,
+        *,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **fields: Unpack[StartFields],
+    ) -> RenderedPrompt:
+        """Return the first prompt that a trainer in token mode would get from a rollout, without starting one.
+
+        Of the agent, only `choose_tools` is called. One that changes its conversation before its first turn has another prompt.
+
+        Args:
+            spec: the spec; or pass its fields as keywords.
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+            **fields: as for `start`. `completions` may be omitted; `credentials` and `request_memory` are not sent.
+
+        Raises the errors of `start`; `InvalidRequest` also if the chat template refuses the messages, and `NotPossible` without a
+        tokenizer that the server can load.
+        """
+        request = requests.prompt_request(spec, fields)
+        response = self._send(self._channel.stub.RenderPrompt, request, timeout, call_metadata)
+        return RenderedPrompt.from_response(response)
 
     def wait(
         self,
