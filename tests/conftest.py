@@ -35,7 +35,7 @@ THOROUGH = re.compile(
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
     | exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
-    | exact/test_first_prompts\.py::test_tokenizers\w+\[(?!toy\])                 # large tokenizers
+    | exact/test_first_prompts\.py::test_(?:tokenizers\w+\[(?!toy\])|templates_of\w+)    # large tokenizers
     | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
     | test_bench\.py
     )""",
