@@ -11,7 +11,10 @@ import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
 from rollout_server import Agent, Environment, Reply, Request, Run, Step
+from rollout_server.core.error import Busy
 from rollout_server.edge.rpc import prompts
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.runtime.ports import Tool
 
 from tests.edge.rpc.conftest import OpenServer
@@ -148,3 +151,19 @@ async def test_a_bounded_number_of_prompts_is_rendered_at_the_same_time(
         left.cancel()
         await asyncio.wait([asyncio.ensure_future(left.code())])
     assert (await caller.stub.RenderPrompt(render())).token_ids
+
+
+async def test_work_counts_until_it_ends_also_if_its_caller_has_left() -> None:
+    renderer, gate = prompts.PromptRenderer(Tokenizers(LoaderSettings())), asyncio.Event()
+    large = asyncio.create_task(renderer.run_bounded(gate.wait(), prompts.MOST_BYTES + 1))  # accepted, as it is alone
+    await asyncio.sleep(0)
+    for leave in (False, True):
+        if leave:
+            large.cancel()
+            await asyncio.wait([large])
+        with pytest.raises(Busy):
+            await renderer.run_bounded(asyncio.sleep(0), 1)
+    gate.set()
+    await asyncio.sleep(0.01)  # the work ends in the next iterations of the loop
+    small = [renderer.run_bounded(asyncio.sleep(0, number), prompts.MOST_BYTES // 4) for number in range(4)]
+    assert await asyncio.gather(*small) == [0, 1, 2, 3]
