@@ -14,7 +14,15 @@ from __future__ import annotations
 from rollout_client.samples import SampleSpan, TrainingSample
 from rollout_client.trainer import parsers
 from rollout_client.trainer.completion import Parse, ParsedCompletion, ToolCall
-from rollout_client.trainer.generation import Decode, Generate, Generated, SamplingParams, TryAgainLater
+from rollout_client.trainer.generation import (
+    Decode,
+    Generate,
+    Generated,
+    SamplingParams,
+    TryAgainLater,
+    Turn,
+    TurnImage,
+)
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import Finished, Group, Prompt, PromptLike, RecordMismatch
 from rollout_client.trainer.server import Serving
@@ -43,5 +51,7 @@ __all__ = [
     "Trainer",
     "TrainingSample",
     "TryAgainLater",
+    "Turn",
+    "TurnImage",
     "parsers",
 ]

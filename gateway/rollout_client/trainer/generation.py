@@ -54,8 +54,56 @@ class Generated:
     policy_version: str = ""
 
 
-Generate: TypeAlias = Callable[[Sequence[int], SamplingParams], Awaitable[Generated]]
-"""Coroutine function `generate(prompt_ids, sampling)`. It is cancelled when no request waits for the completion."""
+@dataclass(frozen=True, slots=True)
+class TurnImage:
+    """An image of a prompt.
+
+    Args:
+        offset: index of the first token that stands for it, counted from the start of the prompt.
+        length: number of tokens that stand for it.
+        media_type: IANA media type, such as "image/png".
+        data: bytes of the image file.
+    """
+
+    offset: int
+    length: int
+    media_type: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn to generate.
+
+    Args:
+        uid: the server's id of the rollout. The turns of a rollout share a prefix, so an engine that routes by it finds its cache.
+        rollout_id: the trainer's id of the rollout.
+        group_id: id of the rollout's group.
+        index: index of the rollout in its group, from 0.
+        segment_id: segment that the completion continues, unique within its rollout.
+        turn: number of the turn in its rollout, from 1. `uid`, `segment_id` and `turn` together identify the request.
+        ids: the prompt: token ids (int), at least one.
+        sampling: sampling parameters of the turn.
+        images: all images of the prompt, in the order of their tokens.
+        seconds_left: seconds until the rollout's time limit expires, 0 or more. None: it has no such limit.
+    """
+
+    uid: str
+    rollout_id: str
+    group_id: str
+    index: int
+    segment_id: str
+    turn: int
+    ids: Sequence[int] = field(repr=False)
+    sampling: SamplingParams
+    images: Sequence[TurnImage] = ()
+    seconds_left: float | None = None
+
+
+Generate: TypeAlias = (
+    Callable[[Turn], Awaitable[Generated]] | Callable[[Sequence[int], SamplingParams], Awaitable[Generated]]
+)
+"""Coroutine function `generate(turn)` or `generate(prompt_ids, sampling)`. It is cancelled when no request waits for it."""
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Function `decode(ids)`: token ids of a completion, without a trailing id of `end_ids`, to text."""
 
