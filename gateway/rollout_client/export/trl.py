@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from rollout_client.export.json_lines import trained_logprobs, trained_mask
 from rollout_client.samples import TrainingSample
 
+if TYPE_CHECKING:
+    from rollout_client.trainer.results import Finished
+
 
 class TrlOutput(TypedDict):
-    """Dictionary that a `rollout_func` returns: lists with one row per sample.
+    """Dictionary that a `rollout_func` returns: lists with one row per sample or rollout.
 
     Keys:
         prompt_ids: token ids (int) of each prompt.
@@ -19,7 +22,8 @@ class TrlOutput(TypedDict):
         logprobs: natural logarithms (float), one per id in `completion_ids`, 0.0 where `env_mask` is 0. None: some are unknown.
         env_mask: one int per id in `completion_ids`: 1 for a generated token that trains, otherwise 0. TRL applies it as
             `tool_mask`, but only if the GRPOTrainer has no tools. All 0 for a sample that is not trainable.
-        rollout_untrainable: why a sample is not trainable, such as "failure_engine"; empty if it is.
+        rollout_untrainable: why a row does not train, such as "failure_engine"; empty if it does. "mismatch": the trainer refused
+            the rollout's samples.
         rollout_uid, rollout_end, rollout_truncated, rollout_reward, rollout_role, rollout_turn_scores: `uid`, `end`, `truncated`,
             `reward`, `role` and `turn_scores` of each sample. TRL passes these keys to reward functions as keyword arguments.
     """
@@ -37,10 +41,13 @@ class TrlOutput(TypedDict):
     rollout_turn_scores: list[list[float]]
 
 
-def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
-    """Convert samples to the return value of a `rollout_func`.
+def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None = None) -> TrlOutput:
+    """Convert samples, or finished rollouts of a `Trainer`, to the return value of a `rollout_func`.
 
-        return to_trl(samples_of_these_prompts)  # one sample per prompt
+        return to_trl([rollout for group in groups for rollout in group.rollouts], end_id=end)  # exactly one row per rollout
+
+    The row of a rollout is its `primary` sample. If it has none, the row is its first sample, with mask 0 throughout. Without any
+    sample, prompt and completion of the row are the single token `end_id`, with mask 0, and its reward is None.
 
     A sample that is not trainable keeps its row, because TRL assigns rows to groups by position, but its mask is 0 throughout. Its
     reward is None unless the agent gave one: a reward function should return None for it, not 0.
@@ -48,13 +55,15 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
     `logprobs` is None for all rows if one trainable sample has none, because TRL has no value for a row without logprobs.
 
     Args:
-        samples: exactly one sample per prompt, in the order of the prompts that TRL passed.
+        samples: exactly one sample or rollout per prompt, in the order of the prompts that TRL passed.
+        end_id: id of the stop token. Required if a rollout may have no samples.
 
     Raises:
+        ValueError: a rollout has no samples, and `end_id` is not given. TRL fails if a row is missing, without saying so.
         ValueError: two samples belong to one rollout. TRL assigns rows to groups by position, so an additional row would move
             all later rows into the groups of other prompts.
     """
-    rows = list(samples)
+    rows = [each if isinstance(each, TrainingSample) else _sample_of(each, end_id) for each in samples]
     counted = Counter(row.uid for row in rows if row.uid)
     uid, count = next(iter(counted.most_common(1)), ("", 0))
     if count > 1:
@@ -74,4 +83,27 @@ def to_trl(samples: Iterable[TrainingSample]) -> TrlOutput:
         rollout_reward=[row.reward for row in rows],
         rollout_role=[row.role for row in rows],
         rollout_turn_scores=[row.turn_scores for row in rows],
+    )
+
+
+def _sample_of(rollout: Finished, end_id: int | None) -> TrainingSample:
+    """Return the one sample that stands for a rollout."""
+    found = [rollout.primary] if rollout.primary is not None else rollout.untrainable
+    if found:
+        return found[0]
+    if end_id is None:
+        raise ValueError(f"rollout {rollout.uid!r} has no samples, so its row needs a token; give to_trl an end_id")
+    failed = f"failure_{rollout.failure_class}" if rollout.end == "failure" else rollout.failure_class
+    return TrainingSample(
+        segment_id="",
+        prompt_ids=[end_id],
+        response_ids=[end_id],
+        response_mask=[0],
+        logprobs=[0.0],
+        uid=rollout.uid,
+        group_id=rollout.group_id,
+        end=rollout.end,
+        failure_class=rollout.failure_class,
+        trainable=False,
+        untrainable_reason="mismatch" if rollout.mismatch else failed or "no_trained_tokens",
     )

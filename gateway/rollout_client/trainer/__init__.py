@@ -7,6 +7,8 @@ compare digests in every turn, and the samples at the end.
     async with Trainer("localhost:50051", generate=generate, decode=decode, parse=parsers.hermes) as trainer:
         async for group in trainer.rollouts(prompts, n=8, tokenizer="Qwen/Qwen3-8B"):
             train_on([sample for rollout in group.rollouts for sample in rollout.samples])
+
+`SyncTrainer` is the same for training loops without asyncio.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from rollout_client.trainer.generation import (
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import Finished, Group, Prompt, PromptLike, RecordMismatch
 from rollout_client.trainer.server import Serving
+from rollout_client.trainer.sync_trainer import SyncTrainer
 from rollout_client.trainer.trainer import ModelFields, RolloutFields, Trainer
 from rollout_client.trainer.verify import Mismatch
 
@@ -47,6 +50,7 @@ __all__ = [
     "SampleSpan",
     "SamplingParams",
     "Serving",
+    "SyncTrainer",
     "ToolCall",
     "Trainer",
     "TrainingSample",

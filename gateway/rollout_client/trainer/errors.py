@@ -59,6 +59,11 @@ def invalid_field(field: str, text: str) -> RefusedCall:
     )
 
 
+def media_refused(text: str) -> RefusedCall:
+    """Return the error for media in a prompt that this trainer cannot generate from. They are never dropped."""
+    return RefusedCall(grpc.StatusCode.UNIMPLEMENTED, "MEDIA", text)
+
+
 def base_unknown(text: str) -> RefusedCall:
     """Return the error that makes the server send the whole history once, under the same turn key."""
     return RefusedCall(grpc.StatusCode.FAILED_PRECONDITION, "BASE_UNKNOWN", text)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from inspect import Parameter
+from typing import Final, TypeAlias, TypeVar
 
 from osmosis.rollout.v1 import spec_pb2
+
+_T = TypeVar("_T")
 
 MODEL_BIT: Final = 1 << 31
 """In a digest, this bit marks a generated token (token.proto, Checkpoint). Token ids are below it."""
@@ -59,14 +63,14 @@ class TurnImage:
     """An image of a prompt.
 
     Args:
-        offset: index of the first token that stands for it, counted from the start of the prompt.
-        length: number of tokens that stand for it.
+        offset: index of the first token that stands for it, counted from the start of the prompt. None: `render` placed it.
+        length: number of tokens that stand for it. None: `render` placed it.
         media_type: IANA media type, such as "image/png".
         data: bytes of the image file.
     """
 
-    offset: int
-    length: int
+    offset: int | None
+    length: int | None
     media_type: str
     data: bytes = field(repr=False)
 
@@ -84,7 +88,7 @@ class Turn:
         turn: number of the turn in its rollout, from 1. `uid`, `segment_id` and `turn` together identify the request.
         ids: the prompt: token ids (int), at least one.
         sampling: sampling parameters of the turn.
-        images: all images of the prompt, in the order of their tokens.
+        images: all images of the prompt, in its order.
         seconds_left: seconds until the rollout's time limit expires, 0 or more. None: it has no such limit.
     """
 
@@ -119,6 +123,24 @@ class TryAgainLater(Exception):
             raise ValueError("seconds must be from 0 to 86400")
         super().__init__(f"try again in {seconds} s")
         self.seconds = seconds
+
+
+async def resolved(value: _T | Awaitable[_T]) -> _T:
+    """Return a value, or the result of an awaitable: `SyncTrainer` turns the user's functions into coroutine functions."""
+    return await value if isinstance(value, Awaitable) else value
+
+
+def takes_turn(generate: Callable[..., object]) -> bool:
+    """Return whether `generate` has exactly one required positional parameter, so that it is called with a `Turn`.
+
+    Any other function, also one whose signature cannot be read, is called as `generate(prompt_ids, sampling)`.
+    """
+    try:
+        parameters = inspect.signature(generate).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in positional and each.default is Parameter.empty for each in parameters) == 1
 
 
 def sampling_params(proto: spec_pb2.Sampling) -> SamplingParams:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from osmosis.rollout.v1 import token_pb2
 
-from rollout_client.trainer.generation import MODEL_BIT
+from rollout_client.trainer.generation import MODEL_BIT, TurnImage
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -72,13 +72,15 @@ class LedgerRun:
 class SegmentLedger:
     """Append-only ledger of one segment.
 
-    `checkpoints` has one entry after each completion. `inherited` is the number of leading tokens copied from another segment.
+    `checkpoints` has one entry after each completion. `images` are those that its tokens stand for, in token mode. `inherited` is
+    the number of leading tokens copied from another segment.
     `restarted` is True if a prompt that `render` returned did not extend the previous ledger, so this one began anew.
     """
 
     def __init__(self) -> None:
         self.runs: list[LedgerRun] = []
         self.checkpoints: list[LedgerCheckpoint] = []
+        self.images: list[TurnImage] = []
         self.inherited = 0
         self.restarted = False
         self._ids = array("I")
@@ -155,6 +157,7 @@ class SegmentLedger:
             left -= len(run.ids)
         made.inherited = made.tokens
         made.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint.tokens <= at.tokens]
+        made.images = [image for image in self.images if (image.offset or 0) < at.tokens]
         return made
 
     def spans(self, offset: int) -> Iterator[token_pb2.Span]:

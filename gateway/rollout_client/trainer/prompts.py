@@ -6,10 +6,12 @@ generated. In message mode `render` produces the prompt, and the ledger records 
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, TypeAlias
 
 import grpc
 from osmosis.rollout.v1 import completion_service_pb2 as pb
@@ -17,13 +19,15 @@ from osmosis.rollout.v1 import token_pb2
 from osmosis.rollout.v1.message_pb2 import Tool
 
 from rollout_client.chat_messages import messages
-from rollout_client.trainer.errors import RefusedCall, base_unknown, invalid_field, ledger_mismatch
-from rollout_client.trainer.generation import MODEL_BIT, token_ids
+from rollout_client.trainer.errors import RefusedCall, base_unknown, invalid_field, ledger_mismatch, media_refused
+from rollout_client.trainer.generation import MODEL_BIT, TurnImage, resolved, token_ids
 from rollout_client.trainer.ledger import LedgerCheckpoint, LedgerRun, SegmentLedger, runs_from_spans
 from rollout_client.trainer.rollout_records import JsonObject, Record, TurnPrompt
 
 Render: TypeAlias = Callable[[Sequence[JsonObject], Sequence[JsonObject]], Sequence[int]]
 """Function `render(messages, tools)`: dictionaries as `apply_chat_template` takes them, to prompt ids with generation prompt."""
+_IMAGE_PARTS: Final = ("image_url", "input_image", "image")
+_DATA_URL: Final = re.compile(r"data:(image/[^;,]+)(?:;[^,]*)?;base64,(.*)", re.DOTALL)
 
 
 def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
@@ -50,13 +54,13 @@ def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
         raise RefusedCall(grpc.StatusCode.UNIMPLEMENTED, "MESSAGE_MODE", text)
 
 
-def build_prompt(record: Record, request: pb.CompleteRequest, render: Render | None) -> TurnPrompt:
+async def build_prompt(record: Record, request: pb.CompleteRequest, render: Render | None) -> TurnPrompt:
     """Return the prompt of a validated request. Raises `RefusedCall` if the ledgers differ, and whatever `render` raises."""
     if record.typed is None and request.new_messages:
         record.typed = request.new_messages[0].WhichOneof("form") == "chat"
     if request.HasField("new_tokens") or render is None:
         return _from_tokens(record, request)
-    return _from_messages(record, request, render)
+    return await _from_messages(record, request, render)
 
 
 def _from_tokens(record: Record, request: pb.CompleteRequest) -> TurnPrompt:
@@ -86,7 +90,9 @@ def _from_tokens(record: Record, request: pb.CompleteRequest) -> TurnPrompt:
             f"but base and spans give {_checkpoint_text(checkpoint)} in turn {request.turn}",
             ledger.checkpoints,
         )
-    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint)
+    # Without a base the request has all images of the segment, otherwise those after the base.
+    images = [*(ledger.images if request.HasField("base") else ()), *map(_image, request.new_tokens.media)]
+    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint, images=images)
 
 
 def _ledger_at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedger:
@@ -111,9 +117,10 @@ def _ledger_at_base(record: Record, request: pb.CompleteRequest) -> SegmentLedge
     )
 
 
-def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) -> TurnPrompt:
+async def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) -> TurnPrompt:
     conversation = _conversation(record, request)
-    rendered = token_ids(render(conversation, _tools(record, request)), "the return value of render")
+    images = list(_message_images(conversation))
+    rendered = token_ids(await resolved(render(conversation, _tools(record, request))), "the return value of render")
     if not rendered:
         raise ValueError("render returned no ids")
     known = record.segments.get(request.segment_id)
@@ -124,7 +131,7 @@ def _from_messages(record: Record, request: pb.CompleteRequest, render: Render) 
         ledger.restarted = True
     runs = [LedgerRun(request.turn, False, array("I", rendered[ledger.tokens :]))]
     checkpoint = ledger.checkpoint(len(conversation), runs)
-    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint, conversation)
+    return TurnPrompt(record, request.segment_id, ledger, ledger.tokens, runs, checkpoint, conversation, images)
 
 
 def _conversation(record: Record, request: pb.CompleteRequest) -> list[JsonObject]:
@@ -164,10 +171,6 @@ def _tool(tool: Tool, where: str) -> JsonObject:
 def _check_tokens(tokens: pb.NewTokens) -> None:
     if not tokens.HasField("after"):
         raise invalid_field("new_tokens.after", "is missing")
-    if tokens.media:
-        raise RefusedCall(
-            grpc.StatusCode.UNIMPLEMENTED, "MEDIA", "this trainer generates from text only, but new_tokens.media is set"
-        )
     _check_checkpoint(tokens.after, "new_tokens.after")
     for index, span in enumerate(tokens.spans):
         where = f"new_tokens.spans[{index}]"
@@ -177,6 +180,39 @@ def _check_tokens(tokens: pb.NewTokens) -> None:
             raise invalid_field(f"{where}.token_ids", "each id must be below 2^31")
         if span.HasField("logprobs") and len(span.logprobs.values) != len(span.token_ids):
             raise invalid_field(f"{where}.logprobs", "must be as long as token_ids")
+    for index, media in enumerate(tokens.media):
+        where = f"new_tokens.media[{index}]"
+        if not media.length or media.offset + media.length > tokens.after.tokens:
+            raise invalid_field(where, f"must be one or more of the {tokens.after.tokens} tokens of the prompt")
+        if not media.blob.media_type.startswith("image/") or not media.blob.inline:
+            raise media_refused(f"{where} is not an image with its bytes; send images inline")
+
+
+def _image(media: pb.MediaSpan) -> TurnImage:
+    return TurnImage(media.offset, media.length, media.blob.media_type, media.blob.inline)
+
+
+def _message_images(conversation: Sequence[JsonObject]) -> Iterator[TurnImage]:
+    """Yield the images of messages. Raises `RefusedCall` for an image that is not in its message as a data: URL."""
+    for index, message in enumerate(conversation):
+        content = message.get("content")
+        for place, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in _IMAGE_PARTS:
+                image = _part_image(part)
+                if image is None:
+                    where = f"messages[{index}].content[{place}]"
+                    raise media_refused(f"{where} is an image that is not in the message; send it as a data: URL")
+                yield image
+
+
+def _part_image(part: JsonObject) -> TurnImage | None:
+    source = part.get("image" if part["type"] == "image" else "image_url")
+    url = source.get("url") if isinstance(source, dict) else source
+    found = _DATA_URL.fullmatch(url) if isinstance(url, str) else None
+    try:
+        return TurnImage(None, None, found[1], base64.b64decode(found[2], validate=True)) if found else None
+    except ValueError:
+        return None
 
 
 def _check_checkpoint(checkpoint: token_pb2.Checkpoint, where: str) -> None:

@@ -55,6 +55,14 @@ class Finished:
     untrainable: Sequence[TrainingSample] = field(default=(), repr=False)
 
     @property
+    def primary(self) -> TrainingSample | None:
+        """The sample for a trainer that takes one row per rollout: of `samples` the one with the most trained tokens.
+
+        Of equals, the earliest segment. None: no sample of the rollout trains.
+        """
+        return max(self.samples, key=lambda sample: sum(sample.response_mask), default=None)
+
+    @property
     def uid(self) -> str:
         """The server's id of the rollout."""
         return self.rollout.uid

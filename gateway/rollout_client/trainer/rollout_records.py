@@ -13,6 +13,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 from rollout_client.errors import RolloutError
 from rollout_client.trainer.errors import ledger_mismatch
+from rollout_client.trainer.generation import TurnImage
 from rollout_client.trainer.ledger import LedgerCheckpoint, LedgerRun, SegmentLedger
 
 JsonObject: TypeAlias = Mapping[str, Any]
@@ -55,6 +56,7 @@ class TurnPrompt:
         runs: new prompt tokens, none of them generated.
         checkpoint: checkpoint after the prompt.
         conversation: in message mode, all messages of the prompt.
+        images: all images of the prompt, in its order.
     """
 
     record: Record
@@ -64,6 +66,7 @@ class TurnPrompt:
     runs: Sequence[LedgerRun]
     checkpoint: LedgerCheckpoint
     conversation: Sequence[JsonObject] | None = None
+    images: Sequence[TurnImage] = ()
 
     def ids(self) -> list[int]:
         """Return all prompt ids."""
@@ -116,6 +119,7 @@ class Record:
             self.replaced.append((prompt.segment_id, known))
         self.segments[prompt.segment_id] = ledger
         ledger.append((*prompt.runs, completion))
+        ledger.images = list(prompt.images)
         checkpoint = ledger.checkpoint(prompt.checkpoint.messages + 1)
         ledger.checkpoints.append(checkpoint)
         return checkpoint
@@ -167,11 +171,17 @@ class Outcomes:
 
     def __init__(self) -> None:
         self._awaited: dict[str, asyncio.Future[Rollout]] = {}
+        self._members: dict[str, tuple[str, int]] = {}
         self._settled: OrderedDict[str, None] = OrderedDict()
 
-    def expect(self, rollout_id: str) -> asyncio.Future[Rollout]:
-        """Return the future outcome of a rollout. Call this before the rollout is started."""
+    def expect(self, rollout_id: str, group_id: str = "", index: int = 0) -> asyncio.Future[Rollout]:
+        """Return the future outcome of a rollout of a group. Call this before the rollout is started."""
+        self._members[rollout_id] = (group_id, index)
         return self._awaited.setdefault(rollout_id, asyncio.get_running_loop().create_future())
+
+    def member(self, rollout_id: str) -> tuple[str, int]:
+        """Return the group id of an expected rollout and its index in the group; ("", 0) for any other."""
+        return self._members.get(rollout_id, ("", 0))
 
     def awaits(self, rollout_id: str) -> bool:
         """Whether the outcome is still expected."""
@@ -195,6 +205,7 @@ class Outcomes:
     def close(self, rollout_id: str) -> None:
         """Stop expecting an outcome. Later deliveries are acknowledged and ignored."""
         self._awaited.pop(rollout_id, None)
+        self._members.pop(rollout_id, None)
         self._settled[rollout_id] = None
         while len(self._settled) > _REMEMBERED_OUTCOMES:
             self._settled.popitem(last=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections import deque
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpack
@@ -17,7 +16,7 @@ from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
 from rollout_client.spec import FailureClass, Limits, Sampling, Target, Tokenizer
 from rollout_client.trainer.completion import Parse, plain
-from rollout_client.trainer.generation import Decode, Generate
+from rollout_client.trainer.generation import Decode, Generate, resolved
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import (
     Finished,
@@ -46,7 +45,8 @@ class ModelFields(TypedDict, total=False):
     """Keyword arguments of `Trainer` that describe the model.
 
     Keys:
-        generate: coroutine function `generate(prompt_ids, sampling)` that returns a `Generated`. May raise `TryAgainLater`.
+        generate: coroutine function `generate(turn)` or `generate(prompt_ids, sampling)` that returns a `Generated`. May raise
+            `TryAgainLater`. A function with exactly one required positional parameter gets a `Turn`.
         decode: function `decode(ids)` that returns the text of token ids, special tokens included.
         parse: function `parse(text)` that returns a `ParsedCompletion`. Default: all text is content.
         end_ids: stop token ids. A trailing one is removed before `decode`.
@@ -114,7 +114,7 @@ class Trainer:
         self._remembered = _positive_int(model.get("remembered", 1024), "remembered")
         self._records = Records(self._remembered)
         self._outcomes = Outcomes()
-        self._turns = Turns(_model_from(model), self._records, self._generating)
+        self._turns = Turns(_model_from(model), self._records, self._outcomes, self._generating)
         self._renders = model.get("render") is not None
         self._raises = on_mismatch == "raise"
         self._server = server
@@ -144,7 +144,13 @@ class Trainer:
         await self._open_transport().close()
 
     async def rollouts(
-        self, prompts: Iterable[PromptLike], *, n: int = 4, at_once: int = 64, **fields: Unpack[RolloutFields]
+        self,
+        prompts: Iterable[PromptLike],
+        *,
+        n: int = 4,
+        at_once: int = 64,
+        in_order: bool = False,
+        **fields: Unpack[RolloutFields],
     ) -> AsyncGenerator[Group, None]:
         """Yield one group of `n` finished rollouts per prompt, in the order in which the groups finish.
 
@@ -157,6 +163,8 @@ class Trainer:
             prompts: prompts; may be infinite. A prompt is taken when its group can start.
             n: rollouts per prompt (group size).
             at_once: maximum number of rollouts that run at the same time, rounded down to whole groups, but at least one group.
+            in_order: yield the groups in the order of the prompts. A group that finishes early waits for the groups before it, and
+                counts as running until then.
             **fields: fields of the spec for all rollouts; `tokenizer` is required without `render`. A prompt's `metadata` is
                 merged over the common `metadata`.
 
@@ -172,20 +180,19 @@ class Trainer:
                 f"{room * n} rollouts at once exceed remembered={self._remembered}; raise Trainer(remembered=...)"
             )
         _check_fields(fields)
-        waiting, running = iter(prompts), set[asyncio.Task[Group]]()
-        ready: deque[asyncio.Task[Group]] = deque()
+        waiting, started = iter(prompts), list[asyncio.Task[Group]]()
         try:
             while True:
-                while len(running) < room and (given := next(waiting, None)) is not None:
-                    running.add(self._start_task(self._group(to_prompt(given), n, fields)))
-                if not running:
+                while len(started) < room and (given := await resolved(next(waiting, None))) is not None:
+                    started.append(self._start_task(self._group(to_prompt(given), n, fields)))
+                if not started:
                     return
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                ready.extend(done)
-                while ready:
-                    yield ready.popleft().result()
+                done, _ = await asyncio.wait(started[:1] if in_order else started, return_when=asyncio.FIRST_COMPLETED)
+                for each in [task for task in started if task in done]:
+                    started.remove(each)
+                    yield each.result()
         finally:
-            await _cancel_all([*running, *ready])
+            await _cancel_all(started)
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._server}>"
@@ -204,7 +211,10 @@ class Trainer:
             common = fields.get("metadata") or {}
             spec["metadata"] = {**common, **prompt.metadata}
         transport, name = self._open_transport(), uuid.uuid4().hex
-        outcomes = {rollout_id: self._outcomes.expect(rollout_id) for rollout_id in group_rollout_ids(name, n)}
+        outcomes = {
+            rollout_id: self._outcomes.expect(rollout_id, group_id, index)
+            for index, rollout_id in enumerate(group_rollout_ids(name, n))
+        }
         uids: Mapping[str, str] = {}
         try:
             uids = await transport.start(spec, name, n)

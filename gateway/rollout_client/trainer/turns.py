@@ -9,28 +9,34 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from array import array
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1.message_pb2 import Message
 
 from rollout_client.chat_messages import messages
+from rollout_client.proto_fields import duration_seconds
 from rollout_client.trainer.completion import Parse, to_message, utf8_text
-from rollout_client.trainer.errors import RefusedCall, internal_error, invalid_field, try_again_later
+from rollout_client.trainer.errors import RefusedCall, internal_error, invalid_field, media_refused, try_again_later
 from rollout_client.trainer.generation import (
     Decode,
     Generate,
     Generated,
+    SamplingParams,
     TryAgainLater,
+    Turn,
+    resolved,
     sampling_params,
+    takes_turn,
     validate_generated,
 )
 from rollout_client.trainer.ledger import LedgerRun
 from rollout_client.trainer.prompts import Render, build_prompt, check_request
-from rollout_client.trainer.rollout_records import Record, Records, StoredCompletion, TurnPrompt
+from rollout_client.trainer.rollout_records import Outcomes, Record, Records, StoredCompletion, TurnPrompt
 
 _LOG: Final = logging.getLogger("rollout_client")
 _T = TypeVar("_T")
@@ -59,9 +65,11 @@ class _RunningTurn:
 class Turns:
     """Generates turns, at most `generating` at the same time. Further turns wait in order."""
 
-    def __init__(self, model: Model, records: Records, generating: int) -> None:
+    def __init__(self, model: Model, records: Records, outcomes: Outcomes, generating: int) -> None:
         self._model = model
+        self._call_generate = _turn_function(model.generate)
         self._records = records
+        self._outcomes = outcomes
         self._slots = asyncio.Semaphore(generating)
         self._running: dict[str, _RunningTurn] = {}
 
@@ -116,17 +124,22 @@ class Turns:
 
     async def _generate(self, request: pb.CompleteRequest, digest: bytes) -> pb.CompleteResponse:
         key, record = request.turn_key, self._records.open(request.uid)
-        prompt = _call_user_code("render", key, lambda: build_prompt(record, request, self._model.render))
+        expires = time.monotonic() + duration_seconds(request.time_left) if request.HasField("time_left") else None
+        prompt = await _user_code("render", key, build_prompt(record, request, self._model.render))
         sampling = sampling_params(request.sampling)
         async with self._slots:
             try:
-                generated = await self._model.generate(prompt.ids(), sampling)
+                generated = await self._call_generate(self._turn(request, prompt, sampling, expires))
                 ids, logprobs = validate_generated(generated)
+            except RefusedCall:
+                raise
             except TryAgainLater as error:
                 raise try_again_later(error.seconds) from None
             except Exception:
                 _LOG.exception("turn %s: generate failed", key)
                 raise internal_error("generate", key) from None
+        text = await _user_code("decode", key, self._text(ids))
+        message, calls = await _user_code("parse", key, self._parse(text, request.turn, record))
         turn = self._running.get(key)
         if turn is None or turn.task is not asyncio.current_task():
             # The turn was cancelled but `generate` suppressed the cancellation. Its completion must not enter the ledger.
@@ -135,10 +148,6 @@ class Turns:
         run = LedgerRun(
             request.turn, True, ids, None if sampling.logprobs is False else logprobs, generated.policy_version, True
         )
-        text = _call_user_code(
-            "decode", key, lambda: utf8_text(self._model.decode(self._text_ids(ids)), "the return value of decode")
-        )
-        message, calls = _call_user_code("parse", key, lambda: self._parse(text, request.turn, record))
         response = self._response(prompt, message, run, generated)
         response.raw_text = text
         if calls and response.finish_reason == "stop":
@@ -150,13 +159,32 @@ class Turns:
         )
         return stored.response()
 
-    def _text_ids(self, ids: array[int]) -> list[int]:
-        """Return the ids without a trailing id of `end_ids`."""
-        return ids[:-1].tolist() if ids[-1] in self._model.end_ids else ids.tolist()
+    def _turn(
+        self, request: pb.CompleteRequest, prompt: TurnPrompt, sampling: SamplingParams, expires: float | None
+    ) -> Turn:
+        """Return the argument of `generate`. `expires`: end of the rollout's time limit on the monotonic clock."""
+        group_id, index = self._outcomes.member(request.rollout_id)
+        return Turn(
+            uid=request.uid,
+            rollout_id=request.rollout_id,
+            group_id=group_id,
+            index=index,
+            segment_id=request.segment_id,
+            turn=request.turn,
+            ids=prompt.ids(),
+            sampling=sampling,
+            images=tuple(prompt.images),
+            seconds_left=None if expires is None else max(0.0, expires - time.monotonic()),
+        )
 
-    def _parse(self, text: str, turn: int, record: Record) -> tuple[Message, bool]:
+    async def _text(self, ids: array[int]) -> str:
+        """Decode a completion without a trailing id of `end_ids`."""
+        without_end = ids[:-1].tolist() if ids[-1] in self._model.end_ids else ids.tolist()
+        return utf8_text(await resolved(self._model.decode(without_end)), "the return value of decode")
+
+    async def _parse(self, text: str, turn: int, record: Record) -> tuple[Message, bool]:
         """Return the message for a text, and whether it has tool calls. Raises what `parse` raises, and TypeError."""
-        completion = self._model.parse(text)
+        completion = await resolved(self._model.parse(text))
         return to_message(completion, turn, typed=bool(record.typed)), bool(completion.tool_calls)
 
     def _response(
@@ -179,10 +207,27 @@ class Turns:
         return response
 
 
-def _call_user_code(part: str, key: str, work: Callable[[], _T]) -> _T:
-    """Call a function of the user. Its exceptions are logged; the server only learns which function failed."""
+def _turn_function(generate: Generate) -> Callable[[Turn], Awaitable[Generated]]:
+    """Return `generate` as a function of a `Turn`. In its form with two arguments it cannot see images, so they are refused."""
+    if takes_turn(generate):
+        return cast(Callable[[Turn], Awaitable[Generated]], generate)
+    of_ids = cast(Callable[[Sequence[int], SamplingParams], Awaitable[Generated]], generate)
+
+    def call(turn: Turn) -> Awaitable[Generated]:
+        if turn.images:
+            raise media_refused(
+                f"the prompt has {len(turn.images)} image(s), and generate(prompt_ids, sampling) does not see them; "
+                "give the trainer a function generate(turn)"
+            )
+        return of_ids(turn.ids, turn.sampling)
+
+    return call
+
+
+async def _user_code(part: str, key: str, work: Awaitable[_T]) -> _T:
+    """Await a function of the user. Its exceptions are logged; the server only learns which function failed."""
     try:
-        return work()
+        return await work
     except RefusedCall:
         raise
     except Exception:

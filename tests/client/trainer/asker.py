@@ -129,7 +129,7 @@ async def standing(model: Any = None, limits: Limits = Limits()) -> AsyncIterato
     """Serve both services."""
     toy = model or ToyModel()
     records, outcomes = Records(limits.remembered), Outcomes()
-    turns = Turns(Model(toy, decode, limits.parse, limits.render, {END}), records, limits.generating)
+    turns = Turns(Model(toy, decode, limits.parse, limits.render, {END}), records, outcomes, limits.generating)
     listener = Listener(Serving(), turns, records, outcomes)
     await listener.open()
     bearer = listener.bearer if limits.bearer is None else limits.bearer

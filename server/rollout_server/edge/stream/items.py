@@ -48,9 +48,10 @@ class CompletionItem:
         """Return the item; its request is left out if this stream does not need the completion any more."""
         # A repeated item keeps its sequence number. The completion may have a response, or the rollout may be on another stream.
         here = self.stream_rollout.stream is self.stream and self.completion.sent == sequence
-        return wire.completion_item(
-            sequence, self.completion.request if here and not self.completion.response.done() else None
-        )
+        request = self.completion.request if here and not self.completion.response.done() else None
+        if request is not None:
+            self.completion.call.set_time_left(request)
+        return wire.completion_item(sequence, request)
 
 
 @dataclass(frozen=True, slots=True)

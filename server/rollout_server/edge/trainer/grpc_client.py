@@ -29,6 +29,7 @@ from rollout_server.edge.wire.completion import (
     parse_response,
     read_ledger,
 )
+from rollout_server.edge.wire.spec import duration
 from rollout_server.edge.wire.status_details import ledger_mismatch, reason, retry_delay
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import Credentials
@@ -123,6 +124,11 @@ class TurnCall:
     refusals: int = 0
     refused_until: float | None = None
     warnings: list[tuple[str, str]] = field(default_factory=list)
+
+    def set_time_left(self, request: Request) -> None:
+        """Set the request's `time_left`. Call it for each sending, because retries and queues take time."""
+        if self.deadline is not None:
+            request.time_left.CopyFrom(duration(max(0.0, self.deadline - time.monotonic())))
 
 
 class TrainerClient(Protocol):
@@ -225,6 +231,7 @@ async def _once(client: GrpcTrainerClient, request: Request, call: TurnCall) -> 
         # Raw bytes: with a deserializer, gRPC would parse even a huge response on the event loop.
         complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_COMPLETE)
         metadata = _metadata(call.credentials.completions)
+        call.set_time_left(request)
         response: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
     return await parse_response(response)
 
