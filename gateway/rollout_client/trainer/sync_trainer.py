@@ -12,7 +12,7 @@ import functools
 import inspect
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Final, Literal, Required, Self, TypeAlias, TypedDict, TypeVar, Unpack, cast
@@ -84,7 +84,7 @@ class SyncTrainer:
             raise RuntimeError("a SyncTrainer can be entered only once; create another one")
         self._loop = _LoopThread()
         try:
-            self._loop.run(self._trainer.__aenter__())
+            self._loop.run(self._connect())
         except BaseException:
             self._loop.close()
             raise
@@ -106,7 +106,7 @@ class SyncTrainer:
         at_once: int = 64,
         in_order: bool = False,
         **fields: Unpack[RolloutFields],
-    ) -> Iterator[Group]:
+    ) -> Generator[Group, None, None]:
         """Yield one group of `n` finished rollouts per prompt. See `Trainer.rollouts` for the arguments and errors.
 
         Leaving the loop cancels the remaining rollouts: at once if nothing else refers to the iterator, otherwise when it is
@@ -121,7 +121,7 @@ class SyncTrainer:
                 yield group
         finally:
             if loop.running:
-                loop.run(groups.close())
+                loop.finish(groups.close())
 
     def __repr__(self) -> str:
         return f"<SyncTrainer of {self._server}>"
@@ -138,8 +138,18 @@ class SyncTrainer:
         finally:
             loop.close()
 
+    async def _connect(self) -> None:
+        try:
+            await self._trainer.__aenter__()
+        except BaseException:
+            await self._close_client()
+            raise
+
     async def _disconnect(self) -> None:
         await self._trainer.__aexit__(None, None, None)
+        await self._close_client()
+
+    async def _close_client(self) -> None:
         if isinstance(self._server, AsyncClient):
             await self._server.aclose()
 
@@ -184,6 +194,13 @@ class _LoopThread:
             return future.result()
         finally:
             future.cancel()
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine. In the loop's own thread, where the garbage collector may close an iterator, only start it."""
+        if threading.current_thread() is self._thread:
+            self.submit(work)
+        else:
+            self.run(work)
 
     def close(self) -> None:
         """Cancel what runs on the loop, and end the thread."""

@@ -24,7 +24,7 @@ SAID = {
     "The loop": r"(4 rollouts, reward \[None, None, None, None\]\n(\d+ of \d+ stop\n){4}){2}",
     "Tool calls": r"ParsedCompletion\(content='Adding.', .*'\{\"a\": 1.50\}'.* reasoning='Easy.'\)\n"
     r"ParsedCompletion\(content='', .*name='add'",
-    "The turn": r"([0-9a-f]+/[01]/0/1 \d+ tokens, 0 images, \\d+ s left\n){2}\[True, True\]\n",
+    "The turn": r"([0-9a-f]+/[01]/0/1 \d+ tokens, 0 images, \d+ s left\n){2}\[True, True\]\n",
     "Without asyncio": r"step 0 \[2, 2\]\nstep 1 \[2, 2\]\n",
     "Keys and TLS": r"<Trainer of <AsyncClient rollouts.internal:50051>>\n",
     "A trainer that listens": r"<Trainer of <AsyncClient rollouts.internal:50051>>\n",
