@@ -13,7 +13,17 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2
-from rollout_client.trainer import Generated, Prompt, SamplingParams, Serving, Trainer, Turn, TurnImage, parsers
+from rollout_client.trainer import (
+    Generated,
+    Prompt,
+    SamplingParams,
+    Serving,
+    Trainer,
+    TryAgainLater,
+    Turn,
+    TurnImage,
+    parsers,
+)
 from rollout_client.trainer.generation import takes_turn
 from rollout_server import Agent, Image, Run, tool
 from rollout_server.app import Server
@@ -100,6 +110,25 @@ async def test_a_turn_has_its_place(address: str, serving: Any) -> None:
         assert first.seconds_left is not None
         assert second.seconds_left is not None
         assert first.seconds_left >= second.seconds_left
+
+
+@pytest.mark.parametrize("serving", [None, Serving()])
+async def test_a_turn_that_is_asked_for_again_has_less_time(address: str, serving: Any) -> None:
+    model = Watching()
+
+    async def busy(turn: Turn) -> Generated:
+        done = await model(turn)
+        if len(model.turns) == 1:
+            raise TryAgainLater(0.02)
+        return done
+
+    async with trainer_of(address, busy, serving=serving) as trainer:
+        fields = {"tokenizer": "toy", "limits": {"seconds": 300}, "agent": "calculator"}
+        (group,) = [each async for each in trainer.rollouts([QUESTION], n=1, **fields)]
+    assert group.rollouts[0].error == ""
+    left = [turn.seconds_left or 0.0 for turn in model.turns]
+    assert [turn.turn for turn in model.turns] == [1, 1, 2]
+    assert left[0] - 0.02 >= left[1] >= left[2] > 0
 
 
 class Branching(Agent):
