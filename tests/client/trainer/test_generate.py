@@ -146,7 +146,7 @@ class Branching(Agent):
 async def test_turns_of_a_rollout_are_told_apart(address: str) -> None:
     model = Watching(by_turns("It is 8."))
     async with trainer_of(address, model) as trainer:
-        ((group),) = [each async for each in trainer.rollouts([QUESTION], n=2, tokenizer="toy", agent="branching")]
+        (group,) = [each async for each in trainer.rollouts([QUESTION], n=2, tokenizer="toy", agent="branching")]
     for finished in group.rollouts:
         turns = [turn for turn in model.turns if turn.uid == finished.uid]
         assert {turn.segment_id for turn in turns} == {sample.segment_id for sample in finished.samples}
