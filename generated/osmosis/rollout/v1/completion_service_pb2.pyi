@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from osmosis.rollout.v1 import message_pb2 as _message_pb2
@@ -38,6 +39,7 @@ class CompleteRequest(_message.Message):
     NEW_TOKENS_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The server's id of the rollout."""
     rollout_id: _builtins.str
@@ -72,6 +74,10 @@ class CompleteRequest(_message.Message):
     def sampling(self) -> _spec_pb2.Sampling:
         """Sampling parameters of this turn. An agent may change those of the spec for one turn."""
 
+    @_builtins.property
+    def time_left(self) -> _duration_pb2.Duration:
+        """What was left of the rollout's time limit when the request was sent; not negative. Unset: the rollout has no such limit."""
+
     def __init__(
         self,
         *,
@@ -86,10 +92,11 @@ class CompleteRequest(_message.Message):
         new_tokens: Global___NewTokens | None = ...,
         tools: _message_pb2.ToolSet | None = ...,
         sampling: _spec_pb2.Sampling | None = ...,
+        time_left: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "new_tokens", b"new_tokens", "origin", b"origin", "sampling", b"sampling", "tools", b"tools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "new_tokens", b"new_tokens", "origin", b"origin", "sampling", b"sampling", "time_left", b"time_left", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "origin", b"origin", "rollout_id", b"rollout_id", "sampling", b"sampling", "segment_id", b"segment_id", "tools", b"tools", "turn", b"turn", "turn_key", b"turn_key", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "origin", b"origin", "rollout_id", b"rollout_id", "sampling", b"sampling", "segment_id", b"segment_id", "time_left", b"time_left", "tools", b"tools", "turn", b"turn", "turn_key", b"turn_key", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
