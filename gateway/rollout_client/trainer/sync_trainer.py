@@ -253,7 +253,10 @@ class _CallerThread:
 
 
 def _run(result: Future[_T], function: Callable[..., _T], arguments: Sequence[object]) -> None:
-    """Call a function unless its result is not needed any more. What is no `Exception`, such as Ctrl-C, is raised here."""
+    """Call a function unless its result is not needed any more.
+
+    What is no `Exception`, such as Ctrl-C, is raised here and ends the iteration, which cancels the turn: it has not failed.
+    """
     if not result.set_running_or_notify_cancel():
         return
     try:
@@ -262,9 +265,6 @@ def _run(result: Future[_T], function: Callable[..., _T], arguments: Sequence[ob
         result.set_exception(RuntimeError(f"{function!r} raised StopIteration").with_traceback(error.__traceback__))
     except Exception as error:
         result.set_exception(error)
-    except BaseException:
-        result.set_exception(asyncio.CancelledError())
-        raise
 
 
 def _is_coroutine_function(function: Any) -> bool:

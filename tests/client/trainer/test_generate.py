@@ -90,7 +90,7 @@ async def test_a_turn_has_its_place(address: str, serving: Any) -> None:
     model = Watching()
     prompts = [Prompt([{"role": "user", "content": QUESTION}], group_id=name) for name in ("p1", "p2")]
     async with trainer_of(address, model, serving=serving) as trainer:
-        fields = {"tokenizer": "toy", "limits": {"seconds": 300}, "sampling": {"max_tokens": 99}, "agent": "calculator"}
+        fields = {"tokenizer": "toy", "limits": {"time": 300}, "sampling": {"max_tokens": 99}, "agent": "calculator"}
         groups = [each async for each in trainer.rollouts(prompts, n=3, **fields)]
     rollouts = {each.uid: (group.id, index, each) for group in groups for index, each in enumerate(group.rollouts)}
     assert {turn.uid for turn in model.turns} == set(rollouts)
@@ -123,7 +123,7 @@ async def test_a_turn_that_is_asked_for_again_has_less_time(address: str, servin
         return done
 
     async with trainer_of(address, busy, serving=serving) as trainer:
-        fields = {"tokenizer": "toy", "limits": {"seconds": 300}, "agent": "calculator"}
+        fields = {"tokenizer": "toy", "limits": {"time": 300}, "agent": "calculator"}
         (group,) = [each async for each in trainer.rollouts([QUESTION], n=1, **fields)]
     assert group.rollouts[0].error == ""
     left = [turn.seconds_left or 0.0 for turn in model.turns]
