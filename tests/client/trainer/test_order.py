@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as limit
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import samples
 from rollout_client.export import to_trl
@@ -103,6 +104,7 @@ async def test_an_error_comes_at_the_place_of_its_group(address: str) -> None:
         assert [group async for group in stream] == []
 
 
+@limit(max_examples=40)
 @given(rollouts())
 def test_the_primary_sample_has_most_trained_tokens(rollout: pb.Rollout) -> None:
     finished = verify_rollout(rollout, None)
@@ -114,6 +116,7 @@ def test_the_primary_sample_has_most_trained_tokens(rollout: pb.Rollout) -> None
     assert finished.primary == next(each for each in trained if sum(each.response_mask) == most)
 
 
+@limit(max_examples=40)
 @given(rollouts())
 def test_a_rollout_has_one_row_in_trl(rollout: pb.Rollout) -> None:
     finished = verify_rollout(rollout, None)
