@@ -78,6 +78,16 @@ ROOMS: dict[str, set[str]] = {
         "rollout_server.tokencheck",
         THIRD,
     },
+    # It checks anybody's samples in files, without a server.
+    "rollout_server.verification": {
+        "rollout_server.core",
+        "rollout_server.runtime.errors",
+        "rollout_server.edge.tokens",
+        "rollout_server.inspection.escape",
+        "rollout_server.verification",
+        "rollout_client",
+        THIRD,
+    },
     # The implementation of the authors' commands. It starts rollouts through the client library.
     "rollout_server.authoring": {
         *_AUTHORS,

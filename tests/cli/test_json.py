@@ -27,6 +27,7 @@ COMMANDS = (
     ("version",),
     ("keys", "new"),
     ("tokens", "check"),
+    ("verify",),
 )
 
 

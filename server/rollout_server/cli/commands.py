@@ -17,6 +17,7 @@ from rollout_server.cli.author.new import new
 from rollout_server.cli.author.run import run
 from rollout_server.cli.author.tokens import tokens
 from rollout_server.cli.author.validate import validate
+from rollout_server.cli.author.verify import verify
 from rollout_server.cli.json_output import AsJson, error_document, json_mode
 from rollout_server.cli.operate.config import config
 from rollout_server.cli.operate.follow import start, watch
@@ -89,7 +90,23 @@ def rollout(
     """Options that precede a subcommand."""
 
 
-for command in (new, serve, validate, run, evaluate, ps, start, watch, cancel, inspect, gateway, trainer, demo, config):
+for command in (
+    new,
+    serve,
+    validate,
+    run,
+    evaluate,
+    ps,
+    start,
+    watch,
+    cancel,
+    inspect,
+    verify,
+    gateway,
+    trainer,
+    demo,
+    config,
+):
     app.command("eval" if command is evaluate else None)(command)
 app.command("test", hidden=True)(evaluate)  # the earlier name of `eval`
 app.add_typer(keys, name="keys")

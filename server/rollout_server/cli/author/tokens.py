@@ -62,7 +62,7 @@ def check(
 
         arguments = dict(_argument(text) for text in template_arg or ())
         more = [] if conversations is None else read_conversations(conversations)
-        files = _read(tokenizer, revision, template)
+        files = read_files(tokenizer, revision, template)
         report = checked(Subject(files.tokenizer, tokenizer, str(template or "its own"), arguments, files.ends), more)
     _show(report, as_json=as_json)
     raise typer.Exit(_UNUSABLE if not report.usable else _STABLE if report.stable else _UNSTABLE)
@@ -81,7 +81,7 @@ def _show(report: TemplateReport, *, as_json: bool) -> None:
     print_report(Console(), report)
 
 
-def _read(name: str, revision: str, template: Path | None) -> TokenizerFiles:
+def read_files(name: str, revision: str, template: Path | None) -> TokenizerFiles:
     """Load a tokenizer by name, as the server does, or from a directory. Raises `RolloutFailed`, OSError or ValueError."""
     from rollout_server.assembly import tokenizer_settings
     from rollout_server.core.spec import TokenizerName

@@ -1,0 +1,102 @@
+"""Checks of one row by itself, without a tokenizer: logprobs, what trains, rewards, and the further fields of our own samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import compress
+from typing import Any
+
+from rollout_client.export import from_dict
+
+from rollout_server.verification.alignment import find_run, generation_prompt
+from rollout_server.verification.findings import FindingKind, SampleFinding
+from rollout_server.verification.row_lists import SampleRow
+from rollout_server.verification.shapes import MISSING, RawRow, SampleShape
+
+_LEAST_ZEROS = 2
+"""Trained tokens that a row needs before logprobs of exactly 0.0 are suspicious. A single token may well be certain."""
+
+
+def check_row(row: SampleRow) -> Iterator[SampleFinding]:
+    """Yield the findings about a row, except those about its reward."""
+    yield from _check_logprobs(row)
+    yield from _check_mask(row)
+    if row.raw.shape is SampleShape.ROLLOUT and row.raw.sample is not None:
+        yield from _check_sample(row, row.raw.sample)
+
+
+def check_reward(raw: RawRow) -> Iterator[SampleFinding]:
+    """Yield a finding if a reward, or one of a list of rewards, is no finite number. Null is allowed."""
+    values = raw.reward if isinstance(raw.reward, list) else [raw.reward]
+    wrong = [i for i, value in enumerate(values) if value not in (MISSING, None) and not _is_finite(value)]
+    if wrong:
+        text = f"{str(values[wrong[0]])[:50]!r} is no finite number"
+        index = wrong[0] if isinstance(raw.reward, list) else None
+        yield SampleFinding(FindingKind.REWARD, raw.location, text, raw.names.reward, index)
+
+
+def reward_of(raw: RawRow) -> float | None:
+    """Return the reward of a row as a number; None if it has none, or not one."""
+    value = raw.reward
+    return float(value) if isinstance(value, int | float) and _is_finite(value) else None
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond the range of float
+        return False
+
+
+def _check_logprobs(row: SampleRow) -> Iterator[SampleFinding]:
+    """Yield findings about logprobs. Those of tokens with mask 0 count too: a trainer multiplies NaN by 0, which is NaN."""
+    if row.logprobs is None:
+        return
+    name, start = row.raw.names.logprobs, row.logprobs_start
+    wrong = [i for i, value in enumerate(row.logprobs) if value is not None and not -math.inf < value <= 0]
+    if wrong:
+        value = row.logprobs[wrong[0]]
+        text = f"{value} is no logprob: it must be finite and not above 0" + _more(wrong)
+        yield row.finding(FindingKind.LOGPROBS, name, start + wrong[0], text)
+    missing = [i for i, value in enumerate(row.logprobs) if value is None and row.mask[i]]
+    if missing:
+        text = "null for a token with mask 1" + _more(missing)
+        yield row.finding(FindingKind.MISSING_LOGPROBS, name, start + missing[0], text)
+    trained = sum(row.mask)
+    if row.trains and trained >= _LEAST_ZEROS and all(value == 0 for value in compress(row.logprobs, row.mask)):
+        text = f"all {trained} trained tokens have logprob 0.0; the sampler may have sent none"
+        yield row.finding(FindingKind.ZERO_LOGPROBS, name, start + row.mask.index(1), text)
+
+
+def _more(wrong: list[int]) -> str:
+    return f" ({len(wrong)} such values)" if len(wrong) > 1 else ""
+
+
+def _check_mask(row: SampleRow) -> Iterator[SampleFinding]:
+    if not row.raw.trainable:
+        return
+    name = row.raw.names.mask
+    if not row.trains:
+        text = "no token of the row trains, and the row gives no reason"
+        yield row.finding(FindingKind.ROW_WITHOUT_TRAINING, name, None, text)
+    elif all(row.mask):
+        index = find_run(row.response, generation_prompt(row))
+        if index >= 0 or row.raw.turns > 1:
+            index, where = (
+                max(0, index),
+                f", such as the generation prompt in {row.raw.names.response}" if index >= 0 else "",
+            )
+            text = f"all {len(row.mask)} tokens train, also those between the completions{where}"
+            yield row.finding(FindingKind.ALL_ONES, name, row.mask_start + index, text)
+
+
+def _check_sample(row: SampleRow, sample: Mapping[str, Any]) -> Iterator[SampleFinding]:
+    """Yield a finding if a sample of this project contradicts itself, for example if its mask differs from its spans."""
+    scores = sample.get("scores")
+    if isinstance(scores, list):  # a Parquet file has a list of names and values
+        sample = {**sample, "scores": {str(each["name"]): each["value"] for each in scores if isinstance(each, dict)}}
+    try:
+        from_dict(sample)
+    except (ValueError, TypeError, KeyError) as error:
+        yield SampleFinding(FindingKind.INCONSISTENT, row.raw.location, " ".join(str(error).split())[:300])
