@@ -75,7 +75,7 @@ def check_alignment(row: SampleRow, tokens: TurnTokens) -> Iterator[SampleFindin
         shift, index, reason = found
         text = f"the mask is one token {_WORDS[shift]}: {reason}"
         yield row.finding(FindingKind.MASK_SHIFTED, name, row.mask_start + index, text)
-    elif row.mask[:2] == [0, 1] and row.raw.sample is None:
+    elif row.mask[:2] == [0, 1] and row.raw.spans is None:
         text = "the first token of the response has mask 0 and the second one 1; a mask that is one token late looks like this"
         yield row.finding(FindingKind.MASK_EDGE, name, row.mask_start, text)
     elif row.mask[-2:] == [1, 0] and row.response[-1] in tokens.stops:

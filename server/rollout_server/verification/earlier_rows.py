@@ -57,7 +57,7 @@ class TrainedTwice:
         if not uid or not row.trains:
             return
         ids = array("i", [*row.prompt, *row.response])
-        current = _EarlierRow(row.described, ids, bytes(len(row.prompt)) + bytes(row.mask), _turns(row.raw.sample))
+        current = _EarlierRow(row.described, ids, bytes(len(row.prompt)) + bytes(row.mask), _turns(row.raw.spans))
         for earlier in self._rollouts.get(uid, ()):
             index = _common_trained(earlier, current)
             if index is not None:
@@ -130,10 +130,9 @@ class TracePrompts:
         self._turns.append([*prompt, *row.response])
 
 
-def _turns(sample: Mapping[str, Any] | None) -> Mapping[int, int] | None:
-    """Return where the trained tokens of each turn begin, by the spans of a sample of this project."""
-    spans = None if sample is None else sample.get("spans")
-    if not isinstance(spans, list):
+def _turns(spans: list[Any] | None) -> Mapping[int, int] | None:
+    """Return where the trained tokens of each turn begin; None if it is not known."""
+    if spans is None:
         return None
     found: dict[int, int] = {}
     for span in spans:

@@ -125,3 +125,12 @@ class FindingLog:
     def first(self) -> list[SampleFinding]:
         """Return at most `limit` findings: the fatal ones first, then in the order in which they were added."""
         return [finding for severity in Severity for finding in self._first[severity]][: self._limit]
+
+
+def shown_value(value: object) -> str:
+    """Return a short text for a value of a file. Containers may be large, so only their type is shown."""
+    if value is None or isinstance(value, bool | float | str):
+        return "null" if value is None else repr(value[:50] if isinstance(value, str) else value)
+    if isinstance(value, int):
+        return str(value) if abs(value) < 10**30 else "a huge integer"
+    return f"a value of type {type(value).__name__}"

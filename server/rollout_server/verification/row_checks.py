@@ -1,16 +1,15 @@
-"""Checks of one row by itself, without a tokenizer: logprobs, what trains, rewards, and the further fields of our own samples."""
+"""Checks of one row by itself, without a tokenizer: logprobs, what trains, the reward, and the fields of our own samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import compress
-from typing import Any
 
 from rollout_client.export import from_dict
 
 from rollout_server.verification.alignment import find_run, generation_prompt
-from rollout_server.verification.findings import FindingKind, SampleFinding
+from rollout_server.verification.findings import FindingKind, SampleFinding, shown_value
 from rollout_server.verification.row_lists import SampleRow
 from rollout_server.verification.shapes import MISSING, RawRow, SampleShape
 
@@ -19,11 +18,9 @@ _LEAST_ZEROS = 2
 
 
 def check_row(row: SampleRow) -> Iterator[SampleFinding]:
-    """Yield the findings about a row, except those about its reward."""
+    """Yield the findings about the logprobs and the mask of a row."""
     yield from _check_logprobs(row)
     yield from _check_mask(row)
-    if row.raw.shape is SampleShape.ROLLOUT and row.raw.sample is not None:
-        yield from _check_sample(row, row.raw.sample)
 
 
 def check_reward(raw: RawRow) -> Iterator[SampleFinding]:
@@ -31,7 +28,7 @@ def check_reward(raw: RawRow) -> Iterator[SampleFinding]:
     values = raw.reward if isinstance(raw.reward, list) else [raw.reward]
     wrong = [i for i, value in enumerate(values) if value not in (MISSING, None) and not _is_finite(value)]
     if wrong:
-        text = f"{str(values[wrong[0]])[:50]!r} is no finite number"
+        text = f"{shown_value(values[wrong[0]])} is no finite number"
         index = wrong[0] if isinstance(raw.reward, list) else None
         yield SampleFinding(FindingKind.REWARD, raw.location, text, raw.names.reward, index)
 
@@ -91,12 +88,15 @@ def _check_mask(row: SampleRow) -> Iterator[SampleFinding]:
             yield row.finding(FindingKind.ALL_ONES, name, row.mask_start + index, text)
 
 
-def _check_sample(row: SampleRow, sample: Mapping[str, Any]) -> Iterator[SampleFinding]:
+def check_fields(raw: RawRow) -> Iterator[SampleFinding]:
     """Yield a finding if a sample of this project contradicts itself, for example if its mask differs from its spans."""
+    sample = raw.sample
+    if raw.shape is not SampleShape.ROLLOUT or sample is None:
+        return
     scores = sample.get("scores")
-    if isinstance(scores, list):  # a Parquet file has a list of names and values
-        sample = {**sample, "scores": {str(each["name"]): each["value"] for each in scores if isinstance(each, dict)}}
     try:
+        if isinstance(scores, list):  # a Parquet file has a list of names and values
+            sample = {**sample, "scores": {each["name"]: each["value"] for each in scores}}
         from_dict(sample)
     except (ValueError, TypeError, KeyError) as error:
-        yield SampleFinding(FindingKind.INCONSISTENT, row.raw.location, " ".join(str(error).split())[:300])
+        yield SampleFinding(FindingKind.INCONSISTENT, raw.location, " ".join(str(error).split())[:300])

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rollout_server.verification.findings import FindingKind, SampleFinding
+from rollout_server.verification.findings import FindingKind, SampleFinding, shown_value
 from rollout_server.verification.shapes import MISSING, RawRow, SampleShape
 
 LARGEST_ID: Final = 2**31 - 1
@@ -96,7 +96,7 @@ def _id_findings(raw: RawRow, vocabulary: int) -> Iterator[SampleFinding]:
             yield _missing(raw, name, value, "a list of token ids")
         elif wrong := wrong_ids(value, vocabulary):
             limit = f"the tokenizer's {vocabulary} ids" if vocabulary else f"integers from 0 to {LARGEST_ID}"
-            text = f"{_shown(value[wrong[0]])} is no token id, which are {limit}{_more(wrong)}"
+            text = f"{shown_value(value[wrong[0]])} is no token id, which are {limit}{_more(wrong)}"
             yield SampleFinding(FindingKind.TOKEN_IDS, raw.location, text, name, wrong[0])
 
 
@@ -124,7 +124,7 @@ def _mask_findings(raw: RawRow, mask: list[Any] | None, start: int, response: in
         text = f"{len(mask)} values for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
     elif wrong := [i for i, each in enumerate(whole) if not isinstance(each, int | float) or each not in (0, 1)]:
-        text = f"{_shown(whole[wrong[0]])} is neither 0 nor 1{_more(wrong)}"
+        text = f"{shown_value(whole[wrong[0]])} is neither 0 nor 1{_more(wrong)}"
         yield SampleFinding(FindingKind.MASK_VALUES, raw.location, text, name, wrong[0])
     elif trained := [i for i, each in enumerate(whole[:start]) if each]:
         text = f"a token of the prompt has mask 1; only sampled tokens train{_more(trained)}"
@@ -140,7 +140,7 @@ def _logprob_findings(raw: RawRow, logprobs: list[Any] | None, start: int, respo
         text = f"{len(logprobs)} logprobs for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
     elif wrong := [i for i, each in enumerate(logprobs) if not _is_number(each)]:
-        text = f"{_shown(logprobs[wrong[0]])} is no number{_more(wrong)}"
+        text = f"{shown_value(logprobs[wrong[0]])} is no number{_more(wrong)}"
         yield SampleFinding(FindingKind.LOGPROBS, raw.location, text, name, wrong[0] + start)
 
 
@@ -150,17 +150,8 @@ def _is_number(value: object) -> bool:
 
 
 def _missing(raw: RawRow, name: str, value: object, needed: str) -> SampleFinding:
-    text = f"missing; {needed} is needed" if value is MISSING else f"{_shown(value)} is not {needed}"
+    text = f"missing; {needed} is needed" if value is MISSING else f"{shown_value(value)} is not {needed}"
     return SampleFinding(FindingKind.MISSING_FIELD, raw.location, text, name)
-
-
-def _shown(value: object) -> str:
-    """Return a short text for a value of a file. Containers may be large, so only their type is shown."""
-    if value is None or isinstance(value, bool | float | str):
-        return "null" if value is None else repr(value[:50] if isinstance(value, str) else value)
-    if isinstance(value, int):
-        return str(value) if abs(value) < 10**30 else "a huge integer"
-    return f"a value of type {type(value).__name__}"
 
 
 def _more(wrong: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from hashlib import sha256
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from rollout_server.verification.findings import FindingKind, Location, SampleFinding
+from rollout_server.verification.findings import FindingKind, Location, SampleFinding, shown_value
 
 
 class SampleShape(StrEnum):
@@ -118,6 +118,12 @@ class RawRow:
     turns: int = 0
     sample: Mapping[str, Any] | None = None
 
+    @property
+    def spans(self) -> list[Any] | None:
+        """The spans of a sample of this project; None: not known."""
+        found = None if self.sample is None else self.sample.get("spans")
+        return found if isinstance(found, list) else None
+
 
 def shape_of(value: object) -> SampleShape | None:
     """Return the format of a value by its keys; None if it is no training sample."""
@@ -176,7 +182,7 @@ def _is_columns(response: object) -> bool:
 
 def _first(value: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, object]:
     """Return the first of the names that exists, with its value."""
-    return next(((name, value[name]) for name in names if name in value), (names.prompt, MISSING))
+    return next(((name, value[name]) for name in names if name in value), (names[0], MISSING))
 
 
 def _row(value: Mapping[str, Any], location: Location, shape: SampleShape) -> RawRow:
@@ -277,7 +283,7 @@ def _trace(value: Mapping[str, Any], location: Location) -> Iterator[RawRow | Sa
     """Yield the turns of an OpenEnv trace. Its mask covers prompt and completion."""
     version, turns = value.get("schema_version", 1), value.get("turns", MISSING)
     if version != 1:
-        text = f"schema_version is {str(version)[:50]!r}; only version 1 is supported"
+        text = f"schema_version is {shown_value(version)}; only version 1 is supported"
         yield SampleFinding(FindingKind.UNKNOWN_SHAPE, location, text, "schema_version")
     if not isinstance(turns, list):
         yield SampleFinding(FindingKind.MISSING_FIELD, location, "a list of turns is needed", "turns")

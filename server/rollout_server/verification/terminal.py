@@ -17,15 +17,15 @@ _LONGEST = 400
 
 
 def print_report(console: Console, report: VerifiedFiles) -> None:
-    """Print the findings, a table of their kinds, the totals and the verdict."""
+    """Print a table of the kinds of findings, the first findings, the totals and the verdict."""
     log, first = report.log, report.log.first()
-    for finding in first:
-        _print(console, _described(finding), _STYLES[finding.kind.severity])
     number = log.counts.total()
-    if number > len(first):
-        _print(console, f"... and {number - len(first)} more; --limit {number} prints all", "dim")
     if number:
         _print_kinds(console, report)
+    for finding in first:
+        _print(console, _described(finding), _STYLES[finding.kind.severity])
+    if number > len(first):
+        _print(console, f"... and {number - len(first)} more; --limit {number} prints all", "dim")
     shapes = ", ".join(f"{report.rows[shape]} {shape.value}" for shape in SampleShape if report.rows[shape])
     trained = f"{report.trained_tokens} of {report.response_tokens} response tokens train"
     _print(console, f"rows: {shapes or 'none'}; {trained}", "")

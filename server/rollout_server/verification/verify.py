@@ -13,7 +13,7 @@ from rollout_server.verification.earlier_rows import EqualRows, TracePrompts, Tr
 from rollout_server.verification.findings import FindingKind, FindingLog, Location, SampleFinding, Severity
 from rollout_server.verification.groups import GroupChecks
 from rollout_server.verification.reader import FileEntry, read_entries
-from rollout_server.verification.row_checks import check_reward, check_row
+from rollout_server.verification.row_checks import check_fields, check_reward, check_row
 from rollout_server.verification.row_lists import SampleRow, read_lists
 from rollout_server.verification.shapes import RawRow, SampleShape, find_rows
 from rollout_server.verification.token_rules import TokenRules
@@ -83,9 +83,12 @@ class SampleVerifier:
             self.report.log.add([SampleFinding(FindingKind.UNREADABLE, location, entry.fault)])
             return
         for found in find_rows(entry.value, location, self._shape):
-            self.report.log.add(self._row(found) if isinstance(found, RawRow) else [found])
+            if isinstance(found, SampleFinding):
+                self.report.log.add([found])
+            elif not self.report.log.add(self._check(found)):
+                self.report.log.add(check_fields(found))  # which reports what was found before less exactly
 
-    def _row(self, raw: RawRow) -> Iterator[SampleFinding]:
+    def _check(self, raw: RawRow) -> Iterator[SampleFinding]:
         self.report.rows[raw.shape] += 1
         row, found = read_lists(raw, 0 if self._rules is None else self._rules.loaded.vocabulary)
         yield from found
