@@ -19,6 +19,8 @@ from rollout_server.verification.shapes import SampleShape
 
 _TOKENS: Final = 8 * 2**20
 """Tokens of earlier rows that are kept; 5 bytes each."""
+_OVERHEAD: Final = 256
+"""What a row costs besides its tokens, and a turn of it, counted in tokens."""
 _ROWS: Final = 256
 """Most rows that are kept of one rollout."""
 _DIGESTS: Final = 200_000
@@ -42,6 +44,11 @@ class _EarlierRow:
     ids: array[int]
     mask: bytes
     turns: Mapping[int, int] | None
+
+    @property
+    def cost(self) -> int:
+        """Memory that the row needs, counted in tokens."""
+        return len(self.ids) + _OVERHEAD * (1 + len(self.turns or ()))
 
 
 class TrainedTwice:
@@ -71,14 +78,14 @@ class TrainedTwice:
         rows = self._rollouts.setdefault(uid, deque())
         self._rollouts.move_to_end(uid)
         rows.append(row)
-        self._tokens += len(row.ids)
+        self._tokens += row.cost
         if len(rows) > _ROWS:
-            self._tokens -= len(rows.popleft().ids)
+            self._tokens -= rows.popleft().cost
         while self._tokens > _TOKENS and len(self._rollouts) > 1:
             _, oldest = self._rollouts.popitem(last=False)
-            self._tokens -= sum(len(each.ids) for each in oldest)
+            self._tokens -= sum(each.cost for each in oldest)
         while self._tokens > _TOKENS and len(rows) > 1:
-            self._tokens -= len(rows.popleft().ids)
+            self._tokens -= rows.popleft().cost
 
 
 class EqualRows:
@@ -122,7 +129,7 @@ class TracePrompts:
             self._trace = trace
             self._turns.clear()
         prompt = row.prompt
-        if self._turns and not any(prompt[: len(ids)] == ids for ids in self._turns):
+        if self._turns and not any(prompt[: len(ids)] == ids for ids in reversed(self._turns)):
             former = self._turns[-1]
             index = next((i for i, (a, b) in enumerate(zip(prompt, former, strict=False)) if a != b), len(prompt))
             text = f"the prompt differs here from the former turn's {len(former)} tokens, and extends no earlier turn"

@@ -11,8 +11,8 @@ from rollout_server.verification.shapes import MISSING, RawRow, SampleShape
 
 LARGEST_ID: Final = 2**31 - 1
 """Trainers store token ids as int32 or int64, and files of this project as int32."""
-_PROMPT_TOO: Final = frozenset({SampleShape.OPENENV, SampleShape.GENERIC})
-"""Formats whose mask may cover the prompt too."""
+_MASK_COVERS_PROMPT: Final = frozenset({SampleShape.OPENENV, SampleShape.GENERIC})
+_LOGPROBS_COVER_PROMPT: Final = frozenset({SampleShape.GENERIC})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,9 @@ def read_lists(raw: RawRow, vocabulary: int = 0) -> tuple[SampleRow | None, list
     if found:
         return None, found
     prompt, response = _list(raw.prompt), _list(raw.response)
-    mask, at_mask = _response_part(raw, raw.mask, len(prompt), len(response))
-    logprobs, at_logprobs = _response_part(raw, raw.logprobs, len(prompt), len(response))
+    in_mask, in_logprobs = raw.shape in _MASK_COVERS_PROMPT, raw.shape in _LOGPROBS_COVER_PROMPT
+    mask, at_mask = _response_part(raw.mask, len(prompt) if in_mask else 0, len(response))
+    logprobs, at_logprobs = _response_part(raw.logprobs, len(prompt) if in_logprobs else 0, len(response))
     found += _mask_findings(raw, mask, at_mask, len(response))
     found += _logprob_findings(raw, logprobs, at_logprobs, len(response))
     if found:
@@ -100,15 +101,17 @@ def _id_findings(raw: RawRow, vocabulary: int) -> Iterator[SampleFinding]:
             yield SampleFinding(FindingKind.TOKEN_IDS, raw.location, text, name, wrong[0])
 
 
-def _response_part(raw: RawRow, value: object, prompt: int, response: int) -> tuple[list[Any] | None, int]:
+def _response_part(value: object, prompt: int, response: int) -> tuple[list[Any] | None, int]:
     """Return the values of the response, and the index of the first of them in the file's list.
 
-    The list may cover the prompt too: in OpenEnv the mask always does, elsewhere it is recognised by its length.
+    Args:
+        value: the list in the file.
+        prompt: number of prompt tokens that the list may cover too, which its length shows.
+        response: number of response tokens.
     """
     if not isinstance(value, list):
         return None, 0
-    covers = raw.shape in _PROMPT_TOO and prompt and len(value) == prompt + response
-    return (value[prompt:], prompt) if covers else (value, 0)
+    return (value[prompt:], prompt) if len(value) == prompt + response else (value, 0)
 
 
 def _mask_findings(raw: RawRow, mask: list[Any] | None, start: int, response: int) -> Iterator[SampleFinding]:
@@ -134,8 +137,8 @@ def _mask_findings(raw: RawRow, mask: list[Any] | None, start: int, response: in
 def _logprob_findings(raw: RawRow, logprobs: list[Any] | None, start: int, response: int) -> Iterator[SampleFinding]:
     name = raw.names.logprobs
     if logprobs is None:
-        if raw.logprobs not in (MISSING, None):
-            yield _missing(raw, name, raw.logprobs, "a list of numbers, or null")
+        if raw.logprobs not in (MISSING, None) or raw.shape is SampleShape.OPENENV:
+            yield _missing(raw, name, raw.logprobs, "a list of numbers")
     elif len(logprobs) != response:
         text = f"{len(logprobs)} logprobs for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
