@@ -69,7 +69,7 @@ WHOLE = {
         + b"[" * 900
         + b"]" * 900
         + b"}",
-        {"token_ids": 1, "reward": 1},
+        {"token_ids": 1, "missing_field": 1, "reward": 1},
     ),
     "odd_ids": (
         b'{"response_ids": [5], "prompt_ids": [], "response_mask": [1], "uid": {}, "group_id": [], "reward": {}}',
