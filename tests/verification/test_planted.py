@@ -14,11 +14,15 @@ from typing import Any, Final
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout_server.edge.tokens.loader import TokenizerFiles
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.verification.findings import FindingKind, SampleFinding
 from rollout_server.verification.shapes import SampleShape
-from rollout_server.verification.token_rules import TokenRules
+from rollout_server.verification.token_rules import TokenRules, token_rules
 from rollout_server.verification.verify import VerifiedFiles
 
+from tests.support.tokenizers import directory, needs_real, tokenizer_of
+from tests.tokencheck.conftest import spoilt
 from tests.verification.rows import (
     FORMATS,
     STOP,
@@ -259,6 +263,28 @@ def test_markers_of_tool_results_that_train(rules: TokenRules, tmp_path: Path) -
     )
     assert found.index == index
     assert "'<tool_response>'" in found.text
+
+
+HEADER = "{{- '<|im_start|>assistant\\n' -}}\n        {%- if thought -%}"
+THINKS = "{%- if loop.last -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
+
+
+@pytest.mark.parametrize("change", [("", ""), (HEADER, HEADER.replace("{%- if thought", THINKS + "{%- if thought"))])
+def test_the_end_of_a_call_is_no_marker(change: tuple[str, str]) -> None:
+    """Also if a template writes the last completion in another way than earlier ones."""
+    tokenizer = tokenizer_of(TOY_TOKENIZER, spoilt(change))
+    markers = token_rules("changed", TokenizerFiles(tokenizer)).markers
+    assert {tokenizer.decode([index]) for index in markers} == {"<|im_start|>", "<tool_response>", "</tool_response>"}
+
+
+@pytest.mark.parametrize("family", [pytest.param(each, marks=needs_real(each)) for each in ("qwen3", "deepseek-v3")])
+def test_markers_of_released_models(family: str) -> None:
+    tokenizer = tokenizer_of(directory(family))
+    found = token_rules(family, TokenizerFiles(tokenizer))
+    texts = {tokenizer.decode([index]) for index in found.markers}
+    expected = {"qwen3": {"<|im_start|>", "<tool_response>"}, "deepseek-v3": {"<｜User｜>", "<｜tool▁output▁begin｜>"}}
+    assert expected[family] <= texts
+    assert not {"<tool_call>", "</tool_call>", "<｜tool▁calls▁end｜>", "<think>"} & texts
 
 
 def test_completions_in_other_tokens_are_counted(rules: TokenRules, tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.edge.tokens.encoding import common_prefix
+from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.loader import TokenizerFiles
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.template_probe import TOOL
@@ -18,6 +19,7 @@ from rollout_server.verification.findings import FindingKind, SampleFinding
 from rollout_server.verification.row_lists import SampleRow
 
 _USER: Fields = {"role": "user", "content": "Hello"}
+_ARGUMENT, _CALL_ID = "Qf7xSeen", "a1b2c3d41"
 _CONTEXT = 6
 """Tokens around a marker that are shown."""
 
@@ -98,15 +100,21 @@ def _generation_prompt(loaded: LoadedTokenizer) -> list[int]:
 
 
 def _tool_message(loaded: LoadedTokenizer) -> str:
-    """Return what the template writes for the result of a tool call; empty if it refuses tools."""
-    arguments: Mapping[str, str] | str = '{"value": "x"}'
-    if loaded.probed.preferred is Arguments.PARSED:
-        arguments = {"value": "x"}
+    """Return what the template writes behind a completion for the result of its tool call; empty if it cannot be found."""
+    arguments: JSON = {"value": _ARGUMENT}
+    if loaded.probed.preferred is Arguments.RECEIVED:
+        arguments = json.dumps(arguments)
     call: Fields = {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "a1b2c3d41", "type": "function", "function": {"name": "look", "arguments": arguments}}],
+        "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "look", "arguments": arguments}}],
     }
-    result: Fields = {"role": "tool", "tool_call_id": "a1b2c3d41", "name": "look", "content": "seen"}
-    before, after = (_render(loaded, messages, tools=True) for messages in ([_USER, call], [_USER, call, result]))
-    return after[common_prefix(before, after) :]
+    result: Fields = {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": "seen"}
+    _, _, text = _render(loaded, [_USER, call, result], tools=True).rpartition(_ARGUMENT)
+    # The rest of the call, such as its end marker, is part of the completion.
+    starts = (
+        text.find(stop.text) + (0 if stop.opens_next else len(stop.text))
+        for stop in loaded.probed.stops
+        if stop.text in text
+    )
+    return text[min(starts, default=len(text)) :]
