@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, count, pairwise
 from typing import Final
 
 from rollout_server.verification.findings import FindingKind, SampleFinding
@@ -25,6 +25,7 @@ _TAIL: Final = 4
 """Tokens at the end of the prompt that are compared with those before later completions."""
 _DISTINCT: Final = 3
 """Different ids that these tokens must have. Otherwise a repeated token could look like a shift."""
+_INVERTED: Final = bytes.maketrans(b"\x00\x01", b"\x01\x00")
 _SHIFTS: Final = (0, 1, -1)
 _WORDS: Final = {1: "late", -1: "early"}
 
@@ -90,11 +91,11 @@ def _shift_at_boundaries(row: SampleRow, tokens: TurnTokens) -> tuple[int, int, 
     shifts = [
         _boundary_shift(row.response, (stop, start), tails, tokens.stops) for (_, stop), (start, _) in pairwise(spans)
     ]
-    for shift, count in Counter(shifts).most_common(1):
-        if shift and count * 2 > len(shifts):
+    for shift, votes in Counter(shifts).most_common(1):
+        if shift and votes * 2 > len(shifts):
             start = spans[shifts.index(shift) + 1][0]
             index = start - 1 if shift > 0 else start
-            where = f"at {count} of {len(shifts)} boundaries between completions"
+            where = f"at {votes} of {len(shifts)} boundaries between completions"
             return shift, index, f"{where} the generation prompt or the stop token is one token away"
     return None
 
@@ -130,8 +131,9 @@ def _shift_of_logprobs(row: SampleRow) -> tuple[int, int, str] | None:
     """
     if row.logprobs is None:
         return None
-    outside = [i for i, (value, trains) in enumerate(zip(row.logprobs, row.mask, strict=True)) if value and not trains]
-    if not outside:
+    masked = bytes(row.mask).translate(_INVERTED)
+    outside = next((i for i in compress(count(), masked) if row.logprobs[i]), None)
+    if outside is None:
         return None
     for shift in (1, -1):
         moved = [*row.mask[1:], 1] if shift > 0 else [1, *row.mask[:-1]]
@@ -140,7 +142,7 @@ def _shift_of_logprobs(row: SampleRow) -> tuple[int, int, str] | None:
         if covered and any(before and not after and not value for value, before, after in triples):
             return (
                 shift,
-                outside[0],
+                outside,
                 f"{row.raw.names.logprobs} has logprobs beside the mask, and none where it was extended",
             )
     return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from itertools import compress
+from collections.abc import Iterator, Sequence
+from itertools import compress, count
 
 from rollout_client.export import from_dict
 
@@ -51,12 +51,12 @@ def _check_logprobs(row: SampleRow) -> Iterator[SampleFinding]:
     if row.logprobs is None:
         return
     name, start = row.raw.names.logprobs, row.logprobs_start
-    wrong = [i for i, value in enumerate(row.logprobs) if value is not None and not -math.inf < value <= 0]
+    wrong = _wrong_logprobs(row.logprobs)
     if wrong:
         value = row.logprobs[wrong[0]]
         text = f"{value} is no logprob: it must be finite and not above 0" + _more(wrong)
         yield row.finding(FindingKind.LOGPROBS, name, start + wrong[0], text)
-    missing = [i for i, value in enumerate(row.logprobs) if value is None and row.mask[i]]
+    missing = [i for i in compress(count(), row.mask) if row.logprobs[i] is None] if None in row.logprobs else []
     if missing:
         text = "null for a token with mask 1" + _more(missing)
         yield row.finding(FindingKind.MISSING_LOGPROBS, name, start + missing[0], text)
@@ -64,6 +64,14 @@ def _check_logprobs(row: SampleRow) -> Iterator[SampleFinding]:
     if row.trains and trained >= _LEAST_ZEROS and all(value == 0 for value in compress(row.logprobs, row.mask)):
         text = f"all {trained} trained tokens have logprob 0.0; the sampler may have sent none"
         yield row.finding(FindingKind.ZERO_LOGPROBS, name, start + row.mask.index(1), text)
+
+
+def _wrong_logprobs(logprobs: Sequence[float | None]) -> list[int]:
+    """Return the indexes of the values that are positive, NaN or infinite. Single values are looked at only if there is one."""
+    numbers = [value for value in logprobs if value is not None] if None in logprobs else logprobs
+    if math.isfinite(sum(numbers)) and max(numbers, default=0) <= 0:  # type: ignore[arg-type, type-var, operator]
+        return []
+    return [i for i, value in enumerate(logprobs) if value is not None and not -math.inf < value <= 0]
 
 
 def _more(wrong: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Final
 
 from rollout_server.verification.findings import FindingKind, SampleFinding, shown_value
@@ -11,6 +12,7 @@ from rollout_server.verification.shapes import MISSING, RawRow, SampleShape
 
 LARGEST_ID: Final = 2**31 - 1
 """Trainers store token ids as int32 or int64, and files of this project as int32."""
+_NUMBERS: Final = frozenset({int, float, bool})
 _MASK_COVERS_PROMPT: Final = frozenset({SampleShape.OPENENV, SampleShape.GENERIC})
 _LOGPROBS_COVER_PROMPT: Final = frozenset({SampleShape.GENERIC})
 
@@ -75,7 +77,7 @@ def read_lists(raw: RawRow, vocabulary: int = 0) -> tuple[SampleRow | None, list
     if mask is None:
         text = f"no mask was found, so that all {len(response)} tokens of the response train"
         found.append(SampleFinding(FindingKind.NO_MASK, raw.location, text))
-    ones = [1] * len(response) if mask is None else [int(value) for value in mask]
+    ones = [1] * len(response) if mask is None else list(map(int, mask))
     return SampleRow(raw, prompt, response, ones, logprobs, at_mask, at_logprobs), found
 
 
@@ -126,7 +128,7 @@ def _mask_findings(raw: RawRow, mask: list[Any] | None, start: int, response: in
     elif len(mask) != response:
         text = f"{len(mask)} values for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
-    elif wrong := [i for i, each in enumerate(whole) if not isinstance(each, int | float) or each not in (0, 1)]:
+    elif wrong := _wrong_mask(whole):
         text = f"{shown_value(whole[wrong[0]])} is neither 0 nor 1{_more(wrong)}"
         yield SampleFinding(FindingKind.MASK_VALUES, raw.location, text, name, wrong[0])
     elif trained := [i for i, each in enumerate(whole[:start]) if each]:
@@ -142,14 +144,28 @@ def _logprob_findings(raw: RawRow, logprobs: list[Any] | None, start: int, respo
     elif len(logprobs) != response:
         text = f"{len(logprobs)} logprobs for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
-    elif wrong := [i for i, each in enumerate(logprobs) if not _is_number(each)]:
+    elif wrong := _wrong_numbers(logprobs):
         text = f"{shown_value(logprobs[wrong[0]])} is no number{_more(wrong)}"
         yield SampleFinding(FindingKind.LOGPROBS, raw.location, text, name, wrong[0] + start)
 
 
-def _is_number(value: object) -> bool:
-    """Return whether a logprob has a valid type: a number that a float can hold, or null."""
-    return value is None or isinstance(value, float) or (type(value) is int and abs(value) <= LARGEST_ID)
+# Like `wrong_ids`, these look at single values only if one of them is wrong: files are large.
+def _wrong_mask(mask: Sequence[Any]) -> list[int]:
+    """Return the indexes of the values that are neither 0 nor 1. The numbers 0.0 and 1.0 and booleans are allowed."""
+    if set(map(type, mask)) <= _NUMBERS and set(mask) <= {0, 1}:
+        return []
+    return [i for i, each in enumerate(mask) if type(each) not in _NUMBERS or each not in (0, 1)]
+
+
+def _wrong_numbers(logprobs: Sequence[Any]) -> list[int]:
+    """Return the indexes of the values that are no numbers which a float can hold, and not null."""
+    if set(map(type, logprobs)) <= {float, NoneType}:
+        return []
+    return [
+        i
+        for i, each in enumerate(logprobs)
+        if not (each is None or type(each) is float or (type(each) is int and abs(each) <= LARGEST_ID))
+    ]
 
 
 def _missing(raw: RawRow, name: str, value: object, needed: str) -> SampleFinding:
