@@ -375,7 +375,13 @@ def test_a_sample_that_contradicts_its_spans(tmp_path: Path) -> None:
     made.more = {"spans": spans_of(made, [1, 2])}
     made.mask[1], made.logprobs[1] = 0, 0.0
     report = verified(tmp_path / "s", FORMATS[SampleShape.ROLLOUT]([made]))
-    assert "its mask differs" in only_finding(report, FindingKind.INCONSISTENT).text
+    found = only_finding(report, FindingKind.INCONSISTENT)
+    assert (found.field_path, found.index) == ("response_mask", 1)
+    made.more["spans"][1]["stop"] += 1  # spans that overlap, and imply the mask
+    made.mask[1], made.logprobs[1] = 1, -1.0
+    made.mask[made.spans()[0][1]] = 1
+    report = verified(tmp_path / "s", FORMATS[SampleShape.ROLLOUT]([made]))
+    assert "without gaps" in only_finding(report, FindingKind.INCONSISTENT).text
 
 
 def test_columns_of_unequal_length(tmp_path: Path) -> None:

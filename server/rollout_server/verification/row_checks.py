@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import compress, count
+from typing import Any
 
 from rollout_client.export import from_dict
 
@@ -21,6 +22,8 @@ def check_row(row: SampleRow) -> Iterator[SampleFinding]:
     """Yield the findings about the logprobs and the mask of a row."""
     yield from _check_logprobs(row)
     yield from _check_mask(row)
+    if row.raw.trainable and row.raw.spans is not None:
+        yield from _check_spans(row, row.raw.spans)
 
 
 def check_reward(raw: RawRow) -> Iterator[SampleFinding]:
@@ -94,6 +97,21 @@ def _check_mask(row: SampleRow) -> Iterator[SampleFinding]:
             )
             text = f"all {len(row.mask)} tokens train, also those between the completions{where}"
             yield row.finding(FindingKind.ALL_ONES, name, row.mask_start + index, text)
+
+
+def _check_spans(row: SampleRow, spans: Sequence[Any]) -> Iterator[SampleFinding]:
+    """Yield a finding at the first token whose mask differs from the one that the spans of the row imply."""
+    cut, total = len(row.prompt), len(row.prompt) + len(row.response)
+    implied = bytearray(total)
+    for span in spans:
+        if isinstance(span, dict) and span.get("author") == "model" and span.get("reason") is None:
+            start, stop = span.get("start"), span.get("stop")
+            if isinstance(start, int) and isinstance(stop, int) and 0 <= start < stop <= total:
+                implied[start:stop] = bytes([1]) * (stop - start)
+    index = next((i for i, pair in enumerate(zip(row.mask, implied[cut:], strict=True)) if pair[0] != pair[1]), None)
+    if index is not None:
+        text = f"{row.mask[index]}, but the spans of the row imply {implied[cut + index]}"
+        yield row.finding(FindingKind.INCONSISTENT, row.raw.names.mask, index, text)
 
 
 def check_fields(raw: RawRow) -> Iterator[SampleFinding]:
