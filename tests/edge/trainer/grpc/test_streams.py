@@ -89,6 +89,8 @@ async def test_both_ways_the_same_script_gives_the_same_transcript(server: Serve
     for one, other in zip(*asked, strict=True):
         for request in (one, other):
             request.uid = request.rollout_id = request.turn_key = ""
+            assert request.HasField("time_left")
+            request.ClearField("time_left")
         assert one == other
 
 
