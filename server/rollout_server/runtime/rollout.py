@@ -11,6 +11,7 @@ from typing import Protocol
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, RewardRule, Stop
 from rollout_server.core.record import Accepted, Ended, Input, Record
+from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.capture.endpoint import CaptureSlot
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
@@ -130,6 +131,7 @@ class Rollout:
         self.clock = clock
         self.machine = Machine(uid, request.spec.messages, request.spec.limits)
         self.ending = RolloutEnding()
+        self.activity = RolloutActivity()
         self.capture = CaptureSlot(self.ending.requested, self.ending.reached)
         self.group: GroupMembership | None = None
         self.log = Log()
@@ -212,6 +214,16 @@ class Rollout:
         """Whether the reward of its group is being computed: even after its end, its further models may be called."""
         return self.group is not None and self.group.rewarding
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it goes on only if something else happens first: its trainer completes a turn, or a slot becomes free.
+
+        So does a rollout that waits for its group. One that is ending is not blocked until it has left its slot.
+        """
+        if not self._running:
+            return not self.is_read
+        return not (self.ending.is_requested or self.ending.is_reached) and self.activity.is_blocked
+
     def queued_ms(self) -> float:
         """Return the milliseconds since it was accepted."""
         return 1000 * (self.clock.monotonic() - self._queued_at)
@@ -247,6 +259,7 @@ class Rollout:
     def leave_slot(self) -> None:
         """Mark it as not running."""
         self._running = False
+        self.activity.changed()
 
     def limit_time(self, seconds: float) -> None:
         """Set the deadline to `seconds` from now."""

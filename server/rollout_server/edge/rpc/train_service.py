@@ -55,6 +55,7 @@ class TrainerService(trainer_service_pb2_grpc.TrainerServiceServicer):
         else:
             connection = dispatcher.streams.open(who.name)
         connection.stream.completions.credit, connection.stream.detail = hello.credit, detail
+        connection.stream.idle.wanted = hello.idle
         return connection
 
 

@@ -25,13 +25,18 @@ class PendingCompletions:
         """Return the number of completions that were sent and have no response yet."""
         return len(self._under_way)
 
+    @property
+    def has_credit(self) -> bool:
+        """Whether another completion may be requested."""
+        return len(self._under_way) < self.credit
+
     def queue(self, stream_rollout: StreamRollout) -> None:
         """Queue a rollout that has a waiting completion. A rollout that is already queued keeps its position."""
         self._waiting[stream_rollout] = None
 
     def next(self) -> tuple[PendingCompletion, StreamRollout] | None:
         """Return the next completion and count it as requested; None if none waits or there is no credit."""
-        while self._waiting and len(self._under_way) < self.credit:
+        while self._waiting and self.has_credit:
             stream_rollout, _ = self._waiting.popitem(last=False)
             completion = stream_rollout.next_unsent()
             if completion is not None:

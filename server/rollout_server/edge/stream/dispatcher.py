@@ -129,9 +129,14 @@ class Dispatcher:
         be processed also if the connection breaks.
         """
         task = asyncio.create_task(self._start(stream, stream.seen, start, caller), name="start a group")
-        self._groups[stream] = task
-        task.add_done_callback(lambda _: self._groups.pop(stream, None))
+        self._groups[stream], stream.starting = task, True
+        task.add_done_callback(lambda _: self._on_started(stream))
         await asyncio.shield(task)
+
+    def _on_started(self, stream: TrainerStream) -> None:
+        self._groups.pop(stream, None)
+        stream.starting = False
+        stream.wake()
 
     async def _wait_for_group(self, stream: TrainerStream) -> None:
         """Wait until a group from an earlier item, possibly of an earlier connection, is started: items take effect in order."""

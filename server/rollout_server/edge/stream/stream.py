@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
 from rollout_server.edge.stream.completion_queue import PendingCompletions
+from rollout_server.edge.stream.idle import IdleSignal
 from rollout_server.edge.stream.items import (
     CompletionItem,
     Content,
@@ -60,6 +61,7 @@ class TrainerStream:
         detail: detail of the events that are sent; 0: no events.
         connected: whether the trainer is connected.
         closed: the trainer has closed the stream and acknowledges nothing any more.
+        starting: a group of rollouts is being started.
         refusals: refusals that are not sent yet.
         leaving: the error that ends the stream once everything is delivered; None: the stream continues.
     """
@@ -73,10 +75,11 @@ class TrainerStream:
         self.detail = 0
         self.connected = False
         self.closed = False
+        self.starting = False
         self.refusals = 0
         self.leaving: RolloutError | None = None
         self.rollouts: dict[str, StreamRollout] = {}
-        self._sent = 0
+        self._sent = self._last_completion = 0
         self._acknowledged = 0
         self._acknowledged_seen = 0
         self._kept: deque[UnacknowledgedItem] = deque()
@@ -85,6 +88,8 @@ class TrainerStream:
         self._active: OrderedDict[StreamRollout, None] = OrderedDict()
         self._finished: OrderedDict[StreamRollout, None] = OrderedDict()
         self.ledger_reads = LedgerReads()
+        self.idle = IdleSignal(self.wake)
+        self._busy: StreamRollout | None = None
         self._wake = asyncio.Event()
 
     @property
@@ -114,6 +119,7 @@ class TrainerStream:
         Returns the first item to send.
         """
         self.ledger_reads.fail()
+        self.idle.reset()
         self._acknowledged_seen = self.seen
         self._again = deque(self._kept)
         self.connected = True
@@ -212,6 +218,11 @@ class TrainerStream:
         """See `RolloutStream`."""
         self.ledger_reads.drop(ledger_read)
 
+    def on_activity(self) -> None:
+        """See `RolloutStream`."""
+        if self.idle.wanted:
+            self.wake()
+
     def wake(self) -> None:
         """Wake the sender: there may be something to send."""
         self._wake.set()
@@ -227,8 +238,8 @@ class TrainerStream:
     def next(self) -> wire.Item | None:
         """Return the next item to send; None if there is none.
 
-        Order: repeated items, acknowledgements, replies, completions, outcomes, ledger reads, events. An outcome is queued only
-        after all events of its rollout were sent.
+        Order: repeated items, acknowledgements, replies, completions, outcomes, ledger reads, events, idle. An outcome is queued
+        only after all events of its rollout were sent.
         """
         item = self._repeat()
         if item is not None:
@@ -241,7 +252,9 @@ class TrainerStream:
             if content is not None:
                 return self._keep(content)
         ledger_read = self.ledger_reads.next()
-        return wire.ledger_item(ledger_read.uid, ledger_read.segment_id) if ledger_read is not None else self._event()
+        if ledger_read is not None:
+            return wire.ledger_item(ledger_read.uid, ledger_read.segment_id)
+        return self._event() or self._idle()
 
     def _repeat(self) -> wire.Item | None:
         """Return the next item that may not have arrived, in the original order."""
@@ -263,6 +276,7 @@ class TrainerStream:
         self._sent += 1
         if isinstance(content, CompletionItem):
             content.completion.send(self._sent, self.limits.timeout)
+            self._last_completion = self._sent
         if not self.closed:
             sent_events = content.stream_rollout.sent_events if content.stream_rollout is not None else 0
             self._kept.append(UnacknowledgedItem(self._sent, content, sent_events))
@@ -307,6 +321,25 @@ class TrainerStream:
                 self._finished[stream_rollout] = None
                 self.wake()  # `next` looked for outcomes before it called this method
         return None
+
+    def _idle(self) -> wire.Item | None:
+        due = self.idle.is_due((self._sent, self.seen), self._is_idle)
+        return wire.idle_item(self._last_completion) if due else None
+
+    def _is_idle(self) -> bool:
+        """Return whether no completion can be requested before the trainer responds to one that it has.
+
+        Called when there is nothing else to send. Then completions wait only for credit, or for acknowledgements.
+        """
+        if self.closed or not len(self.completions) or len(self._kept) >= self.limits.unacknowledged:
+            return False
+        if not self.completions.has_credit:
+            return True
+        busy = self._busy  # looked at first: most often it is still busy
+        if self.starting or (busy is not None and busy.stream is self and not busy.rollout.is_blocked):
+            return False
+        self._busy = next((each for each in self.rollouts.values() if not each.rollout.is_blocked), None)
+        return self._busy is None
 
     def _event_of(self, stream_rollout: StreamRollout, until: int) -> wire.Item | None:
         """Return a rollout's next event up to this number, skipping events below the requested detail."""

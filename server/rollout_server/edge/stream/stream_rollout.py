@@ -33,6 +33,9 @@ class RolloutStream(Protocol):
     def drop_read(self, ledger_read: LedgerRead) -> None:
         """Remove a read that is not needed any more."""
 
+    def on_activity(self) -> None:
+        """Called when a rollout may have become blocked."""
+
 
 class StreamRollout:
     """One rollout on a stream, or on none if its stream was not resumed in time.
@@ -56,6 +59,7 @@ class StreamRollout:
         self.failure = ""
         self._ended = ended
         self._attached = ExitStack()
+        rollout.activity.changed = self._on_activity
         self._following = asyncio.create_task(self._follow(), name=f"follow {rollout.uid}")
 
     def attach(self) -> None:
@@ -98,7 +102,8 @@ class StreamRollout:
         self.completions[request.turn_key] = completion
         self.stream.queue(self)
         try:
-            return await completion.response
+            with self.rollout.activity.waiting(completion.response):
+                return await completion.response
         finally:
             del self.completions[request.turn_key]
             completion.stop()
@@ -124,6 +129,10 @@ class StreamRollout:
     def next_unsent(self) -> PendingCompletion | None:
         """Return the oldest completion that is not requested yet."""
         return next((each for each in self.completions.values() if not each.sent and not each.response.done()), None)
+
+    def _on_activity(self) -> None:
+        if self.stream is not None:
+            self.stream.on_activity()
 
     async def _follow(self) -> None:
         async for _ in self.rollout.log.follow(0):

@@ -116,6 +116,11 @@ def acknowledge_item(sequence: int) -> Item:
     return Item(acknowledge=pb.TrainAcknowledge(sequence=sequence))
 
 
+def idle_item(last_completion: int) -> Item:
+    """Return the item that says that no further completion is requested for now. It names the last request's number."""
+    return Item(idle=pb.TrainIdle(last_ask=last_completion))
+
+
 def ledger_item(uid: str, segment_id: str) -> Item:
     """Return the item that requests the trainer's copy of a segment."""
     item = Item()

@@ -174,7 +174,8 @@ class RunContext:
         if task is not None:
             self._waiting.add(task)
         try:
-            yield
+            with self.rollout.activity.work():
+                yield
         finally:
             if task is not None and entered:
                 self._waiting.discard(task)

@@ -63,6 +63,7 @@ async def drive(
     capture_ports: CapturePorts = CapturePorts(),
 ) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
+    rollout.activity.enter()
     started = rollout.clock.monotonic()
     queued_ms = rollout.queued_ms()
     end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; start it again")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from rollout_server.runtime.activity import waiting_for_slot
+
 
 class NoFreeSlot(Exception):
     """Abandoned work holds every slot, so waiting for a slot would not end."""
@@ -34,7 +36,8 @@ class Slots:
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
-            await turn
+            with waiting_for_slot(turn):
+                await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
                 self.release()  # the slot was granted just before the cancellation: pass it on, or it would leak
