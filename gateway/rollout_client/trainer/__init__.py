@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from rollout_client.samples import SampleSpan, TrainingSample
 from rollout_client.trainer import parsers
+from rollout_client.trainer.batches import GenerateBatch
 from rollout_client.trainer.completion import Parse, ParsedCompletion, ToolCall
 from rollout_client.trainer.generation import (
     Decode,
@@ -36,6 +37,7 @@ __all__ = [
     "Decode",
     "Finished",
     "Generate",
+    "GenerateBatch",
     "Generated",
     "Group",
     "Mismatch",

@@ -31,8 +31,8 @@ class _WaitingTurn:
 class Batches:
     """Collects turns and generates them in batches, one batch at a time.
 
-    The next batch starts when the server says that no further turn comes, when `most` turns wait, or when no turn has been added
-    for `seconds`. Turns that are added during a batch wait for the next one.
+    The next batch starts when all turns wait that can come (`expect`), when `most` turns wait, or when no turn has been added for
+    `seconds`. Turns that are added during a batch wait for the next one.
 
     Args:
         generate_batch: the user's function.
@@ -45,7 +45,7 @@ class Batches:
         self._most = most
         self._seconds = seconds
         self._waiting: dict[_WaitingTurn, None] = {}
-        self._idle = False
+        self._expected: int | None = None
         self._late = False
         self._timer: asyncio.TimerHandle | None = None
         self._running: asyncio.Task[None] | None = None
@@ -64,9 +64,12 @@ class Batches:
             raise result
         return result
 
-    def set_idle(self, idle: bool) -> None:
-        """Set whether no further turn comes before the server has received a result."""
-        self._idle = idle
+    def expect(self, turns: int | None) -> None:
+        """Set the number of turns that are requested, if no further one comes before one of them is completed. None: some may come.
+
+        Not all of them wait at this moment: `render` and `decode` of some may be running.
+        """
+        self._expected = turns
         self._start_next()
 
     async def close(self) -> None:
@@ -89,7 +92,8 @@ class Batches:
 
     def _start_next(self) -> None:
         """Start a batch if there is a reason to, and none is running."""
-        if self._running is not None or not (self._idle or self._late or len(self._waiting) >= self._most):
+        complete = self._expected is not None and len(self._waiting) >= self._expected
+        if self._running is not None or not (complete or self._late or len(self._waiting) >= self._most):
             return
         # A turn that was cancelled in this pass of the event loop is still among the waiting ones.
         batch = [*islice((each for each in self._waiting if not each.result.done()), self._most)]
@@ -101,14 +105,11 @@ class Batches:
     async def _run(self, batch: Sequence[_WaitingTurn]) -> None:
         try:
             results = await self._results([each.turn for each in batch])
-            delivered = [
-                each.result.set_result(result)
-                for each, result in zip(batch, results, strict=True)
-                if not each.result.done()
-            ]
-            if delivered:  # the server may now request further turns
-                self._idle = False
-                self._restart_timer()
+            for each, result in zip(batch, results, strict=True):
+                if not each.result.done():
+                    each.result.set_result(result)
+                    self._expected = None  # the server now requests further turns
+            self._restart_timer()
         finally:
             for each in batch:
                 each.result.cancel()  # only if it has no result, because the batch was cancelled

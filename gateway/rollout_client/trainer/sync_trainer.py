@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Required, Self, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 from rollout_client._async.client import AsyncClient
+from rollout_client.trainer.batches import GenerateBatch
 from rollout_client.trainer.completion import Parse
 from rollout_client.trainer.generation import Decode, Generate, Generated, SamplingParams, Turn
 from rollout_client.trainer.prompts import Render
@@ -26,21 +27,25 @@ from rollout_client.trainer.server import Serving
 from rollout_client.trainer.trainer import ModelFields, RolloutFields, Trainer
 
 _T = TypeVar("_T")
-_FUNCTIONS: Final = ("generate", "decode", "parse", "render")
+_FUNCTIONS: Final = ("generate", "generate_batch", "decode", "parse", "render")
 
 SyncGenerate: TypeAlias = Callable[[Turn], Generated] | Callable[[Sequence[int], SamplingParams], Generated] | Generate
 """Function `generate(turn)` or `generate(prompt_ids, sampling)`, plain or a coroutine function."""
+SyncGenerateBatch: TypeAlias = Callable[[Sequence[Turn]], Sequence[Generated | Exception]] | GenerateBatch
+"""Function `generate_batch(turns)`, plain or a coroutine function."""
 
 
 class SyncModelFields(TypedDict, total=False):
-    """Keyword arguments of `SyncTrainer` that describe the model: those of `ModelFields`, with a plain `generate`."""
+    """Keyword arguments of `SyncTrainer` that describe the model: those of `ModelFields`, with plain functions."""
 
-    generate: Required[SyncGenerate]
+    generate: SyncGenerate
+    generate_batch: SyncGenerateBatch
     decode: Required[Decode]
     parse: Parse
     end_ids: Collection[int]
     render: Render
     generating: int
+    batch_seconds: float
     remembered: int
 
 
@@ -50,9 +55,10 @@ class SyncTrainer:
         with SyncTrainer("localhost:50051", generate=generate, decode=decode, parse=parsers.hermes) as trainer:
             for group in trainer.rollouts(["What is 5 plus 3?"], n=8, tokenizer="Qwen/Qwen3-8B"): ...
 
-    `generate`, `decode`, `parse`, `render` and the iterator of prompts are called one at a time, in the thread that iterates over
-    `rollouts`, while it waits for a group. While the body of the loop runs, nothing is generated, and the server's time limits go
-    on: collect the groups of a step in a list before a long training step. Coroutine functions run on the event loop instead.
+    `generate` or `generate_batch`, `decode`, `parse`, `render` and the iterator of prompts are called one at a time, in the thread
+    that iterates over `rollouts`, while it waits for a group. While the body of the loop runs, nothing is generated, and the
+    server's time limits go on: collect the groups of a step in a list before a long training step. Coroutine functions run on the
+    event loop instead.
 
     Args:
         server: address of the server, or an AsyncClient that nothing else uses. The SyncTrainer closes it, because its event loop

@@ -15,6 +15,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
 from rollout_client.spec import FailureClass, Limits, Sampling, Target, Tokenizer
+from rollout_client.trainer.batches import Batches, GenerateBatch
 from rollout_client.trainer.completion import Parse, plain
 from rollout_client.trainer.generation import Decode, Generate, resolved
 from rollout_client.trainer.prompts import Render
@@ -36,6 +37,7 @@ from rollout_client.trainer.turns import Model, Turns
 
 _FAREWELL_SECONDS: Final = 1.0
 """Time to wait for the outcome of a rollout that the trainer cancelled."""
+_MOST_BATCH_SECONDS: Final = 86_400
 _PER_ROLLOUT: Final = ("messages", "completions", "outcome", "group_id", "rollout_id", "request_id", "credentials")
 """Fields of the request that `Trainer` sets for each rollout."""
 _T = TypeVar("_T")
@@ -47,6 +49,12 @@ class ModelFields(TypedDict, total=False):
     Keys:
         generate: coroutine function `generate(turn)` or `generate(prompt_ids, sampling)` that returns a `Generated`. May raise
             `TryAgainLater`. A function with exactly one required positional parameter gets a `Turn`.
+        generate_batch: instead of `generate`: coroutine function `generate_batch(turns)` that returns a list with one `Generated`
+            per turn, in the same order, or an exception in its place: `TryAgainLater`, or one that fails only this rollout. One
+            batch of at most `generating` turns runs at a time. It starts when no further turn can come before one is completed:
+            all rollouts wait for their turns or for a free slot. Not with `serving`.
+        batch_seconds: a batch also starts when no turn has come for this time, in seconds. Default 10. The server does not know
+            what an agent does without it: if a rollout waits for another one at a lock, the batch of the other one must not wait.
         decode: function `decode(ids)` that returns the text of token ids, special tokens included.
         parse: function `parse(text)` that returns a `ParsedCompletion`. Default: all text is content.
         end_ids: stop token ids. A trailing one is removed before `decode`.
@@ -55,12 +63,14 @@ class ModelFields(TypedDict, total=False):
         remembered: maximum number of unfinished rollouts whose tokens are kept for verification. Default 1024.
     """
 
-    generate: Required[Generate]
+    generate: Generate
+    generate_batch: GenerateBatch
     decode: Required[Decode]
     parse: Parse
     end_ids: Collection[int]
     render: Render
     generating: int
+    batch_seconds: float
     remembered: int
 
 
@@ -114,7 +124,8 @@ class Trainer:
         self._remembered = _positive_int(model.get("remembered", 1024), "remembered")
         self._records = Records(self._remembered)
         self._outcomes = Outcomes()
-        self._turns = Turns(_model_from(model), self._records, self._outcomes, self._generating)
+        self._batches = _batches_from(model, self._generating, serving)
+        self._turns = Turns(_model_from(model, self._batches), self._records, self._outcomes, self._generating)
         self._renders = model.get("render") is not None
         self._raises = on_mismatch == "raise"
         self._server = server
@@ -142,6 +153,8 @@ class Trainer:
         await _cancel_all(self._groups)
         await asyncio.gather(*self._ending, return_exceptions=True)
         await self._open_transport().close()
+        if self._batches is not None:
+            await self._batches.close()
 
     async def rollouts(
         self,
@@ -283,21 +296,42 @@ class Trainer:
         own = client is not server
         if serving is None:
             return StreamTransport(
-                client, TrainerSide(self._turns, self._records, self._outcomes, self._generating), own=own
+                client,
+                TrainerSide(self._turns, self._records, self._outcomes, self._generating, self._batches),
+                own=own,
             )
         listener = Listener(serving, self._turns, self._records, self._outcomes)
         return CallbackTransport(client, listener, serving.look, own=own)
 
 
-def _model_from(fields: ModelFields) -> Model:
-    for name in ("generate", "decode"):
-        if not callable(fields.get(name)):
-            raise TypeError(f"{name} must be given and callable")
+def _batches_from(fields: ModelFields, most: int, serving: Serving | None) -> Batches | None:
+    generate_batch, seconds = fields.get("generate_batch"), fields.get("batch_seconds", 10.0)
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        raise TypeError(f"batch_seconds must be a number, not {type(seconds).__name__}")
+    if not 0 < seconds <= _MOST_BATCH_SECONDS:
+        raise ValueError(f"batch_seconds must be above 0 and at most {_MOST_BATCH_SECONDS}")
+    if generate_batch is None:
+        return None
+    if fields.get("generate") is not None:
+        raise TypeError("generate and generate_batch are both given; give one of them")
+    if not callable(generate_batch):
+        raise TypeError("generate_batch must be callable")
+    if serving is not None:
+        raise TypeError("generate_batch needs the stream to the server: leave out serving, or give generate")
+    return Batches(generate_batch, most, seconds)
+
+
+def _model_from(fields: ModelFields, batches: Batches | None) -> Model:
+    generate = fields.get("generate") if batches is None else batches.generate
+    if not callable(generate):
+        raise TypeError("generate or generate_batch must be given and callable")
+    if not callable(fields.get("decode")):
+        raise TypeError("decode must be given and callable")
     unknown = set(fields) - set(ModelFields.__annotations__)
     if unknown:
         raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; use one of {', '.join(ModelFields.__annotations__)}")
     return Model(
-        fields["generate"],
+        generate,
         fields["decode"],
         fields.get("parse", plain),
         fields.get("render"),

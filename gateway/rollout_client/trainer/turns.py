@@ -20,6 +20,7 @@ from osmosis.rollout.v1.message_pb2 import Message
 
 from rollout_client.chat_messages import messages
 from rollout_client.proto_fields import duration_seconds
+from rollout_client.trainer.batches import BatchFailed
 from rollout_client.trainer.completion import Parse, to_message, utf8_text
 from rollout_client.trainer.errors import RefusedCall, internal_error, invalid_field, media_refused, try_again_later
 from rollout_client.trainer.generation import (
@@ -135,6 +136,8 @@ class Turns:
                 raise
             except TryAgainLater as error:
                 raise try_again_later(error.seconds) from None
+            except BatchFailed:
+                raise internal_error("generate_batch", key) from None
             except Exception:
                 _LOG.exception("turn %s: generate failed", key)
                 raise internal_error("generate", key) from None

@@ -47,15 +47,23 @@ class StreamConnection:
         credit: maximum number of completion requests in progress.
         outbox: items to send.
         receive: called with each item except the welcome, once and in order.
+        idle: request `idle` items.
     """
 
     def __init__(
-        self, channel: AsyncChannel, credit: int, outbox: StreamOutbox, receive: Callable[[TrainResponse], None]
+        self,
+        channel: AsyncChannel,
+        credit: int,
+        outbox: StreamOutbox,
+        receive: Callable[[TrainResponse], None],
+        *,
+        idle: bool = False,
     ) -> None:
         self._channel = channel
         self._credit = min(credit, _MOST_CREDIT)
         self._outbox = outbox
         self._receive = receive
+        self._idle = idle
         self._inbox = StreamInbox()
         self._stream_id = ""
         self._attempts = Attempts(channel.settings.retry)
@@ -137,7 +145,8 @@ class StreamConnection:
             await asyncio.gather(*parts, return_exceptions=True)
 
     def _hello(self) -> TrainHello:
-        return TrainHello(stream_id=self._stream_id, last_seen=self._inbox.last_seen, credit=self._credit)
+        last_seen = self._inbox.last_seen
+        return TrainHello(stream_id=self._stream_id, last_seen=last_seen, credit=self._credit, idle=self._idle)
 
     def _on_welcome(self, welcome: TrainWelcome) -> None:
         if self._stream_id and welcome.stream_id != self._stream_id:

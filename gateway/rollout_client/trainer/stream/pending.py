@@ -91,6 +91,10 @@ class PendingCompletions:
         self._outbox = outbox
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
+    def __len__(self) -> int:
+        """Number of requests in progress."""
+        return sum(map(len, self._tasks.values()))
+
     def start(self, request: CompleteRequest) -> None:
         """Start the completion of a request."""
         tasks = self._tasks.setdefault(request.uid, set())

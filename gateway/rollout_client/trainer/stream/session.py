@@ -17,6 +17,7 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
 
 from rollout_client.channels import AsyncChannel
 from rollout_client.errors import RolloutError
+from rollout_client.trainer.batches import Batches
 from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.stream.buffers import StreamOutbox
 from rollout_client.trainer.stream.connection import StreamConnection
@@ -27,12 +28,18 @@ from rollout_client.trainer.turns import Turns
 
 @dataclass(frozen=True, slots=True)
 class TrainerSide:
-    """The trainer's state, shared by all its streams. `credit` is the maximum number of completion requests in progress."""
+    """The trainer's state, shared by all its streams.
+
+    Args:
+        credit: maximum number of completion requests in progress.
+        batches: collects the turns if the trainer generates in batches.
+    """
 
     turns: Turns
     records: Records
     outcomes: Outcomes
     credit: int
+    batches: Batches | None = None
 
 
 class StreamSession:
@@ -50,7 +57,8 @@ class StreamSession:
         self._starts = PendingStarts()
         self._completions = PendingCompletions(side.turns, self._outbox)
         self._running: dict[str, str] = {}
-        self.connection = StreamConnection(channel, side.credit, self._outbox, self._receive)
+        idle = side.batches is not None
+        self.connection = StreamConnection(channel, side.credit, self._outbox, self._receive, idle=idle)
 
     @property
     def running(self) -> Mapping[str, str]:
@@ -79,6 +87,8 @@ class StreamSession:
 
     def _receive(self, item: TrainResponse) -> None:
         """Handle a received item. Unknown kinds are ignored, because newer servers may add some."""
+        if item.sequence and self._side.batches is not None:
+            self._side.batches.expect(None)
         match item.WhichOneof("item"):
             case "started":
                 rollout = item.started.rollout
@@ -92,6 +102,10 @@ class StreamSession:
                 self._settle(item.outcome)
             case "read_ledger":
                 self._send_ledger(item.read_ledger)
+            case "idle":
+                # Out of date if the server does not know of all items of this trainer. Then it sends another one.
+                if self._side.batches is not None and not self._outbox:
+                    self._side.batches.expect(len(self._completions))
 
     def _settle(self, delivered: DeliveredOutcome) -> None:
         rollout = delivered.rollout
