@@ -152,9 +152,11 @@ class Trainer:
         """Cancel all running rollouts and their generations, and disconnect."""
         await _cancel_all(self._groups)
         await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._open_transport().close()
-        if self._batches is not None:
-            await self._batches.close()
+        try:
+            await self._open_transport().close()
+        finally:
+            if self._batches is not None:
+                await self._batches.close()
 
     async def rollouts(
         self,

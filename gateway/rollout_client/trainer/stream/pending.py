@@ -92,8 +92,8 @@ class PendingCompletions:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}
 
     def __len__(self) -> int:
-        """Number of requests in progress."""
-        return sum(map(len, self._tasks.values()))
+        """Number of requests in progress, without those that are being cancelled."""
+        return sum(not task.cancelling() for tasks in self._tasks.values() for task in tasks)
 
     def start(self, request: CompleteRequest) -> None:
         """Start the completion of a request."""
