@@ -118,9 +118,11 @@ class SyncTrainer:
         Leaving the loop cancels the remaining rollouts: at once if nothing else refers to the iterator, otherwise when it is
         closed or the SyncTrainer is left. Only one thread may wait for a group at a time.
         """
-        loop, waiting = self._open_loop(), iter(prompts)
-        take = self._calls.wrap(lambda: next(waiting, None))
-        given = cast(Iterator[PromptLike], iter(take, None))  # of awaitables: `Trainer` awaits each
+        loop, given = self._open_loop(), prompts
+        if not isinstance(prompts, list | tuple):  # else nothing of the user's is called, and all groups start at once
+            waiting = iter(prompts)
+            take = self._calls.wrap(lambda: next(waiting, None))
+            given = cast(Iterator[PromptLike], iter(take, None))  # of awaitables: `Trainer` awaits each
         groups = _Groups(self._trainer.rollouts(given, n=n, at_once=at_once, in_order=in_order, **fields))
         try:
             while (group := self._calls.serve_until(loop.submit(groups.next()))) is not None:

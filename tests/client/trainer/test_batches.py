@@ -205,20 +205,28 @@ async def test_a_batch_waits_for_a_tool_of_another_conversation() -> None:
     assert model.sizes == [2, 2, 1]
 
 
+@tool
+async def ask(run: Run) -> str:
+    """Asks the model."""
+    return await ask_model(run)
+
+
+@tool
+def ask_in_thread(run: Run) -> str:
+    """Asks the model, in a thread."""
+    return str(run.wait(ask_model(run)))
+
+
+async def ask_model(run: Run) -> str:
+    helper = await run.fork([{"role": "user", "content": "Help."}])
+    return (await helper.sample()).content
+
+
 class Delegating(Agent):
     """A tool that is a subagent, then two branches at once."""
 
     name = "delegating"
-
-    def __init__(self) -> None:
-        @tool
-        async def ask(run: Run) -> str:
-            """Asks the model."""
-            helper = await run.fork([{"role": "user", "content": "Help."}])
-            await helper.sample()
-            return "helped"
-
-        self.tools = (ask,)
+    tools = (ask, ask_in_thread)
 
     async def play(self, run: Run) -> None:
         await run.call((await run.sample()).tool_calls)
@@ -228,8 +236,9 @@ class Delegating(Agent):
         await asyncio.gather(run.sample(), branch.sample())
 
 
-async def test_a_tool_that_samples_does_not_keep_a_batch_back() -> None:
-    model = BatchModel(lambda turn, prompt: called("ask") if turn.turn == 1 else "Done.")
+@pytest.mark.parametrize("name", ["ask", "ask_in_thread"])
+async def test_a_tool_that_samples_does_not_keep_a_batch_back(name: str) -> None:
+    model = BatchModel(lambda turn, prompt: called(name) if turn.turn == 1 else "Done.")
     async with joined(Delegating(), model) as trainer:
         assert ends(await groups_of(trainer, n=2)) == WELL
     assert model.sizes == [2, 2, 2, 4]
@@ -320,15 +329,18 @@ async def test_a_server_without_idle_items() -> None:
 
 async def test_a_rollout_that_is_cancelled_during_its_batch_is_ignored() -> None:
     model = BatchModel(gate=asyncio.Event())
-    async with Server([Calculator()], settings()) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
-        async with trainer_of(client, model) as trainer:
-            going = asyncio.create_task(groups_of(trainer, n=3))
-            await until(lambda: model.running)
-            await client.cancel(model.batches[0][0].uid)
-            await client.wait(model.batches[0][0].uid)
-            assert model.gate is not None
-            model.gate.set()
-            (group,) = await going
+    async with (
+        Server([Calculator()], settings()) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+        trainer_of(client, model) as trainer,
+    ):
+        going = asyncio.create_task(groups_of(trainer, n=3))
+        await until(lambda: model.running)
+        await client.cancel(model.batches[0][0].uid)
+        await client.wait(model.batches[0][0].uid)
+        assert model.gate is not None
+        model.gate.set()
+        (group,) = await going
     assert sorted(each.end for each in group.rollouts) == ["cancelled", "stop", "stop"]
     assert (model.sizes, [each.checked for each in group.rollouts]) == ([3, 2], [True] * 3)
 
@@ -352,19 +364,23 @@ class Late(Agent):
 
 async def test_a_rollout_that_is_cancelled_while_it_waits_is_left_out() -> None:
     agent, model = Late(), BatchModel(lambda turn, prompt: "Yes.", asyncio.Event())
-    async with Server([agent], settings()) as server, AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
-        async with trainer_of(client, model, batch_seconds=0.05) as trainer:
-            going = asyncio.create_task(groups_of(trainer, n=2))
-            await until(lambda: model.running)
-            agent.gate.set()
-            await until(lambda: agent.begun == 2)
-            await until(lambda: len(trainer._batches._waiting) == 1)
-            (late,) = [each.uid async for each in client.list() if each.uid != model.batches[0][0].uid]
-            await client.cancel(late)
-            await client.wait(late)
-            assert model.gate is not None
-            model.gate.set()
-            (group,) = await going
+    async with (
+        Server([agent], settings()) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+        trainer_of(client, model, batch_seconds=0.05) as trainer,
+    ):
+        going = asyncio.create_task(groups_of(trainer, n=2))
+        await until(lambda: model.running)
+        agent.gate.set()
+        await until(lambda: agent.begun == 2)
+        await until(lambda: len(trainer._batches._waiting) == 1)
+        (late,) = [each.uid async for each in client.list() if each.uid != model.batches[0][0].uid]
+        await client.cancel(late)
+        await client.wait(late)
+        await until(lambda: not trainer._batches._waiting)
+        assert model.gate is not None
+        model.gate.set()
+        (group,) = await going
     assert sorted(each.end for each in group.rollouts) == ["cancelled", "stop"]
     assert model.sizes == [1, 1]
     assert late not in {turn.uid for batch in model.batches for turn in batch}
@@ -549,7 +565,7 @@ def test_a_plain_function_runs_in_the_thread_that_iterates() -> None:
         try:
             fields: Any = {"generate_batch": generate_batch, "batch_seconds": NEVER, "parse": parsers.hermes}
             with SyncTrainer(f"127.0.0.1:{server.grpc_port}", decode=decode, end_ids={END}, **fields) as trainer:
-                groups = list(trainer.rollouts([QUESTION], n=4, tokenizer="toy"))
+                groups = list(trainer.rollouts([QUESTION] * 3, n=4, tokenizer="toy"))
         finally:
             loop.leave(server)
-    assert (sizes, threads, ends(groups)) == ([4, 4], {threading.current_thread()}, WELL)
+    assert (sizes, threads, ends(groups)) == ([12, 12], {threading.current_thread()}, WELL)
