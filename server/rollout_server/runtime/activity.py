@@ -42,18 +42,23 @@ class RolloutActivity:
     """What is under way in one rollout. Lives on one event loop.
 
     Attributes:
-        changed: called when the rollout may have become blocked, or may have left its slot.
+        on_change: called when the rollout may have become blocked, or has left its slot. None: nobody wants to know.
     """
 
     def __init__(self) -> None:
         self._whole = Work(self, None)
         self._under_way = {self._whole}
-        self.changed: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] | None = None
 
     @property
     def is_blocked(self) -> bool:
         """Whether everything under way waits. A future that is done does not count: the task that awaits it is about to run."""
         return all(any(not future.done() for future in work.waits) for work in self._under_way)
+
+    def changed(self) -> None:
+        """Call `on_change`."""
+        if self.on_change is not None:
+            self.on_change()
 
     def enter(self) -> None:
         """Mark the current task, and all that it starts, as part of the rollout."""

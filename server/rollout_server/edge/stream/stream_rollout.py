@@ -59,7 +59,7 @@ class StreamRollout:
         self.failure = ""
         self._ended = ended
         self._attached = ExitStack()
-        rollout.activity.changed = self._on_activity
+        rollout.activity.on_change = self._on_activity
         self._following = asyncio.create_task(self._follow(), name=f"follow {rollout.uid}")
 
     def attach(self) -> None:

@@ -210,6 +210,7 @@ class Streams:
     def _forget(self, stream_rollout: StreamRollout) -> None:
         if self._rollouts.get(stream_rollout.rollout.uid) is stream_rollout:
             del self._rollouts[stream_rollout.rollout.uid]
+            stream_rollout.rollout.activity.on_change = None
             stream_rollout.rollout.release(stream_rollout)
 
     def _stream_of(self, stream_rollout: StreamRollout) -> TrainerStream | None:
