@@ -29,6 +29,7 @@ from rollout_server.local_stack.loop_thread import LoopThread
 
 from tests.client.trainer.host import Host, hosting
 from tests.client.trainer.test_stream import two_turns
+from tests.support.captured_agents import model_call, user
 from tests.support.severed_connection import Cut, SeveredLine
 from tests.support.start_requests import settings
 from tests.support.tcp_proxy import TcpProxy
@@ -242,6 +243,24 @@ async def test_a_tool_that_samples_does_not_keep_a_batch_back(name: str) -> None
     async with joined(Delegating(), model) as trainer:
         assert ends(await groups_of(trainer, n=2)) == WELL
     assert model.sizes == [2, 2, 2, 4]
+
+
+class Outside(Agent):
+    """An agent that owns its loop: two calls at once, then another one."""
+
+    name = "outside"
+
+    async def play(self, run: Run) -> None:
+        async with run.capture() as capture:
+            await asyncio.gather(*(capture.call(model_call(user(text))) for text in ("One?", "Two?")))
+            await capture.call(model_call(user("Three?")))
+
+
+async def test_an_agent_that_owns_its_loop() -> None:
+    model = BatchModel(lambda turn, prompt: "Yes.")
+    async with joined(Outside(), model) as trainer:
+        assert ends(await groups_of(trainer, n=3)) == WELL
+    assert model.sizes == [6, 3]
 
 
 class PlainLoop(Agent):
