@@ -102,6 +102,7 @@ class TrainHello(_message.Message):
     LAST_SEEN_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     stream_id: _builtins.str
     """Id of the stream to resume; empty: a new stream."""
     last_seen: _builtins.int
@@ -112,6 +113,8 @@ class TrainHello(_message.Message):
     """
     detail: _event_pb2.EventDetail.ValueType
     """How much of each event to send; UNSPECIFIED: no events."""
+    idle: _builtins.bool
+    """Whether to send `idle` items."""
     def __init__(
         self,
         *,
@@ -119,10 +122,11 @@ class TrainHello(_message.Message):
         last_seen: _builtins.int = ...,
         credit: _builtins.int = ...,
         detail: _event_pb2.EventDetail.ValueType = ...,
+        idle: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "detail", b"detail", "last_seen", b"last_seen", "stream_id", b"stream_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "detail", b"detail", "idle", b"idle", "last_seen", b"last_seen", "stream_id", b"stream_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +333,7 @@ class TrainResponse(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGE_FIELD_NUMBER: _builtins.int
     READ_LEDGER_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts up from 1 for `started`, `refused`, `ask` and `outcome`, and continues after a resume; 0 for the others."""
     @_builtins.property
@@ -363,6 +368,10 @@ class TrainResponse(_message.Message):
     def read_ledger(self) -> _completion_service_pb2.ReadLedgerRequest:
         """Requests the trainer's copy of a segment. Sent only after a mismatch and never repeated. The server waits at most 10 s."""
 
+    @_builtins.property
+    def idle(self) -> Global___TrainIdle:
+        """No further `ask` comes for now. Sent only to a trainer that wants it."""
+
     def __init__(
         self,
         *,
@@ -375,12 +384,13 @@ class TrainResponse(_message.Message):
         outcome: Global___DeliveredOutcome | None = ...,
         acknowledge: Global___TrainAcknowledge | None = ...,
         read_ledger: _completion_service_pb2.ReadLedgerRequest | None = ...,
+        idle: Global___TrainIdle | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "item", b"item", "outcome", b"outcome", "read_ledger", b"read_ledger", "refused", b"refused", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "idle", b"idle", "item", b"item", "outcome", b"outcome", "read_ledger", b"read_ledger", "refused", b"refused", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "item", b"item", "outcome", b"outcome", "read_ledger", b"read_ledger", "refused", b"refused", "sequence", b"sequence", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "ask", b"ask", "event", b"event", "idle", b"idle", "item", b"item", "outcome", b"outcome", "read_ledger", b"read_ledger", "refused", b"refused", "sequence", b"sequence", "started", b"started", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["welcome", "started", "refused", "ask", "event", "outcome", "acknowledge", "read_ledger"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["welcome", "started", "refused", "ask", "event", "outcome", "acknowledge", "read_ledger", "idle"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
@@ -449,6 +459,37 @@ class TrainRefusal(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainRefusal: _TypeAlias = TrainRefusal  # noqa: Y015
+
+@_typing.final
+class TrainIdle(_message.Message):
+    """No further `ask` comes before a pending one is answered or rejected: the credit is used up, or each unfinished rollout of the
+    stream waits for an answer, for its group, or for a slot that is not free.
+
+    Sent while an `ask` is pending, at most once after each numbered item of either side, and again after a resume. Before it the
+    server acknowledges all items that it has processed. A trainer that has sent later ones ignores it: another one follows.
+
+    The server knows the completions, tool calls, calls of further models, rewards and other methods of an agent. Work that an agent
+    does in parallel to a pending `ask` without the server is not known, and may lead to an `ask` after all. A rollout that waits
+    outside of the server for another one, such as for a lock, counts as busy. So a trainer must not wait for `idle` without a limit.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAST_ASK_FIELD_NUMBER: _builtins.int
+    last_ask: _builtins.int
+    """Sequence number of the last `ask`. If the trainer has received a later one, this item is out of date."""
+    def __init__(
+        self,
+        *,
+        last_ask: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_ask", b"last_ask"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainIdle: _TypeAlias = TrainIdle  # noqa: Y015
 
 @_typing.final
 class TrainEvent(_message.Message):

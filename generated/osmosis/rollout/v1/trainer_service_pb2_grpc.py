@@ -66,6 +66,9 @@ class TrainerServiceServicer(object):
         is ignored. A malformed answer ends only its rollout. A request without an answer for ROLLOUT_TRAINER_TIMEOUT_SECONDS fails
         its rollout.
 
+        Batches. A trainer that generates in batches sets `idle` in its `hello`. The server then tells it with an item `idle` when no
+        further `ask` can come before one of the pending ones is answered or rejected.
+
         Resuming. After a lost connection the stream can be resumed within the grace time: send a `hello` with its stream_id and the
         last sequence number received. Each side sends the later items again, so no turn is lost or repeated. A request that is no
         longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
