@@ -360,7 +360,7 @@ async def test_a_rollout_that_is_cancelled_during_its_batch_is_ignored() -> None
         assert model.gate is not None
         model.gate.set()
         (group,) = await going
-    assert sorted(each.end for each in group.rollouts) == ["cancelled", "stop", "stop"]
+    assert sorted(each.end for each in group.rollouts) == ["cancellation", "stop", "stop"]
     assert (model.sizes, [each.checked for each in group.rollouts]) == ([3, 2], [True] * 3)
 
 
@@ -400,7 +400,7 @@ async def test_a_rollout_that_is_cancelled_while_it_waits_is_left_out() -> None:
         assert model.gate is not None
         model.gate.set()
         (group,) = await going
-    assert sorted(each.end for each in group.rollouts) == ["cancelled", "stop"]
+    assert sorted(each.end for each in group.rollouts) == ["cancellation", "stop"]
     assert model.sizes == [1, 1]
     assert late not in {turn.uid for batch in model.batches for turn in batch}
 
