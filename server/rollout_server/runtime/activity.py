@@ -42,7 +42,7 @@ class RolloutActivity:
     """What is under way in one rollout. Lives on one event loop.
 
     Attributes:
-        on_change: called when the rollout may have become blocked, or has left its slot. None: nobody wants to know.
+        on_change: called when something has begun, ended, or begun to wait. None: nobody wants to know.
     """
 
     def __init__(self) -> None:
@@ -71,6 +71,7 @@ class RolloutActivity:
         work = Work(self, within)
         self._under_way.add(work)
         _innermost.set(work)
+        self.changed()
         try:
             yield
         finally:

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
-_PASSES: Final = 8
-"""How many times in a row a stream must be found idle. The event loop runs once in between.
+_PASSES: Final = 32
+"""How long a stream must be idle, in passes of the event loop.
 
-From the end of one completion or tool call to the next one, an agent's tasks may need some passes of the event loop, for example
-through `asyncio.gather`. In these passes nothing of the agent is under way.
+From the end of one completion or tool call to the next one, an agent's tasks may need some passes, for example through nested calls
+of `asyncio.gather`. In these passes nothing of the agent is under way.
 """
 
 
@@ -29,27 +29,35 @@ class IdleSignal:
         self._wake = wake
         self._position: tuple[int, int] | None = None
         self._passes = 0
+        self._signalled = False
+
+    def restart(self) -> None:
+        """Begin to count again: something has changed in a rollout."""
+        self._passes = 0
 
     def reset(self) -> None:
         """Signal again, also without a further item: what was sent may not have arrived."""
         self._position = None
 
-    def is_due(self, position: tuple[int, int], is_idle: Callable[[], bool]) -> bool:
+    def is_due(self, position: tuple[int, int], is_idle: Callable[[], bool], *, at_once: bool) -> bool:
         """Return whether to send `idle` now. Called when there is nothing else to send, also on each `wake`.
 
         Args:
             position: numbers of the last numbered items that were sent and processed.
             is_idle: whether the stream is idle now.
+            at_once: whatever the rollouts do, they change nothing.
         """
         if position != self._position:
-            self._position, self._passes = position, 0
-        if not self.wanted or self._passes > _PASSES:  # nobody wants it, or it was sent at this position
+            self._position, self._passes, self._signalled = position, 0, False
+        if not self.wanted or self._signalled:
             return False
-        if not is_idle():
+        if at_once:
+            self._passes = _PASSES
+        if self._passes in (0, _PASSES) and not is_idle():  # in between, what changes calls `restart`
             self._passes = 0
             return False
+        self._signalled = self._passes == _PASSES
         self._passes += 1
-        if self._passes > _PASSES:
-            return True
-        asyncio.get_running_loop().call_soon(self._wake)
-        return False
+        if not self._signalled:
+            asyncio.get_running_loop().call_soon(self._wake)
+        return self._signalled

@@ -221,6 +221,7 @@ class TrainerStream:
     def on_activity(self) -> None:
         """See `RolloutStream`."""
         if self.idle.wanted:
+            self.idle.restart()
             self.wake()
 
     def wake(self) -> None:
@@ -323,7 +324,7 @@ class TrainerStream:
         return None
 
     def _idle(self) -> wire.Item | None:
-        due = self.idle.is_due((self._sent, self.seen), self._is_idle)
+        due = self.idle.is_due((self._sent, self.seen), self._is_idle, at_once=not self.completions.has_credit)
         return wire.idle_item(self._last_completion) if due else None
 
     def _is_idle(self) -> bool:

@@ -34,7 +34,7 @@ class RolloutStream(Protocol):
         """Remove a read that is not needed any more."""
 
     def on_activity(self) -> None:
-        """Called when a rollout may have become blocked."""
+        """Called when something of a rollout has begun, ended, or begun to wait."""
 
 
 class StreamRollout:
