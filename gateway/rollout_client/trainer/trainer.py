@@ -326,7 +326,7 @@ def _batches_from(fields: ModelFields, most: int, serving: Serving | None) -> Ba
 def _model_from(fields: ModelFields, batches: Batches | None) -> Model:
     generate = fields.get("generate") if batches is None else batches.generate
     if not callable(generate):
-        raise TypeError("generate or generate_batch must be given and callable")
+        raise TypeError("generate must be given and callable, or generate_batch")
     if not callable(fields.get("decode")):
         raise TypeError("decode must be given and callable")
     unknown = set(fields) - set(ModelFields.__annotations__)

@@ -422,8 +422,9 @@ async def cut_at(server: Server, cut: Cut) -> bool:
 @pytest.mark.parametrize("to_server", [False, True])
 async def test_a_cut_at_any_message_changes_no_batch(to_server: bool, passes: bool) -> None:
     async with Server([Calculator()], settings()) as server:
-        cuts = [await cut_at(server, Cut(to_server, number, passes)) for number in range(1, 31)]
-    assert sum(cuts) > 8
+        cuts = [Cut(to_server, number, passes) for number in range(1, 31)]
+        was_cut = await asyncio.gather(*(cut_at(server, cut) for cut in cuts))
+    assert sum(was_cut) > 8
 
 
 async def test_a_stream_that_comes_back_during_a_batch() -> None:
@@ -557,7 +558,7 @@ async def generate(ids: Sequence[int], sampling: SamplingParams) -> Generated: .
 @pytest.mark.parametrize(
     ("fields", "error", "text"),
     [
-        ({"generate_batch": None}, TypeError, "generate or generate_batch must be given"),
+        ({"generate_batch": None}, TypeError, "generate must be given and callable, or generate_batch"),
         ({"generate": generate}, TypeError, "generate and generate_batch are both given"),
         ({"generate_batch": 7}, TypeError, "generate_batch must be callable"),
         ({"serving": Serving()}, TypeError, "generate_batch needs the stream to the server"),
