@@ -52,7 +52,8 @@ class Row:
 
     def spans(self) -> list[tuple[int, int]]:
         """Start and stop of each completion."""
-        edges = [i for i, (a, b) in enumerate(zip([0, *self.mask], [*self.mask, 0], strict=True)) if a != b]
+        trains = [value == 1 for value in self.mask]
+        edges = [i for i, (a, b) in enumerate(zip([False, *trains], [*trains, False], strict=True)) if a != b]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
 
