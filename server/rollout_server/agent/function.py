@@ -107,9 +107,9 @@ class FunctionAgent(OwnLoopAgent):
         else:
             package, *classes = _CLIENTS[name]
             module = importlib.import_module(package)
-            http = module.DefaultAsyncHttpxClient if is_async else module.DefaultHttpxClient
+            http_class = module.DefaultAsyncHttpxClient if is_async else module.DefaultHttpxClient
             client_class = getattr(module, classes[is_async])
-            client = client_class(base_url=base_url, api_key=access.key, http_client=http(verify=tls_context()))
+            client = client_class(base_url=base_url, api_key=access.key, http_client=http_class(verify=tls_context()))
         if is_async:
             stack.push_async_exit(client)
         else:

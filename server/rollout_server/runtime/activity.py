@@ -56,7 +56,7 @@ class RolloutActivity:
         return all(any(not future.done() for future in work.waits) for work in self._under_way)
 
     def changed(self) -> None:
-        """Call `on_change`."""
+        """Report a change, also one outside of this module: the rollout has left its slot."""
         if self.on_change is not None:
             self.on_change()
 

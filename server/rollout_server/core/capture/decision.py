@@ -77,9 +77,13 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class FixedReply:
-    """Return this text, of which nothing is in a sample: the call is beside the task. Nothing is sampled."""
+    """Return this text: the call is beside the task. Nothing is sampled, and nothing of the call is in a sample.
+
+    `number` counts the fixed replies of the rollout, from 1.
+    """
 
     text: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ class CallTree:
         auxiliary = self._is_auxiliary(call, history.reader.system_texts)
         if auxiliary and self._options.auxiliary_reply:
             self._counts["fixed_replies"] += 1
-            return FixedReply(self._options.auxiliary_reply)
+            return FixedReply(self._options.auxiliary_reply, self._counts["fixed_replies"])
         body = _body_digest(call, auxiliary)
         best = max(found.ends.values(), default=0)
         if found.index == len(history.sent):

@@ -4,8 +4,8 @@ The loop records a heartbeat, and a watchdog thread checks it. If a heartbeat is
 without awaiting; the stack of the loop's thread shows which. On a busy machine heartbeats are late, too. But then the loop's
 thread is in asyncio's own code, and nothing is logged.
 
-The watchdog thread does not read that stack itself: in CPython 3.11, frames of another thread that runs can crash the process.
-It sends a signal, whose handler Python calls on the main thread. SIGURG is used because it is ignored without a handler.
+The watchdog thread does not read that stack itself: under CPython 3.11, a process crashed while it read the frames of a running
+thread. Instead it sends a signal, whose handler Python calls on the main thread. Without a handler, SIGURG is ignored.
 """
 
 from __future__ import annotations

@@ -117,7 +117,6 @@ class Capture:
         self._tools_size = 0
         self._calls = 0
         self._refused = 0
-        self._fixed_replies = 0
         self._notes: set[str] = set()
         self._quiet_since = self._now()
         self._finished: asyncio.Future[FinishedWork] = asyncio.get_running_loop().create_future()
@@ -210,9 +209,8 @@ class Capture:
             case Refuse():
                 raise CallRefused(decision.reason, decision.field, decision.text)
             case FixedReply():
-                self._fixed_replies += 1
                 message = json.dumps({"role": "assistant", "content": decision.text}, ensure_ascii=False)
-                return Completed(f"{_FIXED_REPLY}{self._fixed_replies}", message, "stop")
+                return Completed(f"{_FIXED_REPLY}{decision.number}", message, "stop")
             case Replay():
                 return replace(self._completed[decision.completion_id], replayed=True)
             case Join():
