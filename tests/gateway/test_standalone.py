@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server.agent import ExternalAgent
+from rollout_server.app import Server
 from rollout_server.settings import WrongSettings
 from rollout_server.settings.standalone_gateway import load_options
 from rollout_server.testing.trainer import StrictTrainer
@@ -27,7 +29,7 @@ from tests.support.gateway_process import Alone, alone
 from tests.support.gateways import http_client
 from tests.support.processes import Serving, command, serve
 from tests.support.server_client import until
-from tests.support.start_requests import NOWHERE
+from tests.support.start_requests import NOWHERE, settings
 from tests.support.tcp_proxy import TcpProxy
 from tests.system.test_shutdown import taken
 
@@ -243,6 +245,45 @@ async def test_several_servers_are_one_api(tmp_path: Path) -> None:
             missing = await client.get("/v1/rollouts/nowhere")
             assert (missing.status_code, missing.json()["error"]["code"]) == (503, "SERVER_UNREACHABLE")
             assert "127.0.0.1" not in missing.text
+
+
+async def test_agents_that_run_elsewhere_reach_their_rollouts_on_several_servers(tmp_path: Path) -> None:
+    """Each key opens the endpoint of its rollout, whichever server has that, and no other one."""
+    agent = ExternalAgent(name="external")
+    async with (
+        Server([agent], settings()) as one,
+        Server([agent], settings()) as two,
+        StrictTrainer() as trainer,
+        alone(cwd=tmp_path, ROLLOUT_SERVERS=f"127.0.0.1:{one.grpc_port},127.0.0.1:{two.grpc_port}") as gateway,
+        http_client(gateway.url, timeout=30) as client,
+    ):
+        question = {"role": "user", "content": "Hello."}
+        request = {
+            "messages": [question],
+            "completions": {"url": f"grpc://{trainer.grpc_target}"},
+            "tokenizer": {"name": "toy"},
+        }
+        found = [(await client.post("/v1/rollouts", json=request | {"rollout_id": f"r{n}"})).json() for n in range(8)]
+        assert all("rollout" in each for each in found), found
+        uids = [each["rollout"]["uid"] for each in found]
+        keys = [{"authorization": f"Bearer {each['access']['key']}"} for each in found]
+        call = {"model": "any", "messages": [question]}
+        for uid, key, other in zip(uids, keys, [*keys[1:], keys[0]], strict=True):
+            assert (await client.post(f"/r/{uid}/v1/chat/completions", json=call, headers=other)).status_code == 403
+            assert (await client.post(f"/r/{uid}/v1/chat/completions", json=call, headers=key)).status_code == 200
+            assert (await client.post(f"/r/{uid}/finish", json={"reward": 1.0}, headers=key)).status_code == 200
+        ended = [await until_finished(client, uid) for uid in uids]
+        assert [(each["outcome"]["reward"], each["outcome"]["metrics"]["turns"]) for each in ended] == [(1.0, 1)] * 8
+        for server in (one, two):
+            async with rpc(server.grpc_port) as stub:
+                assert 0 < len((await stub.ListRollouts(pb.ListRolloutsRequest())).rollouts) < 8
+
+
+async def until_finished(client: httpx.AsyncClient, uid: str) -> Any:
+    """The rollout, once it has an outcome."""
+    while (rollout := (await client.get(f"/v1/rollouts/{uid}")).json())["state"] != "finished":  # noqa: ASYNC110 - it is asked over HTTP
+        await asyncio.sleep(0.01)
+    return rollout
 
 
 A = ("a:1",)
