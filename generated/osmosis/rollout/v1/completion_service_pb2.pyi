@@ -40,6 +40,8 @@ class CompleteRequest(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     TIME_LEFT_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
+    POLICY_STEP_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The server's id of the rollout."""
     rollout_id: _builtins.str
@@ -49,7 +51,11 @@ class CompleteRequest(_message.Message):
     turn: _builtins.int
     """The turn, from 1."""
     turn_key: _builtins.str
-    """Idempotency key of the turn: "uid/segment/turn", the same on each attempt."""
+    """Idempotency key of the request: "uid/segment/turn", the same on each attempt. After the completion was aborted, "/1", "/2" and so
+    on is appended for the requests that resume it.
+    """
+    policy_step: _builtins.int
+    """The newest policy step that was announced for the rollout; unset: none. See RolloutService.SetPolicy."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
         """Why the segment was opened, and its parent. Only in the segment's first turn."""
@@ -78,6 +84,13 @@ class CompleteRequest(_message.Message):
     def time_left(self) -> _duration_pb2.Duration:
         """What was left of the rollout's time limit when the request was sent; not negative. Unset: the rollout has no such limit."""
 
+    @_builtins.property
+    def resumed(self) -> _containers.RepeatedCompositeFieldContainer[_token_pb2.Span]:
+        """What the earlier requests of this turn generated before they were aborted, in order: spans of the model. The trainer generates
+        after the prompt and these tokens, and returns only the further ones. `sampling.max_tokens` is what is left. `base` and the new
+        messages and tokens are those of the first request.
+        """
+
     def __init__(
         self,
         *,
@@ -93,12 +106,16 @@ class CompleteRequest(_message.Message):
         tools: _message_pb2.ToolSet | None = ...,
         sampling: _spec_pb2.Sampling | None = ...,
         time_left: _duration_pb2.Duration | None = ...,
+        resumed: _abc.Iterable[_token_pb2.Span] | None = ...,
+        policy_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "new_tokens", b"new_tokens", "origin", b"origin", "sampling", b"sampling", "time_left", b"time_left", "tools", b"tools"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "base", b"base", "new_tokens", b"new_tokens", "origin", b"origin", "policy_step", b"policy_step", "sampling", b"sampling", "time_left", b"time_left", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "origin", b"origin", "rollout_id", b"rollout_id", "sampling", b"sampling", "segment_id", b"segment_id", "time_left", b"time_left", "tools", b"tools", "turn", b"turn", "turn_key", b"turn_key", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "base", b"base", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "origin", b"origin", "policy_step", b"policy_step", "resumed", b"resumed", "rollout_id", b"rollout_id", "sampling", b"sampling", "segment_id", b"segment_id", "time_left", b"time_left", "tools", b"tools", "turn", b"turn", "turn_key", b"turn_key", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
+    _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_step) -> _WhichOneofReturnType__policy_step | None: ...
 
 Global___CompleteRequest: _TypeAlias = CompleteRequest  # noqa: Y015
 
@@ -208,6 +225,7 @@ class CompleteResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    POLICY_STEP_FIELD_NUMBER: _builtins.int
     RAW_TEXT_FIELD_NUMBER: _builtins.int
     PROMPT_CHECKPOINT_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
@@ -215,20 +233,25 @@ class CompleteResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """"stop", "length", "tool_calls" or another reason that the trainer names."""
+    """"stop", "length", "tool_calls" or another reason that the trainer names. "abort": generation was interrupted, for example by a
+    weight update. The server then keeps token_ids, of which there may be none, and requests the rest: see
+    CompleteRequest.resumed. The trainer adds nothing to its ledger before the turn is complete, and need not send `after`.
+    """
     policy_version: _builtins.str
     """The version of the policy that sampled the tokens, as the trainer names it."""
+    policy_step: _builtins.int
+    """The step of that policy. Later policies have larger steps."""
     raw_text: _builtins.str
     """The sampled text before it was parsed; may be empty."""
     extra_json: _builtins.str
     """Further fields: one JSON object of at most 65,536 characters."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
-        """The completion as a parsed message."""
+        """The completion as a parsed message, including what was resumed. Not read if the completion was aborted."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The sampled tokens, including the stop token if it was sampled."""
+        """The sampled tokens, including the stop token if it was sampled, without those that were resumed."""
 
     @_builtins.property
     def logprobs(self) -> _token_pb2.Logprobs:
@@ -248,7 +271,7 @@ class CompleteResponse(_message.Message):
 
     @_builtins.property
     def after(self) -> _token_pb2.Checkpoint:
-        """Checkpoint of prompt and completion together."""
+        """Checkpoint of prompt and completion together, including what was resumed."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -263,6 +286,7 @@ class CompleteResponse(_message.Message):
         logprobs: _token_pb2.Logprobs | None = ...,
         planes: _abc.Iterable[_token_pb2.TokenPlane] | None = ...,
         policy_version: _builtins.str = ...,
+        policy_step: _builtins.int | None = ...,
         raw_text: _builtins.str = ...,
         prompt_checkpoint: _token_pb2.Checkpoint | None = ...,
         prompt_ids: _token_pb2.TokenIds | None = ...,
@@ -270,12 +294,17 @@ class CompleteResponse(_message.Message):
         usage: Global___Usage | None = ...,
         extra_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "logprobs", b"logprobs", "message", b"message", "prompt", b"prompt", "prompt_checkpoint", b"prompt_checkpoint", "prompt_ids", b"prompt_ids", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "after", b"after", "logprobs", b"logprobs", "message", b"message", "policy_step", b"policy_step", "prompt", b"prompt", "prompt_checkpoint", b"prompt_checkpoint", "prompt_ids", b"prompt_ids", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "message", b"message", "planes", b"planes", "policy_version", b"policy_version", "prompt", b"prompt", "prompt_checkpoint", b"prompt_checkpoint", "prompt_ids", b"prompt_ids", "raw_text", b"raw_text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "after", b"after", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "message", b"message", "planes", b"planes", "policy_step", b"policy_step", "policy_version", b"policy_version", "prompt", b"prompt", "prompt_checkpoint", b"prompt_checkpoint", "prompt_ids", b"prompt_ids", "raw_text", b"raw_text", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
+    _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["prompt_checkpoint", "prompt_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_step) -> _WhichOneofReturnType__policy_step | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___CompleteResponse: _TypeAlias = CompleteResponse  # noqa: Y015

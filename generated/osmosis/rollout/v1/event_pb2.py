@@ -29,17 +29,17 @@ from osmosis.rollout.v1 import spec_pb2 as osmosis_dot_rollout_dot_v1_dot_spec__
 from osmosis.rollout.v1 import token_pb2 as osmosis_dot_rollout_dot_v1_dot_token__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eosmosis/rollout/v1/event.proto\x12\x12osmosis.rollout.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a osmosis/rollout/v1/message.proto\x1a osmosis/rollout/v1/outcome.proto\x1a\x1dosmosis/rollout/v1/spec.proto\x1a\x1eosmosis/rollout/v1/token.proto\"\x94\x08\n\x0cRolloutEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12\x0c\n\x04turn\x18\x04 \x01(\r\x12\x30\n\x08\x61\x63\x63\x65pted\x18\n \x01(\x0b\x32\x1c.osmosis.rollout.v1.AcceptedH\x00\x12;\n\x0esegment_opened\x18\x0b \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOpenedH\x00\x12*\n\x05\x61sked\x18\x0c \x01(\x0b\x32\x19.osmosis.rollout.v1.AskedH\x00\x12\x30\n\x08\x61nswered\x18\r \x01(\x0b\x32\x1c.osmosis.rollout.v1.AnsweredH\x00\x12\x30\n\x08\x61ppended\x18\x0e \x01(\x0b\x32\x1c.osmosis.rollout.v1.AppendedH\x00\x12\x37\n\x0ctool_started\x18\x0f \x01(\x0b\x32\x1f.osmosis.rollout.v1.ToolStartedH\x00\x12\x39\n\rtool_returned\x18\x10 \x01(\x0b\x32 .osmosis.rollout.v1.ToolReturnedH\x00\x12\x35\n\x0b\x64rift_found\x18\x11 \x01(\x0b\x32\x1e.osmosis.rollout.v1.DriftFoundH\x00\x12.\n\x07resumed\x18\x12 \x01(\x0b\x32\x1b.osmosis.rollout.v1.ResumedH\x00\x12(\n\x04note\x18\x13 \x01(\x0b\x32\x18.osmosis.rollout.v1.NoteH\x00\x12,\n\x06\x66orked\x18\x15 \x01(\x0b\x32\x1a.osmosis.rollout.v1.ForkedH\x00\x12/\n\x08given_up\x18\x16 \x01(\x0b\x32\x1b.osmosis.rollout.v1.GivenUpH\x00\x12,\n\x06masked\x18\x17 \x01(\x0b\x32\x1a.osmosis.rollout.v1.MaskedH\x00\x12\x30\n\x08observed\x18\x18 \x01(\x0b\x32\x1c.osmosis.rollout.v1.ObservedH\x00\x12\x30\n\x08rewarded\x18\x19 \x01(\x0b\x32\x1c.osmosis.rollout.v1.RewardedH\x00\x12\x37\n\x0cmodel_called\x18\x1a \x01(\x0b\x32\x1f.osmosis.rollout.v1.ModelCalledH\x00\x12=\n\x0f\x63\x61pture_settled\x18\x1b \x01(\x0b\x32\".osmosis.rollout.v1.CaptureSettledH\x00\x12\x30\n\x08\x66inished\x18\x14 \x01(\x0b\x32\x1c.osmosis.rollout.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"B\n\x08\x41\x63\x63\x65pted\x12\x10\n\x08messages\x18\x01 \x01(\r\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x15\n\ragent_version\x18\x03 \x01(\t\"Y\n\rSegmentOpened\x12\x31\n\x06origin\x18\x01 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\"[\n\x05\x41sked\x12\x10\n\x08turn_key\x18\x01 \x01(\t\x12\x10\n\x08messages\x18\x02 \x01(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\"\xcb\x02\n\x08\x41nswered\x12,\n\x07message\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x12\n\ntool_calls\x18\x05 \x01(\r\x12\'\n\x05spans\x18\x06 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\x12\n\nelapsed_ms\x18\x08 \x01(\x01\x12\x10\n\x08verified\x18\t \x01(\x08\x12\x16\n\x0epolicy_version\x18\n \x01(\t\x12\x18\n\x0bmask_length\x18\x0b \x01(\x04H\x00\x88\x01\x01\x12\x12\n\nextra_json\x18\x0c \x01(\tB\x0e\n\x0c_mask_length\"H\n\x08\x41ppended\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\r\n\x05\x63ount\x18\x02 \x01(\r\";\n\x0bToolStarted\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\"\x8e\x01\n\x0cToolReturned\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\x12\n\nelapsed_ms\x18\x05 \x01(\x01\x12,\n\x07message\x18\x06 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\"\xa8\x01\n\nDriftFound\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.osmosis.rollout.v1.DriftKind\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x17\n\x0f\x65xpected_tokens\x18\x03 \x01(\x04\x12\x17\n\x0freported_tokens\x18\x04 \x01(\x04\x12\x15\n\rexpected_text\x18\x05 \x01(\t\x12\x15\n\rreported_text\x18\x06 \x01(\t\"\xf6\x01\n\x06\x46orked\x12\x15\n\rof_segment_id\x18\x01 \x01(\t\x12\x31\n\x06origin\x18\x02 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12-\n\x08messages\x18\x04 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\r\n\x05tools\x18\x05 \x03(\t\x12\x0c\n\x04role\x18\x06 \x01(\t\x12\x16\n\ttrainable\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\r\n\x05model\x18\x08 \x01(\t\x12\x12\n\nafter_turn\x18\t \x01(\rB\x0c\n\n_trainable\"\t\n\x07GivenUp\"\x18\n\x06Masked\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\x08Rewarded\x12\r\n\x05value\x18\x01 \x01(\x01\",\n\x08Observed\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\"\xb8\x01\n\x0bModelCalled\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\x07message\x18\x02 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\x12\x12\n\nelapsed_ms\x18\x07 \x01(\x01\"C\n\x0e\x43\x61ptureSettled\x12\x31\n\x06report\x18\x01 \x01(\x0b\x32!.osmosis.rollout.v1.CaptureReport\"\x18\n\x07Resumed\x12\r\n\x05times\x18\x01 \x01(\r\"\"\n\x04Note\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"8\n\x08\x46inished\x12,\n\x07outcome\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Outcome*\x8f\x01\n\x0b\x45ventDetail\x12\x1c\n\x18\x45VENT_DETAIL_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45VENT_DETAIL_BASIC\x10\x01\x12\x19\n\x15\x45VENT_DETAIL_MESSAGES\x10\x02\x12\x15\n\x11\x45VENT_DETAIL_FULL\x10\x03\x12\x18\n\x14\x45VENT_DETAIL_OUTCOME\x10\x04*\xb2\x01\n\tDriftKind\x12\x1a\n\x16\x44RIFT_KIND_UNSPECIFIED\x10\x00\x12 \n\x1c\x44RIFT_KIND_HISTORY_REWRITTEN\x10\x01\x12\x1a\n\x16\x44RIFT_KIND_RETOKENISED\x10\x02\x12\x1a\n\x16\x44RIFT_KIND_ENVIRONMENT\x10\x03\x12\x18\n\x14\x44RIFT_KIND_TRUNCATED\x10\x04\x12\x15\n\x11\x44RIFT_KIND_PROMPT\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eosmosis/rollout/v1/event.proto\x12\x12osmosis.rollout.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a osmosis/rollout/v1/message.proto\x1a osmosis/rollout/v1/outcome.proto\x1a\x1dosmosis/rollout/v1/spec.proto\x1a\x1eosmosis/rollout/v1/token.proto\"\x94\x08\n\x0cRolloutEvent\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12\x0c\n\x04turn\x18\x04 \x01(\r\x12\x30\n\x08\x61\x63\x63\x65pted\x18\n \x01(\x0b\x32\x1c.osmosis.rollout.v1.AcceptedH\x00\x12;\n\x0esegment_opened\x18\x0b \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOpenedH\x00\x12*\n\x05\x61sked\x18\x0c \x01(\x0b\x32\x19.osmosis.rollout.v1.AskedH\x00\x12\x30\n\x08\x61nswered\x18\r \x01(\x0b\x32\x1c.osmosis.rollout.v1.AnsweredH\x00\x12\x30\n\x08\x61ppended\x18\x0e \x01(\x0b\x32\x1c.osmosis.rollout.v1.AppendedH\x00\x12\x37\n\x0ctool_started\x18\x0f \x01(\x0b\x32\x1f.osmosis.rollout.v1.ToolStartedH\x00\x12\x39\n\rtool_returned\x18\x10 \x01(\x0b\x32 .osmosis.rollout.v1.ToolReturnedH\x00\x12\x35\n\x0b\x64rift_found\x18\x11 \x01(\x0b\x32\x1e.osmosis.rollout.v1.DriftFoundH\x00\x12.\n\x07resumed\x18\x12 \x01(\x0b\x32\x1b.osmosis.rollout.v1.ResumedH\x00\x12(\n\x04note\x18\x13 \x01(\x0b\x32\x18.osmosis.rollout.v1.NoteH\x00\x12,\n\x06\x66orked\x18\x15 \x01(\x0b\x32\x1a.osmosis.rollout.v1.ForkedH\x00\x12/\n\x08given_up\x18\x16 \x01(\x0b\x32\x1b.osmosis.rollout.v1.GivenUpH\x00\x12,\n\x06masked\x18\x17 \x01(\x0b\x32\x1a.osmosis.rollout.v1.MaskedH\x00\x12\x30\n\x08observed\x18\x18 \x01(\x0b\x32\x1c.osmosis.rollout.v1.ObservedH\x00\x12\x30\n\x08rewarded\x18\x19 \x01(\x0b\x32\x1c.osmosis.rollout.v1.RewardedH\x00\x12\x37\n\x0cmodel_called\x18\x1a \x01(\x0b\x32\x1f.osmosis.rollout.v1.ModelCalledH\x00\x12=\n\x0f\x63\x61pture_settled\x18\x1b \x01(\x0b\x32\".osmosis.rollout.v1.CaptureSettledH\x00\x12\x30\n\x08\x66inished\x18\x14 \x01(\x0b\x32\x1c.osmosis.rollout.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"B\n\x08\x41\x63\x63\x65pted\x12\x10\n\x08messages\x18\x01 \x01(\r\x12\r\n\x05\x61gent\x18\x02 \x01(\t\x12\x15\n\ragent_version\x18\x03 \x01(\t\"Y\n\rSegmentOpened\x12\x31\n\x06origin\x18\x01 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\"[\n\x05\x41sked\x12\x10\n\x08turn_key\x18\x01 \x01(\t\x12\x10\n\x08messages\x18\x02 \x01(\r\x12.\n\x08sampling\x18\x03 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\"\xf5\x02\n\x08\x41nswered\x12,\n\x07message\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x12\n\ntool_calls\x18\x05 \x01(\r\x12\'\n\x05spans\x18\x06 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x10\n\x08\x61ttempts\x18\x07 \x01(\r\x12\x12\n\nelapsed_ms\x18\x08 \x01(\x01\x12\x10\n\x08verified\x18\t \x01(\x08\x12\x16\n\x0epolicy_version\x18\n \x01(\t\x12\x18\n\x0bpolicy_step\x18\r \x01(\x03H\x00\x88\x01\x01\x12\x18\n\x0bmask_length\x18\x0b \x01(\x04H\x01\x88\x01\x01\x12\x12\n\nextra_json\x18\x0c \x01(\tB\x0e\n\x0c_policy_stepB\x0e\n\x0c_mask_length\"H\n\x08\x41ppended\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\r\n\x05\x63ount\x18\x02 \x01(\r\";\n\x0bToolStarted\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\"\x8e\x01\n\x0cToolReturned\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\x12\n\nelapsed_ms\x18\x05 \x01(\x01\x12,\n\x07message\x18\x06 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\"\xa8\x01\n\nDriftFound\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.osmosis.rollout.v1.DriftKind\x12\r\n\x05index\x18\x02 \x01(\x04\x12\x17\n\x0f\x65xpected_tokens\x18\x03 \x01(\x04\x12\x17\n\x0freported_tokens\x18\x04 \x01(\x04\x12\x15\n\rexpected_text\x18\x05 \x01(\t\x12\x15\n\rreported_text\x18\x06 \x01(\t\"\xf6\x01\n\x06\x46orked\x12\x15\n\rof_segment_id\x18\x01 \x01(\t\x12\x31\n\x06origin\x18\x02 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\r\n\x05\x63ount\x18\x03 \x01(\r\x12-\n\x08messages\x18\x04 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\r\n\x05tools\x18\x05 \x03(\t\x12\x0c\n\x04role\x18\x06 \x01(\t\x12\x16\n\ttrainable\x18\x07 \x01(\x08H\x00\x88\x01\x01\x12\r\n\x05model\x18\x08 \x01(\t\x12\x12\n\nafter_turn\x18\t \x01(\rB\x0c\n\n_trainable\"\t\n\x07GivenUp\"\x18\n\x06Masked\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x19\n\x08Rewarded\x12\r\n\x05value\x18\x01 \x01(\x01\",\n\x08Observed\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x12\n\nvalue_json\x18\x02 \x01(\t\"\xb8\x01\n\x0bModelCalled\x12\r\n\x05model\x18\x01 \x01(\t\x12,\n\x07message\x18\x02 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x15\n\rfinish_reason\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x10\n\x08\x61ttempts\x18\x06 \x01(\r\x12\x12\n\nelapsed_ms\x18\x07 \x01(\x01\"C\n\x0e\x43\x61ptureSettled\x12\x31\n\x06report\x18\x01 \x01(\x0b\x32!.osmosis.rollout.v1.CaptureReport\"\x18\n\x07Resumed\x12\r\n\x05times\x18\x01 \x01(\r\"\"\n\x04Note\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\"8\n\x08\x46inished\x12,\n\x07outcome\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Outcome*\x8f\x01\n\x0b\x45ventDetail\x12\x1c\n\x18\x45VENT_DETAIL_UNSPECIFIED\x10\x00\x12\x16\n\x12\x45VENT_DETAIL_BASIC\x10\x01\x12\x19\n\x15\x45VENT_DETAIL_MESSAGES\x10\x02\x12\x15\n\x11\x45VENT_DETAIL_FULL\x10\x03\x12\x18\n\x14\x45VENT_DETAIL_OUTCOME\x10\x04*\xb2\x01\n\tDriftKind\x12\x1a\n\x16\x44RIFT_KIND_UNSPECIFIED\x10\x00\x12 \n\x1c\x44RIFT_KIND_HISTORY_REWRITTEN\x10\x01\x12\x1a\n\x16\x44RIFT_KIND_RETOKENISED\x10\x02\x12\x1a\n\x16\x44RIFT_KIND_ENVIRONMENT\x10\x03\x12\x18\n\x14\x44RIFT_KIND_TRUNCATED\x10\x04\x12\x15\n\x11\x44RIFT_KIND_PROMPT\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'osmosis.rollout.v1.event_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EVENTDETAIL']._serialized_start=3038
-  _globals['_EVENTDETAIL']._serialized_end=3181
-  _globals['_DRIFTKIND']._serialized_start=3184
-  _globals['_DRIFTKIND']._serialized_end=3362
+  _globals['_EVENTDETAIL']._serialized_start=3080
+  _globals['_EVENTDETAIL']._serialized_end=3223
+  _globals['_DRIFTKIND']._serialized_start=3226
+  _globals['_DRIFTKIND']._serialized_end=3404
   _globals['_ROLLOUTEVENT']._serialized_start=219
   _globals['_ROLLOUTEVENT']._serialized_end=1263
   _globals['_ACCEPTED']._serialized_start=1265
@@ -49,33 +49,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ASKED']._serialized_start=1424
   _globals['_ASKED']._serialized_end=1515
   _globals['_ANSWERED']._serialized_start=1518
-  _globals['_ANSWERED']._serialized_end=1849
-  _globals['_APPENDED']._serialized_start=1851
-  _globals['_APPENDED']._serialized_end=1923
-  _globals['_TOOLSTARTED']._serialized_start=1925
-  _globals['_TOOLSTARTED']._serialized_end=1984
-  _globals['_TOOLRETURNED']._serialized_start=1987
-  _globals['_TOOLRETURNED']._serialized_end=2129
-  _globals['_DRIFTFOUND']._serialized_start=2132
-  _globals['_DRIFTFOUND']._serialized_end=2300
-  _globals['_FORKED']._serialized_start=2303
-  _globals['_FORKED']._serialized_end=2549
-  _globals['_GIVENUP']._serialized_start=2551
-  _globals['_GIVENUP']._serialized_end=2560
-  _globals['_MASKED']._serialized_start=2562
-  _globals['_MASKED']._serialized_end=2586
-  _globals['_REWARDED']._serialized_start=2588
-  _globals['_REWARDED']._serialized_end=2613
-  _globals['_OBSERVED']._serialized_start=2615
-  _globals['_OBSERVED']._serialized_end=2659
-  _globals['_MODELCALLED']._serialized_start=2662
-  _globals['_MODELCALLED']._serialized_end=2846
-  _globals['_CAPTURESETTLED']._serialized_start=2848
-  _globals['_CAPTURESETTLED']._serialized_end=2915
-  _globals['_RESUMED']._serialized_start=2917
-  _globals['_RESUMED']._serialized_end=2941
-  _globals['_NOTE']._serialized_start=2943
-  _globals['_NOTE']._serialized_end=2977
-  _globals['_FINISHED']._serialized_start=2979
-  _globals['_FINISHED']._serialized_end=3035
+  _globals['_ANSWERED']._serialized_end=1891
+  _globals['_APPENDED']._serialized_start=1893
+  _globals['_APPENDED']._serialized_end=1965
+  _globals['_TOOLSTARTED']._serialized_start=1967
+  _globals['_TOOLSTARTED']._serialized_end=2026
+  _globals['_TOOLRETURNED']._serialized_start=2029
+  _globals['_TOOLRETURNED']._serialized_end=2171
+  _globals['_DRIFTFOUND']._serialized_start=2174
+  _globals['_DRIFTFOUND']._serialized_end=2342
+  _globals['_FORKED']._serialized_start=2345
+  _globals['_FORKED']._serialized_end=2591
+  _globals['_GIVENUP']._serialized_start=2593
+  _globals['_GIVENUP']._serialized_end=2602
+  _globals['_MASKED']._serialized_start=2604
+  _globals['_MASKED']._serialized_end=2628
+  _globals['_REWARDED']._serialized_start=2630
+  _globals['_REWARDED']._serialized_end=2655
+  _globals['_OBSERVED']._serialized_start=2657
+  _globals['_OBSERVED']._serialized_end=2701
+  _globals['_MODELCALLED']._serialized_start=2704
+  _globals['_MODELCALLED']._serialized_end=2888
+  _globals['_CAPTURESETTLED']._serialized_start=2890
+  _globals['_CAPTURESETTLED']._serialized_end=2957
+  _globals['_RESUMED']._serialized_start=2959
+  _globals['_RESUMED']._serialized_end=2983
+  _globals['_NOTE']._serialized_start=2985
+  _globals['_NOTE']._serialized_end=3019
+  _globals['_FINISHED']._serialized_start=3021
+  _globals['_FINISHED']._serialized_end=3077
 # @@protoc_insertion_point(module_scope)

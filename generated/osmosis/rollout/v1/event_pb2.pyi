@@ -344,6 +344,7 @@ class Answered(_message.Message):
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
     VERIFIED_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    POLICY_STEP_FIELD_NUMBER: _builtins.int
     MASK_LENGTH_FIELD_NUMBER: _builtins.int
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
@@ -362,6 +363,8 @@ class Answered(_message.Message):
     """The trainer reported its prompt, so the prompt and environment tokens are the trainer's own."""
     policy_version: _builtins.str
     """The version of the policy that generated the completion, as the trainer names it."""
+    policy_step: _builtins.int
+    """The step of that policy; unset: unknown. Of a completion that was resumed, both are those of its last tokens."""
     mask_length: _builtins.int
     """Length of the response_mask sent with the request; unset: no mask was sent."""
     extra_json: _builtins.str
@@ -387,16 +390,22 @@ class Answered(_message.Message):
         elapsed_ms: _builtins.float = ...,
         verified: _builtins.bool = ...,
         policy_version: _builtins.str = ...,
+        policy_step: _builtins.int | None = ...,
         mask_length: _builtins.int | None = ...,
         extra_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "mask_length", b"mask_length", "message", b"message"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "mask_length", b"mask_length", "message", b"message", "policy_step", b"policy_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "mask_length", b"mask_length", "message", b"message", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "spans", b"spans", "tool_calls", b"tool_calls", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "mask_length", b"mask_length", "message", b"message", "policy_step", b"policy_step", "policy_version", b"policy_version", "prompt_tokens", b"prompt_tokens", "spans", b"spans", "tool_calls", b"tool_calls", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__mask_length: _TypeAlias = _typing.Literal["mask_length"]  # noqa: Y015
     _WhichOneofArgType__mask_length: _TypeAlias = _typing.Literal["_mask_length", b"_mask_length"]  # noqa: Y015
+    _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
+    _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mask_length) -> _WhichOneofReturnType__mask_length | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_step) -> _WhichOneofReturnType__policy_step | None: ...
 
 Global___Answered: _TypeAlias = Answered  # noqa: Y015
 

@@ -247,7 +247,7 @@ class Cancellation(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """The reason that the caller gave, or one that the server sets, such as "detached" or "shutdown"."""
+    """The reason that the caller gave, or one that the server sets, such as "detached", "shutdown" or "stale"."""
     def __init__(
         self,
         *,
@@ -494,12 +494,15 @@ class Outcome(_message.Message):
     TURN_REWARDS_FIELD_NUMBER: _builtins.int
     REWARD_RULE_FIELD_NUMBER: _builtins.int
     CAPTURE_FIELD_NUMBER: _builtins.int
+    POLICY_STEP_FIELD_NUMBER: _builtins.int
     reward: _builtins.float
     """The agent's reward; unset: the agent returned none."""
     extra_json: _builtins.str
     """Further results of the agent: one JSON object, or empty."""
     reward_rule: Global___RewardRule.ValueType
     """How `reward`, `turn_rewards` and the rewards of roles reach `Sample.reward`."""
+    policy_step: _builtins.int
+    """The newest policy step when the rollout ended, by which its tokens are stale or not; unset: none is known."""
     @_builtins.property
     def stop(self) -> Global___Stop:
         """It completed."""
@@ -561,15 +564,20 @@ class Outcome(_message.Message):
         turn_rewards: _abc.Iterable[Global___TurnReward] | None = ...,
         reward_rule: Global___RewardRule.ValueType = ...,
         capture: Global___CaptureReport | None = ...,
+        policy_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "capture", b"capture", "end", b"end", "failure", b"failure", "metrics", b"metrics", "reward", b"reward", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "_reward", b"_reward", "cancellation", b"cancellation", "capture", b"capture", "end", b"end", "failure", b"failure", "metrics", b"metrics", "policy_step", b"policy_step", "reward", b"reward", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "cancellation", b"cancellation", "capture", b"capture", "end", b"end", "extra_json", b"extra_json", "failure", b"failure", "messages", b"messages", "metrics", b"metrics", "reward", b"reward", "reward_rule", b"reward_rule", "samples", b"samples", "scores", b"scores", "segments", b"segments", "stop", b"stop", "turn_rewards", b"turn_rewards", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "_reward", b"_reward", "cancellation", b"cancellation", "capture", b"capture", "end", b"end", "extra_json", b"extra_json", "failure", b"failure", "messages", b"messages", "metrics", b"metrics", "policy_step", b"policy_step", "reward", b"reward", "reward_rule", b"reward_rule", "samples", b"samples", "scores", b"scores", "segments", b"segments", "stop", b"stop", "turn_rewards", b"turn_rewards", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
+    _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015
     _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["stop", "failure", "cancellation"]  # noqa: Y015
     _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_step) -> _WhichOneofReturnType__policy_step | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
     @_typing.overload

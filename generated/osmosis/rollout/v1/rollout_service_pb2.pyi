@@ -1021,6 +1021,58 @@ class RenderPromptResponse(_message.Message):
 Global___RenderPromptResponse: _TypeAlias = RenderPromptResponse  # noqa: Y015
 
 @_typing.final
+class SetPolicyRequest(_message.Message):
+    """Announces a policy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_URL_FIELD_NUMBER: _builtins.int
+    completions_url: _builtins.str
+    """Only the rollouts whose `completions` has this URL; empty: all. The update of a URL takes precedence over that of all."""
+    @_builtins.property
+    def policy(self) -> _spec_pb2.PolicyUpdate:
+        """The update."""
+
+    def __init__(
+        self,
+        *,
+        policy: _spec_pb2.PolicyUpdate | None = ...,
+        completions_url: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions_url", b"completions_url", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyRequest: _TypeAlias = SetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class SetPolicyResponse(_message.Message):
+    """The policy was announced."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CANCELLED_UIDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def cancelled_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Uids of the rollouts that were cancelled because they are stale."""
+
+    def __init__(
+        self,
+        *,
+        cancelled_uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_uids", b"cancelled_uids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetPolicyResponse: _TypeAlias = SetPolicyResponse  # noqa: Y015
+
+@_typing.final
 class ListToolsRequest(_message.Message):
     """Requests the tools of an agent."""
 

@@ -104,6 +104,11 @@ class RolloutServiceStub(object):
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.SerializeToString,
                 response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/osmosis.rollout.v1.RolloutService/SetPolicy',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyResponse.FromString,
+                _registered_method=True)
         self.ListTools = channel.unary_unary(
                 '/osmosis.rollout.v1.RolloutService/ListTools',
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.ListToolsRequest.SerializeToString,
@@ -251,6 +256,18 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
+        TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
+        restarts. Stale rollouts are cancelled before it returns: see Staleness.
+
+        INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
+        policies for too many endpoints. Retry freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListTools(self, request, context):
         """Returns the tools of an agent.
 
@@ -336,6 +353,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.RenderPrompt,
                     request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.FromString,
                     response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyResponse.SerializeToString,
             ),
             'ListTools': grpc.unary_unary_rpc_method_handler(
                     servicer.ListTools,
@@ -686,6 +708,33 @@ class RolloutService(object):
             '/osmosis.rollout.v1.RolloutService/RenderPrompt',
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.SerializeToString,
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/SetPolicy',
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -113,6 +113,14 @@ class RolloutServiceStub:
     exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
     server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
     """
+    SetPolicy: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.SetPolicyRequest, _rollout_service_pb2.SetPolicyResponse]
+    """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
+    TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
+    restarts. Stale rollouts are cancelled before it returns: see Staleness.
+
+    INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
+    policies for too many endpoints. Retry freely.
+    """
     ListTools: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]
     """Returns the tools of an agent.
 
@@ -206,6 +214,14 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
     exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
     server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+    """
+    SetPolicy: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.SetPolicyRequest, _rollout_service_pb2.SetPolicyResponse]  # type: ignore[assignment]
+    """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
+    TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
+    restarts. Stale rollouts are cancelled before it returns: see Staleness.
+
+    INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
+    policies for too many endpoints. Retry freely.
     """
     ListTools: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Returns the tools of an agent.
@@ -369,6 +385,20 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
         exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
         server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+        """
+
+    @_abc_1.abstractmethod
+    def SetPolicy(
+        self,
+        request: _rollout_service_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.SetPolicyResponse, _abc.Awaitable[_rollout_service_pb2.SetPolicyResponse]]:
+        """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
+        TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
+        restarts. Stale rollouts are cancelled before it returns: see Staleness.
+
+        INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
+        policies for too many endpoints. Retry freely.
         """
 
     @_abc_1.abstractmethod

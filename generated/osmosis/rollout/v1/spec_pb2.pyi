@@ -156,6 +156,38 @@ INTERRUPT_POLICY_FAIL: InterruptPolicy.ValueType  # 2
 """End with FAILURE_CATEGORY_INTERRUPTED."""
 Global___InterruptPolicy: _TypeAlias = InterruptPolicy  # noqa: Y015
 
+class _StaleAction:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StaleActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StaleAction.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STALE_ACTION_UNSPECIFIED: _StaleAction.ValueType  # 0
+    """KEEP."""
+    STALE_ACTION_CANCEL: _StaleAction.ValueType  # 1
+    """Cancel the rollout, before any further turn of it, with the reason "stale"."""
+    STALE_ACTION_MASK: _StaleAction.ValueType  # 2
+    """Mask out the stale tokens when the rollout ends (MASK_REASON_STALE)."""
+    STALE_ACTION_SPLIT: _StaleAction.ValueType  # 3
+    """Split each segment into samples where stale tokens meet others when the rollout ends. A sample of stale tokens is not trainable."""
+    STALE_ACTION_KEEP: _StaleAction.ValueType  # 4
+    """Train on all tokens. Their policy steps are in the samples."""
+
+class StaleAction(_StaleAction, metaclass=_StaleActionEnumTypeWrapper):
+    """What to do with a rollout whose oldest sampled token lags too far behind the newest policy."""
+
+STALE_ACTION_UNSPECIFIED: StaleAction.ValueType  # 0
+"""KEEP."""
+STALE_ACTION_CANCEL: StaleAction.ValueType  # 1
+"""Cancel the rollout, before any further turn of it, with the reason "stale"."""
+STALE_ACTION_MASK: StaleAction.ValueType  # 2
+"""Mask out the stale tokens when the rollout ends (MASK_REASON_STALE)."""
+STALE_ACTION_SPLIT: StaleAction.ValueType  # 3
+"""Split each segment into samples where stale tokens meet others when the rollout ends. A sample of stale tokens is not trainable."""
+STALE_ACTION_KEEP: StaleAction.ValueType  # 4
+"""Train on all tokens. Their policy steps are in the samples."""
+Global___StaleAction: _TypeAlias = StaleAction  # noqa: Y015
+
 @_typing.final
 class Target(_message.Message):
     """An endpoint that the server calls. The server checks it against its target rules before the first call."""
@@ -383,6 +415,67 @@ class TrainOn(_message.Message):
 Global___TrainOn: _TypeAlias = TrainOn  # noqa: Y015
 
 @_typing.final
+class Staleness(_message.Message):
+    """How old the tokens of a rollout may become. The lag of a token is the newest policy step that was announced for the rollout (see
+    RolloutService.SetPolicy) or that sampled one of its tokens, minus the step that sampled the token. A token of an unknown step
+    has no lag.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_LAG_FIELD_NUMBER: _builtins.int
+    ACTION_FIELD_NUMBER: _builtins.int
+    max_lag: _builtins.int
+    """The largest lag that is not stale, 0 or more."""
+    action: Global___StaleAction.ValueType
+    """What to do with a larger one."""
+    def __init__(
+        self,
+        *,
+        max_lag: _builtins.int = ...,
+        action: Global___StaleAction.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["action", b"action", "max_lag", b"max_lag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Staleness: _TypeAlias = Staleness  # noqa: Y015
+
+@_typing.final
+class PolicyUpdate(_message.Message):
+    """Announces the policy that generates from now on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Its version, as the trainer names it, at most 256 characters; empty: not changed."""
+    step: _builtins.int
+    """Its step; unset: not changed. It must not decrease."""
+    paused: _builtins.bool
+    """No further completions are requested until an update without it arrives. Requests that are pending are not withdrawn."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        step: _builtins.int | None = ...,
+        paused: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "paused", b"paused", "step", b"step", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+
+Global___PolicyUpdate: _TypeAlias = PolicyUpdate  # noqa: Y015
+
+@_typing.final
 class RolloutSpec(_message.Message):
     """The description of a rollout. It is fingerprinted, stored and shown, so it must not contain secrets: see Credentials."""
 
@@ -450,6 +543,7 @@ class RolloutSpec(_message.Message):
     TRAIN_ON_FIELD_NUMBER: _builtins.int
     GROUP_INDEX_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """The caller's name for the rollout, which is sent to trainers. 1 to 256 characters, not blank."""
     group_id: _builtins.str
@@ -523,6 +617,10 @@ class RolloutSpec(_message.Message):
         has 1 to 64 letters, digits, "_" and "-".
         """
 
+    @_builtins.property
+    def staleness(self) -> Global___Staleness:
+        """How old the tokens of the rollout may become. Unset: of any age."""
+
     def __init__(
         self,
         *,
@@ -547,10 +645,11 @@ class RolloutSpec(_message.Message):
         train_on: Global___TrainOn | None = ...,
         group_index: _builtins.int | None = ...,
         models: _abc.Mapping[_builtins.str, Global___Target] | None = ...,
+        staleness: Global___Staleness | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_index", b"group_index", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_index", b"group_index", "limits", b"limits", "outcome", b"outcome", "sampling", b"sampling", "staleness", b"staleness", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "models", b"models", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_group_index", b"_group_index", "agent", b"agent", "cancel_after_detach", b"cancel_after_detach", "completions", b"completions", "group_id", b"group_id", "group_index", b"group_index", "labels", b"labels", "limits", b"limits", "messages", b"messages", "metadata_json", b"metadata_json", "models", b"models", "on_drift", b"on_drift", "on_interrupt", b"on_interrupt", "outcome", b"outcome", "priority", b"priority", "rollout_id", b"rollout_id", "sampling", b"sampling", "source_json", b"source_json", "staleness", b"staleness", "token_mode", b"token_mode", "tokenizer", b"tokenizer", "tools", b"tools", "train_on", b"train_on"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__group_index: _TypeAlias = _typing.Literal["group_index"]  # noqa: Y015
     _WhichOneofArgType__group_index: _TypeAlias = _typing.Literal["_group_index", b"_group_index"]  # noqa: Y015

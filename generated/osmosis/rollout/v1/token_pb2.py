@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eosmosis/rollout/v1/token.proto\x12\x12osmosis.rollout.v1\"\x1a\n\x08Logprobs\x12\x0e\n\x06values\x18\x01 \x03(\x02\"9\n\nTokenPlane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\x80\x02\n\x04Span\x12*\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x1a.osmosis.rollout.v1.Author\x12\x33\n\x0bmask_reason\x18\x02 \x01(\x0e\x32\x1e.osmosis.rollout.v1.MaskReason\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Logprobs\x12\x16\n\x0epolicy_version\x18\x06 \x01(\t\x12.\n\x06planes\x18\x07 \x03(\x0b\x32\x1e.osmosis.rollout.v1.TokenPlane\"m\n\x07Parting\x12\x0f\n\x07message\x18\x01 \x01(\r\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x10\n\x08\x65xpected\x18\x03 \x01(\t\x12\r\n\x05\x66ound\x18\x04 \x01(\t\x12\x0b\n\x03\x61pi\x18\x05 \x01(\t\x12\x14\n\x0c\x63lient_agent\x18\x06 \x01(\t\"\x96\x01\n\rSegmentOrigin\x12\x11\n\tparent_id\x18\x01 \x01(\t\x12\x15\n\rparent_tokens\x18\x02 \x01(\x04\x12-\n\x04kind\x18\x03 \x01(\x0e\x32\x1f.osmosis.rollout.v1.SegmentKind\x12,\n\x07parting\x18\x04 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Parting\"\xe6\x01\n\x07Segment\x12\n\n\x02id\x18\x01 \x01(\t\x12\x31\n\x06origin\x18\x02 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x10\n\x08verified\x18\x04 \x01(\x08\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x16\n\ttrainable\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06reward\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05model\x18\x08 \x01(\tB\x0c\n\n_trainableB\t\n\x07_reward\"\xb0\x01\n\nSampleSpan\x12*\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x1a.osmosis.rollout.v1.Author\x12\x33\n\x0bmask_reason\x18\x02 \x01(\x0e\x32\x1e.osmosis.rollout.v1.MaskReason\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0c\n\x04stop\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\t\"\x80\x03\n\x06Sample\x12\x12\n\nsegment_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x14\n\x0cresponse_ids\x18\x03 \x03(\r\x12\x15\n\rresponse_mask\x18\x04 \x01(\x0c\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Logprobs\x12-\n\x05spans\x18\x06 \x03(\x0b\x32\x1e.osmosis.rollout.v1.SampleSpan\x12\x31\n\x06origin\x18\x07 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\x10\n\x08verified\x18\x08 \x01(\x08\x12\x16\n\ttrainable\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\x12untrainable_reason\x18\n \x01(\t\x12\x0c\n\x04role\x18\x0b \x01(\t\x12\x13\n\x06reward\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05model\x18\r \x01(\tB\x0c\n\n_trainableB\t\n\x07_reward\">\n\nCheckpoint\x12\x10\n\x08messages\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c*D\n\x06\x41uthor\x12\x16\n\x12\x41UTHOR_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x41UTHOR_MODEL\x10\x01\x12\x10\n\x0c\x41UTHOR_OTHER\x10\x02*\x8f\x01\n\nMaskReason\x12\x1b\n\x17MASK_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12MASK_REASON_PROMPT\x10\x01\x12\x1b\n\x17MASK_REASON_ENVIRONMENT\x10\x02\x12\x17\n\x13MASK_REASON_CLOSING\x10\x03\x12\x16\n\x12MASK_REASON_AUTHOR\x10\x04*\xc1\x01\n\x0bSegmentKind\x12\x1c\n\x18SEGMENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SEGMENT_KIND_MAIN\x10\x01\x12\x16\n\x12SEGMENT_KIND_DRIFT\x10\x02\x12\x1b\n\x17SEGMENT_KIND_COMPACTION\x10\x03\x12\x19\n\x15SEGMENT_KIND_SUBAGENT\x10\x04\x12\x17\n\x13SEGMENT_KIND_BRANCH\x10\x05\x12\x14\n\x10SEGMENT_KIND_GAP\x10\x06\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eosmosis/rollout/v1/token.proto\x12\x12osmosis.rollout.v1\"\x1a\n\x08Logprobs\x12\x0e\n\x06values\x18\x01 \x03(\x02\"9\n\nTokenPlane\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\xaa\x02\n\x04Span\x12*\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x1a.osmosis.rollout.v1.Author\x12\x33\n\x0bmask_reason\x18\x02 \x01(\x0e\x32\x1e.osmosis.rollout.v1.MaskReason\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Logprobs\x12\x16\n\x0epolicy_version\x18\x06 \x01(\t\x12.\n\x06planes\x18\x07 \x03(\x0b\x32\x1e.osmosis.rollout.v1.TokenPlane\x12\x18\n\x0bpolicy_step\x18\x08 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_policy_step\"m\n\x07Parting\x12\x0f\n\x07message\x18\x01 \x01(\r\x12\r\n\x05\x66ield\x18\x02 \x01(\t\x12\x10\n\x08\x65xpected\x18\x03 \x01(\t\x12\r\n\x05\x66ound\x18\x04 \x01(\t\x12\x0b\n\x03\x61pi\x18\x05 \x01(\t\x12\x14\n\x0c\x63lient_agent\x18\x06 \x01(\t\"\x96\x01\n\rSegmentOrigin\x12\x11\n\tparent_id\x18\x01 \x01(\t\x12\x15\n\rparent_tokens\x18\x02 \x01(\x04\x12-\n\x04kind\x18\x03 \x01(\x0e\x32\x1f.osmosis.rollout.v1.SegmentKind\x12,\n\x07parting\x18\x04 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Parting\"\xe6\x01\n\x07Segment\x12\n\n\x02id\x18\x01 \x01(\t\x12\x31\n\x06origin\x18\x02 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\'\n\x05spans\x18\x03 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x10\n\x08verified\x18\x04 \x01(\x08\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x16\n\ttrainable\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x13\n\x06reward\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05model\x18\x08 \x01(\tB\x0c\n\n_trainableB\t\n\x07_reward\"\xda\x01\n\nSampleSpan\x12*\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x1a.osmosis.rollout.v1.Author\x12\x33\n\x0bmask_reason\x18\x02 \x01(\x0e\x32\x1e.osmosis.rollout.v1.MaskReason\x12\x0c\n\x04turn\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0c\n\x04stop\x18\x05 \x01(\x04\x12\x16\n\x0epolicy_version\x18\x06 \x01(\t\x12\x18\n\x0bpolicy_step\x18\x07 \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_policy_step\"\x8e\x03\n\x06Sample\x12\x12\n\nsegment_id\x18\x01 \x01(\t\x12\x12\n\nprompt_ids\x18\x02 \x03(\r\x12\x14\n\x0cresponse_ids\x18\x03 \x03(\r\x12\x15\n\rresponse_mask\x18\x04 \x01(\x0c\x12.\n\x08logprobs\x18\x05 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Logprobs\x12-\n\x05spans\x18\x06 \x03(\x0b\x32\x1e.osmosis.rollout.v1.SampleSpan\x12\x31\n\x06origin\x18\x07 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\x10\n\x08verified\x18\x08 \x01(\x08\x12\x16\n\ttrainable\x18\t \x01(\x08H\x00\x88\x01\x01\x12\x1a\n\x12untrainable_reason\x18\n \x01(\t\x12\x0c\n\x04role\x18\x0b \x01(\t\x12\x13\n\x06reward\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05model\x18\r \x01(\t\x12\x0c\n\x04part\x18\x0e \x01(\rB\x0c\n\n_trainableB\t\n\x07_reward\">\n\nCheckpoint\x12\x10\n\x08messages\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c*D\n\x06\x41uthor\x12\x16\n\x12\x41UTHOR_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x41UTHOR_MODEL\x10\x01\x12\x10\n\x0c\x41UTHOR_OTHER\x10\x02*\xa6\x01\n\nMaskReason\x12\x1b\n\x17MASK_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12MASK_REASON_PROMPT\x10\x01\x12\x1b\n\x17MASK_REASON_ENVIRONMENT\x10\x02\x12\x17\n\x13MASK_REASON_CLOSING\x10\x03\x12\x16\n\x12MASK_REASON_AUTHOR\x10\x04\x12\x15\n\x11MASK_REASON_STALE\x10\x05*\xc1\x01\n\x0bSegmentKind\x12\x1c\n\x18SEGMENT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11SEGMENT_KIND_MAIN\x10\x01\x12\x16\n\x12SEGMENT_KIND_DRIFT\x10\x02\x12\x1b\n\x17SEGMENT_KIND_COMPACTION\x10\x03\x12\x19\n\x15SEGMENT_KIND_SUBAGENT\x10\x04\x12\x17\n\x13SEGMENT_KIND_BRANCH\x10\x05\x12\x14\n\x10SEGMENT_KIND_GAP\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'osmosis.rollout.v1.token_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AUTHOR']._serialized_start=1555
-  _globals['_AUTHOR']._serialized_end=1623
-  _globals['_MASKREASON']._serialized_start=1626
-  _globals['_MASKREASON']._serialized_end=1769
-  _globals['_SEGMENTKIND']._serialized_start=1772
-  _globals['_SEGMENTKIND']._serialized_end=1965
+  _globals['_AUTHOR']._serialized_start=1653
+  _globals['_AUTHOR']._serialized_end=1721
+  _globals['_MASKREASON']._serialized_start=1724
+  _globals['_MASKREASON']._serialized_end=1890
+  _globals['_SEGMENTKIND']._serialized_start=1893
+  _globals['_SEGMENTKIND']._serialized_end=2086
   _globals['_LOGPROBS']._serialized_start=54
   _globals['_LOGPROBS']._serialized_end=80
   _globals['_TOKENPLANE']._serialized_start=82
@@ -44,17 +44,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=141
   _globals['_TOKENIDS']._serialized_end=167
   _globals['_SPAN']._serialized_start=170
-  _globals['_SPAN']._serialized_end=426
-  _globals['_PARTING']._serialized_start=428
-  _globals['_PARTING']._serialized_end=537
-  _globals['_SEGMENTORIGIN']._serialized_start=540
-  _globals['_SEGMENTORIGIN']._serialized_end=690
-  _globals['_SEGMENT']._serialized_start=693
-  _globals['_SEGMENT']._serialized_end=923
-  _globals['_SAMPLESPAN']._serialized_start=926
-  _globals['_SAMPLESPAN']._serialized_end=1102
-  _globals['_SAMPLE']._serialized_start=1105
-  _globals['_SAMPLE']._serialized_end=1489
-  _globals['_CHECKPOINT']._serialized_start=1491
-  _globals['_CHECKPOINT']._serialized_end=1553
+  _globals['_SPAN']._serialized_end=468
+  _globals['_PARTING']._serialized_start=470
+  _globals['_PARTING']._serialized_end=579
+  _globals['_SEGMENTORIGIN']._serialized_start=582
+  _globals['_SEGMENTORIGIN']._serialized_end=732
+  _globals['_SEGMENT']._serialized_start=735
+  _globals['_SEGMENT']._serialized_end=965
+  _globals['_SAMPLESPAN']._serialized_start=968
+  _globals['_SAMPLESPAN']._serialized_end=1186
+  _globals['_SAMPLE']._serialized_start=1189
+  _globals['_SAMPLE']._serialized_end=1587
+  _globals['_CHECKPOINT']._serialized_start=1589
+  _globals['_CHECKPOINT']._serialized_end=1651
 # @@protoc_insertion_point(module_scope)

@@ -59,6 +59,8 @@ class _MaskReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MaskReason
     """The stop token that is missing from a truncated completion."""
     MASK_REASON_AUTHOR: _MaskReason.ValueType  # 4
     """The agent's author masked out sampled tokens."""
+    MASK_REASON_STALE: _MaskReason.ValueType  # 5
+    """The policy that sampled the tokens is older than `Staleness.max_lag` allows."""
 
 class MaskReason(_MaskReason, metaclass=_MaskReasonEnumTypeWrapper):
     """Why a span has mask 0."""
@@ -73,6 +75,8 @@ MASK_REASON_CLOSING: MaskReason.ValueType  # 3
 """The stop token that is missing from a truncated completion."""
 MASK_REASON_AUTHOR: MaskReason.ValueType  # 4
 """The agent's author masked out sampled tokens."""
+MASK_REASON_STALE: MaskReason.ValueType  # 5
+"""The policy that sampled the tokens is older than `Staleness.max_lag` allows."""
 Global___MaskReason: _TypeAlias = MaskReason  # noqa: Y015
 
 class _SegmentKind:
@@ -210,6 +214,7 @@ class Span(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     PLANES_FIELD_NUMBER: _builtins.int
+    POLICY_STEP_FIELD_NUMBER: _builtins.int
     author: Global___Author.ValueType
     """The author of the tokens."""
     mask_reason: Global___MaskReason.ValueType
@@ -218,6 +223,8 @@ class Span(_message.Message):
     """The turn, from 1, whose prompt or completion the tokens belong to."""
     policy_version: _builtins.str
     """The version of the policy that sampled the span, as the trainer names it; empty: unknown."""
+    policy_step: _builtins.int
+    """The step of that policy; unset: unknown. A completion that was aborted and resumed has one span per policy."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The token ids, each below 2^31."""
@@ -240,12 +247,15 @@ class Span(_message.Message):
         logprobs: Global___Logprobs | None = ...,
         policy_version: _builtins.str = ...,
         planes: _abc.Iterable[Global___TokenPlane] | None = ...,
+        policy_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "logprobs", b"logprobs", "policy_step", b"policy_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "logprobs", b"logprobs", "mask_reason", b"mask_reason", "planes", b"planes", "policy_version", b"policy_version", "token_ids", b"token_ids", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "author", b"author", "logprobs", b"logprobs", "mask_reason", b"mask_reason", "planes", b"planes", "policy_step", b"policy_step", "policy_version", b"policy_version", "token_ids", b"token_ids", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
+    _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_step) -> _WhichOneofReturnType__policy_step | None: ...
 
 Global___Span: _TypeAlias = Span  # noqa: Y015
 
@@ -333,7 +343,9 @@ Global___SegmentOrigin: _TypeAlias = SegmentOrigin  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """A stretch of the ledger in which every prompt extends the previous one. One segment is one training sample."""
+    """A stretch of the ledger in which every prompt extends the previous one. One segment is one training sample, unless STALE_ACTION_SPLIT
+    splits it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -404,6 +416,7 @@ class SampleSpan(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    POLICY_STEP_FIELD_NUMBER: _builtins.int
     author: Global___Author.ValueType
     """The author of the tokens."""
     mask_reason: Global___MaskReason.ValueType
@@ -416,6 +429,8 @@ class SampleSpan(_message.Message):
     """Index after the last token, counted from the start of the prompt."""
     policy_version: _builtins.str
     """The version of the policy that sampled the tokens, as the trainer names it; empty: unknown."""
+    policy_step: _builtins.int
+    """The step of that policy; unset: unknown."""
     def __init__(
         self,
         *,
@@ -425,12 +440,15 @@ class SampleSpan(_message.Message):
         start: _builtins.int = ...,
         stop: _builtins.int = ...,
         policy_version: _builtins.str = ...,
+        policy_step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "policy_step", b"policy_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "mask_reason", b"mask_reason", "policy_version", b"policy_version", "start", b"start", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "author", b"author", "mask_reason", b"mask_reason", "policy_step", b"policy_step", "policy_version", b"policy_version", "start", b"start", "stop", b"stop", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
+    _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy_step) -> _WhichOneofReturnType__policy_step | None: ...
 
 Global___SampleSpan: _TypeAlias = SampleSpan  # noqa: Y015
 
@@ -453,6 +471,7 @@ class Sample(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     REWARD_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """Id of the segment."""
     response_mask: _builtins.bytes
@@ -465,7 +484,7 @@ class Sample(_message.Message):
     """
     untrainable_reason: _builtins.str
     """Why not, as a stable word: "failure_" and the class, such as "failure_engine"; "cancelled"; "role_not_trainable";
-    "no_trained_tokens". Empty if it is trainable.
+    "no_trained_tokens"; "stale": split off because its policy is too old. Empty if it is trainable.
     """
     role: _builtins.str
     """The role of the segment."""
@@ -474,6 +493,10 @@ class Sample(_message.Message):
     model: _builtins.str
     """Name of the further model that generated its completions, so that the trainer cannot know them. Empty: `RolloutSpec.completions`
     did.
+    """
+    part: _builtins.int
+    """Index of the sample among those of its segment, from 0. Above 0 only with STALE_ACTION_SPLIT: the prompt of the sample is then the
+    segment up to its first token of another age, and its response begins with that token.
     """
     @_builtins.property
     def prompt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -511,10 +534,11 @@ class Sample(_message.Message):
         role: _builtins.str = ...,
         reward: _builtins.float | None = ...,
         model: _builtins.str = ...,
+        part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "origin", b"origin", "reward", b"reward", "trainable", b"trainable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "model", b"model", "origin", b"origin", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "role", b"role", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reward", b"_reward", "_trainable", b"_trainable", "logprobs", b"logprobs", "model", b"model", "origin", b"origin", "part", b"part", "prompt_ids", b"prompt_ids", "response_ids", b"response_ids", "response_mask", b"response_mask", "reward", b"reward", "role", b"role", "segment_id", b"segment_id", "spans", b"spans", "trainable", b"trainable", "untrainable_reason", b"untrainable_reason", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reward: _TypeAlias = _typing.Literal["reward"]  # noqa: Y015
     _WhichOneofArgType__reward: _TypeAlias = _typing.Literal["_reward", b"_reward"]  # noqa: Y015

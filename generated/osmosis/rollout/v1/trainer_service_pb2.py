@@ -26,43 +26,44 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from osmosis.rollout.v1 import completion_service_pb2 as osmosis_dot_rollout_dot_v1_dot_completion__service__pb2
 from osmosis.rollout.v1 import event_pb2 as osmosis_dot_rollout_dot_v1_dot_event__pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2
+from osmosis.rollout.v1 import spec_pb2 as osmosis_dot_rollout_dot_v1_dot_spec__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(osmosis/rollout/v1/trainer_service.proto\x12\x12osmosis.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a+osmosis/rollout/v1/completion_service.proto\x1a\x1eosmosis/rollout/v1/event.proto\x1a(osmosis/rollout/v1/rollout_service.proto\"\xd0\x03\n\x0cTrainRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.osmosis.rollout.v1.TrainHelloH\x00\x12/\n\x05start\x18\x03 \x01(\x0b\x32\x1e.osmosis.rollout.v1.TrainStartH\x00\x12\x31\n\x06\x61nswer\x18\x04 \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainAnswerH\x00\x12\x31\n\x06reject\x18\x05 \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainRejectH\x00\x12;\n\x0b\x61\x63knowledge\x18\x06 \x01(\x0b\x32$.osmosis.rollout.v1.TrainAcknowledgeH\x00\x12\x31\n\x06\x63redit\x18\x07 \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainCreditH\x00\x12;\n\x06\x63\x61ncel\x18\x08 \x01(\x0b\x32).osmosis.rollout.v1.CancelRolloutsRequestH\x00\x12\x31\n\x06ledger\x18\t \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainLedgerH\x00\x42\x06\n\x04item\"\x81\x01\n\nTrainHello\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x11\n\tlast_seen\x18\x02 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12/\n\x06\x64\x65tail\x18\x04 \x01(\x0e\x32\x1f.osmosis.rollout.v1.EventDetail\x12\x0c\n\x04idle\x18\x05 \x01(\x08\"U\n\nTrainStart\x12\x38\n\x07rollout\x18\x01 \x01(\x0b\x32\'.osmosis.rollout.v1.StartRolloutRequest\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"W\n\x0bTrainAnswer\x12\x10\n\x08turn_key\x18\x01 \x01(\t\x12\x36\n\x08response\x18\x02 \x01(\x0b\x32$.osmosis.rollout.v1.CompleteResponse\"\xb4\x01\n\x0bTrainReject\x12\x10\n\x08turn_key\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x34\n\x08mismatch\x18\x06 \x01(\x0b\x32\".osmosis.rollout.v1.LedgerMismatch\"f\n\x0bTrainLedger\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\t\x12\x36\n\x06ledger\x18\x03 \x01(\x0b\x32&.osmosis.rollout.v1.ReadLedgerResponse\"$\n\x10TrainAcknowledge\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1b\n\x0bTrainCredit\x12\x0c\n\x04\x61sks\x18\x01 \x01(\r\"\x98\x04\n\rTrainResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x33\n\x07welcome\x18\x02 \x01(\x0b\x32 .osmosis.rollout.v1.TrainWelcomeH\x00\x12;\n\x07started\x18\x03 \x01(\x0b\x32(.osmosis.rollout.v1.StartRolloutResponseH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .osmosis.rollout.v1.TrainRefusalH\x00\x12\x32\n\x03\x61sk\x18\x05 \x01(\x0b\x32#.osmosis.rollout.v1.CompleteRequestH\x00\x12/\n\x05\x65vent\x18\x06 \x01(\x0b\x32\x1e.osmosis.rollout.v1.TrainEventH\x00\x12\x37\n\x07outcome\x18\x07 \x01(\x0b\x32$.osmosis.rollout.v1.DeliveredOutcomeH\x00\x12;\n\x0b\x61\x63knowledge\x18\x08 \x01(\x0b\x32$.osmosis.rollout.v1.TrainAcknowledgeH\x00\x12<\n\x0bread_ledger\x18\t \x01(\x0b\x32%.osmosis.rollout.v1.ReadLedgerRequestH\x00\x12-\n\x04idle\x18\n \x01(\x0b\x32\x1d.osmosis.rollout.v1.TrainIdleH\x00\x42\x06\n\x04item\"^\n\x0cTrainWelcome\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x11\n\tlast_seen\x18\x02 \x01(\x04\x12(\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x0cTrainRefusal\x12\x16\n\x0estart_sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1d\n\tTrainIdle\x12\x10\n\x08last_ask\x18\x01 \x01(\x04\"J\n\nTrainEvent\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x05\x65vent\x18\x02 \x01(\x0b\x32 .osmosis.rollout.v1.RolloutEvent\"@\n\x10\x44\x65liveredOutcome\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Rollout2b\n\x0eTrainerService\x12P\n\x05Train\x12 .osmosis.rollout.v1.TrainRequest\x1a!.osmosis.rollout.v1.TrainResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(osmosis/rollout/v1/trainer_service.proto\x12\x12osmosis.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a+osmosis/rollout/v1/completion_service.proto\x1a\x1eosmosis/rollout/v1/event.proto\x1a(osmosis/rollout/v1/rollout_service.proto\x1a\x1dosmosis/rollout/v1/spec.proto\"\x84\x04\n\x0cTrainRequest\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12/\n\x05hello\x18\x02 \x01(\x0b\x32\x1e.osmosis.rollout.v1.TrainHelloH\x00\x12/\n\x05start\x18\x03 \x01(\x0b\x32\x1e.osmosis.rollout.v1.TrainStartH\x00\x12\x31\n\x06\x61nswer\x18\x04 \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainAnswerH\x00\x12\x31\n\x06reject\x18\x05 \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainRejectH\x00\x12;\n\x0b\x61\x63knowledge\x18\x06 \x01(\x0b\x32$.osmosis.rollout.v1.TrainAcknowledgeH\x00\x12\x31\n\x06\x63redit\x18\x07 \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainCreditH\x00\x12;\n\x06\x63\x61ncel\x18\x08 \x01(\x0b\x32).osmosis.rollout.v1.CancelRolloutsRequestH\x00\x12\x31\n\x06ledger\x18\t \x01(\x0b\x32\x1f.osmosis.rollout.v1.TrainLedgerH\x00\x12\x32\n\x06policy\x18\n \x01(\x0b\x32 .osmosis.rollout.v1.PolicyUpdateH\x00\x42\x06\n\x04item\"\x81\x01\n\nTrainHello\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x11\n\tlast_seen\x18\x02 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x03 \x01(\r\x12/\n\x06\x64\x65tail\x18\x04 \x01(\x0e\x32\x1f.osmosis.rollout.v1.EventDetail\x12\x0c\n\x04idle\x18\x05 \x01(\x08\"U\n\nTrainStart\x12\x38\n\x07rollout\x18\x01 \x01(\x0b\x32\'.osmosis.rollout.v1.StartRolloutRequest\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"W\n\x0bTrainAnswer\x12\x10\n\x08turn_key\x18\x01 \x01(\t\x12\x36\n\x08response\x18\x02 \x01(\x0b\x32$.osmosis.rollout.v1.CompleteResponse\"\xb4\x01\n\x0bTrainReject\x12\x10\n\x08turn_key\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12.\n\x0bretry_after\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x34\n\x08mismatch\x18\x06 \x01(\x0b\x32\".osmosis.rollout.v1.LedgerMismatch\"f\n\x0bTrainLedger\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\t\x12\x36\n\x06ledger\x18\x03 \x01(\x0b\x32&.osmosis.rollout.v1.ReadLedgerResponse\"$\n\x10TrainAcknowledge\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\x1b\n\x0bTrainCredit\x12\x0c\n\x04\x61sks\x18\x01 \x01(\r\"\x98\x04\n\rTrainResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x33\n\x07welcome\x18\x02 \x01(\x0b\x32 .osmosis.rollout.v1.TrainWelcomeH\x00\x12;\n\x07started\x18\x03 \x01(\x0b\x32(.osmosis.rollout.v1.StartRolloutResponseH\x00\x12\x33\n\x07refused\x18\x04 \x01(\x0b\x32 .osmosis.rollout.v1.TrainRefusalH\x00\x12\x32\n\x03\x61sk\x18\x05 \x01(\x0b\x32#.osmosis.rollout.v1.CompleteRequestH\x00\x12/\n\x05\x65vent\x18\x06 \x01(\x0b\x32\x1e.osmosis.rollout.v1.TrainEventH\x00\x12\x37\n\x07outcome\x18\x07 \x01(\x0b\x32$.osmosis.rollout.v1.DeliveredOutcomeH\x00\x12;\n\x0b\x61\x63knowledge\x18\x08 \x01(\x0b\x32$.osmosis.rollout.v1.TrainAcknowledgeH\x00\x12<\n\x0bread_ledger\x18\t \x01(\x0b\x32%.osmosis.rollout.v1.ReadLedgerRequestH\x00\x12-\n\x04idle\x18\n \x01(\x0b\x32\x1d.osmosis.rollout.v1.TrainIdleH\x00\x42\x06\n\x04item\"^\n\x0cTrainWelcome\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x11\n\tlast_seen\x18\x02 \x01(\x04\x12(\n\x05grace\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x0cTrainRefusal\x12\x16\n\x0estart_sequence\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x1d\n\tTrainIdle\x12\x10\n\x08last_ask\x18\x01 \x01(\x04\"J\n\nTrainEvent\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12/\n\x05\x65vent\x18\x02 \x01(\x0b\x32 .osmosis.rollout.v1.RolloutEvent\"@\n\x10\x44\x65liveredOutcome\x12,\n\x07rollout\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Rollout2b\n\x0eTrainerService\x12P\n\x05Train\x12 .osmosis.rollout.v1.TrainRequest\x1a!.osmosis.rollout.v1.TrainResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'osmosis.rollout.v1.trainer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRAINREQUEST']._serialized_start=216
-  _globals['_TRAINREQUEST']._serialized_end=680
-  _globals['_TRAINHELLO']._serialized_start=683
-  _globals['_TRAINHELLO']._serialized_end=812
-  _globals['_TRAINSTART']._serialized_start=814
-  _globals['_TRAINSTART']._serialized_end=899
-  _globals['_TRAINANSWER']._serialized_start=901
-  _globals['_TRAINANSWER']._serialized_end=988
-  _globals['_TRAINREJECT']._serialized_start=991
-  _globals['_TRAINREJECT']._serialized_end=1171
-  _globals['_TRAINLEDGER']._serialized_start=1173
-  _globals['_TRAINLEDGER']._serialized_end=1275
-  _globals['_TRAINACKNOWLEDGE']._serialized_start=1277
-  _globals['_TRAINACKNOWLEDGE']._serialized_end=1313
-  _globals['_TRAINCREDIT']._serialized_start=1315
-  _globals['_TRAINCREDIT']._serialized_end=1342
-  _globals['_TRAINRESPONSE']._serialized_start=1345
-  _globals['_TRAINRESPONSE']._serialized_end=1881
-  _globals['_TRAINWELCOME']._serialized_start=1883
-  _globals['_TRAINWELCOME']._serialized_end=1977
-  _globals['_TRAINREFUSAL']._serialized_start=1979
-  _globals['_TRAINREFUSAL']._serialized_end=2048
-  _globals['_TRAINIDLE']._serialized_start=2050
-  _globals['_TRAINIDLE']._serialized_end=2079
-  _globals['_TRAINEVENT']._serialized_start=2081
-  _globals['_TRAINEVENT']._serialized_end=2155
-  _globals['_DELIVEREDOUTCOME']._serialized_start=2157
-  _globals['_DELIVEREDOUTCOME']._serialized_end=2221
-  _globals['_TRAINERSERVICE']._serialized_start=2223
-  _globals['_TRAINERSERVICE']._serialized_end=2321
+  _globals['_TRAINREQUEST']._serialized_start=247
+  _globals['_TRAINREQUEST']._serialized_end=763
+  _globals['_TRAINHELLO']._serialized_start=766
+  _globals['_TRAINHELLO']._serialized_end=895
+  _globals['_TRAINSTART']._serialized_start=897
+  _globals['_TRAINSTART']._serialized_end=982
+  _globals['_TRAINANSWER']._serialized_start=984
+  _globals['_TRAINANSWER']._serialized_end=1071
+  _globals['_TRAINREJECT']._serialized_start=1074
+  _globals['_TRAINREJECT']._serialized_end=1254
+  _globals['_TRAINLEDGER']._serialized_start=1256
+  _globals['_TRAINLEDGER']._serialized_end=1358
+  _globals['_TRAINACKNOWLEDGE']._serialized_start=1360
+  _globals['_TRAINACKNOWLEDGE']._serialized_end=1396
+  _globals['_TRAINCREDIT']._serialized_start=1398
+  _globals['_TRAINCREDIT']._serialized_end=1425
+  _globals['_TRAINRESPONSE']._serialized_start=1428
+  _globals['_TRAINRESPONSE']._serialized_end=1964
+  _globals['_TRAINWELCOME']._serialized_start=1966
+  _globals['_TRAINWELCOME']._serialized_end=2060
+  _globals['_TRAINREFUSAL']._serialized_start=2062
+  _globals['_TRAINREFUSAL']._serialized_end=2131
+  _globals['_TRAINIDLE']._serialized_start=2133
+  _globals['_TRAINIDLE']._serialized_end=2162
+  _globals['_TRAINEVENT']._serialized_start=2164
+  _globals['_TRAINEVENT']._serialized_end=2238
+  _globals['_DELIVEREDOUTCOME']._serialized_start=2240
+  _globals['_DELIVEREDOUTCOME']._serialized_end=2304
+  _globals['_TRAINERSERVICE']._serialized_start=2306
+  _globals['_TRAINERSERVICE']._serialized_end=2404
 # @@protoc_insertion_point(module_scope)

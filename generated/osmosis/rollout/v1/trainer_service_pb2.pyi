@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from osmosis.rollout.v1 import completion_service_pb2 as _completion_service_pb2
 from osmosis.rollout.v1 import event_pb2 as _event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as _rollout_service_pb2
+from osmosis.rollout.v1 import spec_pb2 as _spec_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -35,8 +36,9 @@ class TrainRequest(_message.Message):
     CREDIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts up from 1 for `start`, `answer`, `reject` and `cancel`, and continues after a resume; 0 for the others."""
+    """Counts up from 1 for `start`, `answer`, `reject`, `cancel` and `policy`, and continues after a resume; 0 for the others."""
     @_builtins.property
     def hello(self) -> Global___TrainHello:
         """The first item, and only the first."""
@@ -69,6 +71,12 @@ class TrainRequest(_message.Message):
     def ledger(self) -> Global___TrainLedger:
         """Answers a `read_ledger`."""
 
+    @_builtins.property
+    def policy(self) -> _spec_pb2.PolicyUpdate:
+        """Announces the policy for the rollouts of this stream, as RolloutService.SetPolicy does for others. While paused, the server
+        sends no `ask`. For an invalid update the server sends `refused`.
+        """
+
     def __init__(
         self,
         *,
@@ -81,12 +89,13 @@ class TrainRequest(_message.Message):
         credit: Global___TrainCredit | None = ...,
         cancel: _rollout_service_pb2.CancelRolloutsRequest | None = ...,
         ledger: Global___TrainLedger | None = ...,
+        policy: _spec_pb2.PolicyUpdate | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "ledger", b"ledger", "reject", b"reject", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "ledger", b"ledger", "policy", b"policy", "reject", b"reject", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "ledger", b"ledger", "reject", b"reject", "sequence", b"sequence", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledge", b"acknowledge", "answer", b"answer", "cancel", b"cancel", "credit", b"credit", "hello", b"hello", "item", b"item", "ledger", b"ledger", "policy", b"policy", "reject", b"reject", "sequence", b"sequence", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["hello", "start", "answer", "reject", "acknowledge", "credit", "cancel", "ledger"]  # noqa: Y015
+    _WhichOneofReturnType_item: _TypeAlias = _typing.Literal["hello", "start", "answer", "reject", "acknowledge", "credit", "cancel", "ledger", "policy"]  # noqa: Y015
     _WhichOneofArgType_item: _TypeAlias = _typing.Literal["item", b"item"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_item) -> _WhichOneofReturnType_item | None: ...
 
@@ -346,7 +355,7 @@ class TrainResponse(_message.Message):
 
     @_builtins.property
     def refused(self) -> Global___TrainRefusal:
-        """A start or cancel was refused."""
+        """A start, cancel or policy was refused."""
 
     @_builtins.property
     def ask(self) -> _completion_service_pb2.CompleteRequest:
@@ -432,7 +441,7 @@ Global___TrainWelcome: _TypeAlias = TrainWelcome  # noqa: Y015
 
 @_typing.final
 class TrainRefusal(_message.Message):
-    """A start or cancel was refused and had no effect."""
+    """A start, cancel or policy was refused and had no effect."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -440,9 +449,9 @@ class TrainRefusal(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     start_sequence: _builtins.int
-    """Sequence number of the start or cancel."""
+    """Sequence number of the refused item."""
     code: _builtins.int
-    """The google.rpc.Code that StartRollout or CancelRollouts would return. RESOURCE_EXHAUSTED and UNAVAILABLE: try again later."""
+    """The google.rpc.Code that StartRollout, CancelRollouts or SetPolicy would return. RESOURCE_EXHAUSTED and UNAVAILABLE: try again later."""
     message: _builtins.str
     """What was wrong, where, and what to do."""
     def __init__(
@@ -462,8 +471,8 @@ Global___TrainRefusal: _TypeAlias = TrainRefusal  # noqa: Y015
 
 @_typing.final
 class TrainIdle(_message.Message):
-    """No further `ask` comes before a pending one is answered or rejected: the credit is used up, or each unfinished rollout of the
-    stream waits for an answer, for its group, or for a slot that is not free.
+    """No further `ask` comes before a pending one is answered or rejected: sampling is paused, the credit is used up, or each unfinished
+    rollout of the stream waits for an answer, for its group, or for a slot that is not free.
 
     Sent while an `ask` is pending, at most once after each numbered item of either side, and again after a resume. Before it the
     server acknowledges all items that it has processed. A trainer that has sent later ones ignores it: another one follows.
