@@ -17,6 +17,8 @@ _T = TypeVar("_T")
 
 MODEL_BIT: Final = 1 << 31
 """In a digest, this bit marks a generated token (token.proto, Checkpoint). Token ids are below it."""
+LARGEST_STEP: Final = 2**63 - 1
+"""Largest policy step: an int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,14 @@ class Generated:
             stored as float32.
         finish_reason: "stop", "length" or another word.
         policy_version: version of the policy that sampled; it appears on the spans of the training sample.
+        policy_step: step of that policy, 0 to 2^63 - 1; later policies have larger steps. None: unknown.
     """
 
     ids: Sequence[int] = field(repr=False)
     logprobs: Sequence[float] | None = field(default=None, repr=False)
     finish_reason: str = "stop"
     policy_version: str = ""
+    policy_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,9 @@ class Turn:
         sampling: sampling parameters of the turn.
         images: all images of the prompt, in its order.
         seconds_left: seconds until the rollout's time limit expires, 0 or more. None: it has no such limit.
+        policy_step: the newest policy step that was announced for the rollout. None: none.
+        resumed: number of ids at the end of `ids` that earlier, aborted calls of this turn generated. `sampling.max_tokens` is what
+            is left.
     """
 
     uid: str
@@ -102,6 +109,8 @@ class Turn:
     sampling: SamplingParams
     images: Sequence[TurnImage] = ()
     seconds_left: float | None = None
+    policy_step: int | None = None
+    resumed: int = 0
 
 
 Generate: TypeAlias = (
@@ -168,6 +177,16 @@ def token_ids(values: Sequence[int], where: str) -> array[int]:
     return ids
 
 
+def check_step(step: int | None, where: str) -> None:
+    """Check a policy step: an int from 0 to 2^63 - 1, or None. Raises TypeError and ValueError that name `where`."""
+    if step is None:
+        return
+    if isinstance(step, bool) or not isinstance(step, int):
+        raise TypeError(f"{where} must be an int or None, not {type(step).__name__}")
+    if not 0 <= step <= LARGEST_STEP:
+        raise ValueError(f"{where} must be from 0 to 2^63 - 1")
+
+
 def validate_generated(generated: Generated) -> tuple[array[int], array[float] | None]:
     """Check a completion and return its ids as uint32 and its logprobs as float32, the precision on the wire.
 
@@ -181,6 +200,7 @@ def validate_generated(generated: Generated) -> tuple[array[int], array[float] |
     for name in ("finish_reason", "policy_version"):
         if not isinstance(getattr(generated, name), str):
             raise TypeError(f"Generated.{name} must be a str")
+    check_step(generated.policy_step, "Generated.policy_step")
     if generated.logprobs is None:
         return ids, None
     logprobs = array("f", [float(value) for value in generated.logprobs])

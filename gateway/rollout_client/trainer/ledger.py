@@ -9,7 +9,7 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from osmosis.rollout.v1 import token_pb2
@@ -54,6 +54,7 @@ class LedgerRun:
         logprobs: one natural logarithm (float32) per generated token; None: unknown or not generated.
         policy_version: policy version that generated them.
         own: True if this trainer generated them. False for generated tokens that were taken from the server's history.
+        policy_step: step of that policy; None: unknown.
     """
 
     turn: int
@@ -62,11 +63,12 @@ class LedgerRun:
     logprobs: array[float] | None = None
     policy_version: str = ""
     own: bool = False
+    policy_step: int | None = None
 
     def since(self, token: int) -> LedgerRun:
         """Return the run without its first `token` tokens."""
         logprobs = None if self.logprobs is None else self.logprobs[token:]
-        return LedgerRun(self.turn, self.by_model, self.ids[token:], logprobs, self.policy_version, self.own)
+        return replace(self, ids=self.ids[token:], logprobs=logprobs)
 
 
 class SegmentLedger:
@@ -153,7 +155,7 @@ class SegmentLedger:
         for run in self.runs:
             if left <= 0:
                 break
-            made.append((LedgerRun(run.turn, run.by_model, run.ids[:left], run.logprobs, run.policy_version),))
+            made.append((replace(run, ids=run.ids[:left], own=False),))
             left -= len(run.ids)
         made.inherited = made.tokens
         made.checkpoints = [checkpoint for checkpoint in self.checkpoints if checkpoint.tokens <= at.tokens]
@@ -180,6 +182,7 @@ def runs_from_spans(spans: Iterable[token_pb2.Span]) -> list[LedgerRun]:
             array("I", span.token_ids),
             array("f", span.logprobs.values) if span.HasField("logprobs") else None,
             span.policy_version,
+            policy_step=span.policy_step if span.HasField("policy_step") else None,
         )
         for span in spans
         if span.token_ids
@@ -192,7 +195,9 @@ def _update_digest(digest: _Hash, run: LedgerRun) -> None:
 
 
 def _to_span(run: LedgerRun, *, opened: bool) -> token_pb2.Span:
-    span = token_pb2.Span(turn=run.turn, token_ids=run.ids, policy_version=run.policy_version)
+    span = token_pb2.Span(
+        turn=run.turn, token_ids=run.ids, policy_version=run.policy_version, policy_step=run.policy_step
+    )
     if run.by_model:
         span.author = token_pb2.AUTHOR_MODEL
         if run.logprobs is not None:

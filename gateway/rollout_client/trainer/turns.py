@@ -149,7 +149,13 @@ class Turns:
             raise asyncio.CancelledError
         # No await from here on: ledger, stored response and conversation change together.
         run = LedgerRun(
-            request.turn, True, ids, None if sampling.logprobs is False else logprobs, generated.policy_version, True
+            request.turn,
+            True,
+            ids,
+            None if sampling.logprobs is False else logprobs,
+            generated.policy_version,
+            True,
+            generated.policy_step,
         )
         response = self._response(prompt, message, run, generated)
         response.raw_text = text
@@ -178,6 +184,7 @@ class Turns:
             sampling=sampling,
             images=tuple(prompt.images),
             seconds_left=None if expires is None else max(0.0, expires - time.monotonic()),
+            policy_step=request.policy_step if request.HasField("policy_step") else None,
         )
 
     async def _text(self, ids: array[int]) -> str:
@@ -199,6 +206,7 @@ class Turns:
             finish_reason=generated.finish_reason,
             token_ids=run.ids,
             policy_version=run.policy_version,
+            policy_step=run.policy_step,
         )
         if run.logprobs is not None:
             response.logprobs.values.extend(run.logprobs)

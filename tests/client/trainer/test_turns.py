@@ -10,7 +10,7 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, spec_pb2, token_pb2
-from rollout_client.trainer import Generated, ParsedCompletion, ToolCall, TryAgainLater
+from rollout_client.trainer import Generated, ParsedCompletion, ToolCall, TryAgainLater, Turn
 
 from tests.client.trainer.asker import MODEL, OTHER, Limits, held_after, refusal, retry_info, standing
 from tests.support.toy_model import CALL, END, ToyModel, by_turns, encode, until
@@ -404,3 +404,23 @@ async def test_messages_are_rendered_where_a_renderer_is_given() -> None:
         assert await stand.completions.Complete(request) == second
         kept = pb.CompleteResponse.FromString(stand.records.open("u1").completions[request.turn_key].body)
         assert not kept.HasField("prompt_ids")  # otherwise memory would grow with the square of the turns
+
+
+async def test_the_policy_step_of_a_completion_and_the_announced_one_are_passed_on() -> None:
+    turns: list[Turn] = []
+
+    async def generate(turn: Turn) -> Generated:
+        turns.append(turn)
+        return Generated([7, END], policy_version="v3", policy_step=0 if turn.turn == 1 else None)
+
+    async with standing(generate) as stand:
+        asker = stand.asker()
+        request = asker.request(PROMPT, policy_step=4)
+        first = await stand.completions.Complete(request)
+        asker.took(request, first)
+        second = await asker.ask(RESULT)
+        assert (first.HasField("policy_step"), first.policy_step, second.HasField("policy_step")) == (True, 0, False)
+        ledger = await stand.completions.ReadLedger(pb.ReadLedgerRequest(uid="u1", segment_id="0"))
+        steps = [span.policy_step if span.HasField("policy_step") else None for span in ledger.spans]
+        assert steps == [None, 0, None, None]
+    assert [(turn.policy_step, turn.resumed) for turn in turns] == [(4, 0), (None, 0)]
