@@ -22,6 +22,7 @@ SENTENCES: Final = {
     "Client and event streams for asyncio.": "Client and event streams for synchronous code.",
     " `gateway/unasync.py` generates `rollout_client._sync` from this package.": "",
     "Client for asyncio.": "Client for synchronous code.",
+    "Unary calls of the client for asyncio, and its end.": "Unary calls of the client for synchronous code, and its end.",
     "Client of a rollout server, bound to the event loop that uses it first.": (
         "Client of a rollout server for synchronous code."
     ),

@@ -95,7 +95,7 @@ def _item(field: FieldDescriptor, value: object, where: str) -> object:
     if field.message_type is not None:
         return _message(GetMessageClass(field.message_type), value, where)
     if field.enum_type is not None:
-        return _enum_number(field.enum_type, value, where)
+        return enum_number(field.enum_type, value, where)
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return json_text(value, where) if field.name.endswith(_JSON) else text(value, where)
     if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
@@ -214,7 +214,8 @@ def _integer(value: object, least: int, most: int, where: str) -> int:
     return given
 
 
-def _enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
+def enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
+    """Return the number of an enum value by its lower-case name. Raises TypeError and ValueError that name `where`."""
     known = enum_values(kind)
     if not isinstance(value, str):
         raise TypeError(f"{where} must be one of {', '.join(known)}, not {_kind(value)}")

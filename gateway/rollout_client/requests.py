@@ -18,11 +18,12 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
     Rollout,
     RunRolloutRequest,
     Selection,
+    SetPolicyRequest,
     WaitRolloutRequest,
     WatchGroupRequest,
     WatchRolloutRequest,
 )
-from osmosis.rollout.v1.spec_pb2 import RolloutSpec
+from osmosis.rollout.v1.spec_pb2 import PolicyUpdate, RolloutSpec
 
 from rollout_client.connection import AUTHORIZATION, CallMetadata, timeout_or_infinity
 from rollout_client.event_cursor import EventCursor, GroupCursor
@@ -169,6 +170,12 @@ def finish_request(uid: str, fields: Mapping[str, object]) -> FinishRolloutReque
 def key_metadata(key: str, more: CallMetadata | None) -> CallMetadata:
     """Return the metadata of a call with the key of a rollout instead of the client's API key."""
     return {**(more or {}), AUTHORIZATION: f"Bearer {text(key, 'key')}"}
+
+
+def policy_request(version: str, step: int | None, paused: bool, completions_url: str) -> SetPolicyRequest:
+    """Build the announcement of a policy."""
+    policy = {"version": version, "step": step, "paused": paused}
+    return build(SetPolicyRequest, {"policy": build(PolicyUpdate, policy), "completions_url": completions_url})
 
 
 def prompt_request(spec: RolloutSpec | None, fields: Mapping[str, object]) -> RenderPromptRequest:

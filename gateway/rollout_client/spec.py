@@ -11,11 +11,12 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 
-from rollout_client.proto_fields import fill
+from rollout_client.proto_fields import enum_number, fill
 
 FailureClass: TypeAlias = Literal[
     "policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"
 ]
+StaleAction: TypeAlias = Literal["cancel", "mask", "split", "keep"]
 Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
 MessageLike: TypeAlias = Mapping[str, Any] | str | message_pb2.Message | message_pb2.ChatMessage
 JsonLike: TypeAlias = Mapping[str, Any] | str
@@ -133,6 +134,10 @@ class SpecFields(TypedDict, total=False):
         labels: str to str, for selecting rollouts.
         train_on: failure classes whose samples are trainable; an empty list: only completed rollouts train. None: "policy" and
             "deadline".
+        max_lag: how many policy steps a sampled token may be older than the newest one, 0 or more; `on_stale` says what happens to
+            older ones. None: any age.
+        on_stale: "cancel": cancel the rollout. "mask": mask out its stale tokens at its end. "split": put them into samples of
+            their own, which are not trainable. "keep": train on them. Goes with `max_lag`.
         models: further models by name that the agent may call, such as a judge: a `Target` with a model name; "openai" unless it
             has a dialect. Their keys are `Credentials.model_bearers`.
     """
@@ -156,6 +161,8 @@ class SpecFields(TypedDict, total=False):
     metadata: JsonLike | None
     labels: Mapping[str, str] | None
     train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
+    max_lag: int | None
+    on_stale: StaleAction | None
     models: Mapping[str, Target | spec_pb2.Target] | None
 
 
@@ -181,7 +188,13 @@ _NEEDED: Final = ("messages", "completions")
 def rollout_spec(fields: Mapping[str, object]) -> spec_pb2.RolloutSpec:
     """Build a RolloutSpec from keywords (`SpecFields`). Raises TypeError and ValueError that name the keyword."""
     spec = spec_pb2.RolloutSpec()
-    fill(spec, fields)
+    max_lag, action = fields.get("max_lag"), fields.get("on_stale")
+    if (max_lag is None) != (action is None):
+        raise TypeError("max_lag and on_stale go together; give both, such as max_lag=2 and on_stale='cancel'")
+    fill(spec, {name: value for name, value in fields.items() if name not in ("max_lag", "on_stale")})
+    if max_lag is not None:
+        fill(spec.staleness, {"max_lag": max_lag})
+        spec.staleness.action = enum_number(spec_pb2.StaleAction.DESCRIPTOR, action, "on_stale")
     return spec
 
 

@@ -28,7 +28,7 @@ from rollout_client.requests import (
     prompt_request,
     watch_request,
 )
-from rollout_client.spec import Dialect, rollout_spec, start_request
+from rollout_client.spec import Dialect, StaleAction, rollout_spec, start_request
 
 HELLO = {"role": "user", "content": "Grüße 🌍"}
 NEEDED: dict[str, Any] = {"messages": [HELLO], "completions": "http://trainer:8081"}
@@ -58,8 +58,8 @@ def test_the_typed_keywords_are_the_fields_of_the_contract(
 def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_it() -> None:
     # Only the gateway sets these two: tools in the asynchronous API's format, and the fields of another protocol.
     beside = keywords(pb.StartRolloutRequest) - {"spec", "include_function_tools"}
-    spec = keywords(spec_pb2.RolloutSpec) - {"source"}
-    assert set(get_type_hints(StartFields)) == spec | beside
+    spec = keywords(spec_pb2.RolloutSpec) - {"source", "staleness"}
+    assert set(get_type_hints(StartFields)) == spec | beside | {"max_lag", "on_stale"}
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,7 @@ def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_i
         (State, pb.RolloutState.DESCRIPTOR),
         (DeliveryState, pb.DeliveryState.DESCRIPTOR),
         (Dialect, spec_pb2.Dialect.DESCRIPTOR),
+        (StaleAction, spec_pb2.StaleAction.DESCRIPTOR),
     ],
 )
 def test_the_words_are_those_of_the_contract(literal: Any, enum: EnumDescriptor) -> None:
@@ -101,6 +102,8 @@ def test_every_field_of_a_spec_arrives() -> None:
         metadata={"b": [1, None], "a": "ü"},
         labels={"run": "7"},
         train_on={"engine"},
+        max_lag=2,
+        on_stale="split",
         models={"judge": Target("http://judge:1", model="m"), "user": {"url": "http://user:1", "dialect": "vllm"}},
     )
     assert spec == spec_pb2.RolloutSpec(
@@ -127,6 +130,7 @@ def test_every_field_of_a_spec_arrives() -> None:
             tool_turns=0,
             bytes=2**40,
         ),
+        staleness=spec_pb2.Staleness(max_lag=2, action=spec_pb2.STALE_ACTION_SPLIT),
         tokenizer=spec_pb2.Tokenizer(
             name="Qwen/Qwen3-8B", revision="main", template_kwargs_json='{"enable_thinking": false}'
         ),
@@ -233,6 +237,10 @@ HALF = "half \ud83d"
         ({"limits": {"time": 1e300}}, ValueError, "limits.time"),
         ({"limits": {"seconds": 1}}, TypeError, "limits.seconds"),
         ({"priority": 2**31}, ValueError, "priority"),
+        ({"max_lag": 2}, TypeError, "max_lag and on_stale"),
+        ({"on_stale": "keep"}, TypeError, "max_lag and on_stale"),
+        ({"max_lag": -1, "on_stale": "keep"}, ValueError, "max_lag must be from 0"),
+        ({"max_lag": 1, "on_stale": "drop"}, ValueError, "on_stale must be one of cancel, mask, split, keep"),
         ({"rollout_id": 7}, TypeError, "rollout_id"),
         ({"group_id": HALF}, ValueError, "group_id"),
         ({"messages": "hello"}, TypeError, "messages must be a list"),

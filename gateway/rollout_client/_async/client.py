@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from types import TracebackType
-from typing import NoReturn, Self, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import grpc.aio
 from google.protobuf.message import Message
@@ -14,22 +13,22 @@ from osmosis.rollout.v1.message_pb2 import Tool
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client import requests
+from rollout_client._async.calls import AsyncCalls
 from rollout_client._async.events import AsyncEventStream, AsyncGroupStream, AsyncRunStream
-from rollout_client.channels import AsyncChannel, refuse_pickling
+from rollout_client.channels import AsyncChannel
 from rollout_client.chat_messages import RenderedPrompt
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
-from rollout_client.errors import failure_of
 from rollout_client.event_cursor import ModelAccess, Started, StartedGroup, access_of
 from rollout_client.requests import Detail, Pages, SelectionFields, View, WorkResult
-from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
+from rollout_client.retry import DEFAULT_RETRY, Retry
 from rollout_client.spec import StartFields, start_request
-from rollout_client.unary_retry import Exchange, LongPoll
+from rollout_client.unary_retry import LongPoll
 
 _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)
 
 
-class AsyncClient:
+class AsyncClient(AsyncCalls):
     """Client of a rollout server, bound to the event loop that uses it first.
 
     It has the methods of `Client` as coroutines; iterate over `list`, `run`, `watch` and `watch_group` with
@@ -404,56 +403,34 @@ class AsyncClient:
         request = pb.GetServerInfoRequest()
         return await self._send(self._channel.stub.GetServerInfo, request, timeout, call_metadata)
 
-    async def aclose(self) -> None:
-        """Close the client and its connection. Calls in progress raise RuntimeError."""
-        await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._channel.settings.address or 'on a supplied channel'}>"
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickling(self)
-
-    async def _send(
+    async def set_policy(
         self,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
-        request: _Q,
-        timeout: float | None,
-        call_metadata: CallMetadata | None,
-    ) -> _A:
-        settings = self._channel.settings
-        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.call_timeout(timeout)))
-        return await self._complete(method, exchange, call_metadata)
+        *,
+        version: str = "",
+        step: int | None = None,
+        paused: bool = False,
+        completions_url: str = "",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> tuple[str, ...]:
+        """Announce the policy that generates for your rollouts, pause sampling, or let it go on.
 
-    async def _complete(
-        self,
-        method: grpc.aio.UnaryUnaryMultiCallable[_Q, _A],
-        exchange: Exchange[_Q, _A],
-        call_metadata: CallMetadata | None,
-    ) -> _A:
-        """Send the requests of an exchange until it is complete, and return the last response. Raises RolloutError."""
-        request_id, metadata = self._channel.settings.metadata(call_metadata)
-        while True:
-            self._channel.check()
-            try:
-                response = await self._channel.unary(method, exchange.request(), exchange.timeout(), metadata)
-            except grpc.RpcError as error:
-                failure = failure_of(error, request_id)
-            else:
-                if exchange.is_complete(response):
-                    return response
-                continue
-            # Closing the client fails its calls. That must raise RuntimeError instead of being retried as a lost connection.
-            self._channel.check()
-            await self._channel.pause(exchange.on_failure(failure))
+        For running and later rollouts, except those of a `Trainer` on a stream, until the server restarts. Returns the uids of the
+        rollouts that were cancelled because they are too old for the step (`on_stale`).
+
+        Args:
+            version: version of the policy, at most 256 characters; empty: not changed.
+            step: step of the policy; it must not decrease. None: not changed.
+            paused: request no further completions until a call without it.
+            completions_url: only the rollouts whose `completions` has this URL; empty: all. A URL's own policy takes precedence.
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+
+        Raises `InvalidRequest`, also if the step is below the one announced before.
+        """
+        request = requests.policy_request(version, step, paused, completions_url)
+        response = await self._send(self._channel.stub.SetPolicy, request, timeout, call_metadata)
+        return tuple(response.cancelled_uids)
 
     async def _pages(
         self, pages: Pages, timeout: float | None, call_metadata: CallMetadata | None

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import TracebackType
-from typing import NoReturn, Self, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import grpc
 from google.protobuf.message import Message
@@ -15,22 +14,22 @@ from osmosis.rollout.v1.message_pb2 import Tool
 from osmosis.rollout.v1.spec_pb2 import RolloutSpec
 
 from rollout_client import requests
+from rollout_client._sync.calls import Calls
 from rollout_client._sync.events import EventStream, GroupStream, RunStream
-from rollout_client.channels import SyncChannel, refuse_pickling
+from rollout_client.channels import SyncChannel
 from rollout_client.chat_messages import RenderedPrompt
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
-from rollout_client.errors import failure_of
 from rollout_client.event_cursor import ModelAccess, Started, StartedGroup, access_of
 from rollout_client.requests import Detail, Pages, SelectionFields, View, WorkResult
-from rollout_client.retry import DEFAULT_RETRY, Attempts, Retry
+from rollout_client.retry import DEFAULT_RETRY, Retry
 from rollout_client.spec import StartFields, start_request
-from rollout_client.unary_retry import Exchange, LongPoll
+from rollout_client.unary_retry import LongPoll
 
 _Q = TypeVar("_Q", bound=Message)
 _A = TypeVar("_A", bound=Message)
 
 
-class Client:
+class Client(Calls):
     """Client of a rollout server for synchronous code.
 
     Threads may share it. It does not survive a fork: make one in each process.
@@ -402,56 +401,34 @@ class Client:
         request = pb.GetServerInfoRequest()
         return self._send(self._channel.stub.GetServerInfo, request, timeout, call_metadata)
 
-    def close(self) -> None:
-        """Close the client and its connection. Calls in progress raise RuntimeError."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._channel.settings.address or 'on a supplied channel'}>"
-
-    def __reduce__(self) -> NoReturn:
-        refuse_pickling(self)
-
-    def _send(
+    def set_policy(
         self,
-        method: grpc.UnaryUnaryMultiCallable[_Q, _A],
-        request: _Q,
-        timeout: float | None,
-        call_metadata: CallMetadata | None,
-    ) -> _A:
-        settings = self._channel.settings
-        exchange: Exchange[_Q, _A] = Exchange(request, Attempts(settings.retry, settings.call_timeout(timeout)))
-        return self._complete(method, exchange, call_metadata)
+        *,
+        version: str = "",
+        step: int | None = None,
+        paused: bool = False,
+        completions_url: str = "",
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+    ) -> tuple[str, ...]:
+        """Announce the policy that generates for your rollouts, pause sampling, or let it go on.
 
-    def _complete(
-        self,
-        method: grpc.UnaryUnaryMultiCallable[_Q, _A],
-        exchange: Exchange[_Q, _A],
-        call_metadata: CallMetadata | None,
-    ) -> _A:
-        """Send the requests of an exchange until it is complete, and return the last response. Raises RolloutError."""
-        request_id, metadata = self._channel.settings.metadata(call_metadata)
-        while True:
-            self._channel.check()
-            try:
-                response = self._channel.unary(method, exchange.request(), exchange.timeout(), metadata)
-            except grpc.RpcError as error:
-                failure = failure_of(error, request_id)
-            else:
-                if exchange.is_complete(response):
-                    return response
-                continue
-            # Closing the client fails its calls. That must raise RuntimeError instead of being retried as a lost connection.
-            self._channel.check()
-            self._channel.pause(exchange.on_failure(failure))
+        For running and later rollouts, except those of a `Trainer` on a stream, until the server restarts. Returns the uids of the
+        rollouts that were cancelled because they are too old for the step (`on_stale`).
+
+        Args:
+            version: version of the policy, at most 256 characters; empty: not changed.
+            step: step of the policy; it must not decrease. None: not changed.
+            paused: request no further completions until a call without it.
+            completions_url: only the rollouts whose `completions` has this URL; empty: all. A URL's own policy takes precedence.
+            timeout: seconds for all attempts together. None: the client's timeout.
+            call_metadata: additional gRPC metadata.
+
+        Raises `InvalidRequest`, also if the step is below the one announced before.
+        """
+        request = requests.policy_request(version, step, paused, completions_url)
+        response = self._send(self._channel.stub.SetPolicy, request, timeout, call_metadata)
+        return tuple(response.cancelled_uids)
 
     def _pages(self, pages: Pages, timeout: float | None, call_metadata: CallMetadata | None) -> Iterator[pb.Rollout]:
         while pages.more:

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from rollout_client.trainer.generation import Generated, TryAgainLater, Turn
+from rollout_client.trainer.policy import AnnouncedPolicy
 
 _LOG: Final = logging.getLogger("rollout_client")
 
@@ -38,9 +39,11 @@ class Batches:
         generate_batch: the user's function.
         most: maximum number of turns in a batch.
         seconds: maximum time without a new turn until a batch starts.
+        announced: no batch starts while it is paused.
     """
 
-    def __init__(self, generate_batch: GenerateBatch, most: int, seconds: float) -> None:
+    def __init__(self, generate_batch: GenerateBatch, most: int, seconds: float, announced: AnnouncedPolicy) -> None:
+        self._announced = announced
         self._generate_batch = generate_batch
         self._most = most
         self._seconds = seconds
@@ -72,6 +75,12 @@ class Batches:
         self._expected = turns
         self._start_next()
 
+    def resume(self) -> None:
+        """Continue after a pause. The server now requests the turns that it held back, so a batch waits for them."""
+        self._expected = None
+        self._restart_timer()
+        self._start_next()
+
     async def close(self) -> None:
         """Cancel the running batch."""
         if self._timer is not None:
@@ -93,7 +102,9 @@ class Batches:
     def _start_next(self) -> None:
         """Start a batch if there is a reason to, and none is running."""
         complete = self._expected is not None and len(self._waiting) >= self._expected
-        if self._running is not None or not (complete or self._late or len(self._waiting) >= self._most):
+        if self._running is not None or self._announced.paused:
+            return
+        if not (complete or self._late or len(self._waiting) >= self._most):
             return
         # A turn that was cancelled in this pass of the event loop is still among the waiting ones.
         batch = [*islice((each for each in self._waiting if not each.result.done()), self._most)]
@@ -116,9 +127,10 @@ class Batches:
             self._running = None
             self._start_next()
 
-    async def _results(self, turns: Sequence[Turn]) -> Sequence[Generated | Exception]:
+    async def _results(self, turns: list[Turn]) -> Sequence[Generated | Exception]:
+        policy = self._announced.policy
         try:
-            return _checked(await self._generate_batch(turns), len(turns))
+            return _checked(policy.label(await self._generate_batch(policy.stamp(turns))), len(turns))
         except TryAgainLater as error:
             return [error] * len(turns)
         except Exception:

@@ -17,6 +17,8 @@ _T = TypeVar("_T")
 
 MODEL_BIT: Final = 1 << 31
 """In a digest, this bit marks a generated token (token.proto, Checkpoint). Token ids are below it."""
+ABORT: Final = "abort"
+"""The `finish_reason` of a completion that was interrupted."""
 LARGEST_STEP: Final = 2**63 - 1
 """Largest policy step: an int64."""
 
@@ -47,10 +49,12 @@ class Generated:
     """One completion as sampled.
 
     Args:
-        ids: sampled token ids (int, 0 to 2^31 - 1), at least one. Includes the stop token if one was sampled.
+        ids: sampled token ids (int, 0 to 2^31 - 1), at least one unless it was aborted. Includes the stop token if one was sampled.
+            Without the ids that were resumed (`Turn.resumed`).
         logprobs: natural logarithm of the probability of each id (finite float), same length as `ids`. None: unknown. They are
             stored as float32.
-        finish_reason: "stop", "length" or another word.
+        finish_reason: "stop", "length" or another word. "abort": generation was interrupted, for example by a weight update. The
+            rest of the turn is then requested, with these ids at the end of `Turn.ids`.
         policy_version: version of the policy that sampled; it appears on the spans of the training sample.
         policy_step: step of that policy, 0 to 2^63 - 1; later policies have larger steps. None: unknown.
     """
@@ -195,12 +199,12 @@ def validate_generated(generated: Generated) -> tuple[array[int], array[float] |
     if not isinstance(generated, Generated):
         raise TypeError(f"generate must return a Generated, not {type(generated).__name__}")
     ids = token_ids(generated.ids, "Generated.ids")
-    if not ids:
-        raise ValueError("Generated.ids is empty; a completion has at least one token")
     for name in ("finish_reason", "policy_version"):
         if not isinstance(getattr(generated, name), str):
             raise TypeError(f"Generated.{name} must be a str")
     check_step(generated.policy_step, "Generated.policy_step")
+    if not ids and generated.finish_reason != ABORT:
+        raise ValueError("Generated.ids is empty; a completion has at least one token unless it was aborted")
     if generated.logprobs is None:
         return ids, None
     logprobs = array("f", [float(value) for value in generated.logprobs])

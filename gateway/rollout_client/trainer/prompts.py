@@ -22,11 +22,12 @@ from rollout_client.chat_messages import messages
 from rollout_client.trainer.errors import RefusedCall, base_unknown, invalid_field, ledger_mismatch, media_refused
 from rollout_client.trainer.generation import MODEL_BIT, TurnImage, resolved, token_ids
 from rollout_client.trainer.ledger import LedgerCheckpoint, LedgerRun, SegmentLedger, runs_from_spans
-from rollout_client.trainer.rollout_records import JsonObject, Record, TurnPrompt
+from rollout_client.trainer.rollout_records import JsonObject, PartialTurn, Record, TurnPrompt
 
 Render: TypeAlias = Callable[[Sequence[JsonObject], Sequence[JsonObject]], Sequence[int]]
 """Function `render(messages, tools)`: dictionaries as `apply_chat_template` takes them, to prompt ids with generation prompt."""
 _IMAGE_PARTS: Final = ("image_url", "input_image", "image")
+_PART: Final = re.compile(r"[1-9][0-9]{0,5}")
 _DATA_URL: Final = re.compile(r"data:(image/[^;,]+)(?:;[^,]*)?;base64,(.*)", re.DOTALL)
 
 
@@ -42,9 +43,16 @@ def check_request(request: pb.CompleteRequest, *, renders: bool) -> None:
             raise invalid_field(name, "is missing")
     if request.turn < 1:
         raise invalid_field("turn", "must be 1 or more")
-    key = f"{request.uid}/{request.segment_id}/{request.turn}"
-    if request.turn_key != key:
-        raise invalid_field("turn_key", f"must be uid/segment/turn, here {key!r}")
+    key = _first_key(request)
+    part = request.turn_key.removeprefix(f"{key}/")
+    if request.turn_key != key and not _PART.fullmatch(part):
+        raise invalid_field(
+            "turn_key", f"must be uid/segment/turn, here {key!r}, and the part from 1 if it was aborted"
+        )
+    if request.resumed:
+        if request.turn_key == key:
+            raise invalid_field("turn_key", f"must name the part if `resumed` has tokens, such as {key + '/1'!r}")
+        _check_spans(request.resumed, "resumed", (token_pb2.AUTHOR_MODEL,))
     if request.HasField("base"):
         _check_checkpoint(request.base, "base")
     if request.HasField("new_tokens"):
@@ -61,6 +69,21 @@ async def build_prompt(record: Record, request: pb.CompleteRequest, render: Rend
     if request.HasField("new_tokens") or render is None:
         return _from_tokens(record, request)
     return await _from_messages(record, request, render)
+
+
+async def build_turn(record: Record, request: pb.CompleteRequest, render: Render | None) -> PartialTurn:
+    """Return the prompt of a validated request, and what earlier requests of its turn generated. Raises as `build_prompt` does."""
+    known, resumed = record.aborted.get((request.segment_id, request.turn)), runs_from_spans(request.resumed)
+    if known is None or request.turn_key == _first_key(request):
+        # The trainer has no record of the parts (after a restart, for example): take them over.
+        return PartialTurn(await build_prompt(record, request, render), resumed)
+    if known.ids() != PartialTurn(known.prompt, resumed).ids():
+        raise ledger_mismatch(
+            f"`resumed` differs from the {len(known.ids())} tokens that turn {request.turn} has here", ()
+        )
+    if request.HasField("new_tokens"):
+        return PartialTurn(_from_tokens(record, request), known.runs)
+    return known  # another rendering might differ from the prompt that the tokens were generated after
 
 
 def _from_tokens(record: Record, request: pb.CompleteRequest) -> TurnPrompt:
@@ -168,24 +191,33 @@ def _tool(tool: Tool, where: str) -> JsonObject:
     return {"type": "function", "function": function | ({"strict": True} if tool.strict else {})}
 
 
+def _first_key(request: pb.CompleteRequest) -> str:
+    """Return the turn key of the first request of a turn."""
+    return f"{request.uid}/{request.segment_id}/{request.turn}"
+
+
 def _check_tokens(tokens: pb.NewTokens) -> None:
     if not tokens.HasField("after"):
         raise invalid_field("new_tokens.after", "is missing")
     _check_checkpoint(tokens.after, "new_tokens.after")
-    for index, span in enumerate(tokens.spans):
-        where = f"new_tokens.spans[{index}]"
-        if span.author not in (token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER):
-            raise invalid_field(f"{where}.author", "must be AUTHOR_MODEL or AUTHOR_OTHER")
-        if span.token_ids and max(span.token_ids) >= MODEL_BIT:
-            raise invalid_field(f"{where}.token_ids", "each id must be below 2^31")
-        if span.HasField("logprobs") and len(span.logprobs.values) != len(span.token_ids):
-            raise invalid_field(f"{where}.logprobs", "must be as long as token_ids")
+    _check_spans(tokens.spans, "new_tokens.spans", (token_pb2.AUTHOR_MODEL, token_pb2.AUTHOR_OTHER))
     for index, media in enumerate(tokens.media):
         where = f"new_tokens.media[{index}]"
         if not media.length or media.offset + media.length > tokens.after.tokens:
             raise invalid_field(where, f"must be one or more of the {tokens.after.tokens} tokens of the prompt")
         if not media.blob.media_type.startswith("image/") or not media.blob.inline:
             raise media_refused(f"{where} is not an image with its bytes; send images inline")
+
+
+def _check_spans(spans: Sequence[token_pb2.Span], field: str, authors: Sequence[int]) -> None:
+    for index, span in enumerate(spans):
+        where = f"{field}[{index}]"
+        if span.author not in authors:
+            raise invalid_field(f"{where}.author", f"must be {' or '.join(map(token_pb2.Author.Name, authors))}")
+        if span.token_ids and max(span.token_ids) >= MODEL_BIT:
+            raise invalid_field(f"{where}.token_ids", "each id must be below 2^31")
+        if span.HasField("logprobs") and len(span.logprobs.values) != len(span.token_ids):
+            raise invalid_field(f"{where}.logprobs", "must be as long as token_ids")
 
 
 def _image(media: pb.MediaSpan) -> TurnImage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,26 @@ class TurnPrompt:
         return ids.tolist()
 
 
+@dataclass(frozen=True, slots=True)
+class PartialTurn:
+    """A turn that is not complete.
+
+    Args:
+        prompt: its prompt.
+        runs: what was generated before it was aborted, one run per part that has tokens.
+    """
+
+    prompt: TurnPrompt
+    runs: Sequence[LedgerRun] = ()
+
+    def ids(self) -> array[int]:
+        """Return the ids that were generated."""
+        ids = array("I")
+        for run in self.runs:
+            ids.extend(run.ids)
+        return ids
+
+
 @dataclass(slots=True)
 class Record:
     """The trainer's record of one rollout.
@@ -84,6 +105,7 @@ class Record:
         segments: current ledgers by segment id.
         replaced: former ledgers of segments that were restarted, with their segment ids.
         completions: responses by turn key.
+        aborted: turns whose completion was aborted, by segment id and turn, until it is complete.
         conversations: in message mode, the messages of each segment up to and including its last completion.
         tools: lists of tools by digest, as `apply_chat_template` takes them.
         latest_tools: digest in the last request that had tools.
@@ -93,6 +115,7 @@ class Record:
     segments: dict[str, SegmentLedger] = field(default_factory=dict)
     replaced: list[tuple[str, SegmentLedger]] = field(default_factory=list)
     completions: dict[str, StoredCompletion] = field(default_factory=dict)
+    aborted: dict[tuple[str, int], PartialTurn] = field(default_factory=dict)
     conversations: dict[str, Sequence[JsonObject]] = field(default_factory=dict)
     tools: dict[bytes, Sequence[JsonObject]] = field(default_factory=dict)
     latest_tools: bytes = b""
@@ -103,8 +126,8 @@ class Record:
         yield from self.segments.items()
         yield from self.replaced
 
-    def add_turn(self, prompt: TurnPrompt, completion: LedgerRun) -> LedgerCheckpoint:
-        """Append a turn's prompt and completion to its ledger and return the new checkpoint.
+    def add_turn(self, prompt: TurnPrompt, completion: Sequence[LedgerRun]) -> LedgerCheckpoint:
+        """Append a turn's prompt and completion, at least one run, to its ledger and return the new checkpoint.
 
         Raises `RefusedCall` without any change if another turn of the segment was added while this one was generated.
         """
@@ -112,16 +135,17 @@ class Record:
         replaces = ledger.restarted and ledger.tokens == 0
         if ledger.tokens != prompt.length or (known is not None and known is not ledger and not replaces):
             raise ledger_mismatch(
-                f"segment {prompt.segment_id!r} changed while turn {completion.turn} was generated; request one turn at a time",
+                f"segment {prompt.segment_id!r} changed while turn {completion[0].turn} was generated; request one turn at a time",
                 known.checkpoints if known is not None else (),
             )
         if known is not None and replaces:
             self.replaced.append((prompt.segment_id, known))
         self.segments[prompt.segment_id] = ledger
-        ledger.append((*prompt.runs, completion))
+        ledger.append((*prompt.runs, *completion))
         ledger.images = list(prompt.images)
         checkpoint = ledger.checkpoint(prompt.checkpoint.messages + 1)
         ledger.checkpoints.append(checkpoint)
+        self.aborted.pop((prompt.segment_id, completion[0].turn), None)
         return checkpoint
 
 

@@ -27,7 +27,8 @@ from rollout_client.trainer.server import Serving
 from rollout_client.trainer.trainer import ModelFields, RolloutFields, Trainer
 
 _T = TypeVar("_T")
-_FUNCTIONS: Final = ("generate", "generate_batch", "decode", "parse", "render")
+_GENERATES: Final = ("generate", "generate_batch")
+_FUNCTIONS: Final = (*_GENERATES, "decode", "parse", "render")
 
 SyncGenerate: TypeAlias = Callable[[Turn], Generated] | Callable[[Sequence[int], SamplingParams], Generated] | Generate
 """Function `generate(turn)` or `generate(prompt_ids, sampling)`, plain or a coroutine function."""
@@ -78,7 +79,11 @@ class SyncTrainer:
         **model: Unpack[SyncModelFields],
     ) -> None:
         self._calls = _CallerThread()
-        functions = {name: self._calls.wrap(given) for name, given in model.items() if name in _FUNCTIONS}
+        functions = {
+            name: self._calls.wrap(self._labelled(given) if name in _GENERATES else given)
+            for name, given in model.items()
+            if name in _FUNCTIONS
+        }
         fields = cast(ModelFields, {**model, **functions})
         self._trainer = Trainer(server, serving=serving, on_mismatch=on_mismatch, **fields)
         self._server = server
@@ -131,8 +136,32 @@ class SyncTrainer:
             if loop.running:
                 loop.finish(groups.close())
 
+    def announce(self, *, version: str = "", step: int | None = None) -> None:
+        """Announce the policy that generates from now on. See `Trainer.announce`."""
+        self._open_loop().run(self._trainer.announce(version=version, step=step))
+
+    def pause(self) -> None:
+        """Pause sampling. See `Trainer.pause`; a call that already waits for the thread that iterates still comes."""
+        self._open_loop().run(self._trainer.pause())
+
+    def resume(self, *, version: str = "", step: int | None = None) -> None:
+        """Let sampling go on after `pause`. See `Trainer.resume`."""
+        self._open_loop().run(self._trainer.resume(version=version, step=step))
+
     def __repr__(self) -> str:
         return f"<SyncTrainer of {self._server}>"
+
+    def _labelled(self, function: Any) -> Any:
+        """Return a plain `generate` that names the policy announced when it is called, which may be long after it was requested."""
+        if not callable(function) or _is_coroutine_function(function):
+            return function
+
+        @functools.wraps(function, updated=())
+        def call(*arguments: Any) -> Any:
+            policy = self._trainer._announced.policy
+            return policy.label(function(*map(policy.stamp, arguments)))
+
+        return call
 
     def _open_loop(self) -> _LoopThread:
         if self._loop is None or not self._loop.running:

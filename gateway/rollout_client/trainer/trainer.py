@@ -14,10 +14,11 @@ from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
-from rollout_client.spec import FailureClass, Limits, Sampling, Target, Tokenizer
+from rollout_client.spec import FailureClass, Limits, Sampling, StaleAction, Target, Tokenizer
 from rollout_client.trainer.batches import Batches, GenerateBatch
 from rollout_client.trainer.completion import Parse, plain
 from rollout_client.trainer.generation import Decode, Generate, resolved
+from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import (
     Finished,
@@ -88,6 +89,8 @@ class RolloutFields(TypedDict, total=False):
     priority: int | None
     labels: Mapping[str, str] | None
     train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
+    max_lag: int | None
+    on_stale: StaleAction | None
     metadata: Mapping[str, Any] | None
 
 
@@ -124,8 +127,11 @@ class Trainer:
         self._remembered = _positive_int(model.get("remembered", 1024), "remembered")
         self._records = Records(self._remembered)
         self._outcomes = Outcomes()
-        self._batches = _batches_from(model, self._generating, serving)
-        self._turns = Turns(_model_from(model, self._batches), self._records, self._outcomes, self._generating)
+        self._announced = AnnouncedPolicy()
+        self._batches = _batches_from(model, self._generating, serving, self._announced)
+        self._turns = Turns(
+            _model_from(model, self._batches), self._records, self._outcomes, self._generating, self._announced
+        )
         self._renders = model.get("render") is not None
         self._raises = on_mismatch == "raise"
         self._server = server
@@ -208,6 +214,40 @@ class Trainer:
                     yield each.result()
         finally:
             await _cancel_all(started)
+
+    async def announce(self, *, version: str = "", step: int | None = None) -> None:
+        """Announce the policy that generates from now on. Returns when the server knows it.
+
+        A `Generated` without version and step gets those that held when its `generate` began. The server cancels the rollouts that
+        are too old for the new step: see `on_stale`.
+
+        Args:
+            version: version of the policy, at most 256 characters; empty: not changed.
+            step: step of the policy; it must not decrease. None: not changed.
+
+        Raises:
+            RolloutError: the server cannot be reached, or refuses the announcement.
+            TypeError, ValueError: an argument is wrong; nothing has changed.
+        """
+        await self._change_policy(version, step, paused=self._announced.paused)
+
+    async def pause(self) -> None:
+        """Pause sampling, for example to load new weights. No `generate` is called until `resume`, and the server sends no turns.
+
+        Calls in progress go on. Raises RolloutError as `announce` does; then sampling is paused in this trainer all the same.
+        """
+        await self._change_policy("", None, paused=True)
+
+    async def resume(self, *, version: str = "", step: int | None = None) -> None:
+        """Let sampling go on after `pause`, with a policy as for `announce`."""
+        await self._change_policy(version, step, paused=False)
+
+    async def _change_policy(self, version: str, step: int | None, *, paused: bool) -> None:
+        transport, resumes = self._open_transport(), self._announced.paused and not paused
+        update = self._announced.change(version, step, paused=paused)
+        if resumes and self._batches is not None:
+            self._batches.resume()
+        await transport.announce(update)
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._server}>"
@@ -299,14 +339,18 @@ class Trainer:
         if serving is None:
             return StreamTransport(
                 client,
-                TrainerSide(self._turns, self._records, self._outcomes, self._generating, self._batches),
+                TrainerSide(
+                    self._turns, self._records, self._outcomes, self._generating, self._announced, self._batches
+                ),
                 own=own,
             )
         listener = Listener(serving, self._turns, self._records, self._outcomes)
         return CallbackTransport(client, listener, serving.look, own=own)
 
 
-def _batches_from(fields: ModelFields, most: int, serving: Serving | None) -> Batches | None:
+def _batches_from(
+    fields: ModelFields, most: int, serving: Serving | None, announced: AnnouncedPolicy
+) -> Batches | None:
     generate_batch, seconds = fields.get("generate_batch"), fields.get("batch_seconds", 10.0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
         raise TypeError(f"batch_seconds must be a number, not {type(seconds).__name__}")
@@ -320,7 +364,7 @@ def _batches_from(fields: ModelFields, most: int, serving: Serving | None) -> Ba
         raise TypeError("generate_batch must be callable")
     if serving is not None:
         raise TypeError("generate_batch needs the stream to the server: leave out serving, or give generate")
-    return Batches(generate_batch, most, seconds)
+    return Batches(generate_batch, most, seconds, announced)
 
 
 def _model_from(fields: ModelFields, batches: Batches | None) -> Model:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_STATE_FINISHED, Rollout
+from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import NotFound
@@ -34,6 +35,9 @@ class Transport(Protocol):
 
         Raises RolloutError if the outcome is lost.
         """
+
+    async def announce(self, update: PolicyUpdate) -> None:
+        """Announce a policy for the trainer's rollouts and wait until the server has processed it. Raises RolloutError."""
 
     async def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout if it is running."""
@@ -62,6 +66,7 @@ class CallbackTransport:
         self._listener = listener
         self._look = look
         self._own = own
+        self._announcing = asyncio.Lock()
 
     async def open(self) -> None:
         await self._listener.open()
@@ -90,6 +95,13 @@ class CallbackTransport:
             else:
                 if rollout is not None:
                     return rollout
+
+    async def announce(self, update: PolicyUpdate) -> None:
+        async with self._announcing:
+            step = update.step if update.HasField("step") else None
+            await self._client.set_policy(
+                version=update.version, step=step, paused=update.paused, completions_url=self._listener.url
+            )
 
     async def cancel(self, rollout_id: str) -> None:
         try:

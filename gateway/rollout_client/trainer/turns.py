@@ -1,18 +1,19 @@
 """Completion requests of both transports, from validation to response.
 
-A turn is generated once and cancelled when no request waits for it. Its completion enters the ledger as a whole or not at all. A
-repeated turn key gets the same response.
+A turn is generated once and cancelled when no request waits for it. Its completion enters the ledger as a whole or not at all: the
+parts of an aborted one are kept beside it until the last one is there. A repeated turn key gets the same response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar, cast
 
 from osmosis.rollout.v1 import completion_service_pb2 as pb
@@ -24,6 +25,7 @@ from rollout_client.trainer.batches import BatchFailed
 from rollout_client.trainer.completion import Parse, to_message, utf8_text
 from rollout_client.trainer.errors import RefusedCall, internal_error, invalid_field, media_refused, try_again_later
 from rollout_client.trainer.generation import (
+    ABORT,
     Decode,
     Generate,
     Generated,
@@ -36,8 +38,16 @@ from rollout_client.trainer.generation import (
     validate_generated,
 )
 from rollout_client.trainer.ledger import LedgerRun
-from rollout_client.trainer.prompts import Render, build_prompt, check_request
-from rollout_client.trainer.rollout_records import Outcomes, Record, Records, StoredCompletion, TurnPrompt
+from rollout_client.trainer.policy import AnnouncedPolicy
+from rollout_client.trainer.prompts import Render, build_turn, check_request
+from rollout_client.trainer.rollout_records import (
+    Outcomes,
+    PartialTurn,
+    Record,
+    Records,
+    StoredCompletion,
+    TurnPrompt,
+)
 
 _LOG: Final = logging.getLogger("rollout_client")
 _T = TypeVar("_T")
@@ -66,8 +76,11 @@ class _RunningTurn:
 class Turns:
     """Generates turns, at most `generating` at the same time. Further turns wait in order."""
 
-    def __init__(self, model: Model, records: Records, outcomes: Outcomes, generating: int) -> None:
+    def __init__(
+        self, model: Model, records: Records, outcomes: Outcomes, generating: int, announced: AnnouncedPolicy
+    ) -> None:
         self._model = model
+        self._announced = announced
         self._call_generate = _turn_function(model.generate)
         self._records = records
         self._outcomes = outcomes
@@ -126,11 +139,40 @@ class Turns:
     async def _generate(self, request: pb.CompleteRequest, digest: bytes) -> pb.CompleteResponse:
         key, record = request.turn_key, self._records.open(request.uid)
         expires = time.monotonic() + duration_seconds(request.time_left) if request.HasField("time_left") else None
-        prompt = await _user_code("render", key, build_prompt(record, request, self._model.render))
+        part = await _user_code("render", key, build_turn(record, request, self._model.render))
         sampling = sampling_params(request.sampling)
+        turn = self._turn(request, part, sampling, expires)
+        run, reason = await self._sample(key, turn)
+        runs = (*part.runs, run) if run.ids else part.runs
+        # A completion that fills its limit is complete, even if the engine says that it was interrupted there.
+        if reason == ABORT and sampling.max_tokens is not None and len(run.ids) >= sampling.max_tokens:
+            reason = "length"
+        text, message, calls = "", None, False
+        if reason != ABORT:
+            text = await _user_code("decode", key, self._text(PartialTurn(part.prompt, runs).ids()))
+            message, calls = await _user_code("parse", key, self._parse(text, request.turn, record))
+        running = self._running.get(key)
+        if running is None or running.task is not asyncio.current_task():
+            # The turn was cancelled but `generate` suppressed the cancellation. Its completion must not enter the ledger.
+            raise asyncio.CancelledError
+        # No await from here on: ledger, stored response and conversation change together.
+        response = _response(part.prompt, run, "tool_calls" if calls and reason == "stop" else reason)
+        if message is None:
+            record.aborted[request.segment_id, request.turn] = replace(part, runs=runs)
+            stored = _stored_abort(response, part.prompt, digest)
+        else:
+            response.raw_text = text
+            stored = _add_turn(response, part.prompt, runs, message, digest)
+        record.completions[key] = stored
+        return stored.response()
+
+    async def _sample(self, key: str, turn: Turn) -> tuple[LedgerRun, str]:
+        """Call `generate` when there is a free slot and sampling is not paused. Return its tokens and finish reason."""
         async with self._slots:
+            await self._announced.wait_sampling()
+            policy = self._announced.policy
             try:
-                generated = await self._call_generate(self._turn(request, prompt, sampling, expires))
+                generated = policy.label(await self._call_generate(policy.stamp(turn)))
                 ids, logprobs = validate_generated(generated)
             except RefusedCall:
                 raise
@@ -141,38 +183,16 @@ class Turns:
             except Exception:
                 _LOG.exception("turn %s: generate failed", key)
                 raise internal_error("generate", key) from None
-        text = await _user_code("decode", key, self._text(ids))
-        message, calls = await _user_code("parse", key, self._parse(text, request.turn, record))
-        turn = self._running.get(key)
-        if turn is None or turn.task is not asyncio.current_task():
-            # The turn was cancelled but `generate` suppressed the cancellation. Its completion must not enter the ledger.
-            raise asyncio.CancelledError
-        # No await from here on: ledger, stored response and conversation change together.
-        run = LedgerRun(
-            request.turn,
-            True,
-            ids,
-            None if sampling.logprobs is False else logprobs,
-            generated.policy_version,
-            True,
-            generated.policy_step,
-        )
-        response = self._response(prompt, message, run, generated)
-        response.raw_text = text
-        if calls and response.finish_reason == "stop":
-            response.finish_reason = "tool_calls"
-        # Only responses in message mode contain prompt ids; they are rebuilt from the ledger instead of stored twice.
-        ledger = None if prompt.conversation is None else prompt.ledger
-        stored = record.completions[key] = StoredCompletion(
-            digest, response.SerializeToString(), ledger, prompt.checkpoint.tokens
-        )
-        return stored.response()
+        wanted = None if turn.sampling.logprobs is False else logprobs
+        run = LedgerRun(turn.turn, True, ids, wanted, generated.policy_version, True, generated.policy_step)
+        return run, generated.finish_reason
 
     def _turn(
-        self, request: pb.CompleteRequest, prompt: TurnPrompt, sampling: SamplingParams, expires: float | None
+        self, request: pb.CompleteRequest, part: PartialTurn, sampling: SamplingParams, expires: float | None
     ) -> Turn:
         """Return the argument of `generate`. `expires`: end of the rollout's time limit on the monotonic clock."""
         group_id, index = self._outcomes.member(request.rollout_id)
+        resumed = part.ids()
         return Turn(
             uid=request.uid,
             rollout_id=request.rollout_id,
@@ -180,11 +200,12 @@ class Turns:
             index=index,
             segment_id=request.segment_id,
             turn=request.turn,
-            ids=prompt.ids(),
+            ids=[*part.prompt.ids(), *resumed],
             sampling=sampling,
-            images=tuple(prompt.images),
+            images=tuple(part.prompt.images),
             seconds_left=None if expires is None else max(0.0, expires - time.monotonic()),
             policy_step=request.policy_step if request.HasField("policy_step") else None,
+            resumed=len(resumed),
         )
 
     async def _text(self, ids: array[int]) -> str:
@@ -197,25 +218,38 @@ class Turns:
         completion = await resolved(self._model.parse(text))
         return to_message(completion, turn, typed=bool(record.typed)), bool(completion.tool_calls)
 
-    def _response(
-        self, prompt: TurnPrompt, message: Message, run: LedgerRun, generated: Generated
-    ) -> pb.CompleteResponse:
-        """Append the turn to the ledger and return its response, without the prompt ids."""
-        response = pb.CompleteResponse(
-            message=message,
-            finish_reason=generated.finish_reason,
-            token_ids=run.ids,
-            policy_version=run.policy_version,
-            policy_step=run.policy_step,
-        )
-        if run.logprobs is not None:
-            response.logprobs.values.extend(run.logprobs)
-        response.after.CopyFrom(prompt.record.add_turn(prompt, run).to_proto())
-        if prompt.conversation is None:
-            response.prompt_checkpoint.CopyFrom(prompt.checkpoint.to_proto())
-        else:
-            prompt.record.conversations[prompt.segment_id] = (*prompt.conversation, *messages([message]))
-        return response
+
+def _response(prompt: TurnPrompt, run: LedgerRun, reason: str) -> pb.CompleteResponse:
+    """Return the response for the tokens of one call of `generate`, without message, checkpoint and prompt ids."""
+    response = pb.CompleteResponse(
+        finish_reason=reason, token_ids=run.ids, policy_version=run.policy_version, policy_step=run.policy_step
+    )
+    if run.logprobs is not None:
+        response.logprobs.values.extend(run.logprobs)
+    if prompt.conversation is None:
+        response.prompt_checkpoint.CopyFrom(prompt.checkpoint.to_proto())
+    return response
+
+
+def _add_turn(
+    response: pb.CompleteResponse, prompt: TurnPrompt, runs: Sequence[LedgerRun], message: Message, digest: bytes
+) -> StoredCompletion:
+    """Append a complete turn to the ledger and return its response to store."""
+    response.message.CopyFrom(message)
+    response.after.CopyFrom(prompt.record.add_turn(prompt, runs).to_proto())
+    ledger = None
+    if prompt.conversation is not None:
+        prompt.record.conversations[prompt.segment_id] = (*prompt.conversation, *messages([message]))
+        # Only responses in message mode contain prompt ids; they are rebuilt from the ledger instead of stored twice.
+        ledger = prompt.ledger
+    return StoredCompletion(digest, response.SerializeToString(), ledger, prompt.checkpoint.tokens)
+
+
+def _stored_abort(response: pb.CompleteResponse, prompt: TurnPrompt, digest: bytes) -> StoredCompletion:
+    """Return the response of an aborted call to store. The ledger does not have its prompt yet, so the response has it."""
+    if prompt.conversation is not None:
+        response.prompt_ids.values.extend(prompt.ids())
+    return StoredCompletion(digest, response.SerializeToString())
 
 
 def _turn_function(generate: Generate) -> Callable[[Turn], Awaitable[Generated]]:
@@ -247,10 +281,11 @@ async def _user_code(part: str, key: str, work: Awaitable[_T]) -> _T:
 
 
 def _request_digest(request: pb.CompleteRequest) -> bytes:
-    """Return a digest of the sampling parameters and, in token mode, the prompt, with or without the history in the request."""
+    """Return a digest of sampling, resumed ids and, in token mode, the prompt, with or without the history in the request."""
     digest = hashlib.sha256(request.sampling.SerializeToString(deterministic=True))
     if request.HasField("new_tokens"):
         digest.update(request.new_tokens.after.digest)
+    digest.update(json.dumps([list(span.token_ids) for span in request.resumed]).encode() if request.resumed else b"")
     return digest.digest()
 
 

@@ -18,6 +18,7 @@ from osmosis.rollout.v1.outcome_service_pb2_grpc import OutcomeServiceStub
 from rollout_client.error_details import find_detail, rich_status
 from rollout_client.errors import RolloutError, failure_of
 from rollout_client.trainer import Parse, Serving, parsers
+from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.server import Listener
@@ -129,7 +130,9 @@ async def standing(model: Any = None, limits: Limits = Limits()) -> AsyncIterato
     """Serve both services."""
     toy = model or ToyModel()
     records, outcomes = Records(limits.remembered), Outcomes()
-    turns = Turns(Model(toy, decode, limits.parse, limits.render, {END}), records, outcomes, limits.generating)
+    turns = Turns(
+        Model(toy, decode, limits.parse, limits.render, {END}), records, outcomes, limits.generating, AnnouncedPolicy()
+    )
     listener = Listener(Serving(), turns, records, outcomes)
     await listener.open()
     bearer = listener.bearer if limits.bearer is None else limits.bearer

@@ -16,6 +16,7 @@ from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from rollout_client.trainer import parsers
+from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.turns import Model, Turns
 from rollout_server import Agent, Run, tool
@@ -93,7 +94,9 @@ class LedgerTrainer(Trainer):
         self.pending: dict[str, cpb.CompleteRequest] = {}
         self.last_ask = 0
         model = ToyModel(lambda prompt: TOOLS)
-        self.turns = Turns(Model(model, decode, parsers.hermes, None, {END}), Records(1000), Outcomes(), 1000)
+        self.turns = Turns(
+            Model(model, decode, parsers.hermes, None, {END}), Records(1000), Outcomes(), 1000, AnnouncedPolicy()
+        )
 
     async def one(self) -> pb.TrainResponse:
         item = await super().one()

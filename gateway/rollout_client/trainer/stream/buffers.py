@@ -25,6 +25,7 @@ class StreamOutbox:
         self._sent = 0
         self._last = 0
         self._changed = asyncio.Event()
+        self._processed: dict[int, asyncio.Future[None]] = {}
 
     def __len__(self) -> int:
         """Number of items that the server has not acknowledged."""
@@ -52,10 +53,16 @@ class StreamOutbox:
         self._unnumbered.append(item)
         self.notify()
 
+    def processed(self, sequence: int) -> asyncio.Future[None]:
+        """Return the future that is done when the server has acknowledged an item that was just queued."""
+        return self._processed.setdefault(sequence, asyncio.get_running_loop().create_future())
+
     def acknowledge(self, sequence: int) -> None:
         """Drop the items up to this sequence number: the server has received them."""
         while self._unacknowledged and self._unacknowledged[0].sequence <= sequence:
-            self._unacknowledged.popleft()
+            processed = self._processed.pop(self._unacknowledged.popleft().sequence, None)
+            if processed is not None and not processed.done():
+                processed.set_result(None)
 
     def reconnect(self, last_seen: int) -> None:
         """Continue on a new connection after `last_seen`, the last sequence number that the server received."""

@@ -58,11 +58,12 @@ class PendingStarts:
         if not start.missing and not start.accepted.done():
             start.accepted.set_result(start.uids)
 
-    def refuse(self, refusal: TrainRefusal) -> None:
-        """Handle `refused`: the server refused a start."""
+    def refuse(self, refusal: TrainRefusal) -> bool:
+        """Handle `refused`. Returns False if it is no start that was refused."""
         start = self._starts.get(refusal.start_sequence)
         if start is not None and not start.accepted.done():
             start.accepted.set_exception(refusal_error(refusal.code, refusal.message, "REFUSED"))
+        return start is not None
 
     def fail(self, failure: RolloutError) -> None:
         """Fail all pending starts: the stream has ended."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from osmosis.rollout.v1.completion_service_pb2 import ReadLedgerRequest
 from osmosis.rollout.v1.rollout_service_pb2 import CancelRolloutsRequest, Selection, StartRolloutRequest
+from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 from osmosis.rollout.v1.trainer_service_pb2 import (
     DeliveredOutcome,
     TrainLedger,
@@ -18,12 +22,15 @@ from osmosis.rollout.v1.trainer_service_pb2 import (
 from rollout_client.channels import AsyncChannel
 from rollout_client.errors import RolloutError
 from rollout_client.trainer.batches import Batches
+from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.stream.buffers import StreamOutbox
 from rollout_client.trainer.stream.connection import StreamConnection
 from rollout_client.trainer.stream.pending import PendingCompletions, PendingStarts
 from rollout_client.trainer.transport import CANCEL_REASON
 from rollout_client.trainer.turns import Turns
+
+_LOG: Final = logging.getLogger("rollout_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,7 @@ class TrainerSide:
 
     Args:
         credit: maximum number of completion requests in progress.
+        announced: the policy that a new stream begins with.
         batches: collects the turns if the trainer generates in batches.
     """
 
@@ -39,6 +47,7 @@ class TrainerSide:
     records: Records
     outcomes: Outcomes
     credit: int
+    announced: AnnouncedPolicy
     batches: Batches | None = None
 
 
@@ -57,6 +66,8 @@ class StreamSession:
         self._starts = PendingStarts()
         self._completions = PendingCompletions(side.turns, self._outbox)
         self._running: dict[str, str] = {}
+        if not side.announced.is_initial:  # the server knows the announcements of this stream only
+            self._outbox.put(TrainRequest(policy=side.announced.to_proto()))
         idle = side.batches is not None
         self.connection = StreamConnection(channel, side.credit, self._outbox, self._receive, idle=idle)
 
@@ -74,6 +85,11 @@ class StreamSession:
         """Queue the cancellation of a rollout."""
         cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=[rollout_id]), reason=CANCEL_REASON)
         self._outbox.put(TrainRequest(cancel=cancel))
+
+    async def announce(self, update: PolicyUpdate) -> None:
+        """Announce a policy, and wait until the server has processed it or the stream has ended."""
+        processed = self._outbox.processed(self._outbox.put(TrainRequest(policy=update)))
+        await asyncio.wait((processed, self.connection.over), return_when=asyncio.FIRST_COMPLETED)
 
     async def fail(self, failure: RolloutError) -> None:
         """Fail pending starts and cancel generations after the stream has ended."""
@@ -95,7 +111,8 @@ class StreamSession:
                 self._running[rollout.uid] = rollout.spec.rollout_id
                 self._starts.accept(item.started)
             case "refused":
-                self._starts.refuse(item.refused)
+                if not self._starts.refuse(item.refused):
+                    _LOG.error("the server refused a cancellation or an announcement: %s", item.refused.message)
             case "ask":
                 self._completions.start(item.ask)
             case "outcome":

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import grpc
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout, StartRolloutRequest
+from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError, Unavailable
@@ -56,6 +57,11 @@ class StreamTransport:
     async def wait_finished(self, uid: str, outcome: asyncio.Future[Rollout]) -> Rollout:
         # Cancelling this call must not cancel the future: the cancellation of the rollout still waits for its outcome.
         return await asyncio.shield(outcome)
+
+    async def announce(self, update: PolicyUpdate) -> None:
+        # Without a stream no rollout runs, and the next stream begins with what was announced.
+        if self._stream is not None and not self._stream.connection.over.done():
+            await self._stream.announce(update)
 
     async def cancel(self, rollout_id: str) -> None:
         if self._stream is not None:

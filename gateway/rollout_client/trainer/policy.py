@@ -1,0 +1,106 @@
+"""The policy that a trainer announces: which weights generate now, and whether sampling is paused."""
+
+from __future__ import annotations
+
+import asyncio
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
+
+from rollout_client.trainer.generation import Generated, Turn, check_step
+
+_LONGEST_VERSION: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A policy as it was announced.
+
+    Args:
+        version: its version; empty: none was announced.
+        step: its step; None: none was announced.
+    """
+
+    version: str = ""
+    step: int | None = None
+
+    def stamp(self, value: Any) -> Any:
+        """Return a turn, or a list of turns, with the announced step if it is newer than theirs. Other values are not changed."""
+        if isinstance(value, Turn):
+            newer = self.step is not None and self.step > (-1 if value.policy_step is None else value.policy_step)
+            return replace(value, policy_step=self.step) if newer else value
+        batch = isinstance(value, list) and value and isinstance(value[0], Turn)
+        return [self.stamp(each) for each in value] if batch else value
+
+    def label(self, result: Any) -> Any:
+        """Return a `Generated`, or a list with some, with version and step of this policy where it has none.
+
+        One that names another version, or another step, is not completed: nobody knows the rest. Other values are not changed.
+        """
+        if isinstance(result, Sequence) and not isinstance(result, str | bytes):
+            return [self.label(each) for each in result]
+        if not isinstance(result, Generated):
+            return result
+        named = result.policy_version != "", result.policy_step is not None
+        same = result.policy_version in ("", self.version) and result.policy_step in (None, self.step)
+        return result if all(named) or not same else replace(result, policy_version=self.version, policy_step=self.step)
+
+
+class AnnouncedPolicy:
+    """The newest policy that the trainer announced, and whether sampling is paused."""
+
+    def __init__(self) -> None:
+        self.policy = Policy()
+        self._sampling = asyncio.Event()
+        self._sampling.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether no completion may be started."""
+        return not self._sampling.is_set()
+
+    @property
+    def is_initial(self) -> bool:
+        """Whether there is nothing to announce."""
+        return self.policy == Policy() and not self.paused
+
+    async def wait_sampling(self) -> None:
+        """Wait until sampling is not paused."""
+        while self.paused:  # it may be paused again before this coroutine runs
+            await self._sampling.wait()
+
+    def change(self, version: str, step: int | None, *, paused: bool) -> PolicyUpdate:
+        """Announce a policy and return the update for the server.
+
+        Args:
+            version: its version; empty: not changed.
+            step: its step; None: not changed.
+            paused: whether sampling is paused.
+
+        Raises TypeError and ValueError without any change.
+        """
+        _check_version(version)
+        check_step(step, "step")
+        known = self.policy
+        if step is not None and known.step is not None and step < known.step:
+            raise ValueError(f"step must not decrease: {step} is below {known.step}, which was announced before")
+        self.policy = Policy(version or known.version, known.step if step is None else step)
+        if paused:
+            self._sampling.clear()
+        else:
+            self._sampling.set()
+        return self.to_proto()
+
+    def to_proto(self) -> PolicyUpdate:
+        """Return the update that announces everything anew."""
+        return PolicyUpdate(version=self.policy.version, step=self.policy.step, paused=self.paused)
+
+
+def _check_version(version: str) -> None:
+    if not isinstance(version, str):
+        raise TypeError(f"version must be a str, not {type(version).__name__}")
+    if len(version) > _LONGEST_VERSION or any(unicodedata.category(each) in ("Cc", "Cs") for each in version):
+        raise ValueError(f"version must have at most {_LONGEST_VERSION} characters and no control characters")
