@@ -66,6 +66,7 @@ FEATURES = (
     "groups",
     "models",
     "model_endpoint",
+    "policies",
 )
 
 

@@ -11,6 +11,7 @@ from rollout_server.core.ledger import LedgerView, Origin
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Sampling, Spec
+from rollout_server.runtime.policy import SamplingGate
 
 Content: TypeAlias = "str | Sequence[Mapping[str, JSON]]"
 """Content of a tool message: a text, or content parts in OpenAI's format."""
@@ -74,6 +75,7 @@ class CompletionRequest:
         note: appends a note (code, text) to the rollout's log.
         sampling: the complete sampling parameters of this turn.
         fits_context: an engine whose context cannot hold `max_tokens` is asked for what it can hold. Otherwise the turn fails.
+        gate: where each request for the completion waits before it is sent; always open for further models.
     """
 
     asked: Asked
@@ -86,6 +88,7 @@ class CompletionRequest:
     note: Callable[[str, str], None] = field(default=lambda code, text: None, repr=False)
     sampling: Sampling = Sampling()
     fits_context: bool = False
+    gate: SamplingGate = field(default_factory=SamplingGate, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.capture.endpoint import CaptureSlot
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
+from rollout_server.runtime.policy import AnnouncedPolicy, SamplingGate
 from rollout_server.runtime.ports import Clock, Credentials, Tool
 from rollout_server.runtime.start_request import AdmittedStart
 
@@ -132,6 +133,7 @@ class Rollout:
         self.machine = Machine(uid, request.spec.messages, request.spec.limits)
         self.ending = RolloutEnding()
         self.activity = RolloutActivity()
+        self.gate = SamplingGate()
         self.capture = CaptureSlot(self.ending.requested, self.ending.reached)
         self.group: GroupMembership | None = None
         self.log = Log()
@@ -251,6 +253,11 @@ class Rollout:
         """Join the group that it was started with. `provisional`: its end waits for the group's reward."""
         self.group, self.ending.provisional = group, provisional
         self.hold(group)
+
+    def announce(self, policy: AnnouncedPolicy) -> bool:
+        """Take over what was announced about its policy. Return whether that cancels the rollout, because it is stale."""
+        self.gate.announce(policy)
+        return False
 
     def take_slot(self) -> None:
         """Mark it as running."""

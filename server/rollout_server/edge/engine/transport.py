@@ -67,6 +67,7 @@ async def post(access: Access, url: str, body: bytes, request: CompletionRequest
         source=FailureClass.ENGINE,
         unreachable=f"check that it is running, and that {access.names.url.strip('`')} names its host and port",
         again_on=_PASSING,
+        gate=request.gate,
     )
     return await fetch_with_retries(access.client, fetch, access.retries)
 

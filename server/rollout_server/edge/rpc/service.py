@@ -171,6 +171,11 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Render the first prompt of a rollout that is not started."""
         return await self._prompts.run_bounded(self._render(request), request.ByteSize())
 
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: _Context) -> pb.SetPolicyResponse:
+        """Announce the policy of the caller's rollouts that are not on a stream."""
+        url, update = wire.announced_url(request), wire.policy_update(request.policy)
+        return pb.SetPolicyResponse(cancelled_uids=self._registry.policies.announce(caller().name, update, url))
+
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
         """Return the tools of an agent."""
         agent = self._registry.agent(request.agent)

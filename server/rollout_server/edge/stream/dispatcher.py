@@ -22,7 +22,8 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, Caller, StartRequest
 
 _log = logging.getLogger(__name__)
-NUMBERED = ("start", "answer", "reject", "cancel")
+NUMBERED = ("start", "answer", "reject", "cancel", "policy")
+REFUSABLE = ("start", "cancel", "policy")
 MOST_CREDIT = 1_000_000
 
 
@@ -70,8 +71,8 @@ class Dispatcher:
                 turn_key, response = wire.completion_response(item)
                 if not stream.respond(turn_key, response):
                     self._ignored()
-            case "cancel":
-                self._cancel(stream, item.cancel, caller)
+            case "cancel" | "policy":
+                self._apply(stream, item, caller)
             case "acknowledge":
                 self.acknowledge(stream, item.acknowledge.sequence, caller)
             case "credit":
@@ -104,23 +105,29 @@ class Dispatcher:
         if sequence != stream.seen + 1:
             text = f"is {sequence}, expected {stream.seen + 1}: items count up without gaps, over all connections of a stream"
             raise InvalidRequest(Violation("sequence", text))
-        if kind in ("start", "cancel") and stream.refusals >= stream.limits.unacknowledged:
+        if kind in REFUSABLE and stream.refusals >= stream.limits.unacknowledged:
             text = f"{stream.refusals} refusals are not sent yet: read and acknowledge the server's items"
             raise TooManyRefusals(text, retry_after=1.0)
         stream.seen = sequence
         stream.wake()
         return True
 
-    def _cancel(self, stream: TrainerStream, cancel: wire.Cancel, caller: Caller) -> None:
+    def _apply(self, stream: TrainerStream, item: wire.TrainerItem, caller: Caller) -> None:
         try:
-            if requests.is_empty(cancel.selection):
-                raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
-            if len(cancel.reason) > 1000:
-                raise InvalidRequest(Violation("reason", "must have at most 1000 characters"))
-            selection = requests.selection(cancel.selection, Caller(caller.name))
-            self.registry.cancel(selection, cancel.reason or "cancelled")
+            if item.HasField("policy"):
+                stream.announce(requests.policy_update(item.policy))
+            else:
+                self._cancel(item.cancel, caller)
         except RolloutError as error:
             stream.reply(RefusedItem(stream.seen, error))
+
+    def _cancel(self, cancel: wire.Cancel, caller: Caller) -> None:
+        if requests.is_empty(cancel.selection):
+            raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
+        if len(cancel.reason) > 1000:
+            raise InvalidRequest(Violation("reason", "must have at most 1000 characters"))
+        selection = requests.selection(cancel.selection, Caller(caller.name))
+        self.registry.cancel(selection, cancel.reason or "cancelled")
 
     async def _start_group(self, stream: TrainerStream, start: wire.Start, caller: Caller) -> None:
         """Start a group of rollouts.

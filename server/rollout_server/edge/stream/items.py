@@ -25,7 +25,7 @@ class StartedItem:
 
 @dataclass(frozen=True, slots=True)
 class RefusedItem:
-    """A start or cancel was refused."""
+    """A start, cancel or policy was refused."""
 
     start_sequence: int
     error: RolloutError
@@ -50,7 +50,7 @@ class CompletionItem:
         here = self.stream_rollout.stream is self.stream and self.completion.sent == sequence
         request = self.completion.request if here and not self.completion.response.done() else None
         if request is not None:
-            self.completion.call.set_time_left(request)
+            self.completion.call.update(request)
         return wire.completion_item(sequence, request)
 
 

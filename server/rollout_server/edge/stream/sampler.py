@@ -52,6 +52,7 @@ class StreamCompletionClient:
         """See `edge.trainer.grpc_client.TrainerClient`."""
         while True:
             call.attempts += 1
+            await call.wait_while_paused()
             response = await self._request_completion(request, call)
             if not isinstance(response, Rejection):
                 return response

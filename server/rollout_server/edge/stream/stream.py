@@ -24,6 +24,7 @@ from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.edge.trainer.grpc_client import Rejection
 from rollout_server.edge.wire import train as wire
 from rollout_server.edge.wire.completion import Response
+from rollout_server.runtime.policy import AnnouncedPolicy, PolicyUpdate
 from rollout_server.runtime.rollout import Rollout
 
 CLOSED = Cancellation("the trainer closed its stream")
@@ -63,6 +64,7 @@ class TrainerStream:
         closed: the trainer has closed the stream and acknowledges nothing any more.
         starting: a group of rollouts is being started.
         refusals: refusals that are not sent yet.
+        policy: what the trainer announced for the rollouts of the stream.
         leaving: the error that ends the stream once everything is delivered; None: the stream continues.
     """
 
@@ -77,6 +79,7 @@ class TrainerStream:
         self.closed = False
         self.starting = False
         self.refusals = 0
+        self.policy = AnnouncedPolicy()
         self.leaving: RolloutError | None = None
         self.rollouts: dict[str, StreamRollout] = {}
         self._sent = self._last_completion = 0
@@ -94,7 +97,7 @@ class TrainerStream:
 
     @property
     def replies(self) -> int:
-        """Number of replies to starts and cancels that are not sent yet."""
+        """Number of replies to starts and of refusals that are not sent yet."""
         return len(self._replies)
 
     @property
@@ -169,8 +172,16 @@ class TrainerStream:
     def add(self, stream_rollout: StreamRollout) -> None:
         """Add a rollout. It is announced to the trainer by a later reply."""
         self.rollouts[stream_rollout.rollout.uid] = stream_rollout
+        stream_rollout.rollout.announce(self.policy)
         if self.connected:
             stream_rollout.attach()
+
+    def announce(self, update: PolicyUpdate) -> None:
+        """Apply the trainer's announcement to the stream's rollouts, also to later ones. Raise `InvalidRequest`."""
+        self.policy = self.policy.updated(update)
+        for stream_rollout in self.rollouts.values():
+            stream_rollout.rollout.announce(self.policy)
+        self.wake()
 
     def leave(self, stream_rollout: StreamRollout) -> None:
         """Remove a rollout."""
@@ -182,7 +193,7 @@ class TrainerStream:
         self.wake()
 
     def reply(self, reply: StartedItem | RefusedItem) -> None:
-        """Queue the reply to a start or cancel."""
+        """Queue the reply to a start, or the refusal of another item."""
         self._replies.append(reply)
         self.refusals += isinstance(reply, RefusedItem)
         self.wake()
@@ -298,7 +309,7 @@ class TrainerStream:
         return reply
 
     def _completion(self) -> Content | None:
-        found = self.completions.next() if not self.closed else None
+        found = self.completions.next() if not (self.closed or self.policy.paused) else None
         return CompletionItem(*found, self) if found is not None else None
 
     def _outcome(self) -> Content | None:
@@ -324,7 +335,8 @@ class TrainerStream:
         return None
 
     def _idle(self) -> wire.Item | None:
-        due = self.idle.is_due((self._sent, self.seen), self._is_idle, at_once=not self.completions.has_credit)
+        at_once = self.policy.paused or not self.completions.has_credit
+        due = self.idle.is_due((self._sent, self.seen), self._is_idle, at_once=at_once)
         return wire.idle_item(self._last_completion) if due else None
 
     def _is_idle(self) -> bool:
@@ -334,7 +346,7 @@ class TrainerStream:
         """
         if self.closed or not len(self.completions) or len(self._kept) >= self.limits.unacknowledged:
             return False
-        if not self.completions.has_credit:
+        if self.policy.paused or not self.completions.has_credit:
             return True
         busy = self._busy  # looked at first: most often it is still busy
         if self.starting or (busy is not None and busy.stream is self and not busy.rollout.is_blocked):

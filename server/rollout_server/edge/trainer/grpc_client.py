@@ -32,6 +32,7 @@ from rollout_server.edge.wire.completion import (
 from rollout_server.edge.wire.spec import duration
 from rollout_server.edge.wire.status_details import ledger_mismatch, reason, retry_delay
 from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.policy import SamplingGate
 from rollout_server.runtime.ports import Credentials
 
 _SERVICE = "/osmosis.rollout.v1.CompletionService"
@@ -114,6 +115,7 @@ class TurnCall:
         refusals: attempts that the trainer deferred.
         refused_until: monotonic time until which deferred attempts are repeated, measured from the first one.
         warnings: (code, text) for the turn's record.
+        gate: where the call waits while sampling is paused.
     """
 
     turn: int
@@ -124,11 +126,19 @@ class TurnCall:
     refusals: int = 0
     refused_until: float | None = None
     warnings: list[tuple[str, str]] = field(default_factory=list)
+    gate: SamplingGate = field(default_factory=SamplingGate, repr=False)
 
-    def set_time_left(self, request: Request) -> None:
-        """Set the request's `time_left`. Call it for each sending, because retries and queues take time."""
+    async def wait_while_paused(self) -> None:
+        """Wait until requests may be sent. After a pause, deferred attempts have all of their time again."""
+        if await self.gate.wait():
+            self.refused_until = None
+
+    def update(self, request: Request) -> None:
+        """Set the request's `time_left` and `policy_step`. Call it for each sending: retries, queues and pauses take time."""
         if self.deadline is not None:
             request.time_left.CopyFrom(duration(max(0.0, self.deadline - time.monotonic())))
+        if self.gate.step is not None:
+            request.policy_step = self.gate.step
 
 
 class TrainerClient(Protocol):
@@ -225,13 +235,17 @@ def rejection_error(rejection: Rejection, call: TurnCall, advice: str = "") -> E
 
 async def _once(client: GrpcTrainerClient, request: Request, call: TurnCall) -> Response:
     """Make one attempt. Raises OSError if no connection was established, so that nothing was generated."""
-    left = client.timeout if call.deadline is None else min(client.timeout, call.deadline - time.monotonic())
     async with client.channels.use(client.url) as channel:
-        await client.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
+        while True:
+            await call.wait_while_paused()
+            left = client.timeout if call.deadline is None else min(client.timeout, call.deadline - time.monotonic())
+            await client.channels.connect(channel, min(_CONNECT_SECONDS, max(left, 0.001)))
+            if call.gate.is_open:  # no pause began while the connection was established
+                break
         # Raw bytes: with a deserializer, gRPC would parse even a huge response on the event loop.
         complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_COMPLETE)
         metadata = _metadata(call.credentials.completions)
-        call.set_time_left(request)
+        call.update(request)
         response: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
     return await parse_response(response)
 

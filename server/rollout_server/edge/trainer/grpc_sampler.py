@@ -97,7 +97,7 @@ class CompletionSampler:
             self._begins_earlier = False
         rendered = await self._render(request, messages) if in_token_mode(self._spec) else None
         delta = None if rendered is None else self._digest.predicted(request, rendered.predicted)
-        call = TurnCall(request.asked.turn, request.deadline, request.credentials)
+        call = TurnCall(request.asked.turn, request.deadline, request.credentials, gate=request.gate)
         started = time.monotonic()
         completion = await self._complete(request, messages, delta, call)
         elapsed = 1000 * (time.monotonic() - started)

@@ -114,7 +114,8 @@ class MaskedSampler:
         parameters = masked_parameters(request.sampling)
         body = self._writer.masked(request.messages[: request.asked.messages], parameters, mask_length)
         post = HttpRequest(self._url, body, turn_headers(request), is_known=request.last is not None)
-        return await fetch_once(self._trainers.client, CompletionFetch(post, request.asked.turn, request.deadline))
+        fetch = CompletionFetch(post, request.asked.turn, request.deadline, gate=request.gate)
+        return await fetch_once(self._trainers.client, fetch)
 
     async def _open(self) -> Renderer:
         if self._renderer is None:

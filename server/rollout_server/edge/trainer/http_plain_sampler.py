@@ -50,7 +50,7 @@ class PlainSampler:
         self._requested, turn = True, request.asked.turn
         body = self._body(request)
         post = HttpRequest(self._url, body, turn_headers(request), is_known=request.last is not None)
-        fetch = CompletionFetch(post, turn, request.deadline)
+        fetch = CompletionFetch(post, turn, request.deadline, gate=request.gate)
         started = time.monotonic()
         # If the trainer declares that it replays turn keys, a retry cannot generate a second completion (D8).
         warn = None if self._spec.completions.replays_turn_keys else request.note

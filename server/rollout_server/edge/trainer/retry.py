@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.http_client import (
@@ -18,6 +18,7 @@ from rollout_server.edge.trainer.http_client import (
     TargetForbidden,
 )
 from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.policy import SamplingGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class CompletionFetch:
         source: the class of its failures.
         unreachable: advice in the message if the target cannot be reached.
         again_on: further statuses that are retried like 5xx.
+        gate: where each request waits while sampling is paused.
     """
 
     request: HttpRequest
@@ -67,6 +69,7 @@ class CompletionFetch:
     source: FailureClass = FailureClass.TRAINER
     unreachable: str = "check that it is running, and that server_url names its host and port"
     again_on: tuple[int, ...] = ()
+    gate: SamplingGate = field(default_factory=SamplingGate, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ async def fetch_once(client: HttpClient, fetch: CompletionFetch) -> Fetched:
     attempts = refusals = 0
     while True:
         attempts += 1
+        await fetch.gate.wait()
         try:
             response = await client.post(fetch.request)
         except ConnectionRefused as error:
@@ -117,6 +121,8 @@ async def fetch_with_retries(
     deferred = None  # the fetch, with the deadline for retries after refusals; it starts at the first refusal
     while True:
         attempts += 1
+        if await fetch.gate.wait():
+            deferred = None  # after a pause, refused requests have all of their time again
         response = await _attempt(client, fetch, attempts)
         if isinstance(response, HttpResponse):
             if response.retry_after is not None and deferred is None:

@@ -12,10 +12,12 @@ from osmosis.rollout.v1 import group_pb2, outcome_pb2, rollout_service_pb2, spec
 
 from rollout_server.core.error import Forbidden, InvalidRequest, Violation
 from rollout_server.core.spec import Dialect, Target
+from rollout_server.edge.targets.host_port import LONGEST_URL
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_from_proto
 from rollout_server.edge.wire.spec import spec_from_proto
 from rollout_server.runtime.groups.state import GroupPlan
+from rollout_server.runtime.policy import PolicyUpdate
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
@@ -129,6 +131,20 @@ def _train_on_violations(train_on: spec_pb2.TrainOn) -> list[Violation]:
     if outcome_pb2.FAILURE_CLASS_UNSPECIFIED in classes:
         return [Violation(where, "must not contain UNSPECIFIED; name the failure classes whose samples train")]
     return []
+
+
+def policy_update(proto: spec_pb2.PolicyUpdate) -> PolicyUpdate:
+    """Return the core value of an announcement."""
+    return PolicyUpdate(proto.version, proto.step if proto.HasField("step") else None, proto.paused)
+
+
+def announced_url(request: rollout_service_pb2.SetPolicyRequest) -> str:
+    """Return the completion URL that an announcement is for, as specs have it; empty: all. Raises `InvalidRequest`."""
+    if not request.HasField("policy"):
+        raise InvalidRequest(Violation("policy", "is missing; it holds version, step and paused"))
+    if len(request.completions_url) > LONGEST_URL:
+        raise InvalidRequest(Violation("completions_url", f"must have at most {LONGEST_URL} characters"))
+    return request.completions_url.rstrip("/")
 
 
 def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection:

@@ -87,7 +87,7 @@ def started_item(sequence: int, rollout: Rollout, *, attached: bool) -> Item:
 
 
 def refused_item(sequence: int, start_sequence: int, error: RolloutError) -> Item:
-    """Return the item for a start or cancel that was refused."""
+    """Return the item for a start, cancel or policy that was refused."""
     code: int = code_of(error).value[0]
     text = error.message.encode("utf-8", "replace").decode("utf-8")
     return Item(sequence=sequence, refused=pb.TrainRefusal(start_sequence=start_sequence, code=code, message=text))

@@ -21,6 +21,7 @@ from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.outcome_outbox import Outbox
+from rollout_server.runtime.registry.policies import AnnouncedPolicies
 from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, Selection, check_alike
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive, seconds_to_end
@@ -62,6 +63,7 @@ class RolloutRegistry:
         self.bounds = bounds
         self.finished = 0
         self.draining = False
+        self.policies = AnnouncedPolicies()
         self._open_sampler = open_sampler
         self._new_uid = new_uid
         self._clock = dependencies.clock
@@ -259,6 +261,7 @@ class RolloutRegistry:
     def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
         number = self._index.add(rollout, admitted)
+        self.policies.add(rollout)
         rollout.ending.requested.add_done_callback(lambda _: self._end_queued(rollout))
         self._queue.put(rollout, number)
         self._fill()
@@ -298,6 +301,8 @@ class RolloutRegistry:
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """See `RolloutOwner`."""
         self._queue.measure(rollout)
+        if rollout.outcome is not None:
+            self.policies.remove(rollout)
         if rollout.outcome is not None and rollout.spec.outcome is not None:
             # Send it now and not when the driver returns: an agent that ignores its cancellation must not delay the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)

@@ -26,6 +26,7 @@ from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import AgentMistake, PromptRefused, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
+from rollout_server.runtime.policy import SamplingGate
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
 from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.read_only import read_only
@@ -188,6 +189,11 @@ class Run:
         defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
         effective = turn_sampling(defaults, sampling, target.dialect) if sampling else defaults
         await self._context.check(conversation)
+        gate = self._rollout.gate if model is None else SamplingGate()
+        if not gate.is_open:
+            with self._context.waiting():
+                await gate.wait()
+            await self._context.check(conversation)
         if model is not None:
             model.check_limits()
         asked = self._machine.request_completion(conversation, None if effective == spec.sampling else effective)
@@ -197,7 +203,15 @@ class Run:
         # Read these before `record(asked)`, which updates `turn_messages` for the new turn.
         last = conversation.last_completion, conversation.turn_messages, conversation.line
         request = CompletionRequest(
-            asked, conversation.messages, *last, rollout.deadline, rollout.credentials, note, effective, fits_context
+            asked,
+            conversation.messages,
+            *last,
+            rollout.deadline,
+            rollout.credentials,
+            note,
+            effective,
+            fits_context,
+            gate,
         )
         self._context.record(asked)
         try:
