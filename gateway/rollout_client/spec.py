@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Final, Literal, TypeAlias, TypedDict
+from typing import Any, Final, Literal, TypeAlias, TypedDict, cast
 
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
@@ -193,8 +193,9 @@ def rollout_spec(fields: Mapping[str, object]) -> spec_pb2.RolloutSpec:
         raise TypeError("max_lag and on_stale go together; give both, such as max_lag=2 and on_stale='cancel'")
     fill(spec, {name: value for name, value in fields.items() if name not in ("max_lag", "on_stale")})
     if max_lag is not None:
+        number = enum_number(spec_pb2.StaleAction.DESCRIPTOR, action, "on_stale")
+        spec.staleness.action = cast(spec_pb2.StaleAction.ValueType, number)
         fill(spec.staleness, {"max_lag": max_lag})
-        spec.staleness.action = enum_number(spec_pb2.StaleAction.DESCRIPTOR, action, "on_stale")
     return spec
 
 

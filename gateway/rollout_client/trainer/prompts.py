@@ -209,11 +209,13 @@ def _check_tokens(tokens: pb.NewTokens) -> None:
             raise media_refused(f"{where} is not an image with its bytes; send images inline")
 
 
-def _check_spans(spans: Sequence[token_pb2.Span], field: str, authors: Sequence[int]) -> None:
+def _check_spans(spans: Sequence[token_pb2.Span], field: str, authors: Sequence[token_pb2.Author.ValueType]) -> None:
     for index, span in enumerate(spans):
         where = f"{field}[{index}]"
         if span.author not in authors:
-            raise invalid_field(f"{where}.author", f"must be {' or '.join(map(token_pb2.Author.Name, authors))}")
+            raise invalid_field(
+                f"{where}.author", f"must be {' or '.join(token_pb2.Author.Name(each) for each in authors)}"
+            )
         if span.token_ids and max(span.token_ids) >= MODEL_BIT:
             raise invalid_field(f"{where}.token_ids", "each id must be below 2^31")
         if span.HasField("logprobs") and len(span.logprobs.values) != len(span.token_ids):
