@@ -140,6 +140,7 @@ _SPAN: Final[Mapping[str, _Reader]] = MappingProxyType(
         **dict.fromkeys(("author", "policy_version"), _text),
         **dict.fromkeys(("turn", "start", "stop"), _count),
         "reason": _or_none(_text),
+        "policy_step": _or_none(_count),
     }
 )
 _TURN_REWARD: Final[Mapping[str, _Reader]] = MappingProxyType({"turn": _count, "value": _number})
@@ -154,7 +155,7 @@ _SAMPLE: Final[Mapping[str, _Reader]] = MappingProxyType(
         **dict.fromkeys(("completion_ms", "tool_ms"), _number),
         "logprobs": _or_none(_numbers),
         "spans": _or_none(_spans),
-        "parent_tokens": _count,
+        **dict.fromkeys(("parent_tokens", "part"), _count),
         "verified": _or_none(_flag),
         **dict.fromkeys(("truncated", "trainable"), _flag),
         "reward": _or_none(_number),

@@ -60,7 +60,8 @@ def _schema(arrow: Any) -> Any:
     """Return the schema. Token ids are below 2^31, so int32 holds them."""
     text, integer, number = arrow.string(), arrow.int64(), arrow.float64()
     positions = {"turn": integer, "start": integer, "stop": integer}
-    span = arrow.struct({"author": text, "reason": text, **positions, "policy_version": text})
+    policy = {"policy_version": text, "policy_step": integer}
+    span = arrow.struct({"author": text, "reason": text, **positions, **policy})
     texts = dict.fromkeys(("field", "expected", "found", "api", "client_agent"), text)
     parting = arrow.struct({"message": integer, **texts})
     columns = {
@@ -91,6 +92,7 @@ def _schema(arrow: Any) -> Any:
         "turn_rewards": arrow.list_(arrow.struct([("turn", integer), ("value", number)])),
         "model": text,
         "parting": parting,
+        "part": integer,
     }
     return arrow.schema(columns)
 

@@ -27,8 +27,8 @@ class VerlOutput(TypedDict):
         reward_score: reward of the sample; verl puts it on the last token. None: verl computes its own.
         num_turns: number of chat turns as verl counts them: prompt, completions, and environment messages in between.
         metrics: times of the rollout in seconds.
-        extra_fields: "turn_scores" is verl's own column, here with `turn_scores` of the sample. All other fields of the sample are
-            under the key "rollout_sample".
+        extra_fields: "turn_scores", "min_global_steps" and "max_global_steps" are verl's own columns, here with `turn_scores` and
+            `policy_steps` of the sample; None: no step is known. All other fields of the sample are under the key "rollout_sample".
     """
 
     prompt_ids: list[int]
@@ -54,6 +54,7 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
     # One key for all other fields: verl turns each key into a batch column and replaces its own column of the same name. A key
     # "uid" would replace verl's, which identifies the GRPO group.
     apart = ("prompt_ids", "response_ids", "response_mask", "logprobs", "reward", "completion_ms", "tool_ms")
+    lowest, highest = sample.policy_steps or (None, None)
     return VerlOutput(
         prompt_ids=list(sample.prompt_ids),
         response_ids=list(sample.response_ids),
@@ -64,6 +65,8 @@ def to_verl(sample: TrainingSample) -> VerlOutput:
         metrics=VerlMetrics(generate_sequences=sample.completion_ms / 1000, tool_calls=sample.tool_ms / 1000),
         extra_fields={
             "turn_scores": sample.turn_scores,
+            "min_global_steps": lowest,
+            "max_global_steps": highest,
             "rollout_sample": {key: value for key, value in to_dict(sample).items() if key not in apart},
         },
     )

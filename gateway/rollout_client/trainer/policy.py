@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -102,5 +101,5 @@ class AnnouncedPolicy:
 def _check_version(version: str) -> None:
     if not isinstance(version, str):
         raise TypeError(f"version must be a str, not {type(version).__name__}")
-    if len(version) > _LONGEST_VERSION or any(unicodedata.category(each) in ("Cc", "Cs") for each in version):
-        raise ValueError(f"version must have at most {_LONGEST_VERSION} characters and no control characters")
+    if len(version) > _LONGEST_VERSION or not version.isprintable():
+        raise ValueError(f"version must have at most {_LONGEST_VERSION} characters, all of them printable")
