@@ -44,6 +44,13 @@ class Books:
         self.tool_turns = 0
         self.rewards: dict[int, float] = {}
         self.homes: dict[int, str] = {}
+        self.newest_step: int | None = None
+
+    def oldest_step(self) -> int | None:
+        """The lowest step of a trained token of the rollout's own model."""
+        segments = [each for each in self.ledger.segments if each.role.trainable and not each.role.model]
+        tokens = [token for each in segments for token in each.trajectory() if token.trains]
+        return min((token.policy[1] for token in tokens if token.policy[1] is not None), default=None)
 
     def count(self, **amounts: float) -> None:
         more = {name: getattr(self.metrics, name) + n for name, n in amounts.items()}
@@ -78,6 +85,9 @@ class Books:
 
     def answered(self, talk: Talk, record: Answered) -> tuple[str, int, int, int] | None:
         drift = None
+        if not talk.line.role.model:
+            steps = [self.newest_step, record.policy_step, *(run.step for run in record.policy_runs)]
+            self.newest_step = max((step for step in steps if step is not None), default=None)
         prompt, generated = record.usage or (0, 0)
         if record.token_ids is not None:
             generated = len(record.token_ids)
@@ -109,7 +119,7 @@ class Books:
             record.logprobs,
             record.predicted,
             record.reported,
-            record.policy_version,
+            record.policy_runs,
         )
         drift = talk.line.commit(turn)
         self.homes[record.turn] = talk.line.id

@@ -22,6 +22,7 @@ from rollout_server.core.outcome import (
     training_verdict,
 )
 from rollout_server.core.record import Ended
+from rollout_server.core.segment import SamplePart
 from rollout_server.core.spec import ENGINES, Dialect, Target
 
 from tests.support.machine_records import fresh, takes_turn
@@ -99,10 +100,11 @@ def test_a_sample_trains_if_the_request_or_the_default_says_so(of: FailureClass,
     machine.accept(Ended(ENDS[of]))
     assert machine.outcome is not None
     [segment] = machine.outcome.segments
-    trains, reason = training_verdict(machine.outcome, segment, None if wanted is None else {wanted})
+    whole = SamplePart.whole(segment)
+    trains, reason = training_verdict(machine.outcome, whole, None if wanted is None else {wanted})
     assert trains is (of in TRAIN_BY_DEFAULT if wanted is None else of is wanted)
     assert reason == ("" if trains else "cancelled" if of is FailureClass.CANCELLED else f"failure_{of.value}")
-    assert training_verdict(machine.outcome, segment, frozenset())[0] is False
+    assert training_verdict(machine.outcome, whole, frozenset())[0] is False
 
 
 @pytest.mark.parametrize("train_on", [None, frozenset(), frozenset(FailureClass)])
@@ -111,7 +113,7 @@ def test_samples_of_a_completed_rollout_always_train(train_on: frozenset[Failure
     takes_turn(machine, 5)
     machine.accept(Ended(Stop("max_tokens", truncated=True)))
     assert machine.outcome is not None
-    assert training_verdict(machine.outcome, machine.outcome.segments[0], train_on) == (True, "")
+    assert training_verdict(machine.outcome, SamplePart.whole(machine.outcome.segments[0]), train_on) == (True, "")
 
 
 def _failures() -> Iterator[tuple[str, str, bool]]:

@@ -13,7 +13,7 @@ from rollout_server.core.fingerprint import VERSION, fingerprint
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import FailureClass
-from rollout_server.core.spec import Dialect, DriftPolicy, Sampling, Spec, Target, TokenizerName
+from rollout_server.core.spec import Dialect, DriftPolicy, Sampling, Spec, StaleAction, Staleness, Target, TokenizerName
 
 USER = Message.parse('{"role": "user", "content": "5 + 3?"}')
 SYSTEM = Message.parse('{"role": "system", "content": "Be brief."}')
@@ -95,6 +95,13 @@ OTHERS: dict[str, list[object]] = {
         {"user": Target("http://j", Dialect.OPENAI, model="m")},
         {"judge": Target("http://j", Dialect.VLLM, model="m")},
         {"judge": Target("http://j", Dialect.OPENAI, model="n")},
+    ],
+    "staleness": [
+        Staleness(0),
+        Staleness(1),
+        Staleness(1, StaleAction.CANCEL),
+        Staleness(1, StaleAction.MASK),
+        Staleness(1, StaleAction.SPLIT),
     ],
     "labels": [{}, {"team": "x"}, {"team": "y", "run": "x"}, {"team": "x", "run": "y", "z": ""}],
 }

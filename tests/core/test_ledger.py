@@ -23,7 +23,7 @@ from rollout_server.core.ledger import (
     pack_logprobs,
     pack_tokens,
 )
-from rollout_server.core.segment import Sample, first_difference
+from rollout_server.core.segment import PolicyRun, Sample, first_difference
 
 from tests.support.machine_records import begun, ids, predicts, runs, shown_ledger, spans_of
 from tests.support.naive_ledger import common
@@ -117,10 +117,10 @@ class TestOneSegment:
 
     def test_a_span_knows_the_policy_that_wrote_it(self) -> None:
         ledger = Ledger()
-        ledger.main.commit(Turn(1, ids(10), pack_logprobs([-1]), predicts(1), None, "step-7"))
+        ledger.main.commit(Turn(1, ids(10), pack_logprobs([-1]), predicts(1), None, (PolicyRun(1, "step-7", 7),)))
         assert ledger.segments[0].spans == (
             Span(Author.OTHER, MaskReason.PROMPT, 1, 0, 1, "", False),
-            Span(Author.MODEL, None, 1, 1, 2, "step-7", True),
+            Span(Author.MODEL, None, 1, 1, 2, "step-7", True, policy_step=7),
         )
 
     @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_words_that_leave_the_process_stay() -> None:
     words = {kind: [member.value for member in kind] for kind in (Author, MaskReason, SegmentKind, DriftKind)}
     assert words == {
         Author: ["model", "other"],
-        MaskReason: ["prompt", "environment", "closing", "author"],
+        MaskReason: ["prompt", "environment", "closing", "author", "stale"],
         SegmentKind: ["main", "drift", "compaction", "subagent", "branch", "gap"],
         DriftKind: ["history_rewritten", "retokenised", "environment", "truncated", "prompt"],
     }

@@ -110,6 +110,8 @@ class RandomRollouts(RuleBasedStateMachine):
         assert self.machine.turn == books.turn
         assert list(self.machine.messages) == books.main.messages
         assert self.machine.metrics == books.metrics
+        steps = self.machine.oldest_policy_step, self.machine.newest_policy_step
+        assert steps == (books.oldest_step(), books.newest_step)
         assert_laws(self.machine.ledger, books.ledger)
         for talk in books.talks:
             real = self._real(talk)
@@ -178,7 +180,9 @@ class RandomRollouts(RuleBasedStateMachine):
             attempts=data.draw(st.integers(1, 3)),
             elapsed_ms=data.draw(times),
             usage=data.draw(usages),
-            policy_version=turn.policy_version,
+            policy_version=turn.runs[-1].version if turn.runs else "p1",
+            policy_step=turn.runs[-1].step if turn.runs else 7,
+            runs=turn.runs if ids else (),
             notes=data.draw(st.sampled_from(((), (("resampled", "twice"),)))),
         )
         held, before, asked_in = line.ids(), len(segments), line.id

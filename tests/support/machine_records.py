@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 from hypothesis import strategies as st
 from rollout_server.core.ledger import (
     MAX_TOKEN_ID,
     Ledger,
+    PolicyRun,
     Prediction,
     Segment,
     Tokens,
@@ -121,7 +123,8 @@ def shown(machine: Machine) -> tuple[object, ...]:
 def shown_outcome(outcome: Outcome) -> tuple[object, ...]:
     segments = tuple(shown_segment(s) for s in outcome.segments)
     rewards = (outcome.reward_result, outcome.turn_rewards, outcome.reward_rule)
-    return (outcome.end, outcome.messages, outcome.metrics, outcome.warnings, *rewards, segments, outcome.capture)
+    shown = (outcome.end, outcome.messages, outcome.metrics, outcome.warnings, *rewards, segments, outcome.capture)
+    return (*shown, outcome.policy_step)
 
 
 def assert_refused(machine: Machine, record: object) -> None:
@@ -147,8 +150,17 @@ def draw_turn(data: st.DataObject, number: int, held: list[int] | None) -> Turn:
         None if known is None else pack_logprobs(known),
         None if shape == "reported" else predicts(*environment, closing=closing),
         None if reported is None else pack_tokens(reported),
-        draw(st.sampled_from(("", "p1", "p2"))),
+        tuple(draw_policy_runs(data, len(answer))),
     )
+
+
+def draw_policy_runs(data: st.DataObject, tokens: int) -> list[PolicyRun]:
+    """The policies of a completion in order: nearly always one, otherwise up to three, each unlike the one before."""
+    policies = st.tuples(st.sampled_from(("", "p1", "p2")), st.none() | st.integers(0, 9))
+    cuts = sorted(data.draw(st.sampled_from(((), (), (tokens // 2,), (1, tokens - 1)))))
+    drawn = [data.draw(policies) for _ in range(len(cuts) + 1)]
+    owners = [drawn[sum(cut <= index for cut in cuts)] for index in range(tokens)]
+    return [PolicyRun(len(list(run)), *policy) for policy, run in groupby(owners)]
 
 
 def reports(held: list[int], added: list[int]) -> st.SearchStrategy[list[int]]:

@@ -33,7 +33,7 @@ class Token:
     id: int
     by: str
     turn: int
-    policy: str = ""
+    policy: tuple[str, int | None] = ("", None)
     logprob: float | None = None
     out: bool = False
     """An agent's author masked it out."""
@@ -134,7 +134,11 @@ class NaiveLine:
         segment.verified = segment.verified and reported is not None
         logprobs = [None] * len(turn.answer) if turn.logprobs is None else list(turn.logprobs)
         answer = zip(turn.answer, logprobs, strict=True)
-        segment.tokens += [Token(i, MODEL, turn.number, turn.policy_version, p) for i, p in answer]
+        policies = [(run.version, run.step) for run in turn.runs for _ in range(run.tokens)]
+        policies = policies or [("", None)] * len(turn.answer)
+        segment.tokens += [
+            Token(i, MODEL, turn.number, policy, p) for (i, p), policy in zip(answer, policies, strict=True)
+        ]
         self.ledger.sampled += [(turn.number, i) for i in turn.answer]
         return drift
 
@@ -246,7 +250,7 @@ def _assert_spans(real: Segment, plain: NaiveSegment) -> None:
     assert spans[0].reason is MaskReason.PROMPT
     assert all(s.stop > s.start for s in spans[1:])
     told = [
-        (MODEL if s.reason is None else s.reason.value, s.turn, s.policy_version, s.logprobs_known)
+        (MODEL if s.reason is None else s.reason.value, s.turn, (s.policy_version, s.policy_step), s.logprobs_known)
         for s in spans
         for _ in range(s.start, s.stop)
     ]
@@ -256,7 +260,7 @@ def _assert_spans(real: Segment, plain: NaiveSegment) -> None:
     assert authors == [t.by == MODEL for t in trajectory]
     runs = [key for key, _ in groupby(told)]
     assert len([s for s in spans if s.stop > s.start]) == len(runs), (
-        "consecutive tokens of one author in one turn form one span"
+        "consecutive tokens of one author and policy in one turn form one span"
     )
 
 

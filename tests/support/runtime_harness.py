@@ -211,7 +211,7 @@ def check_log(rollout: Rollout) -> Outcome:
     assert isinstance(records[0], Accepted)
     assert [record for record in records if isinstance(record, Ended)] == records[-1:]
     outcome, spec = rollout.outcome, rollout.spec
-    again = replay(Machine(rollout.uid, spec.messages, spec.limits), records).outcome
+    again = replay(Machine(rollout.uid, spec.messages, spec.limits, spec.staleness), records).outcome
     assert outcome is not None
     assert again is not None
     assert shown_outcome(again) == shown_outcome(outcome)

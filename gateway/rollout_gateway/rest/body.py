@@ -81,6 +81,13 @@ class Tokenizer(_Strict):
     template_kwargs: Object = Field(None, description="Arguments of the chat template.")
 
 
+class Staleness(_Strict):
+    """How old the tokens of the rollout may become, in policy steps."""
+
+    max_lag: int = Field(ge=0, le=MAX_EXACT, description="Largest lag behind the newest policy that is not stale.")
+    action: enums.StaleAction | None = Field(None, description="What to do with stale tokens; keep if absent.")
+
+
 class StartRollout(_Strict):
     """A rollout to start. Unknown keys are errors, except in messages, metadata, extra, template_kwargs and labels."""
 
@@ -121,6 +128,7 @@ class StartRollout(_Strict):
         None, max_length=8, description="Failure classes whose samples train; policy and deadline if absent."
     )
     models: dict[str, EndpointBody] | None = Field(None, max_length=16, description="Further models, such as a judge.")
+    staleness: Staleness | None = Field(None, description="How old its tokens may become; of any age if absent.")
 
 
 class StartGroup(StartRollout):

@@ -13,6 +13,7 @@ Dialect = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang
 TokenMode = Literal["messages", "tokens"]
 DriftPolicy = Literal["warn", "fail"]
 InterruptPolicy = Literal["resume", "fail"]
+StaleAction = Literal["cancel", "mask", "split", "keep"]
 FailureClass = Literal["policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"]
 State = Literal["queued", "running", "finished"]
 DeliveryState = Literal["pending", "acknowledged", "refused", "expired"]

@@ -29,9 +29,11 @@ def _canonical_spec(spec: Spec) -> JSON:
     indexed: dict[str, JSON] = {} if spec.group_index is None else {"group_index": spec.group_index}
     trained = {} if spec.train_on is None else {"train_on": sorted(each.value for each in spec.train_on)}
     models = {name: _target(target) for name, target in spec.models.items()}
+    aged = {} if spec.staleness is None else {"staleness": [spec.staleness.max_lag, spec.staleness.action.value]}
     return {
         **indexed,
         **trained,
+        **aged,
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
         "agent": spec.agent,

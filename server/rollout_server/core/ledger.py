@@ -47,6 +47,7 @@ from rollout_server.core.segment import (
     Origin,
     Parting,
     Plane,
+    PolicyRun,
     Role,
     Segment,
     SegmentKind,
@@ -71,6 +72,7 @@ __all__ = [
     "MaskReason",
     "Origin",
     "Parting",
+    "PolicyRun",
     "Prediction",
     "Role",
     "Segment",
@@ -143,7 +145,7 @@ class Turn:
         logprobs: one per id of `answer`, or None if the trainer sent none.
         predicted: what the server's rendering expects before the completion; None without a tokenizer.
         reported: the prompt as the trainer reports it, without its first `shared` tokens; None if it reports none.
-        policy_version: the policy that generated the completion, in the trainer's notation.
+        runs: the policies that sampled the completion, in order, with all its tokens; empty: one policy, which is unknown.
         planes: values that the trainer sent beside the generated tokens, such as expert routing.
         shared: number of tokens at the start of the reported prompt that are known to equal the ledger's first tokens.
     """
@@ -153,7 +155,7 @@ class Turn:
     logprobs: Logprobs | None = None
     predicted: Prediction | None = None
     reported: Tokens | None = None
-    policy_version: str = ""
+    runs: tuple[PolicyRun, ...] = ()
     planes: tuple[Plane, ...] = ()
     shared: int = 0
 
@@ -277,13 +279,14 @@ class ConversationLedger:
         """
         if turn.logprobs is not None and len(turn.logprobs) != len(turn.answer):
             raise ValueError("the numbers of logprobs and of tokens differ")
+        if turn.runs and sum(run.tokens for run in turn.runs) != len(turn.answer):
+            raise ValueError("the runs of the policies have other tokens than the completion")
         if not 0 <= turn.shared <= self.tokens:
             raise ValueError("the prompt shares more tokens than the ledger holds")
         segment, drift = self._add_prompt(turn)
         self.gap = False
         segment.verified = segment.verified and turn.reported is not None
-        written = Span(Author.MODEL, None, turn.number, 0, 0, turn.policy_version, planes=turn.planes)
-        segment.append_generated(turn.answer, turn.logprobs, written)
+        _append_completion(segment, turn)
         return drift
 
     def _add_prompt(self, turn: Turn) -> tuple[Segment, Drift | None]:
@@ -397,6 +400,18 @@ class Ledger:
     def add(self, segment: Segment) -> None:
         """Append a segment that was opened."""
         self._segments.append(segment)
+
+
+def _append_completion(segment: Segment, turn: Turn) -> None:
+    """Append the completion of a turn: a span for each policy that sampled some of it."""
+    start, tokens = 0, len(turn.answer)
+    for run in turn.runs or (PolicyRun(tokens),):
+        stop = start + run.tokens
+        planes = tuple(plane.part(start, stop, tokens) for plane in turn.planes)
+        span = Span(Author.MODEL, None, turn.number, 0, 0, run.version, planes=planes, policy_step=run.step)
+        values = turn.logprobs[start:stop] if turn.logprobs is not None else None
+        segment.append_generated(turn.answer[start:stop], values, span)
+        start = stop
 
 
 def _extend(segment: Segment, turn: Turn, environment: Tokens) -> Drift | None:

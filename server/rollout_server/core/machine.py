@@ -23,12 +23,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout_server.core.capture.report import CaptureReport
-from rollout_server.core.conversation import Conversation, State
-from rollout_server.core.fork import fork_fits, fork_record, open_conversation, replaces
+from rollout_server.core.conversation import (
+    Conversation,
+    State,
+    fork_fits,
+    fork_record,
+    open_conversation,
+    replaces,
+)
 from rollout_server.core.ledger import AGENT, Ledger, Origin, Parting, Role, SegmentKind, Turn
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import Failure, Metrics, Outcome, RewardResult, Stop, TurnReward, Warned
+from rollout_server.core.outcome import Failure, Metrics, Outcome, Stop, TurnReward, Warned
 from rollout_server.core.record import (
     LARGEST_TURN_REWARD,
     MOST_REWARDS_OF_A_TURN,
@@ -55,7 +61,8 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
-from rollout_server.core.spec import Sampling
+from rollout_server.core.spec import Sampling, Staleness
+from rollout_server.core.staleness import PolicySteps, mask_stale, newest_step
 from rollout_server.core.usage import Usage
 
 
@@ -77,9 +84,12 @@ class Machine:
         uid: the server's id of the rollout; part of every turn key.
         messages: the conversation that the rollout starts with.
         limits: the limits in force, after `settle`.
+        staleness: how old its tokens may become; None: of any age.
     """
 
-    def __init__(self, uid: str, messages: Sequence[Message], limits: Limits) -> None:
+    def __init__(
+        self, uid: str, messages: Sequence[Message], limits: Limits, staleness: Staleness | None = None
+    ) -> None:
         self.uid = uid
         self.limits = limits
         self.ledger = Ledger()
@@ -91,6 +101,8 @@ class Machine:
         self._rewards: dict[int, list[float]] = {}
         self._usage = Usage(limits)
         self._usage.add_messages(messages)
+        self._staleness = staleness
+        self._steps = PolicySteps()
         self._warnings: list[Warned] = []
         self._capture: CaptureReport | None = None
         self._outcome: Outcome | None = None
@@ -110,6 +122,16 @@ class Machine:
     def metrics(self) -> Metrics:
         """Resource use so far."""
         return self._usage.metrics
+
+    @property
+    def oldest_policy_step(self) -> int | None:
+        """The lowest policy step of the tokens that train so far; None if it is unknown."""
+        return self._steps.oldest
+
+    @property
+    def newest_policy_step(self) -> int | None:
+        """The highest policy step that sampled a completion so far; None if it is unknown."""
+        return self._steps.newest
 
     @property
     def rewards(self) -> Mapping[int, Sequence[float]]:
@@ -258,11 +280,12 @@ class Machine:
         self._require(fits, record, conversation)
         follows = self._commit(conversation, record)
         self._usage.add_completion(record, conversation.line)
+        self._steps.add(record, conversation.role, held=record.turn in self._turn_segments)
         self._warnings.extend(Warned(code, text, record.turn) for code, text in record.notes)
         opened = [consequence.origin for consequence in follows if isinstance(consequence, SegmentOpened)]
         # A branch opens its first segment with its first turn. If it kept all tokens of the parent, its prompt extends them too.
         extends = all(o.kind is SegmentKind.BRANCH and o.parent_tokens == length for o in opened)
-        logged = _compact(record, length) if extends else record
+        logged = record.without_prefix(length) if extends else record
         conversation.complete_turn(logged)
         return follows, logged
 
@@ -274,7 +297,7 @@ class Machine:
         late = line.gap and line.segment is None  # earlier turns had no ids, and this one opens the first segment
         ledger_id, segments = line.id, len(self.ledger.segments)
         prompt = record.predicted, record.reported
-        turn = Turn(record.turn, ids, record.logprobs, *prompt, record.policy_version, record.planes, record.shared)
+        turn = Turn(record.turn, ids, record.logprobs, *prompt, record.policy_runs, record.planes, record.shared)
         try:
             drift = line.commit(turn)
         except ValueError as error:
@@ -367,6 +390,7 @@ class Machine:
         self._require(self.has_completed(record.turn), record)
         for segment in self.ledger.segments:
             segment.mask_turn(record.turn)
+        self._steps.mask(self.ledger.segments)
 
     def _apply_rewarded(self, record: Rewarded) -> None:
         given = self._rewards.get(record.turn, [])
@@ -386,12 +410,14 @@ class Machine:
                 self._warn_of_resampling(conversation)
             self._usage.add_calls(conversation.returned.values())
         self._usage.metrics = replace(self.metrics, total_ms=record.total_ms, queued_ms=record.queued_ms)
+        newest = newest_step(record.policy_step, self.newest_policy_step)
+        self._warnings += mask_stale(self.ledger.segments, self._staleness, newest)
         self._outcome = Outcome(
             end=replace(record.end, turn=self.turn) if isinstance(record.end, Failure) else record.end,
             messages=tuple(self.main.messages),
             segments=self.ledger.segments,
             metrics=self.metrics,
-            reward_result=_reward_of(record),
+            reward_result=record.final_reward,
             warnings=(*self._warnings, *record.warnings),
             turn_rewards=tuple(
                 TurnReward(turn, math.fsum(values), self._turn_segments.get(turn, ""))
@@ -399,6 +425,7 @@ class Machine:
             ),
             reward_rule=record.reward_rule,
             capture=self._capture,
+            policy_step=newest,
         )
 
     def _warn_of_resampling(self, conversation: Conversation) -> None:
@@ -414,20 +441,6 @@ class Machine:
         if not fits:
             conversation = conversation or self.main
             raise IllegalRecord(f"{record!r} in state {conversation.state.value}, turn {conversation.turn}")
-
-
-def _reward_of(ended: Ended) -> RewardResult:
-    """Return the result of the reward. Only a rollout that completed has a reward and scores: a failure is not a low reward."""
-    if isinstance(ended.end, Stop):
-        return ended.reward_result
-    return RewardResult(extra_json=ended.reward_result.extra_json)
-
-
-def _compact(record: Answered, length: int) -> Answered:
-    """Return the completion as it is logged: without the first `length` prompt tokens, which the segment contains."""
-    if record.token_ids is None or record.reported is None or record.shared:
-        return record
-    return replace(record, reported=record.reported[length:], shared=length)
 
 
 def replay(machine: Machine, records: Iterable[Record]) -> Machine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Final, TypeAlias
 from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.ledger import Segment
 from rollout_server.core.message import Message
+from rollout_server.core.segment import Author, SamplePart
 
 
 class Category(Enum):
@@ -202,7 +204,8 @@ class TurnReward:
 class Outcome:
     """The single terminal value of a rollout, always with the messages, ledger and metrics so far.
 
-    `capture` says what the calls of an agent that owns its loop were; None for any other agent.
+    `capture` says what the calls of an agent that owns its loop were; None for any other agent. `policy_step` is the newest step
+    that was announced for the rollout or that sampled one of its tokens; None if none is known.
     """
 
     end: End
@@ -214,18 +217,19 @@ class Outcome:
     turn_rewards: tuple[TurnReward, ...] = ()
     reward_rule: RewardRule = RewardRule.COPY
     capture: CaptureReport | None = None
+    policy_step: int | None = None
 
 
-def training_verdict(outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None) -> tuple[bool, str]:
-    """Return whether the sample of a segment trains, and why not: a stable word, empty if it trains.
+def training_verdict(outcome: Outcome, part: SamplePart, train_on: Collection[FailureClass] | None) -> tuple[bool, str]:
+    """Return whether a sample trains, and why not: a stable word, empty if it trains.
 
     Args:
         outcome: the rollout's outcome.
-        segment: one of its segments.
+        part: the sample's part of a segment.
         train_on: the classes whose samples train, by the request; None: `TRAIN_BY_DEFAULT`.
     """
     reason = "" if may_train(outcome.end, train_on) else _end_reason(outcome.end)
-    reason = reason or _untrainable_reason(segment)
+    reason = reason or _untrainable_reason(part)
     return not reason, reason
 
 
@@ -245,31 +249,54 @@ def _end_reason(end: End) -> str:
     return f"failure_{end.failure_class.value}" if isinstance(end, Failure) else "cancelled"
 
 
-def _untrainable_reason(segment: Segment) -> str:
-    if not segment.role.trainable:
+def _untrainable_reason(part: SamplePart) -> str:
+    if not part.segment.role.trainable:
         return "role_not_trainable"
-    return "" if any(span.trains for span in segment.spans) else "no_trained_tokens"
+    if not any(span.trains for span in part.response):
+        return "no_trained_tokens"
+    return "stale" if part.stale else ""
 
 
 def segment_rewards(outcome: Outcome) -> Mapping[str, float]:
-    """Return the reward of each segment by its id, according to the rule. A segment without a reward is missing.
+    """Return the reward of each segment by its id, as if each were one sample. A segment without a reward is missing."""
+    rewards = sample_rewards(outcome, [SamplePart.whole(each) for each in outcome.segments])
+    return {part.segment.id: reward for part, reward in rewards.items()}
 
-    Only a segment that trains has a reward, and none has one in a rollout that was not judged because it failed or was cancelled.
+
+def sample_rewards(outcome: Outcome, parts: Sequence[SamplePart]) -> Mapping[SamplePart, float]:
+    """Return the rewards of a rollout's samples according to the rule. A sample without a reward is missing.
+
+    Only a sample that trains has a reward, and none has one in a rollout that was not judged because it failed or was cancelled.
     """
     if not isinstance(outcome.end, Stop):
         return {}
-    result, trained = outcome.reward_result, [each for each in outcome.segments if not _untrainable_reason(each)]
+    result, trained = outcome.reward_result, [each for each in parts if not _untrainable_reason(each)]
     if outcome.reward_rule is RewardRule.OWN:
-        given = {each.id: _own_rewards(outcome, each) for each in trained}
-        return {segment_id: math.fsum(values) for segment_id, values in given.items() if values}
+        given = _own_rewards(outcome, parts)
+        return {part: math.fsum(given[part]) for part in trained if given[part]}
     if result.reward is None:
         return {}
-    parts = len(trained) if outcome.reward_rule is RewardRule.SPLIT else 1
-    return {each.id: result.reward / parts for each in trained}
+    shares = len(trained) if outcome.reward_rule is RewardRule.SPLIT else 1
+    return dict.fromkeys(trained, result.reward / shares)
 
 
-def _own_rewards(outcome: Outcome, segment: Segment) -> list[float]:
-    """Return what was given to the turns of a segment and to its role."""
-    values = [each.value for each in outcome.turn_rewards if each.segment_id == segment.id]
-    role = (outcome.reward_result.roles or {}).get(segment.role.name)
-    return values if role is None else [*values, role]
+def _own_rewards(outcome: Outcome, parts: Sequence[SamplePart]) -> Mapping[SamplePart, list[float]]:
+    """Return what was given to the turns of each part and to its role.
+
+    The reward of a turn in several parts is that of the last one that is not stale; without tokens, of the last in its segment.
+    """
+    holders: dict[tuple[str, int], SamplePart] = {}
+    for part in parts:
+        turns = {span.turn for span in part.response if span.author is Author.MODEL} | {0}
+        for key in ((part.segment.id, turn) for turn in turns):
+            if not part.stale or key not in holders:
+                holders[key] = part
+    given, roles = defaultdict[SamplePart, list[float]](list), outcome.reward_result.roles or {}
+    for each in outcome.turn_rewards:
+        holder = holders.get((each.segment_id, each.turn)) or holders.get((each.segment_id, 0))
+        if holder is not None:
+            given[holder].append(each.value)
+    for part in parts:
+        if part.segment.role.name in roles:
+            given[part].append(roles[part.segment.role.name])
+    return given

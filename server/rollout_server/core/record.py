@@ -6,13 +6,13 @@ intents: they wait for their result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from rollout_server.core.capture.report import CaptureReport
-from rollout_server.core.ledger import AGENT, Drift, Logprobs, Origin, Prediction, Role, Tokens
+from rollout_server.core.ledger import AGENT, Drift, Logprobs, Origin, PolicyRun, Prediction, Role, Tokens
 from rollout_server.core.message import Message, ToolCall
-from rollout_server.core.outcome import End, RewardResult, RewardRule, Warned
+from rollout_server.core.outcome import End, RewardResult, RewardRule, Stop, Warned
 from rollout_server.core.segment import Plane
 from rollout_server.core.spec import Sampling
 
@@ -71,13 +71,16 @@ class Answered:
         attempts: number of requests that were sent.
         elapsed_ms: milliseconds from the first request to the completion.
         usage: numbers of prompt and completion tokens by the trainer's count, used where it sends no ids.
-        policy_version: the policy that generated the completion, in the trainer's notation.
+        policy_version: the policy that generated the completion, in the trainer's notation; of several, the last one.
         notes: warnings about the completion, as (code, text).
         tool_calls: number of tool calls in the completion.
         around: text around the first token that differs from the prediction: expected, then reported. Both are empty without a
             difference, or if it cannot be located.
         planes: per-token values beside `token_ids`.
         extra_json: further fields of the trainer, as one JSON object; empty for none.
+        policy_step: the step of `policy_version`; None if unknown.
+        runs: the policies that generated the completion, in order, if it was aborted and resumed by others; together they have all
+            tokens. Empty: all of it is of `policy_version`.
     """
 
     turn: int
@@ -98,6 +101,21 @@ class Answered:
     around: tuple[str, str] = ("", "")
     planes: tuple[Plane, ...] = ()
     extra_json: str = ""
+    policy_step: int | None = None
+    runs: tuple[PolicyRun, ...] = ()
+
+    @property
+    def policy_runs(self) -> tuple[PolicyRun, ...]:
+        """The policies that generated `token_ids`, in order; none without ids."""
+        if not self.token_ids:
+            return ()
+        return self.runs or (PolicyRun(len(self.token_ids), self.policy_version, self.policy_step),)
+
+    def without_prefix(self, length: int) -> Answered:
+        """Return the completion as it is logged: without the first `length` prompt tokens, which the segment contains."""
+        if self.token_ids is None or self.reported is None or self.shared:
+            return self
+        return replace(self, reported=self.reported[length:], shared=length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +295,7 @@ class Ended:
     """The rollout ended. Always the last record. Times are in milliseconds.
 
     `warnings` are about what happened after the end was decided, such as a failed cleanup. `reward_rule` is the agent's.
+    `policy_step` is the newest that was announced for the rollout; None if none was.
     """
 
     end: End
@@ -285,6 +304,14 @@ class Ended:
     queued_ms: float = 0.0
     warnings: tuple[Warned, ...] = ()
     reward_rule: RewardRule = RewardRule.COPY
+    policy_step: int | None = None
+
+    @property
+    def final_reward(self) -> RewardResult:
+        """The result of the reward. Only a rollout that completed has a reward and scores: a failure is not a low reward."""
+        if isinstance(self.end, Stop):
+            return self.reward_result
+        return RewardResult(extra_json=self.reward_result.extra_json)
 
 
 Deed: TypeAlias = "Forked | GivenUp | Observed | ModelCalled | Masked | Rewarded | CaptureSettled"

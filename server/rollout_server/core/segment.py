@@ -1,4 +1,4 @@
-"""A segment of the ledger: a stretch of a conversation that only grows, and one training sample."""
+"""A segment of the ledger: a stretch of a conversation that only grows, and its training samples, nearly always one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ Logprobs: TypeAlias = "array[float]"
 """Natural logarithms of probabilities, in an array of 32-bit floats."""
 
 MAX_TOKEN_ID = 2**31 - 1
+MAX_STEP = 2**63 - 1
+"""The largest policy step."""
 
 _Sequence = TypeVar("_Sequence", "array[int]", str)
 
@@ -44,13 +46,15 @@ class MaskReason(Enum):
     """Why a span is masked.
 
     PROMPT: before the first completion. ENVIRONMENT: between two completions. CLOSING: a stop token that the model did not
-    generate and the server added. AUTHOR: generated, but masked out by the agent's author.
+    generate and the server added. AUTHOR: generated, but masked out by the agent's author. STALE: generated, but by a policy that
+    was too old when the rollout ended.
     """
 
     PROMPT = "prompt"
     ENVIRONMENT = "environment"
     CLOSING = "closing"
     AUTHOR = "author"
+    STALE = "stale"
 
 
 class SegmentKind(Enum):
@@ -133,6 +137,26 @@ class Plane:
     dtype: str
     values: bytes = field(repr=False)
 
+    def part(self, start: int, stop: int, tokens: int) -> Plane:
+        """Return the values of the tokens from `start` to before `stop`, of a plane of `tokens` tokens."""
+        size = len(self.values) // tokens
+        return replace(self, values=self.values[start * size : stop * size])
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """The part of a completion that one policy sampled.
+
+    Args:
+        tokens: the number of its tokens, at least 1.
+        version: the policy, in the trainer's notation; empty if unknown.
+        step: the step of the policy, from 0 to `MAX_STEP`; None if unknown. Later policies have larger steps.
+    """
+
+    tokens: int
+    version: str = ""
+    step: int | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -144,6 +168,7 @@ class Span:
         turn: the turn that added them, from 1.
         start, stop: position in the segment, as in a slice.
         policy_version: the policy that generated them, in the trainer's notation.
+        policy_step: the step of that policy; None if unknown.
         logprobs_known: whether the trainer sent their logprobs.
         planes: per-token values beside the ids.
     """
@@ -156,16 +181,21 @@ class Span:
     policy_version: str = ""
     logprobs_known: bool = False
     planes: tuple[Plane, ...] = ()
+    policy_step: int | None = None
 
     @property
     def trains(self) -> bool:
-        """Whether the mask is 1: the model generated the tokens and no author masked them out."""
+        """Whether the mask is 1: the model generated the tokens and nothing masked them out."""
         return self.author is Author.MODEL and self.reason is None
+
+    def is_stale(self, oldest: int) -> bool:
+        """Whether the tokens train although their policy is older than the step `oldest`. An unknown step is never stale."""
+        return self.trains and self.policy_step is not None and self.policy_step < oldest
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A segment as a training example.
+    """A segment, or a part of it, as a training example.
 
     Args:
         segment_id: the segment.
@@ -230,21 +260,8 @@ class Segment:
         return self._logprobs[start:stop]
 
     def sample(self) -> Sample:
-        """Return the training example: prompt, response, mask and logprobs."""
-        spans = self.spans
-        cut = spans[0].stop if spans else 0
-        end = spans[-1].stop if spans else 0
-        mask = b"".join((b"\x01" if s.trains else b"\x00") * (s.stop - s.start) for s in spans[1:])
-        known = all(s.logprobs_known for s in spans if s.author is Author.MODEL)
-        values = self._trained_logprobs(spans[1:], cut, end) if known else None
-        return Sample(self.id, self._ids[:cut], self._ids[cut:end], mask, values)
-
-    def _trained_logprobs(self, spans: Iterable[Span], cut: int, end: int) -> Logprobs:
-        values = self._logprobs[cut:end]
-        for span in spans:
-            if not span.trains:
-                values[span.start - cut : span.stop - cut] = _zeros(span.stop - span.start)
-        return values
+        """Return the whole segment as a training example: prompt, response, mask and logprobs."""
+        return SamplePart.whole(self).sample()
 
     def author_at(self, index: int) -> Author:
         """Return the author of the token at `index`."""
@@ -275,10 +292,68 @@ class Segment:
             for span in self._spans
         ]
 
+    def mask_stale(self, oldest: int) -> None:
+        """Mask out what a policy older than the step `oldest` generated. This cannot be undone."""
+        self._spans = [
+            replace(span, reason=MaskReason.STALE) if span.is_stale(oldest) else span for span in self._spans
+        ]
+
     def _add(self, ids: Tokens, span: Span, values: Logprobs | None) -> None:
         self._ids.extend(ids)
         self._logprobs.extend(_zeros(len(ids)) if values is None else values)
         self._spans.append(span)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePart:
+    """A part of a segment that is one training sample; nearly always the whole segment.
+
+    Args:
+        segment: the segment.
+        start, stop: the response, as in a slice of the segment's tokens. The prompt is all before it.
+        index: the index of the part in its segment, from 0.
+        stale: the policy of its trained tokens is too old.
+    """
+
+    segment: Segment
+    start: int
+    stop: int
+    index: int = 0
+    stale: bool = False
+
+    @classmethod
+    def whole(cls, segment: Segment) -> SamplePart:
+        """Return a segment as one part."""
+        spans = segment.spans
+        return cls(segment, spans[0].stop, spans[-1].stop) if spans else cls(segment, 0, 0)
+
+    @property
+    def response(self) -> tuple[Span, ...]:
+        """The spans of the response."""
+        return tuple(span for span in self.segment.spans if self.start <= span.start and span.stop <= self.stop)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of prompt and response. In a later part, the prompt is one span: an earlier part trains its completions."""
+        if not self.index:
+            return tuple(span for span in self.segment.spans if span.stop <= self.stop)
+        response = self.response
+        return (Span(Author.OTHER, MaskReason.PROMPT, response[0].turn, 0, self.start), *response)
+
+    def sample(self) -> Sample:
+        """Return the training example: prompt, response, mask and logprobs."""
+        segment, spans = self.segment, self.response
+        mask = b"".join((b"\x01" if span.trains else b"\x00") * (span.stop - span.start) for span in spans)
+        known = all(span.logprobs_known for span in spans if span.author is Author.MODEL)
+        values = self._trained_logprobs(spans) if known else None
+        return Sample(segment.id, segment.ids(0, self.start), segment.ids(self.start, self.stop), mask, values)
+
+    def _trained_logprobs(self, spans: Iterable[Span]) -> Logprobs:
+        values = self.segment.logprobs(self.start, self.stop)
+        for span in spans:
+            if not span.trains:
+                values[span.start - self.start : span.stop - self.start] = _zeros(span.stop - span.start)
+        return values
 
 
 def first_difference(a: _Sequence, b: _Sequence) -> int:

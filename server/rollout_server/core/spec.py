@@ -38,6 +38,30 @@ class DriftPolicy(Enum):
     FAIL = "fail"
 
 
+class StaleAction(Enum):
+    """What happens to tokens that are too old. `StaleAction` in the proto file describes the values."""
+
+    CANCEL = "cancel"
+    MASK = "mask"
+    SPLIT = "split"
+    KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How old the tokens of a rollout may become.
+
+    Args:
+        max_lag: the largest lag that is not stale, in policy steps, from 0. The lag of a token is the newest step that was
+            announced for the rollout or that sampled one of its tokens, minus the step that sampled the token. A token of an
+            unknown step has no lag.
+        action: what happens to a larger one.
+    """
+
+    max_lag: int
+    action: StaleAction = StaleAction.KEEP
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """An endpoint that the server calls.
@@ -115,6 +139,7 @@ class Spec:
         train_on: the failure classes whose samples train; None is the default, `TRAIN_BY_DEFAULT`.
         group_index: position of the rollout in its group, from 0; None if it has none.
         models: further models that the agent may call, by name.
+        staleness: how old the tokens may become; None: of any age.
     """
 
     rollout_id: str
@@ -139,3 +164,4 @@ class Spec:
     train_on: frozenset[FailureClass] | None = None
     group_index: int | None = None
     models: Mapping[str, Target] = field(default_factory=dict)
+    staleness: Staleness | None = None

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from rollout_server.core.error import Violation
 from rollout_server.core.limits import CALLS_PER_TURN, MOST_CALLS_PER_TURN, Limits
 from rollout_server.core.message import MAX_VALUES, MalformedMessage, first_too_many, parse_object
+from rollout_server.core.segment import MAX_STEP
 from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
@@ -83,6 +84,8 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
     yield from _limits(spec.limits, least=0 if spec.completions.dialect is Dialect.HTTP_PLAIN else 1)
     yield from _tokenizer(spec)
     yield from _metadata(spec, bounds)
+    if spec.staleness is not None and not 0 <= spec.staleness.max_lag <= MAX_STEP:
+        yield Violation("spec.staleness.max_lag", f"must be from 0 to {MAX_STEP}")
 
 
 def target_violations(target: Target, where: str) -> Iterator[Violation]:

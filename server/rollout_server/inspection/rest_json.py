@@ -56,6 +56,7 @@ def _outcome(value: Fields) -> outcome_pb2.Outcome:
         scores=value.get("scores", {}),
         warnings=[outcome_pb2.Warning(**warning) for warning in value.get("warnings", ())],
         capture=outcome_pb2.CaptureReport(**value["capture"]) if value.get("capture") else None,
+        policy_step=value.get("policy_step"),
     )
     match value["end"]:
         case "stop":
@@ -86,6 +87,7 @@ def _sample(value: Fields) -> token_pb2.Sample:
         verified=value["verified"],
         trainable=value.get("trainable"),
         untrainable_reason=value.get("untrainable_reason", ""),
+        part=value.get("part", 0),
     )
 
 
@@ -97,6 +99,7 @@ def _sample_span(value: Fields) -> token_pb2.SampleSpan:
         start=value["start"],
         stop=value["stop"],
         policy_version=value["policy_version"],
+        policy_step=value.get("policy_step"),
     )
 
 
@@ -126,6 +129,7 @@ def _span(value: Fields) -> token_pb2.Span:
         token_ids=value["token_ids"],
         logprobs=_logprobs(value["logprobs"]),
         policy_version=value["policy_version"],
+        policy_step=value.get("policy_step"),
         planes=[token_pb2.TokenPlane(name=plane["name"], dtype=plane["dtype"]) for plane in value.get("planes", ())],
     )
 

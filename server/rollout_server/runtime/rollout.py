@@ -130,7 +130,7 @@ class Rollout:
         self.agent = agent
         self.tools = tools
         self.clock = clock
-        self.machine = Machine(uid, request.spec.messages, request.spec.limits)
+        self.machine = Machine(uid, self.spec.messages, self.spec.limits, self.spec.staleness)
         self.ending = RolloutEnding()
         self.activity = RolloutActivity()
         self.gate = SamplingGate()

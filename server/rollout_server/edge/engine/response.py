@@ -16,6 +16,7 @@ import msgspec
 from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
+from rollout_server.core.segment import MAX_STEP
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message
 from rollout_server.edge.trainer.response_limits import class_of_response_error, decode_response
 from rollout_server.runtime.errors import RolloutFailed
@@ -100,6 +101,7 @@ class Sampled(msgspec.Struct, frozen=True):
             logprobs=self.logprobs,
             usage=self.usage,
             policy_version=self.policy_version,
+            policy_step=_step(self.policy_version),
         )
 
 
@@ -188,6 +190,12 @@ def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
     except msgspec.DecodeError:
         return None
     return (found.prompt_tokens, found.completion_tokens) if found is not None else None
+
+
+def _step(version: str) -> int | None:
+    """Return the step that a version of the weights is, if it is a whole number; any other name has no order."""
+    step = int(version) if version.isascii() and version.isdecimal() and len(version) < len(str(MAX_STEP)) else None
+    return step if str(step) == version else None
 
 
 def _weights(raw: msgspec.Raw) -> str:

@@ -60,6 +60,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
         policy_version: the version of the weights, as reported; "" if unknown.
         planes: further values per token; empty over HTTP.
         extra_json: further data as JSON text; empty over HTTP.
+        policy_step: the version of the weights as a step, if it is one; None otherwise.
     """
 
     message: Message
@@ -72,6 +73,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     policy_version: str = ""
     planes: tuple[Plane, ...] = ()
     extra_json: str = ""
+    policy_step: int | None = None
 
 
 _decoder = msgspec.json.Decoder(_ChatBody)

@@ -39,6 +39,7 @@ def completion_record(
         tool_calls=completion.tool_calls,
         planes=completion.planes,
         extra_json=completion.extra_json,
+        policy_step=completion.policy_step,
     )
 
 

@@ -71,6 +71,7 @@ class Completion:
         reported: the prompt's token ids as the trainer reports them; None in token mode, or if it does not report them.
         prompt, after: the trainer's checkpoints of the prompt, and of prompt and completion.
         usage: number of prompt tokens and of generated tokens, if the trainer reports them.
+        policy_step: the step of the policy; None if unknown.
         tool_calls: number of tool calls in the message.
     """
 
@@ -86,6 +87,7 @@ class Completion:
     tool_calls: int
     planes: tuple[Plane, ...] = ()
     extra_json: str = ""
+    policy_step: int | None = None
 
     @property
     def shows_prompt(self) -> bool:
@@ -223,6 +225,8 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
     for field, text in (("finish_reason", proto.finish_reason), ("policy_version", proto.policy_version)):
         if len(text) > _MOST_CHARACTERS:
             raise MalformedCompletion(f"{field}: has {len(text)} characters, at most {_MOST_CHARACTERS} are allowed")
+    if proto.policy_step < 0:
+        raise MalformedCompletion(f"policy_step: is {proto.policy_step}; steps are 0 or more")
     # proto3 cannot distinguish an empty list from one that was not sent.
     ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or _is_empty_completion(proto) else None
     try:
@@ -244,6 +248,7 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
         tool_calls=calls,
         planes=planes,
         extra_json=extra,
+        policy_step=proto.policy_step if proto.HasField("policy_step") else None,
     )
 
 

@@ -6,7 +6,7 @@ from osmosis.rollout.v1 import event_pb2, outcome_pb2, rollout_service_pb2, spec
 
 from rollout_server.core.ledger import Author, DriftKind, MaskReason, SegmentKind
 from rollout_server.core.outcome import Category, FailureClass, RewardRule
-from rollout_server.core.spec import Dialect, DriftPolicy
+from rollout_server.core.spec import Dialect, DriftPolicy, StaleAction
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.rollout import RolloutState
 
@@ -22,6 +22,12 @@ DIALECTS = {
 DRIFT_POLICIES = {
     DriftPolicy.WARN: spec_pb2.DRIFT_POLICY_WARN,
     DriftPolicy.FAIL: spec_pb2.DRIFT_POLICY_FAIL,
+}
+STALE_ACTIONS = {
+    StaleAction.CANCEL: spec_pb2.STALE_ACTION_CANCEL,
+    StaleAction.MASK: spec_pb2.STALE_ACTION_MASK,
+    StaleAction.SPLIT: spec_pb2.STALE_ACTION_SPLIT,
+    StaleAction.KEEP: spec_pb2.STALE_ACTION_KEEP,
 }
 STATES = {
     RolloutState.QUEUED: rollout_service_pb2.ROLLOUT_STATE_QUEUED,
@@ -46,6 +52,7 @@ MASK_REASONS = {
     MaskReason.ENVIRONMENT: token_pb2.MASK_REASON_ENVIRONMENT,
     MaskReason.CLOSING: token_pb2.MASK_REASON_CLOSING,
     MaskReason.AUTHOR: token_pb2.MASK_REASON_AUTHOR,
+    MaskReason.STALE: token_pb2.MASK_REASON_STALE,
 }
 SEGMENT_KINDS = {
     SegmentKind.MAIN: token_pb2.SEGMENT_KIND_MAIN,

@@ -116,6 +116,7 @@ class _View:
             elapsed_ms=record.elapsed_ms,
             verified=record.reported is not None,
             policy_version=record.policy_version,
+            policy_step=record.policy_step,
             mask_length=record.mask_length,
             extra_json=utf8(record.extra_json) if self._messages else "",
         )

@@ -18,10 +18,13 @@ from rollout_server.core.outcome import (
     Stop,
     Warned,
     longest_share,
+    sample_rewards,
     segment_rewards,
     training_verdict,
 )
+from rollout_server.core.segment import SamplePart
 from rollout_server.core.spec import Spec
+from rollout_server.core.staleness import sample_parts
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto, utf8
 
@@ -32,11 +35,10 @@ def outcome_to_proto(
     """Return the proto of the outcome of a rollout with this spec. The flags select its optional parts."""
     result, rewards = outcome.reward_result, segment_rewards(outcome)
     shown = outcome.segments if segments else ()
-    judged = outcome.segments if samples else ()
     proto = outcome_pb2.Outcome(
         messages=messages_to_proto(outcome.messages, typed=spec.typed) if messages else (),
         segments=[segment_to_proto(segment, rewards.get(segment.id)) for segment in shown],
-        samples=[_sample(outcome, segment, spec.train_on, rewards.get(segment.id)) for segment in judged],
+        samples=_samples(outcome, spec) if samples else (),
         metrics=metrics_to_proto(outcome.metrics),
         reward=result.reward,
         scores={utf8(name): score for name, score in (result.scores or {}).items()},
@@ -48,6 +50,7 @@ def outcome_to_proto(
         ],
         reward_rule=enums.REWARD_RULES[outcome.reward_rule],
         capture=None if outcome.capture is None else capture_to_proto(outcome.capture, outcome.segments),
+        policy_step=outcome.policy_step,
     )
     match outcome.end:
         case Stop(reason, truncated):
@@ -136,21 +139,30 @@ def span_to_proto(segment: Segment, span: Span) -> token_pb2.Span:
         logprobs=token_pb2.Logprobs(values=segment.logprobs(span.start, span.stop)) if known else None,
         policy_version=span.policy_version,
         planes=[token_pb2.TokenPlane(name=each.name, dtype=each.dtype, values=each.values) for each in span.planes],
+        policy_step=span.policy_step,
     )
 
 
+def _samples(outcome: Outcome, spec: Spec) -> list[token_pb2.Sample]:
+    parts = [
+        part for segment in outcome.segments for part in sample_parts(segment, spec.staleness, outcome.policy_step)
+    ]
+    rewards = sample_rewards(outcome, parts)
+    return [_sample(outcome, part, spec.train_on, rewards.get(part)) for part in parts]
+
+
 def _sample(
-    outcome: Outcome, segment: Segment, train_on: Collection[FailureClass] | None, reward: float | None
+    outcome: Outcome, part: SamplePart, train_on: Collection[FailureClass] | None, reward: float | None
 ) -> token_pb2.Sample:
-    sample = segment.sample()
-    trainable, reason = training_verdict(outcome, segment, train_on)
+    segment, sample = part.segment, part.sample()
+    trainable, reason = training_verdict(outcome, part, train_on)
     return token_pb2.Sample(
         segment_id=sample.segment_id,
         prompt_ids=sample.prompt_ids,
         response_ids=sample.response_ids,
         response_mask=sample.response_mask,
         logprobs=token_pb2.Logprobs(values=sample.logprobs) if sample.logprobs is not None else None,
-        spans=[_sample_span(span) for span in segment.spans],
+        spans=[_sample_span(span) for span in part.spans],
         origin=origin_to_proto(segment.origin),
         verified=segment.verified,
         trainable=trainable,
@@ -158,6 +170,7 @@ def _sample(
         role=utf8(segment.role.name),
         reward=reward,
         model=segment.role.model,
+        part=part.index,
     )
 
 
@@ -169,6 +182,7 @@ def _sample_span(span: Span) -> token_pb2.SampleSpan:
         start=span.start,
         stop=span.stop,
         policy_version=span.policy_version,
+        policy_step=span.policy_step,
     )
 
 

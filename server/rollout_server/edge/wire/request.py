@@ -107,6 +107,7 @@ def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> li
         ("spec.token_mode", spec.token_mode, spec_pb2.TokenMode),
         ("spec.on_drift", spec.on_drift, spec_pb2.DriftPolicy),
         ("spec.on_interrupt", spec.on_interrupt, spec_pb2.InterruptPolicy),
+        ("spec.staleness.action", spec.staleness.action, spec_pb2.StaleAction),
     ]
     targets = [(name, getattr(spec, name)) for name in ("completions", "outcome", "tools")]
     targets += [(f"models[{name}]", target) for name, target in spec.models.items()]

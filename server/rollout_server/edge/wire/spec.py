@@ -10,12 +10,13 @@ from osmosis.rollout.v1 import spec_pb2
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import FailureClass
-from rollout_server.core.spec import Dialect, Sampling, Spec, Target, TokenizerName
+from rollout_server.core.spec import Dialect, Sampling, Spec, StaleAction, Staleness, Target, TokenizerName
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto
 
 _DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
 _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
+_STALE_ACTIONS = {value: action for action, value in enums.STALE_ACTIONS.items()}
 _FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
 
@@ -44,6 +45,7 @@ def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
         train_on=_train_on_to_proto(spec.train_on) if spec.train_on is not None else None,
         group_index=spec.group_index,
         models={name: _target_to_proto(target) for name, target in spec.models.items()},
+        staleness=_staleness_to_proto(spec.staleness) if spec.staleness is not None else None,
     )
 
 
@@ -79,6 +81,7 @@ def spec_from_proto(
         train_on=_train_on_from_proto(proto.train_on) if proto.HasField("train_on") else None,
         group_index=proto.group_index if proto.HasField("group_index") else None,
         models={name: _target_from_proto(target, Dialect.OPENAI) for name, target in proto.models.items()},
+        staleness=_staleness_from_proto(proto.staleness) if proto.HasField("staleness") else None,
     )
 
 
@@ -88,6 +91,14 @@ def _train_on_to_proto(classes: frozenset[FailureClass]) -> spec_pb2.TrainOn:
 
 def _train_on_from_proto(proto: spec_pb2.TrainOn) -> frozenset[FailureClass]:
     return frozenset(_FAILURE_CLASSES[each] for each in proto.classes if each in _FAILURE_CLASSES)
+
+
+def _staleness_to_proto(staleness: Staleness) -> spec_pb2.Staleness:
+    return spec_pb2.Staleness(max_lag=staleness.max_lag, action=enums.STALE_ACTIONS[staleness.action])
+
+
+def _staleness_from_proto(proto: spec_pb2.Staleness) -> Staleness:
+    return Staleness(proto.max_lag, _STALE_ACTIONS.get(proto.action, StaleAction.KEEP))
 
 
 def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
