@@ -25,7 +25,9 @@ from rollout_gateway.rest import enums
 # Objects that also occur in request bodies. They contain only the fields that are set, plus those in `_ALWAYS`, so a client
 # can send them again to start another rollout.
 _SPARSE: Final = frozenset({"RolloutSpec", "Target", "Sampling", "Limits", "Tokenizer", "Staleness"})
-_ALWAYS: Final = frozenset({"RolloutSpec.rollout_id", "RolloutSpec.messages", "Target.url", "Tokenizer.name", "Staleness.max_lag"})
+_ALWAYS: Final = frozenset(
+    {"RolloutSpec.rollout_id", "RolloutSpec.messages", "Target.url", "Tokenizer.name", "Staleness.max_lag"}
+)
 # Fields of other objects that are left out if unset or empty.
 _OPTIONAL: Final = frozenset(
     {"Answered.extra_json", "Answered.message", "Answered.spans", "Appended.messages", "Asked.sampling"}
