@@ -329,6 +329,34 @@ def test_equal_completions_of_different_turns_are_no_overlap(tmp_path: Path) -> 
     assert found.index == one.spans()[1][0]
 
 
+def test_parts_of_one_segment_are_no_overlap(tmp_path: Path) -> None:
+    """Stale tokens split a segment, also within a completion: the later part has the completion so far in its prompt."""
+    whole = row(Random(5), 2, uid="u")
+    whole.more = {"spans": spans_of(whole, [1, 2])}
+    (start, stop), cut = whole.spans()[1], len(whole.prompt) + whole.spans()[1][0] + 2
+
+    def part(index: int, first: int, last: int) -> Row:
+        """Tokens `first` to `last` as the response of a sample."""
+        ids, before = [*whole.prompt, *whole.response][:last], first - len(whole.prompt)
+        inside = slice(before, last - len(whole.prompt))
+        spans = [
+            {**span, "start": max(first, span["start"]), "stop": min(last, span["stop"])}
+            for span in whole.more["spans"]
+            if first < span["stop"] and span["start"] < last
+        ]
+        prompt = {"author": "other", "reason": "prompt", "turn": spans[0]["turn"], "start": 0, "stop": first}
+        more = {"spans": [prompt, *spans], "part": index}
+        return Row(ids[:first], ids[first:], whole.mask[inside], whole.logprobs[inside], "u", more=more)
+
+    opening, end = len(whole.prompt), len(whole.prompt) + stop
+    assert start < cut - opening < stop
+    content = FORMATS[SampleShape.ROLLOUT]
+    made = [part(0, opening, cut), part(1, cut, end)]
+    assert codes(verified(tmp_path / "s", content(made))) == {}
+    made = [part(0, opening, cut + 1), part(1, cut, end)]
+    assert codes(verified(tmp_path / "s", content(made))) == {"trains_twice": 1}
+
+
 def test_rows_of_a_group_in_verl_are_not_one_rollout(tmp_path: Path) -> None:
     """verl's own column "uid" names the group."""
     made = row(Random(5), 1)

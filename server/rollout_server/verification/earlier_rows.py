@@ -154,13 +154,17 @@ def _turns(spans: list[Any] | None) -> Mapping[int, int] | None:
 def _common_trained(earlier: _EarlierRow, row: _EarlierRow) -> int | None:
     """Return the index of the first token that both rows train, counted from the first prompt token; None if there is none.
 
-    With known turns it is a token of a turn that both rows train. Otherwise it is a token behind an equal prefix. A prefix that
-    ends within a completion of both rows is no evidence: two completions of one prompt often begin with the same tokens.
+    With known turns it is a token of a turn that both rows train. If one row extends the other, they may be parts of one segment,
+    and each may train other tokens of the turn. Otherwise it is a token behind an equal prefix. A prefix that ends within a
+    completion of both rows is no evidence: two completions of one prompt often begin with the same tokens.
     """
-    if earlier.turns is not None and row.turns is not None:
-        return min((row.turns[turn] for turn in earlier.turns.keys() & row.turns.keys()), default=None)
+    turns = None if earlier.turns is None or row.turns is None else earlier.turns.keys() & row.turns.keys()
+    if turns is not None and not turns:
+        return None
     length = common_length(earlier.ids, row.ids)
     both = int.from_bytes(earlier.mask[:length]) & int.from_bytes(row.mask[:length])
+    if turns and row.turns and (both or length < min(len(earlier.ids), len(row.ids))):
+        return min(row.turns[turn] for turn in turns)
     if not both:
         return None
     index = length - (both.bit_length() + 7) // 8
