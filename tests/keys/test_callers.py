@@ -70,6 +70,7 @@ KEYED = {
     "WatchGroup": pb.WatchGroupRequest(group_id="x"),
     "GetGroup": group_pb2.GetGroupRequest(group_id="x"),
     "RenderPrompt": pb.RenderPromptRequest(spec=start().spec),
+    "SetPolicy": pb.SetPolicyRequest(policy={}),
     "ListTools": pb.ListToolsRequest(),
     "ListAgents": pb.ListAgentsRequest(),
 }

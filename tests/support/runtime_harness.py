@@ -48,7 +48,7 @@ class Say:
     """One completion of the trainer, `seconds` after its request.
 
     `message` is a whole message, for cases that text and calls cannot express. `failure` and `error` replace the
-    completion.
+    completion. `step` is the policy step of its tokens.
     """
 
     text: str = ""
@@ -60,6 +60,7 @@ class Say:
     reported: tuple[int, ...] | None = None
     failure: Failure | None = None
     error: Exception | None = None
+    step: int | None = None
 
     def answer(self, turn: int) -> Answered:
         """The completion, after a prompt predicted as one token."""
@@ -71,6 +72,7 @@ class Say:
             predicted=Prediction(pack_tokens(), pack_tokens([turn])),
             reported=None if self.reported is None else pack_tokens(self.reported),
             tool_calls=len(self.calls),
+            policy_step=self.step,
         )
 
 

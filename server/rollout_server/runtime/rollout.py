@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, RewardRule, Stop
-from rollout_server.core.record import Accepted, Ended, Input, Record
+from rollout_server.core.record import Accepted, Answered, Ended, Input, Record
+from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.capture.endpoint import CaptureSlot
 from rollout_server.runtime.log import Entry, Log
@@ -98,10 +100,17 @@ class RolloutEnding:
             return self.decided
         return self.reached.result() if self.reached.done() else Stop("stop")
 
-    def request(self, end: End) -> None:
-        """Request this end. Has no effect if an end was requested before, or decided and not provisional."""
-        if not self.requested.done() and (self.decided is None or self.provisional):
-            self.requested.set_result(end)
+    @property
+    def is_final(self) -> bool:
+        """Whether the end of the outcome is decided and cannot be replaced any more."""
+        return self.decided is not None and not self.provisional
+
+    def request(self, end: End) -> bool:
+        """Request this end. Return False if an end was requested before, or is final: then this has no effect."""
+        if self.requested.done() or self.is_final:
+            return False
+        self.requested.set_result(end)
+        return True
 
     def reach(self, end: End, reward: RewardResult | None = None) -> None:
         """Set the end that the run reached. Only the first call has an effect."""
@@ -235,8 +244,12 @@ class Rollout:
 
         Nothing here awaits, so machine, log and owner never disagree when another task looks at them.
         """
+        if isinstance(record, Ended):
+            record = replace(record, policy_step=self.gate.step)
         logged = self.machine.accept(record)
         now = self.clock.wall()
+        if isinstance(record, Answered):
+            self._cancel_if_stale()
         if isinstance(record, Ended):
             self._finished, self.ending.provisional = now, False
             self.capture.end()
@@ -256,8 +269,10 @@ class Rollout:
 
     def announce(self, policy: AnnouncedPolicy) -> bool:
         """Take over what was announced about its policy. Return whether that cancels the rollout, because it is stale."""
+        if self.ending.is_final:
+            return False
         self.gate.announce(policy)
-        return False
+        return self._cancel_if_stale()
 
     def take_slot(self) -> None:
         """Mark it as running."""
@@ -311,6 +326,20 @@ class Rollout:
         finally:
             self._attached -= 1
             self._start_detach_timer()
+
+    def _cancel_if_stale(self) -> bool:
+        """Request the end of the rollout if a token that trains is too old and its spec demands it. Return whether it did."""
+        staleness, oldest = self.spec.staleness, self.machine.oldest_policy_step
+        if staleness is None or staleness.action is not StaleAction.CANCEL or oldest is None:
+            return False
+        lag = max(oldest, self.gate.step or 0, self.machine.newest_policy_step or 0) - oldest
+        if lag <= staleness.max_lag:
+            return False
+        text = f"stale: the oldest token is of policy step {oldest}, {lag} behind; at most {staleness.max_lag} are allowed"
+        if not self.ending.request(Cancellation(text)):
+            return False
+        self.gate.close()
+        return True
 
     def _start_detach_timer(self) -> None:
         grace = self.spec.cancel_after_detach

@@ -35,7 +35,8 @@ GENERATED = "generated"
 STOPS = frozenset({"stop", "max_turns", "max_tokens", "max_bytes", "length", "tool_calls", "content_filter"})
 # Results of a call at a model endpoint.
 MODEL_CALLS = ("completed", "replayed", "refused", "over", "busy", "failed", "disconnected")
-CANCELLATIONS = frozenset({"detached", "shutdown"})
+# The words before the colon in reasons of cancellations that the server sets.
+CANCELLATIONS = frozenset({"detached", "shutdown", "stale"})
 # Warning codes of the contract (Warning.code).
 RESAMPLED = "resampled"
 WARNINGS = frozenset(

@@ -181,5 +181,6 @@ def _end(end: End) -> tuple[str, str]:
     if isinstance(end, Failure):
         return "failure", end.category.value
     if isinstance(end, Cancellation):
-        return "cancellation", end.reason if end.reason in CANCELLATIONS else OTHER
+        word = end.reason.partition(":")[0]
+        return "cancellation", word if word in CANCELLATIONS else OTHER
     return "stop", end.reason if end.reason in STOPS else OTHER

@@ -181,7 +181,7 @@ async def _run_reward(
     rollout.ending.reach(stop)
     judge = _start(rollout.agent.judge(run.latest), f"judge {rollout.uid}", tasks)
     await _first_of(judge, rollout.ending.requested)
-    if not judge.done():
+    if rollout.ending.requested.done():
         return _early_end(rollout, "reward", judge), RewardResult()
     if _has_failed(judge):
         return _agent_failure(rollout, "reward", judge), RewardResult()
