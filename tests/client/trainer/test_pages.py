@@ -23,6 +23,7 @@ PAGE = (ROOT / "docs" / "trainer.md").read_text()
 SAID = {
     "The loop": r"(4 rollouts, reward \[None, None, None, None\]\n(\d+ of \d+ stop\n){4}){2}",
     "Batches": r"a batch of 4\n4 rollouts\n",
+    "Weight updates": r"\[\('step-1', 2\), \('step-2', 3\)\]\n\(1, 2\) \[-0.5, -0.5, -0.25, -0.25, -0.25\]\n",
     "Tool calls": r"ParsedCompletion\(content='Adding.', .*'\{\"a\": 1.50\}'.* reasoning='Easy.'\)\n"
     r"ParsedCompletion\(content='', .*name='add'",
     "The turn": r"([0-9a-f]+/[01]/0/1 \d+ tokens, 0 images, \d+ s left\n){2}\[True, True\]\n",
