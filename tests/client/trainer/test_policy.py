@@ -13,6 +13,7 @@ from rollout_client import AsyncClient, Client, InvalidRequest, Retry
 from rollout_client.trainer import Finished, Generated, Group, Serving, SyncTrainer, Trainer, Turn, parsers
 from rollout_client.trainer.generation import validate_generated
 from rollout_client.trainer.policy import AnnouncedPolicy, Policy
+from rollout_server import Agent
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.local_stack.loop_thread import LoopThread
@@ -60,10 +61,10 @@ def trainer_of(server: Any, model: Any, **fields: Any) -> Trainer:
 
 
 @asynccontextmanager
-async def joined(model: Any, **fields: Any) -> AsyncIterator[Trainer]:
-    """A trainer of a real server with the calculator."""
+async def joined(model: Any, agents: Sequence[Agent] = (), **fields: Any) -> AsyncIterator[Trainer]:
+    """A trainer of a real server with these agents; by default the calculator."""
     async with (
-        Server([Calculator()], settings(max_running=1000)) as server,
+        Server([*(agents or (Calculator(),))], settings(max_running=1000)) as server,
         trainer_of(f"127.0.0.1:{server.grpc_port}", model, **fields) as trainer,
     ):
         yield trainer
