@@ -276,7 +276,7 @@ def sample_rewards(outcome: Outcome, parts: Sequence[SamplePart]) -> Mapping[Sam
         return {part: math.fsum(given[part]) for part in trained if given[part]}
     if result.reward is None:
         return {}
-    shares = len(trained) if outcome.reward_rule is RewardRule.SPLIT else 1
+    shares = max(1, len(trained)) if outcome.reward_rule is RewardRule.SPLIT else 1
     return dict.fromkeys(trained, result.reward / shares)
 
 

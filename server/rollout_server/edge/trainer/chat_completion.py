@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
+from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, PolicyRun, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, MalformedMessage, Message, parse_object, tool_calls
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.segment import Plane
@@ -61,6 +61,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
         planes: further values per token; empty over HTTP.
         extra_json: further data as JSON text; empty over HTTP.
         policy_step: the version of the weights as a step, if it is one; None otherwise.
+        runs: the policies that sampled it, if there are several.
     """
 
     message: Message
@@ -74,6 +75,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     planes: tuple[Plane, ...] = ()
     extra_json: str = ""
     policy_step: int | None = None
+    runs: tuple[PolicyRun, ...] = ()
 
 
 _decoder = msgspec.json.Decoder(_ChatBody)

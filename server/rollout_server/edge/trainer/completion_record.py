@@ -40,6 +40,7 @@ def completion_record(
         planes=completion.planes,
         extra_json=completion.extra_json,
         policy_step=completion.policy_step,
+        runs=completion.runs,
     )
 
 

@@ -23,6 +23,7 @@ from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.trainer.aborted_parts import ABORTED, AbortedParts, planes_warning
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.grpc_client import (
     BaseUnknown,
@@ -51,6 +52,8 @@ from rollout_server.edge.wire.completion import (
     Response,
     in_token_mode,
     read_completion,
+    read_cut,
+    read_part,
 )
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
@@ -137,8 +140,7 @@ class CompletionSampler:
     ) -> Completion:
         turn = request.asked.turn
         try:
-            response = await self._send(request, messages, delta, call)
-            return await read_completion(response, self._spec.limits.calls_read)
+            return await self._send(request, messages, delta, call)
         except (BaseUnknown, ToolsUnknown) as unknown:
             what = "the whole history" if isinstance(unknown, BaseUnknown) else "the list of tools"
             text = f"turn {turn}: the trainer requests {what}, which was already sent under this turn key"
@@ -153,24 +155,46 @@ class CompletionSampler:
 
     async def _send(
         self, request: CompletionRequest, messages: Sequence[Message], delta: PromptDelta | None, call: TurnCall
-    ) -> Response:
-        """Send what is new since the base; send the whole history or the list of tools once if the trainer does not hold them."""
+    ) -> Completion:
+        """Send what is new since the base; send the whole history or the list of tools once if the trainer does not hold them.
+
+        While the completion is aborted, request the rest of it.
+        """
         base = self._digest.base(request)
         listed = base is None
+        parts = AbortedParts(request.asked.turn, request.sampling, FailureClass.TRAINER)
         while True:
             self._whole = base is None
             try:
                 update = self._update(request, messages, delta, base)
-                wire = self._builder.request(request.asked, request.sampling, update, list_tools=listed)
-                return await self._trainer.complete(wire, call)
+                wire = self._builder.request(request.asked, parts, update, list_tools=listed)
+                response = await self._trainer.complete(wire, call)
             except BaseUnknown:
                 if base is None:
                     raise
                 base, listed = None, True
+                continue
             except ToolsUnknown:
                 if listed:
                     raise
                 listed = True
+                continue
+            if response.finish_reason != ABORTED:
+                most_calls, resumed = self._spec.limits.calls_read, bool(parts.held)
+                return _joined(parts, await read_completion(response, most_calls, resumed=resumed), call)
+            parts.add(await read_part(response))
+            if parts.full:
+                return await self._cut(parts, response, call)
+            await parts.pause()
+            call.resume()
+
+    async def _cut(self, parts: AbortedParts, response: Response, call: TurnCall) -> Completion:
+        """Return the completion whose aborted parts have `max_tokens` tokens, so that there is no rest to request."""
+        text = None
+        if self._renderer is not None:
+            loaded = self._renderer.loaded
+            text = await loaded.run(loaded.decode, parts.ids)
+        return _joined(parts, await read_cut(response, self._spec.limits.calls_read, text), call)
 
     def _update(
         self,
@@ -201,7 +225,7 @@ class CompletionSampler:
         if ids is None:
             text = f"turn {turn}: `token_ids` is missing; a trainer in token mode must return the sampled token ids"
             raise RolloutFailed(Failure(Category.VALIDATION, text, turn, source=FailureClass.TRAINER))
-        if not completion.shows_prompt and completion.after is None:
+        if not completion.shows_prompt and completion.after is None and not completion.cut:
             text = (
                 f"turn {turn}: `prompt_checkpoint` and `after` are missing, so the trainer's prompt cannot be verified; "
                 "a trainer in token mode must send both"
@@ -283,13 +307,31 @@ class CompletionSampler:
                 "unverified",
                 f"turn {turn}: the trainer sent no {missing}, so it is unverified whether it holds the same tokens",
             )
-        version = completion.policy_version
-        if version in self._policies[:-1]:
-            latest = self._policies[-1]
-            text = f"turn {turn}: policy {version!r} generated this turn after {latest!r} had replaced it"
-            yield "policy_stale", redact(text.encode("utf-8", "replace"), secrets)
-        elif version and version not in self._policies:
-            self._policies.append(version)
+        for version in [run.version for run in completion.runs] or [completion.policy_version]:
+            if version in self._policies[:-1]:
+                latest = self._policies[-1]
+                text = f"turn {turn}: policy {version!r} generated this turn after {latest!r} had replaced it"
+                yield "policy_stale", redact(text.encode("utf-8", "replace"), secrets)
+            elif version and version not in self._policies:
+                self._policies.append(version)
+
+
+def _joined(parts: AbortedParts, last: Completion, call: TurnCall) -> Completion:
+    """Return the whole completion, given its last response. Adds a warning to the call if its planes are dropped."""
+    if not parts.held:
+        return last
+    joined = parts.join(last.part)
+    if joined.planes_dropped:
+        call.warnings.append(planes_warning(call.turn))
+    return replace(
+        last,
+        token_ids=joined.token_ids,
+        logprobs=joined.logprobs,
+        planes=joined.planes,
+        policy_version=joined.policy_version,
+        policy_step=joined.policy_step,
+        runs=joined.runs,
+    )
 
 
 def _drift_failure(text: str, turn: int) -> Failure:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TypeAlias, TypeVar
 
@@ -19,6 +20,7 @@ from rollout_server.core.ledger import (
     Logprobs,
     MaskReason,
     Origin,
+    PolicyRun,
     Tokens,
     pack_logprobs,
     pack_tokens,
@@ -26,9 +28,10 @@ from rollout_server.core.ledger import (
 from rollout_server.core.message import MalformedMessage, Message, first_too_many, tool_calls, utf8_length
 from rollout_server.core.record import Asked
 from rollout_server.core.segment import Plane
-from rollout_server.core.spec import Sampling, Spec
+from rollout_server.core.spec import Spec
 from rollout_server.edge.offload import offload_response
 from rollout_server.edge.rpc.field_count import TooManyFields, check_fields
+from rollout_server.edge.trainer.aborted_parts import CUT, AbortedParts, CompletionPart
 from rollout_server.edge.trainer.response_limits import (
     ANSWER_VALUES,
     MESSAGE_VALUES,
@@ -73,6 +76,8 @@ class Completion:
         usage: number of prompt tokens and of generated tokens, if the trainer reports them.
         policy_step: the step of the policy; None if unknown.
         tool_calls: number of tool calls in the message.
+        runs: the policies that sampled it, if there are several.
+        cut: its last part was aborted at `max_tokens`, so the trainer need not send checkpoints.
     """
 
     message: Message
@@ -88,6 +93,14 @@ class Completion:
     planes: tuple[Plane, ...] = ()
     extra_json: str = ""
     policy_step: int | None = None
+    runs: tuple[PolicyRun, ...] = ()
+    cut: bool = False
+
+    @property
+    def part(self) -> CompletionPart:
+        """What it holds of one request: the tokens and their policy."""
+        ids = pack_tokens() if self.token_ids is None else self.token_ids
+        return CompletionPart(ids, self.logprobs, self.planes, self.policy_version, self.policy_step)
 
     @property
     def shows_prompt(self) -> bool:
@@ -126,20 +139,24 @@ class RequestBuilder:
     typed: bool
     tools: Sequence[Tool]
 
-    def request(self, asked: Asked, sampling: Sampling, news: PromptUpdate, *, list_tools: bool) -> Request:
-        """Return the request of one turn. `list_tools` includes the list of tools; without it only their digest is sent."""
+    def request(self, asked: Asked, parts: AbortedParts, news: PromptUpdate, *, list_tools: bool) -> Request:
+        """Return the request of one turn, or of the rest of it after the aborted `parts`.
+
+        `list_tools` includes the list of tools; without it only their digest is sent.
+        """
         base = news.base
         request = pb.CompleteRequest(
             uid=self.uid,
             rollout_id=utf8(self.rollout_id),
             segment_id=asked.segment_id,
             turn=asked.turn,
-            turn_key=asked.turn_key,
-            sampling=sampling_to_proto(sampling),
+            turn_key=parts.turn_key(asked.turn_key),
+            sampling=sampling_to_proto(parts.sampling),
             base=_checkpoint(base) if base is not None else None,
             new_messages=messages_to_proto(news.messages, typed=self.typed),
             tools=self._tool_set(listed=list_tools),
             origin=origin_to_proto(news.origin) if news.origin is not None else None,
+            resumed=[_resumed(part, asked.turn) for part in parts.held],
         )
         if news.prompt is not None:
             request.new_tokens.CopyFrom(_new_tokens(news.spans, news.prompt))
@@ -169,6 +186,19 @@ def ledger_request(uid: str, segment_id: str) -> pb.ReadLedgerRequest:
 
 def _checkpoint(checkpoint: Checkpoint) -> token_pb2.Checkpoint:
     return token_pb2.Checkpoint(messages=checkpoint.messages, tokens=checkpoint.tokens, digest=checkpoint.digest)
+
+
+def _resumed(part: CompletionPart, turn: int) -> token_pb2.Span:
+    """Return an aborted part as a span, without its planes: the trainer generates from the ids."""
+    known = part.logprobs
+    return token_pb2.Span(
+        author=token_pb2.AUTHOR_MODEL,
+        turn=turn,
+        token_ids=part.token_ids,
+        logprobs=token_pb2.Logprobs(values=known) if known is not None else None,
+        policy_version=part.policy_version,
+        policy_step=part.policy_step,
+    )
 
 
 def _new_tokens(spans: Sequence[NewSpan], after: Checkpoint) -> pb.NewTokens:
@@ -207,10 +237,13 @@ def _parse(kind: type[_P], data: bytes) -> _P:
         raise MalformedCompletion(f"it has more than {MESSAGE_VALUES} fields, the maximum") from None
 
 
-def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Completion:
+def completion_from_proto(proto: pb.CompleteResponse, most_calls: int, *, resumed: bool = False) -> Completion:
     """Validate and convert a completion. Raises `MalformedCompletion`.
 
-    `most_calls` is the maximum number of tool calls in it.
+    Args:
+        proto: the response.
+        most_calls: the maximum number of tool calls in it.
+        resumed: earlier parts have tokens, so that a response without any has zero.
     """
     try:
         _check_values(proto, most_calls)
@@ -222,15 +255,10 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
     if message.role != "assistant":
         # The error does not quote the role: a trainer may echo the API key that it received there.
         raise MalformedCompletion('message: its role is not "assistant"')
-    for field, text in (("finish_reason", proto.finish_reason), ("policy_version", proto.policy_version)):
-        if len(text) > _MOST_CHARACTERS:
-            raise MalformedCompletion(f"{field}: has {len(text)} characters, at most {_MOST_CHARACTERS} are allowed")
-    if proto.policy_step < 0:
-        raise MalformedCompletion(f"policy_step: is {proto.policy_step}; steps are 0 or more")
     # proto3 cannot distinguish an empty list from one that was not sent.
-    ids = _ids(proto.token_ids, "token_ids") if proto.token_ids or _is_empty_completion(proto) else None
+    sends_ids = bool(proto.token_ids) or resumed or _is_empty_completion(proto)
+    part = part_from_proto(proto, with_planes=sends_ids)
     try:
-        planes = planes_from_proto(proto.planes, len(ids)) if ids is not None else ()
         extra = extra_from_proto(proto.extra_json)
     except ValueError as error:
         raise MalformedCompletion(str(error)) from None
@@ -238,23 +266,61 @@ def completion_from_proto(proto: pb.CompleteResponse, most_calls: int) -> Comple
     return Completion(
         message=message,
         finish_reason=proto.finish_reason,
-        token_ids=ids,
-        logprobs=_logprobs(proto, len(ids)) if ids is not None else None,
+        token_ids=part.token_ids if sends_ids else None,
+        logprobs=part.logprobs if sends_ids else None,
         reported=_ids(proto.prompt_ids.values, "prompt_ids") if seen == "prompt_ids" else None,
         prompt=checkpoint_from_proto(proto.prompt_checkpoint) if seen == "prompt_checkpoint" else None,
         after=checkpoint_from_proto(proto.after) if proto.HasField("after") else None,
         usage=_usage(proto),
-        policy_version=proto.policy_version,
+        policy_version=part.policy_version,
         tool_calls=calls,
-        planes=planes,
+        planes=part.planes,
         extra_json=extra,
-        policy_step=proto.policy_step if proto.HasField("policy_step") else None,
+        policy_step=part.policy_step,
     )
 
 
-async def read_completion(proto: pb.CompleteResponse, most_calls: int) -> Completion:
+def part_from_proto(proto: pb.CompleteResponse, *, with_planes: bool = True) -> CompletionPart:
+    """Validate and convert the tokens of a response, which may be an aborted one. Raises `MalformedCompletion`."""
+    for field, text in (("finish_reason", proto.finish_reason), ("policy_version", proto.policy_version)):
+        if len(text) > _MOST_CHARACTERS:
+            raise MalformedCompletion(f"{field}: has {len(text)} characters, at most {_MOST_CHARACTERS} are allowed")
+    if proto.policy_step < 0:
+        raise MalformedCompletion(f"policy_step: is {proto.policy_step}; steps are 0 or more")
+    ids = _ids(proto.token_ids, "token_ids")
+    try:
+        planes = planes_from_proto(proto.planes, len(ids)) if with_planes else ()
+    except ValueError as error:
+        raise MalformedCompletion(str(error)) from None
+    step = proto.policy_step if proto.HasField("policy_step") else None
+    return CompletionPart(ids, _logprobs(proto, len(ids)), planes, proto.policy_version, step)
+
+
+async def read_completion(proto: pb.CompleteResponse, most_calls: int, *, resumed: bool = False) -> Completion:
     """Call `completion_from_proto`, for a large completion in a thread, because it would block the event loop."""
-    return await offload_response(lambda: completion_from_proto(proto, most_calls), proto.ByteSize())
+    return await offload_response(lambda: completion_from_proto(proto, most_calls, resumed=resumed), proto.ByteSize())
+
+
+async def read_cut(proto: pb.CompleteResponse, most_calls: int, text: str | None) -> Completion:
+    """Return what an aborted response says besides its tokens, if they end the completion because it has `max_tokens` tokens.
+
+    `text` is the message's content if the response has no message, which an aborted one need not have; None if it is unknown.
+    """
+    whole = pb.CompleteResponse()
+    whole.CopyFrom(proto)
+    whole.finish_reason = CUT
+    for field in ("token_ids", "logprobs", "planes"):
+        whole.ClearField(field)
+    if proto.message.WhichOneof("form") is None:
+        if text is None:
+            raise MalformedCompletion("message: is missing, but the aborted completion has max_tokens tokens and ends")
+        whole.message.json = json.dumps({"role": "assistant", "content": text})
+    return replace(await read_completion(whole, most_calls, resumed=True), cut=True)
+
+
+async def read_part(proto: pb.CompleteResponse) -> CompletionPart:
+    """Call `part_from_proto`, for a large part in a thread."""
+    return await offload_response(lambda: part_from_proto(proto), proto.ByteSize())
 
 
 def _check_values(proto: pb.CompleteResponse, most_calls: int) -> None:
