@@ -146,7 +146,7 @@ def check_rollout(finished: Finished, model: Erratic, action: str) -> None:
     assert finished.end == "stop" or (action, finished.end) == ("cancel", "cancellation"), finished.error
     outcome, found = finished.rollout.outcome, dict[int, list[tuple[int, float | None, str, int | None]]]()
     newest = outcome.policy_step
-    for sample in (*finished.samples, *finished.untrainable):
+    for sample in sorted((*finished.samples, *finished.untrainable), key=lambda sample: sample.part):
         opening = len(sample.prompt_ids)
         for span in sample.spans or ():
             for at in range(span.start, span.stop) if span.author == "model" else ():
