@@ -77,6 +77,9 @@ class ScriptedReply:
         delay: seconds before the response is sent.
         lie: over gRPC only: an error in the response.
         policy_version: over gRPC only; by default ``policy-N`` in turn N.
+        policy_step: over gRPC only: the step of the policy; None: it is not sent.
+        aborts: over gRPC only: numbers of tokens after which the completion is aborted. `(3, 0)` returns 3 tokens, then none, then
+            the rest. Each further part has a further version and step.
         forgets: over gRPC only: after this reply the trainer knows no base and no tools of the rollout, until it receives the
             whole history.
 
@@ -96,6 +99,8 @@ class ScriptedReply:
     delay: float = 0.0
     lie: Lie | None = None
     policy_version: str | None = None
+    policy_step: int | None = None
+    aborts: tuple[int, ...] = ()
     forgets: bool = False
 
     def __post_init__(self) -> None:

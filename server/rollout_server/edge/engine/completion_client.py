@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
-from rollout_server.core.ledger import Tokens
+from msgspec import structs
+
+from rollout_server.core.ledger import Tokens, pack_tokens
 from rollout_server.core.message import Message
+from rollout_server.core.outcome import FailureClass
 from rollout_server.core.spec import Spec
 from rollout_server.edge.engine.errors import wants_other_limit
 from rollout_server.edge.engine.request import OTHER_LIMIT, ChatWriter, TokenWriter
-from rollout_server.edge.engine.response import read_completion, read_sampled
+from rollout_server.edge.engine.response import (
+    Sampled,
+    joined_response,
+    malformed_response,
+    read_completion,
+    read_sampled,
+)
 from rollout_server.edge.engine.transport import Access, encode_request, finished_response, post, response_body
 from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.aborted_parts import ABORTED, CUT, AbortedParts, CompletionPart
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.retry import Fetched
 from rollout_server.runtime.errors import LimitTooLarge, PromptTooLong
@@ -170,22 +181,70 @@ class Generation:
         """See `CompletionClient.complete`. Raises ValueError if `prompt` is None."""
         if prompt is None:
             raise ValueError("prompt must not be None: vLLM's generate route takes token ids")
-        writer = self._writer
-        generation = encode_request(request.asked.turn, lambda: writer.generation(prompt, request.sampling))
-
-        async def fetch() -> Fetched:
-            return await self._post(self._routes.generate, generation, request)
-
-        sampled, generated, attempts = await finished_response(self._access, request, fetch, read_sampled)
-        body = writer.rendering(prompt, generated, self._chat.body(messages, request))
+        parts = AbortedParts(request.asked.turn, request.sampling, FailureClass.ENGINE)
+        sampled, generated, attempts = await self._generate(prompt, request, parts)
+        asked = _without_logprobs(request) if parts.held else request
+        body = self._writer.rendering(prompt, generated, self._chat.body(messages, asked))
         fetched = await self._post(self._routes.derender, body, request)
         message = response_body(fetched, request)
         parsed = await offload_response(lambda: self._chat.read(message, request.asked.turn), len(message))
         completion = sampled.completion(parsed.message, parsed.tool_calls, parsed.finish_reason)
         return completion, attempts + fetched.attempts
 
+    async def _generate(
+        self, prompt: Tokens, request: CompletionRequest, parts: AbortedParts
+    ) -> tuple[Sampled, bytes, int]:
+        """Return what the engine samples after the prompt, as a response, and the number of requests sent for it.
+
+        A completion that was aborted is continued from its tokens; `parts` receives them.
+        """
+        turn, attempts = request.asked.turn, 0
+        while True:
+            given = prompt + parts.ids
+            body = encode_request(turn, partial(self._writer.generation, given, parts.sampling))
+            fetch = partial(self._post, self._routes.generate, body, request)
+            sampled, generated, sent = await finished_response(self._access, request, fetch, read_sampled, resumes=True)
+            attempts += sent
+            if parts.held and sampled.reported not in (None, given):
+                raise malformed_response(turn, "`prompt_token_ids` are not the prompt and the tokens that were aborted")
+            if sampled.finish_reason != ABORTED or sampled.token_ids is None:
+                break
+            parts.add(_part(sampled))
+            if parts.full:
+                sampled = structs.replace(sampled, finish_reason=CUT, token_ids=pack_tokens(), logprobs=None)
+                break
+            await parts.pause()
+        if not parts.held:
+            return sampled, generated, attempts
+        sampled = _joined(parts, sampled, len(prompt))
+        size = len(generated) + 8 * len(parts.ids)
+        return sampled, await offload_response(partial(joined_response, generated, sampled), size), attempts
+
     async def _post(self, url: str, body: bytes, request: CompletionRequest) -> Fetched:
         fetched = await post(self._access, url, body, request)
         if fetched.response.status in (404, 405):
             response_body(fetched, request, _SCALE_OUT)
         return fetched
+
+
+def _without_logprobs(request: CompletionRequest) -> CompletionRequest:
+    """Return the request for the parsers of messages: they need no logprobs, and those of several parts are not joined for them."""
+    return replace(request, sampling=replace(request.sampling, logprobs=False))
+
+
+def _part(sampled: Sampled) -> CompletionPart:
+    ids = pack_tokens() if sampled.token_ids is None else sampled.token_ids
+    return CompletionPart(ids, sampled.logprobs, (), sampled.policy_version, sampled.policy_step)
+
+
+def _joined(parts: AbortedParts, last: Sampled, prompt: int) -> Sampled:
+    """Return the whole completion of a prompt with `prompt` tokens. The engine repeats the prompt with the parts after it."""
+    joined = parts.join(_part(last))
+    return structs.replace(
+        last,
+        token_ids=joined.token_ids,
+        logprobs=joined.logprobs,
+        reported=last.reported[:prompt] if last.reported is not None else None,
+        policy_version=joined.policy_version,
+        runs=joined.runs,
+    )

@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, Tokens, pack_logprobs, pack_tokens
+from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, PolicyRun, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.segment import MAX_STEP
@@ -78,6 +78,7 @@ class Sampled(msgspec.Struct, frozen=True):
         logprobs: one float per generated token; None unless there is a finite one for each.
         usage: (prompt tokens, completion tokens); None if not sent.
         policy_version: the version of the weights, as reported; "" if unknown.
+        runs: the versions that sampled the tokens, if there are several.
     """
 
     finish_reason: str
@@ -86,6 +87,12 @@ class Sampled(msgspec.Struct, frozen=True):
     logprobs: Logprobs | None
     usage: tuple[int, int] | None
     policy_version: str
+    runs: tuple[PolicyRun, ...] = ()
+
+    @property
+    def policy_step(self) -> int | None:
+        """The step of the policy, if its version is one."""
+        return _step(self.policy_version)
 
     def completion(self, message: Message, tool_calls: int, finish_reason: str) -> ChatCompletion:
         """Return the completion with its parsed message.
@@ -101,8 +108,23 @@ class Sampled(msgspec.Struct, frozen=True):
             logprobs=self.logprobs,
             usage=self.usage,
             policy_version=self.policy_version,
-            policy_step=_step(self.policy_version),
+            policy_step=self.policy_step,
+            runs=self.runs,
         )
+
+
+def joined_response(body: bytes, sampled: Sampled) -> bytes:
+    """Return the last response of a completion in several parts, with the tokens of all of them. The rest is copied.
+
+    Args:
+        body: the body of the last response, of which `read_sampled` read `sampled`'s last part.
+        sampled: the whole completion.
+    """
+    parsed = msgspec.json.decode(body)
+    choice = parsed["choices"][0]
+    choice["token_ids"], choice["finish_reason"] = list(sampled.token_ids or ()), sampled.finish_reason
+    choice["logprobs"] = None  # the parsers of messages read the tokens only
+    return msgspec.json.encode(parsed)
 
 
 _decoder = msgspec.json.Decoder(_EngineBody)

@@ -26,13 +26,14 @@ from rollout_server.edge.engine.errors import (
 )
 from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.offload import offload_response
+from rollout_server.edge.trainer.aborted_parts import ABORTED
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
 from rollout_server.runtime.errors import LimitTooLarge, PromptTooLong, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
 
-_BROKEN_OFF: Final = ("abort", "error")
+_BROKEN_OFF: Final = (ABORTED, "error")
 """Finish reasons of vLLM and SGLang for an incomplete completion: the engine was paused, updated or had an error."""
 
 _PASSING: Final = (408, 429)
@@ -94,15 +95,20 @@ async def finished_response(
     request: CompletionRequest,
     fetch: Callable[[], Awaitable[Fetched]],
     read: Callable[[bytes, int], _A],
+    *,
+    resumes: bool = False,
 ) -> tuple[_A, bytes, int]:
-    """Return a completion that was not aborted, its body, and the number of requests sent for it. Raises `RolloutFailed`."""
+    """Return a completion, its body, and the number of requests sent for it. Raises `RolloutFailed`.
+
+    A completion that was aborted is requested again; with `resumes` it is returned.
+    """
     turn, attempts, failures = request.asked.turn, 0, 0
     while True:
         fetched = await fetch()
         attempts += fetched.attempts
         body = response_body(fetched, request, names=access.names)
         parsed = await offload_response(partial(read, body, turn), len(body))
-        if parsed.finish_reason not in _BROKEN_OFF:
+        if parsed.finish_reason not in _BROKEN_OFF or (resumes and parsed.finish_reason == ABORTED):
             return parsed, body, attempts
         if failures >= access.retries.count:
             raise RolloutFailed(abort_failure(turn, parsed.finish_reason, attempts))

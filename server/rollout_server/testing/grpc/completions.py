@@ -23,6 +23,7 @@ from rollout_server.testing.checks.renderer import Message, Tools
 from rollout_server.testing.checks.turn import CompletionCall
 from rollout_server.testing.checks.verdict import Refusal, RefusalReason, RefusedError
 from rollout_server.testing.grpc import wire
+from rollout_server.testing.grpc.aborts import AbortedTurns
 from rollout_server.testing.grpc.ledger import HeldSegment
 from rollout_server.testing.grpc.segments import Segments, messages_of
 from rollout_server.testing.grpc.status import StatusError, invalid, status_of_fault
@@ -64,6 +65,7 @@ class Completions:
         self._segments = Segments(ROLLOUTS_KEPT)
         self._turns: dict[str, asyncio.Task[pb.CompleteResponse]] = {}
         self._lost: dict[str, Fault] = {}
+        self._aborted = AbortedTurns()
         self._second: dict[str, pb.CompleteResponse] = {}
         self._earlier: dict[str, pb.CompleteResponse] = {}
 
@@ -76,7 +78,9 @@ class Completions:
 
         Raises StatusError if the request is refused or fails, and SilenceError if no response is to be sent.
         """
-        _check(request)
+        turn_key = _checked_turn_key(request)
+        if request.turn_key != turn_key:
+            return self._aborted.resume(request, turn_key)
         # The shield keeps the generation running if the caller gives up: its retry then gets the same completion.
         return await asyncio.shield(self._turn(request))
 
@@ -152,6 +156,8 @@ class Completions:
         await asyncio.sleep(result.reply.delay)
         wants_logprobs = request.sampling.logprobs or not request.sampling.HasField("logprobs")
         honest = wire.response(details, typed=segment.typed, with_logprobs=wants_logprobs)
+        if result.reply.aborts:
+            return self._aborted.begin(request, honest, result.reply.aborts)
         return self._sent_response(request, call, result.reply.lie, honest)
 
     def _sent_response(
@@ -216,15 +222,17 @@ def _append_completion(
     return wire.ResponseDetails(completion, result.reply, policy, after, tokens.prompt)
 
 
-def _check(request: pb.CompleteRequest) -> None:
-    """Raise StatusError for a request that is invalid in any state of the trainer."""
+def _checked_turn_key(request: pb.CompleteRequest) -> str:
+    """Return the key of the request's turn. Raise StatusError for a request that is invalid in any state of the trainer."""
     if not request.uid or not request.rollout_id.strip():
         raise invalid("rollout_id" if request.uid else "uid", "is missing")
     if request.turn < 1:
         raise invalid("turn", "counts from 1")
     key = f"{request.uid}/{request.segment_id}/{request.turn}"
-    if request.turn_key != key:
+    rest = request.turn_key.removeprefix(f"{key}/")
+    if request.turn_key != key and (rest == request.turn_key or not rest.isdecimal()):
         raise invalid("turn_key", f"is {request.turn_key!r}, but this turn's key is {key!r}")
+    return key
 
 
 async def _failure(result: FailedCall) -> pb.CompleteResponse:

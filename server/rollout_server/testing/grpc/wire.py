@@ -70,6 +70,7 @@ def response(details: ResponseDetails, *, typed: bool, with_logprobs: bool) -> p
         message=message_to_proto(completion.message, typed=typed),
         finish_reason=completion.finish_reason,
         policy_version=details.policy_version,
+        policy_step=details.reply.policy_step,
         raw_text=completion.raw_text,
         after=checkpoint(details.after),
         usage=pb.Usage(prompt_tokens=len(completion.prompt_ids), completion_tokens=len(completion.token_ids)),
