@@ -13,6 +13,8 @@ _KEPT: Final = 1000
 # They change from one request of a turn to the next.
 _OWN_FIELDS: Final = ("time_left", "policy_step")
 
+_OF_THE_WHOLE: Final = ("message", "after", "prompt_checkpoint", "prompt_ids", "usage", "raw_text")
+
 
 @dataclass(frozen=True, slots=True)
 class _AbortedTurn:
@@ -61,7 +63,7 @@ class AbortedTurns:
 
 
 def _split(honest: pb.CompleteResponse, sizes: Sequence[int]) -> list[pb.CompleteResponse]:
-    """Return the parts. Each is of a further policy. An aborted part that has the last token has the message."""
+    """Return the parts. Each is of a further policy. An aborted part with the last token shows all of the completion."""
     parts, start = list[pb.CompleteResponse](), 0
     for index, size in enumerate([*sizes, len(honest.token_ids)]):
         part = pb.CompleteResponse()
@@ -69,13 +71,7 @@ def _split(honest: pb.CompleteResponse, sizes: Sequence[int]) -> list[pb.Complet
         stop = min(start + size, len(honest.token_ids))
         if index < len(sizes):
             part.finish_reason = "abort"
-            for field in (
-                "after",
-                "prompt",
-                "usage",
-                "raw_text",
-                *(("message",) if stop < len(honest.token_ids) else ()),
-            ):
+            for field in _OF_THE_WHOLE if stop < len(honest.token_ids) else ():
                 part.ClearField(field)
         del part.token_ids[stop:], part.token_ids[:start]
         del part.logprobs.values[stop:], part.logprobs.values[:start]
