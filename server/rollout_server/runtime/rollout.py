@@ -335,7 +335,9 @@ class Rollout:
         lag = max(oldest, self.gate.step or 0, self.machine.newest_policy_step or 0) - oldest
         if lag <= staleness.max_lag:
             return False
-        text = f"stale: the oldest token is of policy step {oldest}, {lag} behind; at most {staleness.max_lag} are allowed"
+        text = (
+            f"stale: the oldest token is of policy step {oldest}, {lag} behind; at most {staleness.max_lag} are allowed"
+        )
         if not self.ending.request(Cancellation(text)):
             return False
         self.gate.close()

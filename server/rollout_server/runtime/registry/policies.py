@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rollout_server.core.error import Busy
@@ -59,7 +59,7 @@ class AnnouncedPolicies:
             self._forget_unused(caller)
         own.pop(url, None)  # so that the dictionary has the order of the announcements
         self._policies.setdefault(caller, own)[url] = policy
-        rollouts = self._rollouts.get(caller, {})
+        rollouts: Mapping[str, Mapping[str, Rollout]] = self._rollouts.get(caller, {})
         cancelled = [
             rollout.uid
             for each in ([url] if url else rollouts)
@@ -72,8 +72,8 @@ class AnnouncedPolicies:
         return cancelled
 
     def _forget_unused(self, caller: str) -> None:
-        own, rollouts = self._policies[caller], self._rollouts.get(caller, {})
-        unused = (url for url, policy in own.items() if url and url not in rollouts and not policy.paused)
+        own, used = self._policies[caller], {*self._rollouts.get(caller, ())}
+        unused = (url for url, policy in own.items() if url and url not in used and not policy.paused)
         forgotten = next(unused, None)
         if forgotten is None:
             text = (
