@@ -1,18 +1,28 @@
-"""Completions that are aborted and resumed, requested as a rollout server does."""
+"""Completions that are aborted and resumed: requested as a rollout server does, and by a real server."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import grpc
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2, token_pb2
-from rollout_client.trainer import Generated, Turn
+from rollout_client.samples import SampleSpan, TrainingSample
+from rollout_client.trainer import Finished, Generated, Serving, Trainer, Turn
+from rollout_client.trainer.ledger import LedgerRun, SegmentLedger
+from rollout_client.trainer.rollout_records import Record
+from rollout_client.trainer.verify import find_mismatch
+from rollout_server.app import Server
+from rollout_server.calculator import Calculator
 
 from tests.client.trainer.asker import MODEL, Asker, Limits, held_after, refusal, standing
+from tests.support.start_requests import settings
 from tests.support.toy_model import END, decode, encode
 
 PROMPT = encode("<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n")
@@ -162,3 +172,168 @@ async def test_only_an_aborted_completion_may_be_empty(wrong: Generated) -> None
     async with standing(Scripted(wrong)) as stand:
         error = await refusal(stand.completions.Complete(stand.asker().request(PROMPT)))
         assert error.reason == "GENERATE_FAILED"
+
+
+class Parted:
+    """Generate "It is eight, I am sure." in parts, which end after these numbers of tokens. The step of a part is its number."""
+
+    def __init__(self, *cuts: int) -> None:
+        self.cuts = cuts
+        self.turns: list[Turn] = []
+        self.trainer: Trainer | None = None
+
+    async def __call__(self, turn: Turn) -> Generated:
+        self.turns.append(turn)
+        number = sum(each.uid == turn.uid and each.turn == turn.turn for each in self.turns)
+        whole = [*WORDS, END]
+        stop, reason = (self.cuts[number - 1], "abort") if number <= len(self.cuts) else (len(whole), "stop")
+        if self.trainer is not None:
+            self.trainer._records.forget(turn.uid)  # what a restart of the trainer would do
+        return part(whole[turn.resumed : stop], number, reason)
+
+
+def one_turn(messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+    return PROMPT
+
+
+async def finished_one(server: Any, model: Any, **fields: Any) -> Finished:
+    given = {"generate": model, "decode": decode, "end_ids": {END}, **fields}
+    async with Trainer(server, **given) as trainer:
+        if isinstance(model, Parted) and model.trainer is not None:
+            model.trainer = trainer
+        tokenizer = None if "render" in fields else "toy"
+        (group,) = [each async for each in trainer.rollouts(["Is it eight?"], n=1, tokenizer=tokenizer)]
+    return group.rollouts[0]
+
+
+def parts_of(finished: Finished) -> list[tuple[list[int], int | None, str, set[float]]]:
+    """The sampled tokens of each span, with step, version and logprobs."""
+    (sample,) = finished.samples
+    assert sample.logprobs is not None
+    opening = len(sample.prompt_ids)
+    return [
+        (
+            sample.response_ids[span.start - opening : span.stop - opening],
+            span.policy_step,
+            span.policy_version,
+            set(sample.logprobs[span.start - opening : span.stop - opening]),
+        )
+        for span in sample.spans or ()
+        if span.trains
+    ]
+
+
+@pytest.fixture
+async def address() -> AsyncIterator[str]:
+    async with Server([Calculator()], settings()) as server:
+        yield f"127.0.0.1:{server.grpc_port}"
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"serving": Serving()}, {"render": one_turn}, {"render": one_turn, "serving": Serving()}]
+)
+@pytest.mark.parametrize("cuts", [(3,), (0,), (3, 3, 5), (0, 0, 1), (len(WORDS),)])
+async def test_a_sample_has_a_span_for_each_part(address: str, cuts: Sequence[int], fields: dict[str, Any]) -> None:
+    model, whole = Parted(*cuts), [*WORDS, END]
+    finished = await finished_one(address, model, **fields)
+    assert (finished.mismatch, finished.checked, finished.error) == (None, True, "")
+    edges = [0, *cuts, len(whole)]
+    assert parts_of(finished) == [
+        (whole[start:stop], number, f"v{number}", {-number - 0.5})
+        for number, (start, stop) in enumerate(pairwise(edges), start=1)
+        if start < stop
+    ]
+    assert finished.messages[-1]["content"] == decode(WORDS)
+    assert [turn.resumed for turn in model.turns] == edges[:-1]
+    assert finished.rollout.outcome.metrics.turns == 1
+
+
+async def test_the_limit_of_tokens_holds_for_all_parts(address: str) -> None:
+    model = Parted(3, 5)
+    async with Trainer(address, generate=model, decode=decode, end_ids={END}) as trainer:
+        fields: dict[str, Any] = {"tokenizer": "toy", "sampling": {"max_tokens": 5}}
+        (group,) = [each async for each in trainer.rollouts(["Is it eight?"], n=1, **fields)]
+    (finished,) = group.rollouts
+    assert [turn.sampling.max_tokens for turn in model.turns] == [5, 2]
+    assert [len(ids) for ids, *_ in parts_of(finished)] == [3, 2]
+    assert (finished.checked, finished.samples[0].truncated) == (True, True)
+
+
+@pytest.mark.parametrize("serving", [None, Serving()])
+async def test_a_trainer_that_lost_its_record_resumes_from_the_servers(address: str, serving: Serving | None) -> None:
+    model = Parted(3, 5)
+    model.trainer = Trainer(address, generate=model, decode=decode)  # replaced by the one that runs
+    finished = await finished_one(address, model, serving=serving)
+    assert (finished.mismatch, finished.checked, finished.error) == (None, False, "")
+    assert [(step, version) for _, step, version, _ in parts_of(finished)] == [(1, "v1"), (2, "v2"), (3, "v3")]
+    assert finished.messages[-1]["content"] == decode(WORDS)
+
+
+async def test_logprobs_that_a_part_lacks_are_unknown_for_all(address: str) -> None:
+    parts = iter([part(WORDS[:3], 1), replace(part([*WORDS[3:], END], 2, "stop"), logprobs=None)])
+
+    async def generate(turn: Turn) -> Generated:
+        return next(parts)
+
+    finished = await finished_one(address, generate)
+    assert (finished.mismatch, finished.checked, finished.error) == (None, True, "")
+    assert finished.samples[0].logprobs is None
+
+
+def split_segment() -> tuple[Record, list[TrainingSample]]:
+    """A turn of three parts, the first of which is stale, and its two samples."""
+    record = Record()
+    runs = [
+        LedgerRun(1, True, array("I", [number] * 2), array("f", [-number] * 2), f"v{number}", True, number)
+        for number in (1, 2, 3)
+    ]
+    ledger = record.segments["0"] = SegmentLedger()
+    ledger.append((LedgerRun(1, False, array("I", [9])), *runs))
+    ledger.checkpoints.append(ledger.checkpoint(2))
+    spans = [SampleSpan("model", None, 1, 2 * n - 1, 2 * n + 1, f"v{n}", n) for n in (1, 2, 3)]
+    first = TrainingSample(
+        "0", [9], [1, 1], [1, 1], [-1.0, -1.0], (SampleSpan("other", "prompt", 1, 0, 1), spans[0]), trainable=False
+    )
+    prompt = SampleSpan("other", "prompt", 1, 0, 3)
+    values = [-2.0, -2.0, -3.0, -3.0]
+    return record, [first, TrainingSample("0", [9, 1, 1], [2, 2, 3, 3], [1] * 4, values, (prompt, *spans[1:]), part=1)]
+
+
+def test_the_samples_of_a_split_segment_equal_the_ledger() -> None:
+    record, parts = split_segment()
+    assert find_mismatch(record, parts, turns=1) is None
+    assert parts[1].policy_steps == (2, 3)
+
+
+def test_a_token_of_a_split_segment_in_no_sample_or_in_two_is_found() -> None:
+    record, (first, second) = split_segment()
+    wrong = find_mismatch(record, [second], turns=1)
+    assert (wrong and (wrong.field, wrong.index)) == ("part", 1)
+    spans = (*(first.spans or ()), *(second.spans or ())[1:])
+    longer = replace(first, response_ids=[1, 1, 2, 2, 3, 3], response_mask=[1] * 6, logprobs=None, spans=spans)
+    wrong = find_mismatch(record, [replace(longer, logprobs=[-1.0, -1.0, -2.0, -2.0, -3.0, -3.0]), second], turns=1)
+    assert (wrong and (wrong.field, wrong.index)) == ("part", 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "index"),
+    [
+        ({"response_ids": [2, 2, 3, 4]}, "ids", 6),
+        ({"logprobs": [-2.0, -2.0, -3.0, -4.0]}, "logprobs", 6),
+        ({"logprobs": None}, "logprobs", None),
+    ],
+)
+def test_a_wrong_part_is_found(change: dict[str, Any], field: str, index: int | None) -> None:
+    record, (first, second) = split_segment()
+    wrong = find_mismatch(record, [first, replace(second, **change)], turns=1)
+    assert (wrong and (wrong.field, wrong.index)) == (field, index)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"), [({"policy_step": 7}, "policy_step"), ({"policy_version": "x"}, "policy_version")]
+)
+def test_a_wrong_policy_of_a_part_is_found(change: dict[str, Any], field: str) -> None:
+    record, (first, second) = split_segment()
+    *spans, last = second.spans or ()
+    wrong = find_mismatch(record, [first, replace(second, spans=(*spans, replace(last, **change)))], turns=1)
+    assert (wrong and (wrong.field, wrong.index)) == (field, 5)

@@ -142,8 +142,9 @@ def test_without_asyncio_a_completion_names_the_policy_of_its_call() -> None:
 
     def generate(turn: Turn) -> Generated:
         seen.add((turn.policy_step, step))
-        ids = [*encode(ADDS(decode(turn.ids))), END]
-        return Generated(ids, [-float(step)] * len(ids))
+        ids = [*encode(ADDS(decode(turn.ids[: len(turn.ids) - turn.resumed]))), END]
+        rest = ids[turn.resumed :] if turn.resumed or turn.turn == 1 else ids[:2]
+        return Generated(rest, [-float(step)] * len(rest), "stop" if rest[-1] == END else "abort")
 
     with LoopThread() as loop:
         server = Server([Calculator()], settings())

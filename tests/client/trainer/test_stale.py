@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from rollout_client.export import write_jsonl
 from rollout_client.trainer import Finished, Generated, Serving, Trainer, Turn
 from rollout_server.calculator import Calculator
 
 from tests.client.trainer.test_policy import QUESTION, groups_of, joined
 from tests.client.trainer.test_stream_rollouts import Delegating
 from tests.support.toy_model import ADDS, END, decode, encode, until
+from tests.verification.rows import codes, verified
 
 
 class Aging:
@@ -170,7 +173,7 @@ KINDS: dict[str, dict[str, Any]] = {"stream": {}, "serving": {"serving": Serving
 
 
 @pytest.mark.parametrize(("kind", "count"), [("stream", 19), ("serving", 3), ("batches", 3)])
-async def test_random_aborts_announcements_and_actions(kind: str, count: int) -> None:
+async def test_random_aborts_announcements_and_actions(kind: str, count: int, tmp_path: Path) -> None:
     """Sixteen times `count` rollouts: two agents, and all actions."""
     model = Erratic(int(os.environ.get("SEED", "7")))
     functions = {"generate": None, "generate_batch": model.batch} if kind == "batches" else {}
@@ -194,3 +197,6 @@ async def test_random_aborts_announcements_and_actions(kind: str, count: int) ->
     finished = [each for groups in found for group in groups for each in group.rollouts]
     assert any(len({span.policy_step for span in s.spans or ()}) > 2 for each in finished for s in each.samples)
     assert {s.part for each in finished for s in each.samples} > {0} or count < 10
+    write_jsonl([s for each in finished for s in (*each.samples, *each.untrainable)], tmp_path / "samples.jsonl")
+    report = verified(tmp_path / "samples.jsonl", (tmp_path / "samples.jsonl").read_bytes())
+    assert report.ok, codes(report)
