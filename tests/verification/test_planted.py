@@ -357,6 +357,20 @@ def test_parts_of_one_segment_are_no_overlap(tmp_path: Path) -> None:
     assert codes(verified(tmp_path / "s", content(made))) == {"trains_twice": 1}
 
 
+@pytest.mark.parametrize("more", [{"part": 1}, {}])
+def test_a_completion_that_is_partly_too_old_is_no_shift(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Its first token is stale. Without spans it looks as if the mask were one token late."""
+    made = row(Random(5), 2, uid="u")
+    spans = spans_of(made, [1, 2])
+    start = made.spans()[1][0]
+    made.mask[start], made.logprobs[start] = 0, 0.0
+    first = {**spans[3], "stop": spans[3]["start"] + 1, "reason": "stale"}
+    content = FORMATS[SampleShape.ROLLOUT]
+    assert codes(verified(tmp_path / "s", content([made]))) == {"mask_shifted": 1}
+    made.more = {"spans": [*spans[:3], first, {**spans[3], "start": first["stop"]}], **more}
+    assert codes(verified(tmp_path / "s", content([made]))) == {}
+
+
 def test_rows_of_a_group_in_verl_are_not_one_rollout(tmp_path: Path) -> None:
     """verl's own column "uid" names the group."""
     made = row(Random(5), 1)

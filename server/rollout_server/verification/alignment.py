@@ -51,7 +51,7 @@ def trained_spans(mask: Sequence[int]) -> list[tuple[int, int]]:
 def generation_prompt(row: SampleRow) -> list[int]:
     """Return the last tokens of the prompt, which precede every completion; empty if they do not identify it."""
     tail = row.prompt[-_TAIL:]
-    return tail if len(set(tail)) >= _DISTINCT else []
+    return tail if len(set(tail)) >= _DISTINCT and not row.raw.part else []
 
 
 def find_run(ids: list[int], run: Sequence[int]) -> int:
@@ -71,7 +71,8 @@ def find_run(ids: list[int], run: Sequence[int]) -> int:
 def check_alignment(row: SampleRow, tokens: TurnTokens) -> Iterator[SampleFinding]:
     """Yield a finding if the mask of a row is shifted, or may be."""
     name = row.raw.names.mask
-    found = _shift_at_boundaries(row, tokens) or _shift_of_logprobs(row)
+    found = _shift_at_boundaries(row, tokens) if _trains_whole_completions(row) else None
+    found = found or _shift_of_logprobs(row)
     if found is not None:
         shift, index, reason = found
         text = f"the mask is one token {_WORDS[shift]}: {reason}"
@@ -82,6 +83,14 @@ def check_alignment(row: SampleRow, tokens: TurnTokens) -> Iterator[SampleFindin
     elif row.mask[-2:] == [1, 0] and row.response[-1] in tokens.stops:
         text = "the stop token at the end has mask 0, so that the model does not learn to stop"
         yield row.finding(FindingKind.MASK_EDGE, name, row.mask_start + len(row.mask) - 1, text)
+
+
+def _trains_whole_completions(row: SampleRow) -> bool:
+    """Return whether each run of mask 1 is a whole completion. Stale tokens are masked out or split off within a completion too."""
+    return not row.raw.part and all(
+        not isinstance(span, dict) or span.get("author") != "model" or span.get("reason") is None
+        for span in row.raw.spans or ()
+    )
 
 
 def _shift_at_boundaries(row: SampleRow, tokens: TurnTokens) -> tuple[int, int, str] | None:

@@ -124,6 +124,12 @@ class RawRow:
         found = None if self.sample is None else self.sample.get("spans")
         return found if isinstance(found, list) else None
 
+    @property
+    def part(self) -> int:
+        """The index of a sample of this project among those of its segment; 0: the first one, or not known."""
+        found = 0 if self.sample is None else self.sample.get("part")
+        return found if type(found) is int else 0
+
 
 def shape_of(value: object) -> SampleShape | None:
     """Return the format of a value by its keys; None if it is no training sample."""

@@ -17,7 +17,7 @@ from rollout_server.calculator import Calculator
 from tests.client.trainer.test_policy import QUESTION, groups_of, joined
 from tests.client.trainer.test_stream_rollouts import Delegating
 from tests.support.toy_model import ADDS, END, decode, encode, until
-from tests.verification.rows import codes, verified
+from tests.verification.rows import verified
 
 
 class Aging:
@@ -199,4 +199,4 @@ async def test_random_aborts_announcements_and_actions(kind: str, count: int, tm
     assert {s.part for each in finished for s in each.samples} > {0} or count < 10
     write_jsonl([s for each in finished for s in (*each.samples, *each.untrainable)], tmp_path / "samples.jsonl")
     report = verified(tmp_path / "samples.jsonl", (tmp_path / "samples.jsonl").read_bytes())
-    assert report.ok, codes(report)
+    assert report.ok, report.log.first()
