@@ -73,6 +73,9 @@ BODIES = st.fixed_dictionaries(
         "priority": st.integers(1, 2**31 - 1) | st.integers(-(2**31), -1),
         "metadata": OBJECTS,
         "labels": st.dictionaries(TEXTS, TEXTS, min_size=1, max_size=3),
+        "staleness": st.fixed_dictionaries(
+            {"max_lag": st.integers(0, 2**53)}, optional={"action": st.sampled_from(get_args(enums.StaleAction))}
+        ),
         "train_on": st.lists(st.sampled_from(get_args(enums.FailureClass)), max_size=8),
     },
 )

@@ -47,6 +47,7 @@ def finished() -> pb.Rollout:
                 token_ids=[3],
                 logprobs=token_pb2.Logprobs(values=[-0.5]),
                 policy_version="v1",
+                policy_step=7,
                 planes=[token_pb2.TokenPlane(name="experts", dtype="uint8", values=b"\x07")],
             ),
         ],
@@ -64,7 +65,7 @@ def finished() -> pb.Rollout:
         logprobs=token_pb2.Logprobs(values=[-0.5, 0.0]),
         spans=[
             token_pb2.SampleSpan(author="AUTHOR_OTHER", mask_reason="MASK_REASON_PROMPT", turn=1, stop=2),
-            token_pb2.SampleSpan(author="AUTHOR_MODEL", turn=1, start=2, stop=3, policy_version="v1"),
+            token_pb2.SampleSpan(author="AUTHOR_MODEL", turn=1, start=2, stop=3, policy_version="v1", policy_step=7),
         ],
         origin=token_pb2.SegmentOrigin(parent_id="9", parent_tokens=1, kind="SEGMENT_KIND_DRIFT"),
         verified=True,
@@ -73,6 +74,7 @@ def finished() -> pb.Rollout:
         role="critic",
         model="large",
         reward=0.0,
+        part=1,
     )
     outcome = outcome_pb2.Outcome(
         stop=outcome_pb2.Stop(reason="max_turns", truncated=True),
@@ -86,6 +88,7 @@ def finished() -> pb.Rollout:
         warnings=[outcome_pb2.Warning(code="token_drift", message="parted", turn=1, index=0)],
         turn_rewards=[outcome_pb2.TurnReward(turn=1, value=0.5, segment_id="0")],
         reward_rule=outcome_pb2.REWARD_RULE_OWN,
+        policy_step=9,
     )
     return pb.Rollout(
         uid=UID,
@@ -138,23 +141,27 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
         "metrics": metrics,
         "turn_rewards": [{"turn": 1, "value": 0.5, "segment_id": "0"}],
         "reward_rule": "own",
+        "policy_step": 9,
     }
     message = json.loads(TEXT)
     sample = {"segment_id": "0", "prompt_ids": [1, 2], "response_ids": [3, 2**31 - 1], "response_mask": [1, 0]}
     empty: dict[str, Any] = {"segment_id": "1", "prompt_ids": [], "response_ids": [], "response_mask": []}
+    policies = [{"policy_version": "", "policy_step": None}, {"policy_version": "v1", "policy_step": 7}]
     whose: list[dict[str, Any]] = [
-        {"author": "other", "mask_reason": "prompt", "turn": 1, "start": 0, "stop": 2, "policy_version": ""},
-        {"author": "model", "mask_reason": None, "turn": 1, "start": 2, "stop": 3, "policy_version": "v1"},
+        {"author": "other", "mask_reason": "prompt", "turn": 1, "start": 0, "stop": 2, **policies[0]},
+        {"author": "model", "mask_reason": None, "turn": 1, "start": 2, "stop": 3, **policies[1]},
     ]
     from_drift = {"parent_id": "9", "parent_tokens": 1, "kind": "drift"}
     nowhere = {"parent_id": "", "parent_tokens": 0, "kind": "unspecified"}
     judged = {"trainable": False, "untrainable_reason": "masked", "role": "critic", "reward": 0.0, "model": "large"}
+    judged["part"] = 1
     untrainable = {"trainable": False, "untrainable_reason": "failure_engine", "role": "", "reward": None, "model": ""}
+    untrainable["part"] = 0
     samples = [
         {**sample, "logprobs": [-0.5, 0.0], "spans": whose, "origin": from_drift, "verified": True, **judged},
         {**empty, "logprobs": None, "spans": [], "origin": nowhere, "verified": False, **untrainable},
     ]
-    span: dict[str, Any] = {"turn": 1, "logprobs": None, "policy_version": ""}
+    span: dict[str, Any] = {"turn": 1, "logprobs": None, **policies[0]}
     spans = [
         {**span, "author": "other", "mask_reason": "prompt", "token_ids": [1, 2]},
         {
@@ -163,7 +170,7 @@ async def test_a_rollout_that_has_finished_in_every_view(plain: Plain) -> None:
             "mask_reason": None,
             "token_ids": [3],
             "logprobs": [-0.5],
-            "policy_version": "v1",
+            **policies[1],
             "planes": [{"name": "experts", "dtype": "uint8", "values": "Bw=="}],
         },
     ]
@@ -232,7 +239,7 @@ async def test_other_ends(plain: Plain, end: dict[str, Any], told: dict[str, Any
     plain.server.rollout.outcome.CopyFrom(outcome_pb2.Outcome(**end, extra_json="[1"))
     outcome = (await plain.http.get(PATH)).json()["outcome"]
     rest: dict[str, Any] = {"reward": None, "scores": {}, "extra": None, "warnings": [], "metrics": METRICS}
-    rest |= {"turn_rewards": [], "reward_rule": "unspecified"}
+    rest |= {"turn_rewards": [], "reward_rule": "unspecified", "policy_step": None}
     assert outcome == told | rest
 
 

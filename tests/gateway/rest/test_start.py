@@ -32,7 +32,8 @@ WHOLE = (
     '"token_mode": "messages", "on_drift": "fail", "on_interrupt": "resume", "cancel_after_detach_seconds": 0.25, '
     '"priority": -3, "metadata": {"k" : [1e400]}, "labels": {"x": "", "é": "=é"}, "train_on": [], '
     '"models": {"judge": {"url": "http://j:1", "model": "m", "bearer": "hush-judge"}, '
-    '"user": {"url": "http://u:1", "dialect": "vllm", "model": "m"}}}'
+    '"user": {"url": "http://u:1", "dialect": "vllm", "model": "m"}}, '
+    '"staleness": {"max_lag": 0, "action": "split"}}'
 )
 ASKED = pb.StartRolloutRequest(
     request_id="q",
@@ -76,6 +77,7 @@ ASKED = pb.StartRolloutRequest(
             "judge": spec_pb2.Target(url="http://j:1", model="m"),
             "user": spec_pb2.Target(url="http://u:1", dialect=spec_pb2.DIALECT_VLLM, model="m"),
         },
+        staleness=spec_pb2.Staleness(max_lag=0, action=spec_pb2.STALE_ACTION_SPLIT),
     ),
     credentials=spec_pb2.Credentials(
         completions_bearer="hush-completions",
@@ -213,6 +215,8 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"priority": 2**31}, ["priority"]),
     ({"train_on": ["nobody"]}, ["train_on[0]"]),
     ({"train_on": ["policy"] * 9}, ["train_on"]),
+    ({"staleness": {"action": "drop"}}, ["staleness.max_lag", "staleness.action"]),
+    ({"staleness": {"max_lag": -1}}, ["staleness.max_lag"]),
     ({"metadata": [1]}, ["metadata"]),
     ({"metadata": "{}"}, ["metadata"]),
     ({"labels": {"a": 1}}, ["labels.a"]),
