@@ -31,6 +31,7 @@ _STYLES: Final = {
     "E": ("environment · mask 0", "#fde68a", "#78350f"),
     "C": ("stop token · mask 0", "#fecaca", "#7f1d1d"),
     "A": ("model, masked · mask 0", "#d1d5db", "#065f46"),
+    "S": ("model, stale · mask 0", "#e5e7eb", "#065f46"),
     "?": ("unknown · mask 0", "#ffffff", "#374151"),
 }
 

@@ -18,8 +18,17 @@ from rollout_server.inspection.transcript import TokenRun, Transcript, Transcrip
 if TYPE_CHECKING:
     from rich.console import Console
 
-LEGEND = "M model (mask 1); mask 0: A model, masked by the agent, P prompt, E environment, C closing token; ! drift"
-_STYLES = {"M": "bold green", "A": "red", "P": "cyan", "E": "yellow", "C": "magenta", "!": "bold red", "?": "white"}
+LEGEND = "M model (mask 1); mask 0: A model, masked by the agent, S model, stale, P prompt, E environment, C closing token; ! drift"
+_STYLES = {
+    "M": "bold green",
+    "A": "red",
+    "S": "red",
+    "P": "cyan",
+    "E": "yellow",
+    "C": "magenta",
+    "!": "bold red",
+    "?": "white",
+}
 _IDS_ON_A_LINE = 12
 
 
@@ -111,6 +120,7 @@ def _title(segment: TranscriptSegment) -> str:
     shares = f"{segment.parent_tokens} shared tokens" if segment.parent_tokens else "new prompt"
     opened = f" of segment {segment.parent_id}, {shares}" if segment.parent_id else ""
     masked = f", {segment.masked} generated tokens masked by the agent" if segment.masked else ""
+    masked += f", {segment.stale} generated tokens stale" if segment.stale else ""
     checked = "verified" if segment.verified else "not verified: the trainer did not report every prompt"
     trained = f"{segment.trained} of {len(segment.ids)} tokens have mask 1{masked}"
     return f"segment {segment.id} ({segment.kind}{opened}): {trained}, {checked}"
@@ -137,7 +147,8 @@ def _segment_lines(segment: TranscriptSegment, options: ViewOptions) -> Iterator
 
 def _turn(runs: Sequence[TokenRun]) -> str:
     """Return the heading of a turn: number, policy version and token planes."""
-    policy = next((f", policy {run.policy_version}" for run in runs if run.policy_version), "")
+    versions = [run.policy_label for run in runs if run.policy_label]
+    policy = f", policy {', then '.join(versions)}" if versions else ""
     planes = ", ".join(f"{name} ({dtype})" for run in runs for name, dtype in run.planes)
     return f"turn {runs[0].turn}{policy}{f', planes {planes}' if planes else ''}"
 

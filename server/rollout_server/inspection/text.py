@@ -101,6 +101,7 @@ def _run(run: TokenRun, tokens: list[TokenText]) -> dict[str, Any]:
         "start": run.start,
         "stop": run.stop,
         "policy_version": run.policy_version,
+        "policy_step": run.policy_step,
         "text": None if None in texts else "".join(text or "" for text in texts),
         "token_ids": list(run.ids),
         "planes": [{"name": name, "dtype": dtype} for name, dtype in run.planes],

@@ -19,7 +19,7 @@ class TokenRun:
     """Consecutive tokens with one author and one turn.
 
     Args:
-        letter: M model, P prompt, E environment, C closing token, A model but masked by the agent, ? unknown.
+        letter: M model, P prompt, E environment, C closing token, A model but masked by the agent, S model but stale, ? unknown.
         author: "model" or "other".
         reason: mask reason, why the tokens have mask 0; None for mask 1.
         turn: turn number, from 1.
@@ -28,6 +28,7 @@ class TokenRun:
         logprobs: natural logarithm of the probability per token; None if unknown.
         policy_version: policy that sampled the tokens, as the trainer names it; empty if unknown.
         planes: name and dtype of each token plane that the trainer sent along.
+        policy_step: step of the policy; None if unknown.
     """
 
     letter: str
@@ -39,6 +40,13 @@ class TokenRun:
     logprobs: tuple[float, ...] | None
     policy_version: str
     planes: tuple[tuple[str, str], ...] = ()
+    policy_step: int | None = None
+
+    @property
+    def policy_label(self) -> str:
+        """Version and step of the policy; empty if both are unknown."""
+        step = f"step {self.policy_step}" if self.policy_step is not None else ""
+        return f"{self.policy_version} ({step})" if self.policy_version and step else self.policy_version or step
 
     @property
     def stop(self) -> int:
@@ -74,6 +82,7 @@ class TranscriptSegment:
         ids: all token ids of the segment.
         trained: number of tokens with mask 1.
         masked: number of generated tokens that the agent masked.
+        stale: number of generated tokens that were masked because they are stale.
         runs: the selected runs.
         drifts: the selected drifts, by index.
     """
@@ -89,6 +98,7 @@ class TranscriptSegment:
     runs: tuple[TokenRun, ...]
     drifts: tuple[TranscriptDrift, ...] = ()
     parting: str = ""
+    stale: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +147,12 @@ def _segment(segment: token_pb2.Segment) -> TranscriptSegment:
     origin = segment.origin
     kind = SEGMENT_KINDS.get(origin.kind, _UNKNOWN)
     ids = tuple(token for run in runs for token in run.ids)
-    trained, masked = (sum(len(run.ids) for run in runs if run.letter == letter) for letter in "MA")
+    trained, masked, stale = (sum(len(run.ids) for run in runs if run.letter == letter) for letter in "MAS")
     parting = parting_text(origin.parting) if origin.HasField("parting") else ""
     shares = origin.parent_id, origin.parent_tokens
-    return TranscriptSegment(segment.id, kind, *shares, segment.verified, ids, trained, masked, runs, parting=parting)
+    return TranscriptSegment(
+        segment.id, kind, *shares, segment.verified, ids, trained, masked, runs, parting=parting, stale=stale
+    )
 
 
 def parting_text(parting: token_pb2.Parting) -> str:
@@ -170,12 +182,13 @@ def _run(span: token_pb2.Span, start: int, segment_id: str) -> TokenRun:
         logprobs,
         span.policy_version,
         tuple((plane.name, plane.dtype) for plane in span.planes),
+        span.policy_step if span.HasField("policy_step") else None,
     )
 
 
 def _letter(author: str, reason: str | None) -> str:
     if author == "model":
-        return {None: "M", "author": "A"}.get(reason, "?")
+        return {None: "M", "author": "A", "stale": "S"}.get(reason, "?")
     return {"prompt": "P", "environment": "E", "closing": "C"}.get(reason or "", "?")
 
 

@@ -134,3 +134,96 @@ async def test_a_general_endpoint_takes_no_ids(client: AsyncClient) -> None:
         with pytest.raises(NotPossible, match="VLLM or SGLANG"):
             await roll(client, engine, **TOKENS)
     assert engine.requests == []
+
+
+async def test_vllm_continues_a_completion_that_it_aborted(client: AsyncClient) -> None:
+    engine = VllmEngine(EngineModel([DONE], aborts=2))
+    part = engine.model.encode("Hal")
+    async with serving(engine):
+        outcome = await roll(client, engine, sampling={"max_tokens": 64}, **TOKENS)
+    assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
+    (last,) = engine.model.seen
+    bodies = engine.bodies(GENERATE)
+    prompt = bodies[0]["token_ids"]
+    assert (
+        [body["token_ids"] for body in bodies]
+        == [prompt, prompt + part, prompt + part * 2]
+        == [
+            *(body["token_ids"] for body in bodies[:2]),
+            last.prompt,
+        ]
+    )
+    assert [body["sampling_params"]["max_tokens"] for body in bodies] == [64 - n * len(part) for n in range(3)]
+    sample = only(outcome)
+    assert (sample.prompt_ids, sample.response_ids) == (prompt, part * 2 + last.ids)
+    assert sample.logprobs == [*([-1.0] * 2 * len(part)), *last.logprobs]
+    assert sample.verified
+    (derender,) = engine.bodies(DERENDER)
+    (choice,) = derender["generate_response"]["choices"]
+    assert (choice["token_ids"], choice["finish_reason"]) == (sample.response_ids, "stop")
+    assert not derender["chat_request"].get("logprobs")
+    assert '"content": "HalHal#### 8"' in outcome.messages[-1].json
+    assert (outcome.metrics.turns, outcome.metrics.completion_attempts) == (1, 4)
+
+
+async def test_parts_of_vllm_that_reach_max_tokens_end_the_turn(client: AsyncClient) -> None:
+    engine = VllmEngine(EngineModel([DONE], aborts=99))
+    part = engine.model.encode("Hal")
+    async with serving(engine):
+        outcome = await roll(client, engine, sampling={"max_tokens": 2 * len(part)}, **TOKENS)
+    assert (outcome.failure.message, outcome.stop.truncated) == ("", True)
+    assert only(outcome).response_ids == part * 2
+
+
+async def test_a_vllm_that_aborts_for_ever_fails_the_rollout(client: AsyncClient) -> None:
+    engine = VllmEngine(EngineModel([DONE], aborts=99))
+    async with serving(engine):
+        outcome = await roll(client, engine, **TOKENS)
+    assert outcome.failure.category == outcome_pb2.FAILURE_CATEGORY_ENGINE_SERVER
+    assert "the completion was aborted 64 times" in outcome.failure.message
+
+
+async def test_a_vllm_that_generates_after_other_tokens_than_the_aborted_ones_is_refused(client: AsyncClient) -> None:
+    engine = VllmEngine(EngineModel([DONE], aborts=1))
+
+    def forget(answer: dict[str, Any]) -> None:
+        if engine.model.seen:
+            del answer["prompt_token_ids"][-1]
+
+    engine.spoil = forget
+    async with serving(engine):
+        outcome = await roll(client, engine, **TOKENS)
+    assert "`prompt_token_ids` are not the prompt and the tokens that were aborted" in outcome.failure.message
+
+
+async def test_sglang_is_asked_for_the_whole_turn_again(client: AsyncClient) -> None:
+    """Its parsers read what one request generated, so the parts would have no message."""
+    engine = SglangEngine(EngineModel([DONE], aborts=2))
+    async with serving(engine):
+        outcome = await roll(client, engine, **TOKENS)
+    assert (outcome.stop.reason, warned(outcome)) == ("stop", [])
+    check_whole(only(outcome), engine.model.seen)
+    assert outcome.metrics.completion_attempts == 3
+
+
+@pytest.mark.parametrize(
+    ("version", "step"),
+    [
+        ("12", 12),
+        ("0", 0),
+        (str(2**63 - 1), 2**63 - 1),
+        (str(2**63), None),
+        ("9" * 40, None),
+        ("step-7", None),
+        ("007", None),
+        ("-1", None),
+    ],
+)
+async def test_a_version_that_is_a_whole_number_is_a_step(client: AsyncClient, version: str, step: int | None) -> None:
+    engine = SglangEngine(EngineModel([DONE]))
+    engine.spoil = lambda answer: answer.update(metadata={"weight_version": version})
+    async with serving(engine):
+        outcome = await roll(client, engine, **TOKENS)
+    (span,) = [span for span in outcome.samples[0].spans if not span.mask_reason]
+    assert (span.policy_version, span.policy_step if span.HasField("policy_step") else None) == (version, step)
+    assert outcome.HasField("policy_step") is (step is not None)

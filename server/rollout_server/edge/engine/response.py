@@ -216,8 +216,10 @@ def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
 
 def _step(version: str) -> int | None:
     """Return the step that a version of the weights is, if it is a whole number; any other name has no order."""
-    step = int(version) if version.isascii() and version.isdecimal() and len(version) < len(str(MAX_STEP)) else None
-    return step if str(step) == version else None
+    if not (version.isascii() and version.isdecimal()) or len(version) > len(str(MAX_STEP)):
+        return None
+    step = int(version)
+    return step if step <= MAX_STEP and str(step) == version else None
 
 
 def _weights(raw: msgspec.Raw) -> str:
