@@ -32,6 +32,7 @@ from tests.support.http_trainer import Act, answer, raw_trainer
 from tests.support.server_client import Caller, refusal, serving, until
 from tests.support.start_requests import start, target
 from tests.support.talking_agent import Talk
+from tests.support.tcp_proxy import TcpProxy
 
 TURNS = 3
 ROLLOUTS = 4
@@ -157,6 +158,38 @@ async def test_a_pause_between_two_turns_and_the_step_of_the_next_one() -> None:
         assert [request.policy_step for request in trainer.requests[1:]] == [5]
 
 
+class SlowLine(TcpProxy):
+    """Accepts a connection, and forwards it once `go` is set."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(port)
+        self.accepted, self.go = asyncio.Event(), asyncio.Event()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted.set()
+        await self.go.wait()
+        await super()._connected(reader, writer)
+
+
+async def test_a_pause_that_begins_while_the_trainer_is_being_connected() -> None:
+    async with (
+        serving(Talk(TURNS)) as caller,
+        grpc_trainer.serving(GrpcTrainer(toy_ids())) as trainer,
+        over_grpc() as (other, _),
+        SlowLine(int(trainer.url.rpartition(":")[2])) as line,
+    ):
+        uid = (await caller.start(start(completions=target(f"grpc://{line.address}")))).rollout.uid
+        await line.accepted.wait()
+        await announce(caller, paused=True)
+        line.go.set()
+        await announce(caller, other.url)
+        await caller.play(start(rollout_id="o", completions=other))
+        assert not trainer.requests
+        await announce(caller, step=1)
+        assert (await caller.finished(uid)).outcome.stop.reason == "stop"
+        assert {request.policy_step for request in trainer.requests} == {1}
+
+
 class PausingTrainer(GrpcTrainer):
     """Announces a pause while it has the first request."""
 
@@ -213,6 +246,7 @@ async def test_an_http_request_is_not_repeated_during_a_pause(dialect: Any, stat
         await until(lambda: _has(trainer.requests, 1))
         await announce(caller, other.url)
         await caller.play(start(rollout_id="o", completions=other))
+        await asyncio.sleep(0.25)  # longer than until it would be repeated
         assert len(trainer.requests) == 1
         await announce(caller)
         await caller.finished(uid)

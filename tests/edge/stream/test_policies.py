@@ -55,6 +55,24 @@ async def test_nothing_is_requested_during_a_pause_and_all_go_on_after_it(place:
     assert not any(ask.HasField("policy_step") for ask in other.asks)
 
 
+async def test_requests_that_wait_for_credit_are_not_sent_during_a_pause(place: StreamServer) -> None:
+    trainer = place.trainer(credit=1)
+    trainer.automatic = False
+    await trainer.put(start=start("a", count=3))
+    await trainer.until(lambda t: len(t.asks) == 1)
+    await play(place.trainer(), "another stream")  # by now, the other two rollouts wait for credit
+    await announce(trainer, paused=True)
+    await trainer.complete(trainer.asks[0])
+    await look_around(place.channel)
+    await announce(trainer, paused=True, step=1)
+    assert len(trainer.asks) == 1
+    trainer.automatic = True
+    await announce(trainer, step=2)
+    await trainer.until(lambda t: len(t.outcomes) == 3)
+    assert {ask.policy_step for ask in trainer.asks[1:]} == {2}
+    assert len(trainer.generated) == len(trainer.asks) == 3 * TURNS
+
+
 async def test_a_refused_turn_is_not_requested_again_during_a_pause(open_place: OpenPlace) -> None:
     place = await open_place(retry_after_seconds=1.0)
     trainer = place.trainer()
