@@ -7,12 +7,14 @@ import asyncio
 import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from osmosis.rollout.v1 import completion_service_pb2 as cpb
 from osmosis.rollout.v1 import rollout_service_pb2 as rpb
-from osmosis.rollout.v1 import spec_pb2
+from osmosis.rollout.v1 import spec_pb2, token_pb2
+from osmosis.rollout.v1 import trainer_service_pb2 as pb
 
 from tests.edge.stream.conftest import TURNS, OpenPlace, StreamServer
 from tests.edge.stream.test_idle import look_around
-from tests.edge.stream.trainer import Line, Trainer, kind, start
+from tests.edge.stream.trainer import Book, Line, Trainer, kind, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -206,3 +208,49 @@ async def test_cancelling_works_during_a_pause_and_a_closed_stream_ends(place: S
     await trainer.until(lambda t: len(t.outcomes) == 2)
     assert "closed its stream" in trainer.outcomes[1].outcome.cancellation.reason
     assert not trainer.asks
+
+
+@pytest.mark.parametrize(
+    ("action", "masks"),
+    [
+        (spec_pb2.STALE_ACTION_KEEP, [[1, 1, 1, 1]]),
+        (spec_pb2.STALE_ACTION_MASK, [[0, 0, 1, 1]]),
+        (spec_pb2.STALE_ACTION_SPLIT, [[1, 1], [1, 1]]),
+        (spec_pb2.STALE_ACTION_CANCEL, [[1, 1, 1, 1]]),
+    ],
+)
+async def test_the_rest_of_an_aborted_completion_waits_for_the_end_of_the_pause(
+    place: StreamServer, action: spec_pb2.StaleAction.ValueType, masks: list[list[int]]
+) -> None:
+    """The weights change in mid-completion: two tokens of step 1, two of step 2, and all tokens of step 1 are too old."""
+    trainer, ids = place.trainer(), place.answer
+    trainer.automatic = False
+    place.held.gate.set()
+    await announce(trainer, step=1)
+    await trainer.put(start=start("a", agent="held", staleness=spec_pb2.Staleness(max_lag=0, action=action)))
+    await trainer.until(lambda t: len(t.asks) == 1)
+    await announce(trainer, paused=True)
+    halves = token_pb2.Logprobs(values=[-0.5] * 2)
+    part = cpb.CompleteResponse(finish_reason="abort", token_ids=ids[:2], logprobs=halves, policy_step=1)
+    await trainer.put(answer=pb.TrainAnswer(turn_key=trainer.asks[0].turn_key, response=part))
+    await play(place.trainer(), "another stream")
+    await announce(trainer, paused=True)
+    assert len(trainer.asks) == 1
+    await announce(trainer, step=2)
+    await trainer.until(lambda t: len(t.asks) == 2)
+    rest = trainer.asks[1]
+    assert (rest.turn_key, rest.policy_step) == (f"{trainer.asks[0].turn_key}/1", 2)
+    assert [[*span.token_ids] for span in rest.resumed] == [ids[:2]]
+    response = Book(ids).complete(rest)
+    del response.token_ids[:2]
+    response.logprobs.CopyFrom(halves)
+    response.policy_step = 2
+    await trainer.put(answer=pb.TrainAnswer(turn_key=rest.turn_key, response=response))
+    trainer.automatic = True
+    await trainer.until(lambda t: bool(t.outcomes))
+    (outcome,) = [rollout.outcome for rollout in trainer.outcomes]
+    stale = action == spec_pb2.STALE_ACTION_CANCEL
+    assert outcome.cancellation.reason.startswith("stale: ") if stale else outcome.stop.reason == "stop"
+    assert outcome.policy_step == 2
+    assert [[*sample.response_mask] for sample in outcome.samples] == masks
+    assert [sample.trainable for sample in outcome.samples] == ([False, True] if len(masks) == 2 else [not stale])
