@@ -60,12 +60,8 @@ class AnnouncedPolicies:
         own.pop(url, None)  # so that the dictionary has the order of the announcements
         self._policies.setdefault(caller, own)[url] = policy
         rollouts: Mapping[str, Mapping[str, Rollout]] = self._rollouts.get(caller, {})
-        cancelled = [
-            rollout.uid
-            for each in ([url] if url else rollouts)
-            for rollout in rollouts.get(each, {}).values()
-            if rollout.announce(self._effective(caller, each))
-        ]
+        concerned = ((self._effective(caller, each), rollouts.get(each, {})) for each in ([url] if url else rollouts))
+        cancelled = [uid for now, of_url in concerned for uid, rollout in of_url.items() if rollout.announce(now)]
         text = "caller %s announced a policy for %s: version %r, step %s%s; %d stale rollouts are cancelled"
         paused = ", sampling is paused" if update.paused else ""
         _log.info(text, caller, "one endpoint" if url else "all", update.version, update.step, paused, len(cancelled))
