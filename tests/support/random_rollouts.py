@@ -32,7 +32,8 @@ from rollout_server.core.outcome import (
     Stop,
     TurnReward,
 )
-from rollout_server.core.spec import Dialect, Spec, Target
+from rollout_server.core.spec import Dialect, Spec, StaleAction, Staleness, Target
+from rollout_server.core.staleness import mask_stale
 from rollout_server.edge.wire.outcome import outcome_to_proto
 
 from tests.support.machine_records import draw_turn
@@ -48,7 +49,7 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
     """Finished rollouts in view "full".
 
     They contain any turns: drift of each kind, gaps, closing tokens, missing logprobs, forks in several roles, completions that
-    the author masked out, rewards of turns and roles, and token planes. `extra_json` has the rewards of the roles.
+    the author masked out, stale tokens, rewards of turns and roles, and token planes. `extra_json` has the rewards of the roles.
     """
     ledger, data = Ledger(), draw(st.data())
     lines, turns = [ledger.main], draw(st.integers(0, 6))
@@ -69,6 +70,9 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
     for masked in draw(st.sets(st.integers(1, 6), max_size=2)):
         for segment in ledger.segments:
             segment.mask_turn(masked)
+    staleness = draw(st.none() | st.builds(Staleness, st.integers(0, 4), st.sampled_from(StaleAction)))
+    newest = draw(st.none() | st.integers(0, 12))
+    mask_stale(ledger.segments, staleness, newest)
     reward = draw(st.none() | st.floats(-10, 10))
     turn_rewards = draw(st.dictionaries(st.integers(1, max(turns, 1)), st.floats(-10, 10), max_size=4)) if turns else {}
     roles = draw(
@@ -85,11 +89,14 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
         tuple(TurnReward(turn, value, homes.get(turn, "")) for turn, value in sorted(turn_rewards.items())),
         draw(st.sampled_from(RewardRule)),
         draw(st.sampled_from((None, CaptureReport(continued=2, parted=1)))),
+        newest,
     )
     return pb.Rollout(
         uid="u1",
         spec=spec_pb2.RolloutSpec(rollout_id="r/1", group_id="g"),
-        outcome=outcome_to_proto(outcome, SPEC, messages=True, samples=True, segments=True),
+        outcome=outcome_to_proto(
+            outcome, replace(SPEC, staleness=staleness), messages=True, samples=True, segments=True
+        ),
     )
 
 
@@ -129,6 +136,7 @@ def placed(spans: Sequence[token_pb2.Span]) -> list[token_pb2.SampleSpan]:
             start=start,
             stop=stop,
             policy_version=each.policy_version,
+            policy_step=each.policy_step if each.HasField("policy_step") else None,
         )
         for each, start, stop in zip(spans, [0, *stops], stops, strict=False)
     ]
