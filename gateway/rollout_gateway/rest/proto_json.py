@@ -22,8 +22,7 @@ from rollout_gateway.json_body import parts_of, texts_of
 from rollout_gateway.message_json import message_json, spliced, tool_json
 from rollout_gateway.rest import enums
 
-# Objects that also occur in request bodies. They contain only the fields that are set, plus those in `_ALWAYS`, so a client
-# can send them again to start another rollout.
+# Objects of request bodies. They contain the fields that are set and those in `_ALWAYS`, so that they can be sent again.
 _SPARSE: Final = frozenset({"RolloutSpec", "Target", "Sampling", "Limits", "Tokenizer", "Staleness"})
 _ALWAYS: Final = frozenset(
     {"RolloutSpec.rollout_id", "RolloutSpec.messages", "Target.url", "Tokenizer.name", "Staleness.max_lag"}
