@@ -107,6 +107,7 @@ NUMBERS: list[tuple[Changes, str]] = [
     ),
     *(({"limits": {"time": value}}, "spec.limits.time") for value in (seconds(0), seconds(-0.5), seconds(-3))),
     ({"limits": {"time": FAR}}, "spec.limits.time"),
+    ({"staleness": spec_pb2.Staleness(max_lag=2**63)}, "spec.staleness.max_lag"),
     *(({"cancel_after_detach": value}, "spec.cancel_after_detach") for value in (seconds(-0.25), seconds(-1), FAR)),
 ]
 WORDS: list[tuple[Changes, str]] = [
@@ -115,6 +116,7 @@ WORDS: list[tuple[Changes, str]] = [
     ({"on_drift": 99}, "spec.on_drift"),
     ({"on_interrupt": 99}, "spec.on_interrupt"),
     ({"token_mode": -1}, "spec.token_mode"),
+    ({"staleness": spec_pb2.Staleness(max_lag=1, action=99)}, "spec.staleness.action"),  # type: ignore[arg-type]
 ]
 OBJECTS: list[tuple[Changes, str]] = [
     ({"metadata_json": '{"x": "' + "ü" * (METADATA_BYTES // 2) + '"}'}, "spec.metadata_json"),

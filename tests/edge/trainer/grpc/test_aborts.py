@@ -193,3 +193,53 @@ async def test_a_negative_step_is_refused_by_name(client: AsyncClient, answer: l
         async with serving(GrpcTrainer(answer, lies=lies)) as trainer:
             outcome = await roll(client, trainer)
         assert f"policy_step: is {step}; steps are 0 or more" in outcome.failure.message
+
+
+@pytest.mark.parametrize(
+    "action", [spec_pb2.STALE_ACTION_MASK, spec_pb2.STALE_ACTION_SPLIT, spec_pb2.STALE_ACTION_KEEP]
+)
+async def test_stale_tokens_reach_the_samples_by_their_action(server: Server, action: spec_pb2.StaleAction) -> None:
+    lines = (
+        adding(1, policy_step=1),
+        adding(2, policy_step=7, aborts=(3,)),
+        ScriptedReply(content="Done.", policy_step=9),
+    )
+    staleness = spec_pb2.Staleness(max_lag=1, action=action)
+    address = f"127.0.0.1:{server.grpc_port}"
+    async with StrictTrainer(script=Script(lines=lines)) as trainer, trainer.connected(address) as stream:
+        (uid,) = await stream.start(start("r", staleness=staleness))
+        outcome = (await stream.outcome(uid)).outcome
+        async with AsyncClient(address) as client:
+            rollout = await client.get(uid, view="full")
+            told = [each.answered async for each in client.watch(uid) if each.HasField("answered")]
+    assert rollout.spec.staleness == staleness
+    assert (outcome.failure.message, outcome.policy_step) == ("", 9)
+    assert [answered.policy_step for answered in told] == [1, 8, 9]
+    spans = [span for span in rollout.outcome.segments[0].spans if span.author == token_pb2.AUTHOR_MODEL]
+    assert [span.policy_step for span in spans] == [1, 7, 8, 9]
+    counts = [len(span.token_ids) for span in spans]
+    stale = action == spec_pb2.STALE_ACTION_MASK
+    assert [span.mask_reason == token_pb2.MASK_REASON_STALE for span in spans] == [stale, stale, False, False]
+    trained = [sum(sample.response_mask) for sample in outcome.samples]
+    fresh, old = sum(counts[2:]), sum(counts[:2])
+    assert (
+        trained
+        == {
+            spec_pb2.STALE_ACTION_MASK: [fresh],
+            spec_pb2.STALE_ACTION_SPLIT: [old, fresh],
+            spec_pb2.STALE_ACTION_KEEP: [old + fresh],
+        }[action]
+    )
+    verdicts = [(sample.part, sample.trainable, sample.untrainable_reason) for sample in outcome.samples]
+    split = [(0, False, "stale"), (1, True, "")]
+    assert verdicts == (split if action == spec_pb2.STALE_ACTION_SPLIT else [(0, True, "")])
+    if action == spec_pb2.STALE_ACTION_SPLIT:
+        first, second = outcome.samples
+        ids = [token for span in rollout.outcome.segments[0].spans for token in span.token_ids]
+        assert [*second.prompt_ids, *second.response_ids] == ids
+        assert [*first.prompt_ids, *first.response_ids] == list(second.prompt_ids)
+        assert (second.spans[0].mask_reason, second.spans[0].stop) == (
+            token_pb2.MASK_REASON_PROMPT,
+            len(second.prompt_ids),
+        )
+        assert not first.HasField("reward")
