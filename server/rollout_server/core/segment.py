@@ -139,7 +139,7 @@ class Plane:
 
     def part(self, start: int, stop: int, tokens: int) -> Plane:
         """Return the values of the tokens from `start` to before `stop`, of a plane of `tokens` tokens."""
-        size = len(self.values) // tokens
+        size = len(self.values) // max(1, tokens)
         return replace(self, values=self.values[start * size : stop * size])
 
 
