@@ -25,7 +25,7 @@ LINE = json.dumps(to_dict(SAMPLE))
 
 
 @settings(max_examples=25, deadline=None)
-@given(rollouts())
+@given(rollouts(split=True))
 def test_lines_are_read_as_they_were_written(rollout: pb.Rollout) -> None:
     found = samples(rollout)
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def test_a_number_without_a_word_in_json_is_refused(tmp_path: Path) -> None:
 
 @needs_arrow
 @settings(max_examples=25, deadline=None)
-@given(rollouts())
+@given(rollouts(split=True))
 def test_rows_are_read_as_they_were_written(rollout: pb.Rollout) -> None:
     found = samples(rollout)
     with tempfile.TemporaryDirectory() as folder:

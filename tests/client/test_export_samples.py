@@ -43,7 +43,38 @@ def test_a_sample_holds_what_its_segment_holds(rollout: pb.Rollout) -> None:
 
 
 @settings(max_examples=50)
-@given(rollouts())
+@given(rollouts(split=True))
+def test_each_sampled_token_is_in_the_response_of_one_sample(rollout: pb.Rollout) -> None:
+    found = samples(rollout)
+    for segment in written(rollout):
+        parts = [each for each in found if each.segment_id == segment.id]
+        tokens = [token for each in segment.spans for token in each.token_ids]
+        assert [each.part for each in parts] == list(range(len(parts)))
+        assert parts[-1].prompt_ids + parts[-1].response_ids == tokens
+        sampled, start = list[tuple[int, int | None]](), 0
+        for span_ in segment.spans:
+            step = span_.policy_step if span_.HasField("policy_step") else None
+            if span_.author == token_pb2.AUTHOR_MODEL:
+                sampled += [(at, step) for at in range(start, start + len(span_.token_ids))]
+            start += len(span_.token_ids)
+        assert sampled == [
+            (at, each.policy_step)
+            for sample in parts
+            for each in sample.spans or ()
+            if each.author == "model"
+            for at in range(each.start, each.stop)
+        ]
+        for sample in parts:
+            assert sample.prompt_ids + sample.response_ids == tokens[: len(sample.prompt_ids + sample.response_ids)]
+            steps = [s.policy_step for s in sample.spans or () if s.trains and s.policy_step is not None]
+            assert sample.policy_steps == ((min(steps), max(steps)) if steps else None)
+    turns = [(each.turn, each.value) for sample in found for each in sample.turn_rewards]
+    ids = {sample.segment_id for sample in found}
+    assert sorted(turns) == sorted((r.turn, r.value) for r in rollout.outcome.turn_rewards if r.segment_id in ids)
+
+
+@settings(max_examples=50)
+@given(rollouts(split=True))
 def test_the_laws_of_a_sample(rollout: pb.Rollout) -> None:
     for sample in samples(rollout):
         assert len(sample.response_ids) == len(sample.response_mask) > 0

@@ -45,8 +45,8 @@ ENDS = (Stop("stop"), Stop("max_tokens", truncated=True), Failure(Category.NETWO
 
 
 @st.composite
-def rollouts(draw: st.DrawFn) -> pb.Rollout:
-    """Finished rollouts in view "full".
+def rollouts(draw: st.DrawFn, *, split: bool = False) -> pb.Rollout:
+    """Finished rollouts in view "full". `split`: stale tokens may split a segment into several samples.
 
     They contain any turns: drift of each kind, gaps, closing tokens, missing logprobs, forks in several roles, completions that
     the author masked out, stale tokens, rewards of turns and roles, and token planes. `extra_json` has the rewards of the roles.
@@ -70,7 +70,8 @@ def rollouts(draw: st.DrawFn) -> pb.Rollout:
     for masked in draw(st.sets(st.integers(1, 6), max_size=2)):
         for segment in ledger.segments:
             segment.mask_turn(masked)
-    staleness = draw(st.none() | st.builds(Staleness, st.integers(0, 4), st.sampled_from(StaleAction)))
+    actions = [each for each in StaleAction if split or each is not StaleAction.SPLIT]
+    staleness = draw(st.none() | st.builds(Staleness, st.integers(0, 4), st.sampled_from(actions)))
     newest = draw(st.none() | st.integers(0, 12))
     mask_stale(ledger.segments, staleness, newest)
     reward = draw(st.none() | st.floats(-10, 10))

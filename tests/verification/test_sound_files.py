@@ -53,7 +53,7 @@ def test_sound_traces_have_no_finding(rules: TokenRules, seed: int, indent: int 
 
 
 @settings(max_examples=60)
-@given(st.lists(rollouts(), min_size=1, max_size=3))
+@given(st.lists(rollouts(split=True), min_size=1, max_size=3))
 def test_what_random_ledgers_give_is_never_fatal(found: list[pb.Rollout]) -> None:
     """Random tokens may look odd, but not wrong. Every rollout has an id of its own, as from a server."""
     made: list[TrainingSample] = []
