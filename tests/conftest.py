@@ -37,6 +37,7 @@ THOROUGH = re.compile(
     | exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
     | exact/test_first_prompts\.py::test_(?:tokenizers\w+\[(?!toy\])|templates_of\w+)    # large tokenizers
     | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
+    | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
     | test_bench\.py
     )""",
     re.VERBOSE,

@@ -59,9 +59,11 @@ class StreamTransport:
         return await asyncio.shield(outcome)
 
     async def announce(self, update: PolicyUpdate) -> None:
+        async with self._opening:  # a stream that is being opened may begin with what was announced before
+            stream = self._stream
         # Without a stream no rollout runs, and the next stream begins with what was announced.
-        if self._stream is not None and not self._stream.connection.over.done():
-            await self._stream.announce(update)
+        if stream is not None and not stream.connection.over.done():
+            await stream.announce(update)
 
     async def cancel(self, rollout_id: str) -> None:
         if self._stream is not None:
