@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 adapters deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -29,6 +29,13 @@ $(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/python
 .venv-%/.ready: requirements/%.lock | $(BIN)/python
 	$(PYTHON) -m venv --without-pip .venv-$*
 	$(PIP) --python .venv-$*/bin/python $(LOCKED) $<
+	@touch $@
+
+# Frameworks of trainers. torch comes last and without hashes: which build it is, for the CPU or with CUDA, depends on pip's index.
+.venv-trl/.ready .venv-verl/.ready: .venv-%/.ready: requirements/%.lock requirements/torch.in | $(BIN)/python
+	$(PYTHON) -m venv --without-pip .venv-$*
+	$(PIP) --python .venv-$*/bin/python $(LOCKED) $<
+	$(PIP) --python .venv-$*/bin/python install --no-compile -r requirements/torch.in
 	@touch $@
 
 setup: $(VENV)/.ready ## Create .venv from the lock file
@@ -50,7 +57,9 @@ lock: ## Update the lock files
 	$(UV) requirements/protos.in -o requirements/protos.lock
 	$(UV) requirements/oldest.in -o requirements/oldest.lock
 	$(UV) requirements/transformers4.in -o requirements/transformers4.lock
-	$(UV) --no-deps requirements/trl.in -o requirements/trl.lock
+	$(UV) --no-deps requirements/templates.in -o requirements/templates.lock
+	$(UV) --overrides requirements/without-torch.txt requirements/trl.in -o requirements/trl.lock
+	$(UV) --overrides requirements/without-torch.txt requirements/verl.in -o requirements/verl.lock
 	$(UV) requirements/clients.in -o requirements/clients.lock
 	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
@@ -75,10 +84,10 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
 	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests except the thorough ones (11 minutes on two cores)
+test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests except the thorough ones (11 minutes on two cores)
 	$(PYTEST) -m "not thorough"
 
-test-all: setup .venv-protos/.ready .venv-trl/.ready .venv-clients/.ready ## Run all tests, including load bursts, fuzzers and every chat template
+test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests, including load bursts, fuzzers and every chat template
 	$(PYTEST)
 
 bench: setup ## Measure CPU per turn, compared with a minimal server
@@ -124,6 +133,13 @@ test-clients: setup build/clis/.ready ## Run Codex, Claude Code and OpenCode on 
 	ROLLOUT_CLIS=build/clis unshare --map-root-user --net sh -c 'ip link set lo up && exec "$$@"' - \
 		$(BIN)/python -m pytest -n 0 tests/clients/test_command_lines.py
 
+# Each environment runs the tests of its framework; the others are not collected. The server of the tests runs in .venv.
+ADAPTERS := -m pytest --confcutdir tests/adapters -p no:cacheprovider -o addopts=--strict-markers
+
+adapters: setup .venv-trl/.ready .venv-verl/.ready ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
+	PYTHONPATH=generated:gateway .venv-trl/bin/python $(ADAPTERS) tests/adapters
+	PYTHONPATH=generated:gateway .venv-verl/bin/python $(ADAPTERS) tests/adapters
+
 transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4
 	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider
 
@@ -133,10 +149,10 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
 environments: ## Create all environments that `make check` needs, in parallel
-	@$(MAKE) --no-print-directory -j5 $(VENV)/.ready .venv-protos/.ready .venv-oldest/.ready .venv-transformers4/.ready .venv-trl/.ready .venv-clients/.ready
+	@$(MAKE) --no-print-directory -j5 $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl)
 
 check: environments ## Run all tests and checks that a change must pass (25 minutes on two cores)
-	@$(MAKE) --no-print-directory -j2 --output-sync=target types transformers4 oldest format lint deploy-checks
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types adapters transformers4 oldest format lint deploy-checks
 	@$(MAKE) --no-print-directory test-all
 
 .venv-mutants/.ready:
@@ -168,4 +184,4 @@ mutants-tokens: setup .venv-mutants/.ready ## Run mutation tests of the renderer
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Delete environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-trl .venv-clients .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

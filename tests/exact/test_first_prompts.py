@@ -189,7 +189,7 @@ async def test_templates_of_released_models(tmp_path: Path) -> None:
     found = [each.values[0] for each in trl_templates() if each.values[0] is not None]
     paths = [path for path in found if not path.stem.endswith("_training")]
     if not paths:
-        pytest.skip("no .venv-trl: `make .venv-trl/.ready` makes it")
+        pytest.skip("no .venv-templates: `make .venv-templates/.ready` makes it")
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths}
     counted = await check_templates(texts, tmp_path, random.Random("released"))
     assert counted[True] > len(paths)

@@ -15,7 +15,7 @@ import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
 
-ENVIRONMENT: Final = Path(__file__).resolve().parents[2] / ".venv-trl"
+ENVIRONMENT: Final = Path(__file__).resolve().parents[2] / ".venv-templates"
 _CONTROL: Final = re.compile(
     r"<[|｜][^\s<>{}'\"]+?>|<[a-z_]+\|>|<(?:start|end)_of_[a-z_]+>|\[/?[A-Z_]{3,}\]|</?s>|<(?:bos|eos)>"
 )
@@ -30,7 +30,7 @@ ends.
 def trl_templates() -> list[Any]:
     """One parameter per template; a single skipped one if the environment does not exist."""
     found = sorted(ENVIRONMENT.glob("lib/python*/site-packages/trl/chat_templates/*.jinja"))
-    missing = pytest.mark.skip(reason="no .venv-trl: `make .venv-trl/.ready` makes it")
+    missing = pytest.mark.skip(reason="no .venv-templates: `make .venv-templates/.ready` makes it")
     return [pytest.param(path, id=path.stem) for path in found] or [pytest.param(None, id="trl", marks=missing)]
 
 
