@@ -151,11 +151,12 @@ async def _run_on_engine(
     if prompt.metadata is not None:
         spec["metadata"] = {**(fields.get("metadata") or {}), **prompt.metadata}
     started = await client.start_group(len(rollouts), **cast(StartFields, spec), group_id=prompt.group_id or None)
+    uids = [each.uid for each in started.group.members]
     try:
         async with client.watch_group(started.group_id, view="samples") as outcomes:
             async for each in outcomes:
                 rollouts[each.index].set_result(verify_rollout(each.rollout, None))
-                await client.acknowledge(each.rollout.uid)
+        await asyncio.gather(*(client.acknowledge(uid) for uid in uids))
     except BaseException:
         with contextlib.suppress(Exception):
             await client.cancel(group_id=started.group_id, reason="cancelled by its trainer", timeout=_CANCEL_SECONDS)
