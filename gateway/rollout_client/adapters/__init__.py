@@ -1,4 +1,5 @@
-"""Adapters for trainers. Each module imports its framework; this package imports none.
+"""Adapters that connect trainers of frameworks to a rollout server.
 
-* `openenv`: a `TrainingTrace` of any rollout, and sessions for TRL's asynchronous GRPO trainer.
+Each module imports its framework, and nothing else of this package does. The extras of the distribution name the versions on which
+the adapters are tested: `rollout-server[trl]`, `rollout-server[openenv]`, `rollout-server[verl]`.
 """
