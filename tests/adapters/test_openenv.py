@@ -1,0 +1,124 @@
+"""`rollout_client.adapters.openenv` with OpenEnv's own classes and TRL's asynchronous worker (trl.experimental.async_grpo)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from openenv.core.harness import TrainableSession, TrainingTrace
+from openenv.core.harness.capture.upstream import training_sampling
+from rollout_client import Client
+from rollout_client.adapters.openenv import RolloutSession, RolloutSessionFactory, training_trace
+from rollout_client.errors import RolloutFailed
+from rollout_client.export import to_trl
+from rollout_client.trainer import Finished, Generated, Trainer, Turn, parsers
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, FixedCountBatcher, RolloutQueueDataset
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, TrainingSequence, _chain_to_sequences
+from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _turns_from_training_trace
+
+from tests.adapters.scenarios import END, ROOT, SCENARIOS, TOY, Sampled, Script, decode, logprobs_of, messages, metadata
+
+SAMPLING = training_sampling({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
+"""What TRL's worker passes to the factory."""
+
+
+def trainer_of(server: str, script: Script, **model: Any) -> Trainer:
+    async def generate(turn: Turn) -> Generated:
+        return script.generate(turn)
+
+    return Trainer(server, **{"generate": generate, "decode": decode, "parse": parsers.hermes, "end_ids": {END}, **model})
+
+
+def task(name: str, seed: int = 0) -> dict[str, Any]:
+    return {"messages": messages(name, seed), "metadata": metadata(name, seed)}
+
+
+def agent_of(name: str) -> str:
+    return SCENARIOS[name].agent if name in SCENARIOS else "scenarios"
+
+
+Factory = Callable[..., RolloutSessionFactory]
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def factory(server: str, script: Script) -> Iterator[Factory]:
+    """Create a factory whose trainer is the script; it is closed after the test."""
+    made: list[RolloutSessionFactory] = []
+
+    def make(agent: str = "scenarios", num_generations: int = 2, **fields: Any) -> RolloutSessionFactory:
+        connect = partial(trainer_of, server, script, **fields.pop("model", {}))
+        fields = {"agent": agent, "tokenizer": "toy", "sampling": SAMPLING, **fields}
+        made.append(RolloutSessionFactory(connect, num_generations=num_generations, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def finished_of(session: RolloutSession) -> Finished:
+    return session._rollout.result()
+
+
+def sequences(trace: TrainingTrace) -> list[TrainingSequence]:
+    """The rows that TRL makes of a trace. 0 is the threshold of its worker for agents that own their loop."""
+    return _chain_to_sequences(_turns_from_training_trace(trace), "any", 0)[0]
+
+
+def sampled_turns(script: Script, uid: str) -> list[tuple[list[int], list[int], list[float]]]:
+    found = sorted((each for each in script.sampled if each.uid == uid), key=lambda each: (int(each.segment), each.turn))
+    return [(list(each.prompt_ids), list(each.ids), logprobs_of(each.ids, len(each.prompt_ids))) for each in found]
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "cancelled"])
+def test_a_scenario_is_a_trace_and_the_rows_of_trl(name: str, factory: Factory, script: Script) -> None:
+    sessions = [factory(agent_of(name)).create(task(name), seed=0) for _ in range(1)]
+    (session,) = sessions
+    assert isinstance(session, TrainableSession)
+    trains = SCENARIOS[name].end == "stop"
+    if trains:
+        assert session.wait_for_completion() == 0
+    else:
+        with pytest.raises(RolloutFailed) as failed:
+            session.wait_for_completion()
+        assert failed.value.failure_class == SCENARIOS[name].failure_class
+
+    trace = session.fetch_training_trace()
+    found = [(each.prompt_token_ids, each.completion_token_ids, each.per_token_logps) for each in trace.turns]
+    uid = finished_of(session).uid
+    wanted = sampled_turns(script, uid)
+    assert found == [(prompt, ids, values if trains else [0.0] * len(ids)) for prompt, ids, values in wanted]
+    assert [each.loss_mask for each in trace.turns] == [
+        [0] * len(prompt) + [int(trains)] * len(ids) for prompt, ids, _ in wanted
+    ]
+    assert TrainingTrace.model_validate_json(trace.model_dump_json()) == trace  # OpenEnv's validators, in strict mode
+
+    rows = [] if not trains else list(script.expected(uid).values())
+    assert [(each.input_ids, each.completion_mask, each.old_log_probs) for each in sequences(trace)] == [
+        (
+            [*row.prompt_ids, *row.response_ids],
+            [0] * len(row.prompt_ids) + row.response_mask,
+            [0.0] * len(row.prompt_ids) + row.logprobs,
+        )
+        for row in rows
+    ]
+    if SCENARIOS[name].rows and trains:
+        assert [(row.response_ids, row.response_mask) for row in rows] == SCENARIOS[name].responses()
+    verified = session.verify([])
+    assert verified.done and verified.env_reward == (float(len(wanted)) if trains else None)
+    session.close()
