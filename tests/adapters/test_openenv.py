@@ -122,3 +122,48 @@ def test_a_scenario_is_a_trace_and_the_rows_of_trl(name: str, factory: Factory, 
     verified = session.verify([])
     assert verified.done and verified.env_reward == (float(len(wanted)) if trains else None)
     session.close()
+
+
+def test_random_rollouts_train_each_sampled_token_at_most_once(factory: Factory, script: Script) -> None:
+    """1,000 rollouts, half of them of an agent that rewrites its history; rows, order of groups and policy versions."""
+    ends, rows = Counter[str](), 0
+    for part in range(5):
+        agent, script.version = ("scenarios", "drifting")[part % 2], str(part)
+        sessions = factory(agent, 4)
+        script.sampled.clear()
+        created = [[sessions.create(task("random", 50 * part + each), seed=each) for _ in range(4)] for each in range(50)]
+        for group in created:
+            for session in group:
+                try:
+                    session.wait_for_completion(120)
+                except RolloutFailed:
+                    pass
+            finished = [finished_of(each) for each in group]
+            assert len({each.group_id for each in finished}) == 1
+            assert [each.rollout.spec.group_index for each in finished] == [0, 1, 2, 3]
+            for each, session in zip(finished, group, strict=True):
+                ends[each.end] += 1
+                rows += check_rows(each, session.fetch_training_trace(), script)
+                session.close()
+        sessions.close()
+    assert sum(ends.values()) == 1000 and min(ends["stop"], ends["failure"]) > 50 and rows > 1000
+
+
+def check_rows(finished: Finished, trace: TrainingTrace, script: Script) -> int:
+    """Check the rows of a rollout against what was sampled, and return their number."""
+    sampled = {(each.prompt_ids, each.ids): each for each in script.sampled if each.uid == finished.uid}
+    seen = Counter[tuple[tuple[int, ...], tuple[int, ...]]]()
+    for turn in trace.turns:
+        key = (tuple(turn.prompt_token_ids), tuple(turn.completion_token_ids))
+        seen[key] += 1
+        assert sampled[key].version == script.version
+        assert set(turn.metadata["policy_versions"]) == {script.version}
+    # Two turns of a rollout may have equal prompts and completions, so the records are counted, too.
+    records = Counter((each.prompt_ids, each.ids) for each in script.sampled if each.uid == finished.uid)
+    assert seen == records, "a completion is missing, or is there twice"
+    trained = sequences(trace)
+    masks = [mask for turn in trace.turns for mask in turn.loss_mask]
+    assert sum(sum(each.completion_mask) for each in trained) == sum(masks)
+    assert sum(masks) == sum(sum(each.response_mask) for each in finished.samples)
+    assert not masks.count(1) or finished.end == "stop"
+    return len(trained)
