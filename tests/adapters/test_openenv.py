@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import PartialState
 from datasets import Dataset
 from openenv.core.harness import TrainableSession, TrainingTrace
 from openenv.core.harness.capture.upstream import training_sampling
@@ -167,3 +168,106 @@ def check_rows(finished: Finished, trace: TrainingTrace, script: Script) -> int:
     assert sum(masks) == sum(sum(each.response_mask) for each in finished.samples)
     assert not masks.count(1) or finished.end == "stop"
     return len(trained)
+
+
+def recorded_trainer(server: str, path: str) -> Trainer:
+    """The trainer in the worker's process. It appends each completion to a file, as prompt and completion."""
+    script = Script(version="7")
+
+    async def generate(turn: Turn) -> Generated:
+        generated = script.generate(turn)
+        with open(path, "a") as file:
+            file.write(json.dumps([list(turn.ids), list(generated.ids)]) + "\n")
+        return generated
+
+    return trainer_of(server, script, generate=generate)
+
+
+def worker_of(factory: Callable[..., RolloutSessionFactory], tasks: Sequence[Any], **arguments: Any) -> HarnessRolloutWorker:
+    """TRL's worker, in a process of its own. It needs no vLLM, because the trainer of the factory generates."""
+    PartialState()  # as in a trainer; the logger of the worker needs it
+    tokenizer = AutoTokenizer.from_pretrained(TOY)
+    tokenizer.response_schema = {"type": "object"}  # TRL knows none for the toy template; it is not used
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
+        return HarnessRolloutWorker(
+            harness_session_factory=factory,
+            model_name="toy",
+            dataset=Dataset.from_list([{"prompt": each} for each in tasks]),
+            reward_funcs=[],
+            processing_class=tokenizer,
+            eos_token_ids=[END],
+            **{"num_generations": 4, "max_inflight_tasks": 32, "temperature": 1.0, **arguments},
+        )
+
+
+def samples_of(worker: HarnessRolloutWorker, groups: int) -> list[RolloutSample]:
+    """Collect the samples of the first groups. A group is scored within a few groups of the one before it."""
+    found: list[RolloutSample] = []
+    while not found or found[-1].group_id < groups + 32:
+        try:
+            found.append(worker.rollout_buffer.get(timeout=1))
+        except async_rollout_worker.queue.Empty:
+            worker.check_health(60)
+    return [each for each in found if each.group_id < groups]
+
+
+NAMES = ("parallel", "fork", "failed", "failed_early", "truncated")
+
+
+def test_the_worker_of_trl_makes_samples_of_the_sessions(server: str, tmp_path: Path) -> None:
+    path, version = tmp_path / "sampled.jsonl", 3
+    tasks = [task(name) for name in NAMES] + [task("random", seed) for seed in range(20)]
+    connect = partial(recorded_trainer, server, str(path))
+    worker = worker_of(
+        partial(RolloutSessionFactory, connect, num_generations=4, agent="scenarios", tokenizer="toy"), tasks
+    )
+    worker.update_model_version(version)
+    worker.start()
+    try:
+        samples = samples_of(worker, len(tasks))
+    finally:
+        worker.stop()
+
+    # Group sizes: rows of a scenario times rollouts. A failed rollout has none: it cannot be scored.
+    counts = Counter(each.group_id for each in samples)
+    rows = {name: len(SCENARIOS[name].rows) or 1 for name in NAMES}
+    assert [counts[index] for index in range(len(NAMES))] == [
+        0 if SCENARIOS[name].end == "failure" else 4 * rows[name] for name in NAMES
+    ]
+    assert all(each.prompt == tasks[each.group_id] and each.model_version == version for each in samples)
+    # All rollouts of a scripted group have the same reward, so no advantage. Those of a random one have the number of turns.
+    assert {each.metrics["reward"] for each in samples if each.group_id == 0} == {3.0}
+    assert {each.advantage for each in samples if each.group_id < len(NAMES)} == {0.0}
+    assert any(each.advantage for each in samples)
+
+    sampled = Counter((tuple(prompt), tuple(ids)) for prompt, ids in map(json.loads, path.read_text().splitlines()))
+    for each in samples:
+        ids = each.input_ids.tolist()
+        for start, stop in runs(each.completion_mask.tolist()):
+            key = (tuple(ids[:start]), tuple(ids[start:stop]))
+            sampled[key] -= 1
+            assert sampled[key] >= 0, "a token trains that was not sampled, or it trains twice"
+            assert each.old_log_probs[start:stop].tolist() == logprobs_of(key[1], start)
+        assert not each.old_log_probs[each.completion_mask == 0].any()
+    check_batches(samples)
+
+
+def runs(mask: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and end of each run of ones."""
+    edges = [index for index in range(len(mask) + 1) if (mask[index - 1 : index] or [0]) != (mask[index : index + 1] or [0])]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def check_batches(samples: Sequence[RolloutSample]) -> None:
+    """Check what TRL's trainer computes its loss on, with its own dataset, batcher and collator."""
+    queue: Any = async_rollout_worker.queue.Queue()
+    for each in samples:
+        queue.put(each)
+    metrics: dict[str, list[Any]] = async_rollout_worker.defaultdict(list)
+    dataset = RolloutQueueDataset(queue, lambda: samples[0].model_version, lambda _: None, 60, metrics)
+    batch = DataCollatorForRollout(0).torch_call([next(iter(FixedCountBatcher(dataset, 1, len(samples))))])
+    trained = batch["token_index"][0] >= 0
+    assert int(trained.sum()) == sum(int(each.completion_mask.sum()) for each in samples)
+    given = sorted(value for each in samples for value in each.old_log_probs[each.completion_mask == 1].tolist())
+    assert sorted(batch["old_log_probs"][0][trained].tolist()) == given
