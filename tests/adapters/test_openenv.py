@@ -271,3 +271,95 @@ def check_batches(samples: Sequence[RolloutSample]) -> None:
     assert int(trained.sum()) == sum(int(each.completion_mask.sum()) for each in samples)
     given = sorted(value for each in samples for value in each.old_log_probs[each.completion_mask == 1].tolist())
     assert sorted(batch["old_log_probs"][0][trained].tolist()) == given
+
+
+async def without_logprobs(turn: Turn) -> Generated:
+    return Generated([END])
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"agent": "nobody"}, "nobody"),
+        ({"completions": "http://localhost:1"}, "'completions' cannot be set"),
+        ({"limits": {"time": "long"}}, "limits.time"),
+        ({"model": {"generate": without_logprobs}}, "no logprobs"),
+    ],
+)
+def test_what_cannot_run_stops_the_worker(fields: dict[str, Any], text: str, factory: Factory) -> None:
+    session = factory(**fields).create(task("truncated"), seed=0)
+    session.wait_for_completion(30)
+    with pytest.raises(ValueError, match=text):
+        session.fetch_training_trace()
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "text"),
+    [
+        ([(messages("truncated"), 0)] * 3, "more than num_generations=2 rollouts"),
+        ([(messages("truncated"), 0), (messages("parallel"), 0)], "two different prompts"),
+        ([(7, 0)], "a prompt must be"),
+        ([({"prompt": "Hi."}, 0)], "must have the keys"),
+        ([(messages("truncated"), each) for each in range(257)], "fewer than num_generations=2 sessions"),
+    ],
+)
+def test_groups_that_do_not_fit(tasks: list[tuple[Any, int]], text: str, factory: Factory) -> None:
+    sessions = factory()
+    *_, last = [sessions.create(each, seed=seed) for each, seed in tasks]
+    assert last.wait_for_completion(30) == 1
+    with pytest.raises(ValueError, match=text):
+        last.fetch_training_trace()
+
+
+def test_sessions_without_a_seed_are_no_group(factory: Factory) -> None:
+    sessions = factory()
+    found = [sessions.create(messages("truncated")) for _ in range(3)]
+    assert [each.wait_for_completion(30) for each in found] == [0, 0, 0]
+    assert len({finished_of(each).group_id for each in found}) == 3
+
+
+def test_the_time_limit_is_a_timeout_and_its_turns_train(factory: Factory) -> None:
+    session = factory(limits={"time": 1}).create(task("cancelled"), seed=0)
+    with pytest.raises(TimeoutError, match="time limit of 1 s"):
+        session.wait_for_completion(30)
+    (turn,) = session.fetch_training_trace().turns
+    assert sum(turn.loss_mask) == len(turn.completion_token_ids) and session.verify([]).env_reward is None
+
+
+def test_a_group_is_cancelled_with_its_last_session(server: str, factory: Factory, script: Script) -> None:
+    sessions = factory()
+    first, second = (sessions.create(task("cancelled"), seed=0) for _ in range(2))
+    with pytest.raises(TimeoutError):
+        second.wait_for_completion(0.01)
+    with pytest.raises(RuntimeError, match="has not finished"):
+        second.fetch_training_trace()
+    while len(script.sampled) < 2:
+        threading.Event().wait(0.05)
+    first.close()
+    with pytest.raises(TimeoutError):  # it still runs
+        second.wait_for_completion(0.3)
+    second.close()
+    with pytest.raises(RolloutFailed) as failed:
+        second.wait_for_completion(30)
+    assert failed.value.failure_class == "cancelled"
+    with Client(server) as client:
+        assert all(
+            client.wait(each.uid, timeout=30).outcome.HasField("cancellation") for each in script.sampled
+        )
+
+
+def test_tools_run_on_the_server(factory: Factory) -> None:
+    session = factory().create(messages("truncated"), seed=0)
+    assert session.initial_messages() == messages("truncated") and session.list_tools() == []
+    with pytest.raises(RuntimeError, match="leave out harness_adapter"):
+        session.call_tool("add", {})
+
+
+def test_arguments_of_the_factory() -> None:
+    with pytest.raises(ValueError, match="num_generations"):
+        RolloutSessionFactory("localhost:1", num_generations=0)
+    with pytest.raises(TypeError, match="connect"):
+        RolloutSessionFactory(7, num_generations=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sampling"):
+        RolloutSessionFactory("localhost:1", num_generations=1, sampling="greedy")  # type: ignore[typeddict-item]
