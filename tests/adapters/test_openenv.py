@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import threading
@@ -16,7 +17,7 @@ from accelerate.state import PartialState
 from datasets import Dataset
 from openenv.core.harness import TrainableSession, TrainingTrace
 from openenv.core.harness.capture.upstream import training_sampling
-from rollout_client import Client
+from rollout_client import Client, Target
 from rollout_client.adapters.openenv import RolloutSession, RolloutSessionFactory, training_trace
 from rollout_client.errors import RolloutFailed
 from rollout_client.export import to_trl
@@ -27,6 +28,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollou
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, TrainingSequence, _chain_to_sequences
 from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _turns_from_training_trace
 
+from tests.adapters.conftest import program
 from tests.adapters.scenarios import END, ROOT, SCENARIOS, TOY, Sampled, Script, decode, logprobs_of, messages, metadata
 
 SAMPLING = training_sampling({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
@@ -363,3 +365,48 @@ def test_arguments_of_the_factory() -> None:
         RolloutSessionFactory(7, num_generations=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="sampling"):
         RolloutSessionFactory("localhost:1", num_generations=1, sampling="greedy")  # type: ignore[typeddict-item]
+
+
+def test_an_engine_generates_without_a_trainer(server: str) -> None:
+    """The server asks vLLM itself. The policy of TRL and the limit of tokens reach it."""
+    with program("tests.adapters.engine") as url:
+        sessions = RolloutSessionFactory(
+            server,
+            num_generations=2,
+            max_tokens=64,
+            agent="scenarios",
+            tokenizer="toy",
+            token_mode="tokens",
+            completions=Target(url, "vllm", model="toy-model"),
+            sampling=SAMPLING,
+        )
+        for name in ("parallel", "fork", "failed", "truncated"):
+            found = [sessions.create(task(name), seed=0 if name == "parallel" else None) for _ in range(2)]
+            for session in found:
+                assert outcome_of(session) == SCENARIOS[name].end
+                trace = session.fetch_training_trace()
+                if SCENARIOS[name].rows and SCENARIOS[name].end == "stop":
+                    assert [row_of(each) for each in sequences(trace)] == SCENARIOS[name].responses()
+                spec = finished_of(session).rollout.spec
+                assert json.loads(spec.sampling.extra_json)["top_k"] == -1 and spec.sampling.max_tokens == 64
+                session.close()
+        waiting = sessions.create(task("cancelled"))
+        uid = ""
+        with Client(server) as client:
+            while not uid:
+                uid = next((each.uid for each in client.list(state="running")), "")
+            waiting.close()
+            assert client.wait(uid, timeout=30).outcome.HasField("cancellation")
+        sessions.close()
+
+
+def outcome_of(session: RolloutSession) -> str:
+    with contextlib.suppress(RolloutFailed):
+        session.wait_for_completion(30)
+    return finished_of(session).end
+
+
+def row_of(sequence: TrainingSequence) -> tuple[list[int], list[int]]:
+    """The response of a row, which begins with its first trained token."""
+    start = sequence.completion_mask.index(1)
+    return sequence.input_ids[start:], sequence.completion_mask[start:]
