@@ -1,4 +1,4 @@
-"""A vLLM server for the tests of adapters, with the script as its model: `python -m tests.adapters.engine`, in the environment of the product.
+"""vLLM's API with the script as the model: `python -m tests.adapters.engine`, in the environment of the product.
 
 It prints its URL and serves until its standard input ends.
 """

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
+import queue
 import subprocess
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,18 +22,28 @@ from datasets import Dataset
 from openenv.core.harness import TrainableSession, TrainingTrace
 from openenv.core.harness.capture.upstream import training_sampling
 from rollout_client import Client, Target
-from rollout_client.adapters.openenv import RolloutSession, RolloutSessionFactory, training_trace
+from rollout_client.adapters.openenv import RolloutSession, RolloutSessionFactory
 from rollout_client.errors import RolloutFailed
 from rollout_client.export import to_trl
+from rollout_client.samples import failure_class_of
 from rollout_client.trainer import Finished, Generated, Trainer, Turn, parsers
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_rollout_worker
-from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout, FixedCountBatcher, RolloutQueueDataset
+from trl.experimental.async_grpo.async_grpo_trainer import (
+    DataCollatorForRollout,
+    FixedCountBatcher,
+    RolloutQueueDataset,
+)
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, TrainingSequence, _chain_to_sequences
-from trl.experimental.async_grpo.openenv_harness import HarnessRolloutWorker, _turns_from_training_trace
+from trl.experimental.async_grpo.openenv_harness import (
+    CaptureContractError,
+    HarnessRolloutWorker,
+    _HarnessRolloutLoop,
+    _turns_from_training_trace,
+)
 
 from tests.adapters.conftest import program
-from tests.adapters.scenarios import END, ROOT, SCENARIOS, TOY, Sampled, Script, decode, logprobs_of, messages, metadata
+from tests.adapters.scenarios import END, ROOT, SCENARIOS, TOY, Script, decode, logprobs_of, messages, metadata
 
 SAMPLING = training_sampling({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 """What TRL's worker passes to the factory."""
@@ -39,7 +53,9 @@ def trainer_of(server: str, script: Script, **model: Any) -> Trainer:
     async def generate(turn: Turn) -> Generated:
         return script.generate(turn)
 
-    return Trainer(server, **{"generate": generate, "decode": decode, "parse": parsers.hermes, "end_ids": {END}, **model})
+    return Trainer(
+        server, **{"generate": generate, "decode": decode, "parse": parsers.hermes, "end_ids": {END}, **model}
+    )
 
 
 def task(name: str, seed: int = 0) -> dict[str, Any]:
@@ -84,7 +100,9 @@ def sequences(trace: TrainingTrace) -> list[TrainingSequence]:
 
 
 def sampled_turns(script: Script, uid: str) -> list[tuple[list[int], list[int], list[float]]]:
-    found = sorted((each for each in script.sampled if each.uid == uid), key=lambda each: (int(each.segment), each.turn))
+    found = sorted(
+        (each for each in script.sampled if each.uid == uid), key=lambda each: (int(each.segment), each.turn)
+    )
     return [(list(each.prompt_ids), list(each.ids), logprobs_of(each.ids, len(each.prompt_ids))) for each in found]
 
 
@@ -123,7 +141,8 @@ def test_a_scenario_is_a_trace_and_the_rows_of_trl(name: str, factory: Factory, 
     if SCENARIOS[name].rows and trains:
         assert [(row.response_ids, row.response_mask) for row in rows] == SCENARIOS[name].responses()
     verified = session.verify([])
-    assert verified.done and verified.env_reward == (float(len(wanted)) if trains else None)
+    assert verified.done
+    assert verified.env_reward == (float(len(wanted)) if trains else None)
     session.close()
 
 
@@ -134,13 +153,13 @@ def test_random_rollouts_train_each_sampled_token_at_most_once(factory: Factory,
         agent, script.version = ("scenarios", "drifting")[part % 2], str(part)
         sessions = factory(agent, 4)
         script.sampled.clear()
-        created = [[sessions.create(task("random", 50 * part + each), seed=each) for _ in range(4)] for each in range(50)]
+        created = [
+            [sessions.create(task("random", 50 * part + each), seed=each) for _ in range(4)] for each in range(50)
+        ]
         for group in created:
             for session in group:
-                try:
+                with contextlib.suppress(RolloutFailed):
                     session.wait_for_completion(120)
-                except RolloutFailed:
-                    pass
             finished = [finished_of(each) for each in group]
             assert len({each.group_id for each in finished}) == 1
             assert [each.rollout.spec.group_index for each in finished] == [0, 1, 2, 3]
@@ -149,7 +168,9 @@ def test_random_rollouts_train_each_sampled_token_at_most_once(factory: Factory,
                 rows += check_rows(each, session.fetch_training_trace(), script)
                 session.close()
         sessions.close()
-    assert sum(ends.values()) == 1000 and min(ends["stop"], ends["failure"]) > 50 and rows > 1000
+    assert sum(ends.values()) == 1000
+    assert min(ends["stop"], ends["failure"]) > 50
+    assert rows > 1000
 
 
 def check_rows(finished: Finished, trace: TrainingTrace, script: Script) -> int:
@@ -172,20 +193,26 @@ def check_rows(finished: Finished, trace: TrainingTrace, script: Script) -> int:
     return len(trained)
 
 
-def recorded_trainer(server: str, path: str) -> Trainer:
-    """The trainer in the worker's process. It appends each completion to a file, as prompt and completion."""
+def recorded_trainer(server: str, path: str, seconds: float = 0) -> Trainer:
+    """The trainer in the worker's process. It appends each completion to a file, as prompt and completion, and takes so long."""
     script = Script(version="7")
+
+    def record(*ids: Sequence[int]) -> None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps([list(each) for each in ids]) + "\n")
 
     async def generate(turn: Turn) -> Generated:
         generated = script.generate(turn)
-        with open(path, "a") as file:
-            file.write(json.dumps([list(turn.ids), list(generated.ids)]) + "\n")
+        record(turn.ids, generated.ids)
+        await asyncio.sleep(seconds)
         return generated
 
     return trainer_of(server, script, generate=generate)
 
 
-def worker_of(factory: Callable[..., RolloutSessionFactory], tasks: Sequence[Any], **arguments: Any) -> HarnessRolloutWorker:
+def worker_of(
+    factory: Callable[..., RolloutSessionFactory], tasks: Sequence[Any], **arguments: Any
+) -> HarnessRolloutWorker:
     """TRL's worker, in a process of its own. It needs no vLLM, because the trainer of the factory generates."""
     PartialState()  # as in a trainer; the logger of the worker needs it
     tokenizer = AutoTokenizer.from_pretrained(TOY)
@@ -209,7 +236,7 @@ def samples_of(worker: HarnessRolloutWorker, groups: int) -> list[RolloutSample]
     while not found or found[-1].group_id < groups + 32:
         try:
             found.append(worker.rollout_buffer.get(timeout=1))
-        except async_rollout_worker.queue.Empty:
+        except queue.Empty:
             worker.check_health(60)
     return [each for each in found if each.group_id < groups]
 
@@ -257,17 +284,19 @@ def test_the_worker_of_trl_makes_samples_of_the_sessions(server: str, tmp_path: 
 
 def runs(mask: Sequence[int]) -> list[tuple[int, int]]:
     """Start and end of each run of ones."""
-    edges = [index for index in range(len(mask) + 1) if (mask[index - 1 : index] or [0]) != (mask[index : index + 1] or [0])]
+    edges = [
+        index for index in range(len(mask) + 1) if (mask[index - 1 : index] or [0]) != (mask[index : index + 1] or [0])
+    ]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def check_batches(samples: Sequence[RolloutSample]) -> None:
     """Check what TRL's trainer computes its loss on, with its own dataset, batcher and collator."""
-    queue: Any = async_rollout_worker.queue.Queue()
+    waiting: Any = queue.Queue()
     for each in samples:
-        queue.put(each)
-    metrics: dict[str, list[Any]] = async_rollout_worker.defaultdict(list)
-    dataset = RolloutQueueDataset(queue, lambda: samples[0].model_version, lambda _: None, 60, metrics)
+        waiting.put(each)
+    metrics: dict[str, list[Any]] = defaultdict(list)
+    dataset = RolloutQueueDataset(waiting, lambda: samples[0].model_version, lambda _: None, 60, metrics)
     batch = DataCollatorForRollout(0).torch_call([next(iter(FixedCountBatcher(dataset, 1, len(samples))))])
     trained = batch["token_index"][0] >= 0
     assert int(trained.sum()) == sum(int(each.completion_mask.sum()) for each in samples)
@@ -326,7 +355,8 @@ def test_the_time_limit_is_a_timeout_and_its_turns_train(factory: Factory) -> No
     with pytest.raises(TimeoutError, match="time limit of 1 s"):
         session.wait_for_completion(30)
     (turn,) = session.fetch_training_trace().turns
-    assert sum(turn.loss_mask) == len(turn.completion_token_ids) and session.verify([]).env_reward is None
+    assert sum(turn.loss_mask) == len(turn.completion_token_ids)
+    assert session.verify([]).env_reward is None
 
 
 def test_a_group_is_cancelled_with_its_last_session(server: str, factory: Factory, script: Script) -> None:
@@ -346,14 +376,13 @@ def test_a_group_is_cancelled_with_its_last_session(server: str, factory: Factor
         second.wait_for_completion(30)
     assert failed.value.failure_class == "cancelled"
     with Client(server) as client:
-        assert all(
-            client.wait(each.uid, timeout=30).outcome.HasField("cancellation") for each in script.sampled
-        )
+        assert all(client.wait(each.uid, timeout=30).outcome.HasField("cancellation") for each in script.sampled)
 
 
 def test_tools_run_on_the_server(factory: Factory) -> None:
     session = factory().create(messages("truncated"), seed=0)
-    assert session.initial_messages() == messages("truncated") and session.list_tools() == []
+    assert session.initial_messages() == messages("truncated")
+    assert session.list_tools() == []
     with pytest.raises(RuntimeError, match="leave out harness_adapter"):
         session.call_tool("add", {})
 
@@ -388,7 +417,8 @@ def test_an_engine_generates_without_a_trainer(server: str) -> None:
                 if SCENARIOS[name].rows and SCENARIOS[name].end == "stop":
                     assert [row_of(each) for each in sequences(trace)] == SCENARIOS[name].responses()
                 spec = finished_of(session).rollout.spec
-                assert json.loads(spec.sampling.extra_json)["top_k"] == -1 and spec.sampling.max_tokens == 64
+                assert json.loads(spec.sampling.extra_json)["top_k"] == -1
+                assert spec.sampling.max_tokens == 64
                 session.close()
         waiting = sessions.create(task("cancelled"))
         uid = ""
@@ -410,3 +440,61 @@ def row_of(sequence: TrainingSequence) -> tuple[list[int], list[int]]:
     """The response of a row, which begins with its first trained token."""
     start = sequence.completion_mask.index(1)
     return sequence.input_ids[start:], sequence.completion_mask[start:]
+
+
+def loop_of(worker: HarnessRolloutWorker) -> _HarnessRolloutLoop:
+    """The worker's loop, to be run in this process."""
+    queues = {name: queue.Queue(64) for name in ("rollout_buffer", "metrics_queue", "exception_info_queue")}
+    values = {name: getattr(worker, f"_{name}") for name in ("model_version_value", "heartbeat_value", "failed_event")}
+    return _HarnessRolloutLoop(**worker._loop_kwargs, **queues, **values)
+
+
+def test_the_worker_fails_with_the_reason(server: str, script: Script) -> None:
+    """With the wrong name of an agent it would otherwise ask for sessions for ever, and the trainer would wait for samples."""
+    connect = partial(trainer_of, server, script)
+    worker = worker_of(
+        partial(RolloutSessionFactory, connect, num_generations=4, agent="nobody", tokenizer="toy"), [task("fork")]
+    )
+    loop = loop_of(worker)
+    with pytest.raises(CaptureContractError, match="nobody"):
+        loop.run()
+    loop._factory.close()
+    worker._heartbeat_value.value = time.time()
+    with pytest.raises(RuntimeError, match="child has failed"):
+        worker.check_health(60)
+
+
+def test_the_rollouts_of_a_killed_worker_fail(server: str, tmp_path: Path) -> None:
+    path = tmp_path / "sampled.jsonl"
+    connect = partial(recorded_trainer, server, str(path), 3600)
+    factory = partial(RolloutSessionFactory, connect, num_generations=2, agent="scenarios", tokenizer="toy")
+    worker = worker_of(factory, [task("parallel")], num_generations=2, max_inflight_tasks=4)
+    worker.start()
+    while not path.exists() or len(path.read_text().splitlines()) < 4:
+        worker.check_health(60)
+        time.sleep(0.1)
+    with Client(server) as client:
+        uids = [each.uid for each in client.list(state="running")]
+        assert len(uids) == 4
+        # Not worker.stop() afterwards: the event that it sets waits for the killed process without end.
+        worker._process.kill()
+        classes = {failure_class_of(client.wait(uid, timeout=60).outcome) for uid in uids}
+    assert classes == {"trainer"}
+
+
+def test_rollout_verify_finds_nothing_fatal(factory: Factory, script: Script, tmp_path: Path) -> None:
+    """Traces as they are, and the rows that TRL's GRPOTrainer takes of the same rollouts."""
+    sessions = factory(num_generations=1)
+    created = [
+        sessions.create(task(name, seed)) for seed in range(20) for name in ("parallel", "fork", "random", "failed")
+    ]
+    finished = [finished_of(each) for each in created if outcome_of(each)]
+    traces, rows = tmp_path / "traces.jsonl", tmp_path / "rows.json"
+    traces.write_text("".join(each.fetch_training_trace().model_dump_json() + "\n" for each in created))
+    rows.write_text(json.dumps(to_trl(finished, end_id=END)))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    for path, shape, count in ((traces, "openenv", len(script.sampled)), (rows, "trl", len(created))):
+        command = [ROOT / ".venv/bin/rollout", "verify", path, "--tokenizer", "toy", "--json"]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        found = json.loads(ran.stdout)
+        assert (ran.returncode, found["fatal"], found["rows"]) == (0, 0, {shape: count}), found["findings"]
