@@ -74,6 +74,8 @@ class RolloutBridge:
                 raise RuntimeError("the bridge is closed; create another one")
             rollouts: list[Future[Finished]] = [Future() for _ in range(n)]
             work = asyncio.run_coroutine_threadsafe(self._settle(rollouts, prompt, fields), self._loop)
+        # Also if it is cancelled before it begins. A future that has a result cannot be cancelled.
+        work.add_done_callback(lambda _: [each.cancel() for each in rollouts])
         return RunningGroup(rollouts, work)
 
     def close(self) -> None:
@@ -104,7 +106,7 @@ class RolloutBridge:
             await source.aclose()
 
     async def _settle(self, rollouts: Sequence[Future[Finished]], prompt: Prompt, fields: BridgeFields) -> None:
-        """Run a group and set its futures. None is left open, whatever happens."""
+        """Run a group and set its futures."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
@@ -119,9 +121,6 @@ class RolloutBridge:
             for each in rollouts:
                 with contextlib.suppress(InvalidStateError):
                     each.set_exception(error)
-        finally:
-            for each in rollouts:
-                each.cancel()
 
     def _open(self) -> asyncio.Task[Trainer | AsyncClient]:
         if self._opened is None:
@@ -130,6 +129,8 @@ class RolloutBridge:
 
     async def _enter(self) -> Trainer | AsyncClient:
         source = self._connect()
+        if not isinstance(source, Trainer | AsyncClient):
+            raise TypeError(f"connect must return a Trainer or an AsyncClient, not {type(source).__name__}")
         return await source.__aenter__() if isinstance(source, Trainer) else source
 
 
@@ -148,9 +149,10 @@ async def _run_on_engine(
 ) -> None:
     """Run a group whose completions an engine generates. A future is set as soon as its rollout has finished."""
     spec: dict[str, Any] = {"cancel_after_detach": _DETACHED_SECONDS, **fields, "messages": prompt.messages}
+    spec["group_id"] = prompt.group_id or None
     if prompt.metadata is not None:
         spec["metadata"] = {**(fields.get("metadata") or {}), **prompt.metadata}
-    started = await client.start_group(len(rollouts), **cast(StartFields, spec), group_id=prompt.group_id or None)
+    started = await client.start_group(len(rollouts), **cast(StartFields, spec))
     uids = [each.uid for each in started.group.members]
     try:
         async with client.watch_group(started.group_id, view="samples") as outcomes:

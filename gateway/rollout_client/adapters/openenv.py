@@ -128,7 +128,7 @@ def _set_messages(turn: TrainingTurn, conversation: list[dict[str, Any]], reply:
     turn.response = {"choices": [{"message": conversation[reply]}]}
 
 
-class RolloutSession(ResourceSession):
+class RolloutSession(ResourceSession):  # type: ignore[misc]  # without OpenEnv, its classes have no types
     """One rollout on the server, as a session whose agent owns its loop: `wait_for_completion`, `fetch_training_trace`, `verify`.
 
     Created by `RolloutSessionFactory.create`. Tools run on the server, so `list_tools` is empty and `call_tool` raises.
@@ -248,7 +248,7 @@ class _SessionGroup:
                 self._running.cancel()
 
 
-class RolloutSessionFactory(ResourceSessionFactory[RolloutSession]):
+class RolloutSessionFactory(ResourceSessionFactory[RolloutSession]):  # type: ignore[misc]
     """Sessions of rollouts on a server, for TRL's asynchronous GRPO trainer.
 
         worker = HarnessRolloutWorker(
