@@ -193,6 +193,52 @@ def check_rows(finished: Finished, trace: TrainingTrace, script: Script) -> int:
     return len(trained)
 
 
+@pytest.mark.parametrize("on_stale", ["keep", "mask", "split"])
+def test_completions_of_several_policies(on_stale: str, factory: Factory, script: Script) -> None:
+    """Half of the completions are aborted and resumed under a newer policy. Tokens that are too old do not train; none is lost."""
+    whole: dict[tuple[str, int], list[int]] = {}
+
+    async def generate(turn: Turn) -> Generated:
+        step, start = len(script.sampled) // 40, len(turn.ids) - turn.resumed
+        if not turn.resumed:
+            whole[turn.uid, turn.turn] = list(script.generate(turn).ids)
+        ids, aborts = whole[turn.uid, turn.turn][turn.resumed :], not turn.resumed and len(script.sampled) % 2 == 0
+        ids = ids[: len(ids) // 2] if aborts else ids
+        logprobs = logprobs_of([0] * turn.resumed + ids, start)[turn.resumed :]
+        return Generated(ids, logprobs, "abort" if aborts else "stop", f"v{step}", step)
+
+    sessions = factory(num_generations=1, model={"generate": generate}, max_lag=1, on_stale=on_stale)
+    stale = resumed = 0
+    for session in [sessions.create(task("random", seed)) for seed in range(60)]:
+        with contextlib.suppress(RolloutFailed):
+            session.wait_for_completion(60)
+        finished, trace = finished_of(session), session.fetch_training_trace()
+        assert finished.mismatch is None
+        sampled: dict[tuple[str, int], list[int]] = {}
+        for turn in sorted(trace.turns, key=lambda each: len(each.prompt_token_ids)):
+            key = (finished.uid, turn.metadata["turn"])
+            sampled.setdefault(key, []).extend(turn.completion_token_ids)
+            resumed += len(turn.metadata["policy_steps"]) > 1 or len(sampled[key]) > len(turn.completion_token_ids)
+            newest = finished.rollout.outcome.policy_step
+            if sum(turn.loss_mask) and on_stale != "keep":
+                assert newest - max(turn.metadata["policy_steps"]) <= 1
+            if turn.metadata["untrainable_reason"] == "stale":
+                assert (on_stale, sum(turn.loss_mask)) == ("split", 0)
+        assert sampled == {key: ids for key, ids in whole.items() if key[0] == finished.uid}
+        for each in (*finished.samples, *finished.untrainable):
+            reasons = {each.untrainable_reason, *(span.reason for span in each.spans or ())}
+            stale += "stale" in reasons
+        rows = sequences(trace)
+        assert sum(sum(each.completion_mask) for each in rows) == sum(
+            sum(each.response_mask) for each in finished.samples
+        )
+        for row in rows:
+            for start, stop in runs(row.completion_mask):
+                assert row.old_log_probs[start:stop] == logprobs_of(row.input_ids[start:stop], start)
+    assert resumed > 20
+    assert bool(stale) == (on_stale != "keep")
+
+
 def recorded_trainer(server: str, path: str, seconds: float = 0) -> Trainer:
     """The trainer in the worker's process. It appends each completion to a file, as prompt and completion, and takes so long."""
     script = Script(version="7")

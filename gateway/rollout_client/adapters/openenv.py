@@ -36,6 +36,8 @@ from rollout_client.trainer.trainer import Trainer
 _INCOMPLETE_GROUPS: Final = 256
 """Maximum number of groups of which sessions were created for some rollouts, but not for all."""
 _RECENT_SEEDS: Final = 4096
+_LOST: Final = frozenset({"STREAM_EXPIRED", "GROUP_NOT_FOUND"})
+"""Reasons of errors after which further rollouts can be run."""
 _LINEAR: Final = frozenset({"main", "drift", "gap"})
 """Kinds of segments that continue one conversation."""
 
@@ -55,10 +57,14 @@ def training_trace(source: Finished | TrainingSample) -> TrainingTrace:
         return TrainingTrace(turns=[turn for _, turn in _turns(source)])
     if source.mismatch is not None:
         raise ValueError(f"rollout {source.uid!r} has no trace: {source.mismatch}")
-    samples = sorted([*source.samples, *source.untrainable], key=lambda each: each.spans[-1].turn if each.spans else 0)
+    samples = sorted([*source.samples, *source.untrainable], key=_last_completion)
     numbered = [each for sample in samples for each in _turns(sample)]
     _add_messages(numbered, source, linear=all(each.kind in _LINEAR for each in samples))
     return TrainingTrace(turns=[turn for _, turn in numbered])
+
+
+def _last_completion(sample: TrainingSample) -> tuple[int, int]:
+    return (sample.spans[-1].turn, sample.spans[-1].stop) if sample.spans else (0, 0)
 
 
 def _turns(sample: TrainingSample) -> Iterator[tuple[int, TrainingTurn]]:
@@ -102,6 +108,7 @@ def _metadata(sample: TrainingSample, turn: int, spans: list[SampleSpan]) -> dic
         "turn": turn,
         "role": sample.role,
         "policy_versions": [span.policy_version for span in spans],
+        "policy_steps": [span.policy_step for span in spans],
         "untrainable_reason": sample.untrainable_reason,
     }
 
@@ -164,7 +171,7 @@ class RolloutSession(ResourceSession):  # type: ignore[misc]  # without OpenEnv,
             TimeoutError: the time limit of the rollout expired, so that it may be trained on but has no reward; or `timeout_s`
                 expired, and it continues.
             RolloutFailed: it failed or was cancelled, and must not be trained on, or this session was closed.
-            RolloutError: the stream to the server was lost with the rollout.
+            RolloutError: the rollout was lost because the server was restarted or forgot the trainer's stream.
             RecordMismatch: the trainer refused its samples, with `on_mismatch="flag"`.
         """
         try:
@@ -174,7 +181,7 @@ class RolloutSession(ResourceSession):  # type: ignore[misc]  # without OpenEnv,
                 "the session or its factory was closed before the rollout had finished", "cancelled"
             ) from None
         except Exception as error:
-            if not self._rollout.done() or (isinstance(error, RolloutError) and error.reason == "STREAM_EXPIRED"):
+            if not self._rollout.done() or (isinstance(error, RolloutError) and error.reason in _LOST):
                 raise
             return 1
         if finished.mismatch is not None:
