@@ -1,0 +1,303 @@
+"""TRL: a rollout server as the `rollout_func` of a `GRPOTrainer`, and tools as its `environment_factory`.
+
+with TrlRollouts("localhost:50051", agent="calculator", tokenizer="Qwen/Qwen3-8B", parse=parsers.hermes) as rollouts:
+    GRPOTrainer(model=model, args=args, train_dataset=data, rollout_func=rollouts, reward_funcs=rollouts.reward).train()
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack, cast
+
+from rollout_client._async.client import AsyncClient
+from rollout_client.adapters.trl_tools import tool_environment
+from rollout_client.export import TrlOutput, to_trl
+from rollout_client.trainer import Decode, Generated, Parse, Prompt, RolloutFields, SyncTrainer, Turn
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+__all__ = ["Sample", "TrlRollouts", "tool_environment"]
+
+Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
+"""A prompt as TRL's dataset has it: a text, or messages."""
+Sample: TypeAlias = Callable[[Sequence[Turn], "GRPOTrainer"], Sequence[Generated | Exception]]
+"""Function `sample(turns, trainer)`: one result per turn, in order, such as the outputs of the trainer's vLLM."""
+
+_SEPARATOR: Final = ":"
+_AT_ONCE: Final = 512
+"""Maximum number of rollouts that run at the same time."""
+
+
+class TrlRollouts:
+    """A `rollout_func` for `GRPOTrainer` that runs the rollouts of a step on a server. It serves one GRPOTrainer.
+
+    The server runs the agent, its tools and its reward. `rollouts.reward` is the function for `reward_funcs`. The trainer gets
+    exactly one row per prompt, in order, with the mask as `env_mask`: the `primary` sample of each rollout. A rollout that failed
+    has a row with mask 0 throughout and the reward None, which TRL leaves out of its group's mean.
+
+    The columns of the dataset except `prompt` are the metadata of the rollouts. TRL passes only prompts, so rows are found by them.
+
+    It connects at the first step. `close`, the end of a `with` block, and the end of the program disconnect.
+
+    Args:
+        server: address of the server, or an AsyncClient (for API key, TLS and retries) that nothing else uses.
+        parse: function `parse(text)` that returns a `ParsedCompletion`, such as `parsers.hermes`.
+        decode: function `decode(ids)` that returns the text of ids. Default: that of the trainer's tokenizer.
+        sample: samples a batch of turns. Default: `rollout_client.adapters.sampling`, from the trainer's own model.
+        metadata_of: function that returns the metadata of a prompt. Default: the other columns of its row in the dataset.
+        generating: maximum number of turns in a batch.
+        **fields: fields of the spec for all rollouts, as for `Trainer.rollouts`. `tokenizer` must be the trainer's. `sampling`
+            is merged over the temperature, `top_p` and `max_completion_length` of the trainer. The last one limits each completion,
+            not the whole row; `limits` has limits of the rollout.
+    """
+
+    def __init__(
+        self,
+        server: str | AsyncClient,
+        *,
+        parse: Parse,
+        decode: Decode | None = None,
+        sample: Sample | None = None,
+        metadata_of: Callable[[Conversation], Mapping[str, Any] | None] | None = None,
+        generating: int = 256,
+        **fields: Unpack[RolloutFields],
+    ) -> None:
+        self._server = server
+        self._parse = parse
+        self._decode = decode
+        self._sample = sample
+        self._metadata_of = metadata_of
+        self._generating = generating
+        self._sampling = dict(cast(Mapping[str, Any], fields.pop("sampling", None) or {}))
+        self._fields = fields
+        self._run = uuid.uuid4().hex[:12]
+        self._calls: tuple[str, int] = ("", 0)
+        self._rows: dict[str, _Rows] = {}
+        self._trainer: GRPOTrainer | None = None
+        self._link: SyncTrainer | None = None
+        self._error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel all running rollouts and disconnect. It can be called again."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.__exit__(None, None, None)
+
+    @staticmethod
+    def reward(prompts: object, completions: object, **columns: Any) -> list[float | None]:
+        """Return the rewards that the agent gave. None: the rollout failed, or the agent gave no reward."""
+        return list(columns["rollout_reward"])
+
+    def __call__(self, prompts: Sequence[Conversation], trainer: GRPOTrainer) -> TrlOutput:
+        """Run one rollout per prompt and return the rows. `GRPOTrainer` calls it in each generation step.
+
+        Raises:
+            ValueError: the prompts are not whole groups, their metadata are ambiguous, or the trainer has an option that the rows
+                cannot serve. The text says what to change.
+            RolloutError: the server is unreachable or refuses a rollout.
+            RecordMismatch: a sample differs from the tokens that were generated.
+        """
+        link = self._connected(trainer)
+        mode = "train" if trainer.model.training else "eval"
+        size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
+        groups = whole_groups(prompts, size)
+        metadata_of = self._metadata_of or self._rows_of(mode, trainer).metadata
+        name = _SEPARATOR.join((self._run, self._step(mode, trainer)))
+        given = [
+            Prompt(_messages(prompt), group_id=f"{name}{_SEPARATOR}{number}", metadata=metadata_of(prompt))
+            for number, prompt in enumerate(groups)
+        ]
+        found = link.rollouts(given, n=size, at_once=max(size, _AT_ONCE), in_order=True, **self._fields_of(trainer))
+        rollouts = [each for group in found for each in group.rollouts]
+        if self._error is not None:
+            raise self._error
+        return to_trl(rollouts, end_id=trainer.eos_token_ids[0])
+
+    def _rows_of(self, mode: str, trainer: GRPOTrainer) -> _Rows:
+        if mode not in self._rows:
+            self._rows[mode] = _Rows(trainer, mode)
+        return self._rows[mode]
+
+    def _fields_of(self, trainer: GRPOTrainer) -> RolloutFields:
+        sampling: dict[str, Any] = {
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,
+            "max_tokens": trainer.max_completion_length,
+            "logprobs": True,
+        }
+        return cast(RolloutFields, {**self._fields, "sampling": sampling | self._sampling})
+
+    def _connected(self, trainer: GRPOTrainer) -> SyncTrainer:
+        if self._trainer is not None and self._trainer is not trainer:
+            raise RuntimeError("a TrlRollouts serves one GRPOTrainer; create another one for this trainer")
+        if self._link is None:
+            _check_options(trainer, samples=self._sample is None)
+            tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+            decode = self._decode or (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
+            link = SyncTrainer(
+                self._server,
+                generate_batch=self._generate_batch,
+                decode=decode,
+                parse=self._parse,
+                end_ids=trainer.eos_token_ids,
+                generating=self._generating,
+                remembered=max(2 * _AT_ONCE, trainer.num_generations, trainer.num_generations_eval),
+            )
+            self._link = link.__enter__()
+            self._trainer = trainer
+        return self._link
+
+    def _step(self, mode: str, trainer: GRPOTrainer) -> str:
+        """Return a name of this call that is the same in each run: several calls of a mode may belong to one training step."""
+        step = _SEPARATOR.join((mode, str(trainer.state.global_step), str(trainer.accelerator.process_index)))
+        self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
+        return _SEPARATOR.join((step, str(self._calls[1])))
+
+    def _generate_batch(self, turns: Sequence[Turn]) -> Sequence[Generated | Exception]:
+        """Sample turns in the same order in each run, because their order in the batch may change a model's rounding."""
+        trainer = cast("GRPOTrainer", self._trainer)
+        order = sorted(range(len(turns)), key=lambda at: _place(turns[at]))
+        try:
+            results = (self._sample or _sample_from_model)([turns[at] for at in order], trainer)
+        except Exception as error:
+            self._error = error  # the rollouts fail; then the step raises it, rather than train without them
+            raise
+        version = str(trainer.state.global_step)
+        found = dict(zip(order, (_versioned(each, version) for each in results), strict=True))
+        return [found[at] for at in range(len(turns))]
+
+
+def draw_key(turn: Turn, seed: int) -> str:
+    """Return a text that identifies a turn of a `TrlRollouts`: the same in each run with this seed, and unique in the run."""
+    where = turn.group_id.partition(_SEPARATOR)[2]
+    return f"{seed}/{where}/{turn.index}/{turn.segment_id}/{turn.turn}"
+
+
+def whole_groups(prompts: Sequence[Conversation], size: int) -> list[Conversation]:
+    """Return the prompt of each group of `size` equal prompts. Raises ValueError if they do not come in such groups."""
+    wrong = next(
+        (at for at in range(0, len(prompts), size) if list(prompts[at : at + size]) != [prompts[at]] * size), None
+    )
+    if wrong is not None:
+        raise ValueError(
+            f"prompts {wrong} to {wrong + size - 1} of {len(prompts)} are not {size} times the same prompt, so the groups are "
+            "not whole in this process; make per_device_train_batch_size * steps_per_generation (in evaluation "
+            "per_device_eval_batch_size) a multiple of num_generations (num_generations_eval)"
+        )
+    return list(prompts[::size])
+
+
+class _Rows:
+    """The metadata of prompts, found in the trainer's dataset."""
+
+    def __init__(self, trainer: GRPOTrainer, mode: str) -> None:
+        self._name = f"{mode}_dataset"
+        dataset = getattr(trainer, self._name)
+        self._datasets = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
+        self._places: dict[bytes, tuple[int, int]] = {}
+        for number, each in enumerate(self._datasets):
+            if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
+                raise ValueError(f"{self._name} cannot be searched for a prompt; pass TrlRollouts(metadata_of=...)")
+            for at, prompt in enumerate(_prompts(each)):
+                self._add(prompt, (number, at))
+
+    def metadata(self, prompt: Conversation) -> dict[str, Any]:
+        """Return the columns of a prompt's row. Raises ValueError if there is no such row."""
+        place = self._places.get(_digest(prompt))
+        if place is None:
+            raise ValueError(
+                f"no row of {self._name} has the prompt {str(prompt)[:200]!r}; pass TrlRollouts(metadata_of=...)"
+            )
+        return self._columns(place)
+
+    def _add(self, prompt: Conversation, place: tuple[int, int]) -> None:
+        first = self._places.setdefault(_digest(prompt), place)
+        if first == place:
+            return
+        one, other = self._columns(first), self._columns(place)
+        differing = next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
+        if differing is not None:
+            raise ValueError(
+                f"rows {first[1]} and {place[1]} of {self._name} have the same prompt and different values of {differing!r}. "
+                "TRL passes only the prompt, so they cannot be told apart: change a prompt, or pass TrlRollouts(metadata_of=...)"
+            )
+
+    def _columns(self, place: tuple[int, int]) -> dict[str, Any]:
+        row = self._datasets[place[0]][place[1]]
+        return {name: value for name, value in row.items() if name != "prompt"}
+
+
+def _prompts(dataset: Any) -> Iterable[Conversation]:
+    if hasattr(dataset, "column_names"):
+        return cast(Iterable[Conversation], dataset["prompt"])
+    return (dataset[at]["prompt"] for at in range(len(dataset)))
+
+
+def _digest(prompt: Conversation) -> bytes:
+    try:
+        text = json.dumps(prompt, sort_keys=True)
+    except (TypeError, ValueError):
+        raise ValueError(
+            "a prompt has a value that is no JSON, such as an image; this server renders texts only"
+        ) from None
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _messages(prompt: Conversation) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a prompt, without the None values that `datasets` adds for fields of other rows."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [{name: value for name, value in each.items() if value is not None} for each in prompt]
+
+
+def _place(turn: Turn) -> tuple[object, ...]:
+    number = turn.group_id.rpartition(_SEPARATOR)[2]
+    return (int(number) if number.isdecimal() else 0, turn.index, turn.segment_id, turn.turn)
+
+
+def _versioned(result: Generated | Exception, version: str) -> Generated | Exception:
+    if isinstance(result, Generated) and not result.policy_version:
+        return replace(result, policy_version=version)
+    return result
+
+
+def _check_options(trainer: GRPOTrainer, *, samples: bool) -> None:
+    """Raise ValueError for an option that the rows, or with `samples` the built-in sampler, cannot serve."""
+    if trainer.tools:
+        raise ValueError(
+            "GRPOTrainer(tools=...) ignores the mask of a rollout_func; give the tools to the server's agent"
+        )
+    unset = {"top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0), "use_vllm": (False,)}
+    names = [name for name, values in unset.items() if getattr(trainer, name) not in values]
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        names.append("FSDP or DeepSpeed")
+    if samples and names:
+        raise ValueError(f"the built-in sampler does not support {names[0]}; pass TrlRollouts(sample=...)")
+
+
+def _sample_from_model(turns: Sequence[Turn], trainer: GRPOTrainer) -> Sequence[Generated | Exception]:
+    from rollout_client.adapters.sampling import sample_batch  # imports torch
+
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    return sample_batch(
+        trainer.accelerator.unwrap_model(trainer.model),
+        turns,
+        [draw_key(turn, trainer.args.seed) for turn in turns],
+        end_ids=trainer.eos_token_ids,
+        pad_id=tokenizer.pad_token_id,
+        max_tokens=trainer.max_completion_length,
+    )
