@@ -7,7 +7,7 @@ import random
 import signal
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from rollout_client import Client
 from rollout_client.adapters.sampling import sample_batch
-from rollout_client.adapters.trl import TrlRollouts, draw_key, tool_environment
+from rollout_client.adapters.trl import TrlRollouts, tool_environment
 from rollout_client.trainer import Generated, SamplingParams, Turn, TurnImage, parsers
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -30,7 +30,6 @@ from tests.adapters.scenarios import (
     TRUNCATED_TOKENS,
     Script,
     encode,
-    logprobs_of,
     messages,
     metadata,
 )
@@ -138,8 +137,8 @@ def check_rows(script: Script, found: Row, count: int) -> int:
     for at, uid in enumerate(found["rollout_uid"]):
         ids, mask, logprobs = found["completion_ids"][at], found["env_mask"][at], found["logprobs"][at]
         segments = [each for each in script.expected(uid).values() if each.response_ids == ids]
-        if not script.expected(uid):
-            assert (found["prompt_ids"][at], ids, mask, logprobs) == ([END], [END], [0], [0.0])
+        if found["prompt_ids"][at] == [END]:
+            assert (ids, mask, logprobs) == ([END], [0], [0.0])
             assert found["rollout_untrainable"][at]
             continue
         row = next(each for each in segments if each.prompt_ids == found["prompt_ids"][at])
@@ -185,30 +184,314 @@ def test_rows_of_each_scenario(server: str, tmp_path: Path, name: str) -> None:
         assert loss["advantages"].tolist() == [0.0] * 4
 
 
-def test_a_thousand_random_rollouts(server: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", ["scenarios", "drifting"])
+def test_a_thousand_random_rollouts(server: str, tmp_path: Path, agent: str) -> None:
+    """500 of each agent. GRPOTrainer's own `_generate` takes the rows; the model's forward pass would take minutes."""
     script, chance, version = Script(), random.Random(5), 0
-    for agent, names in {"scenarios": 62, "drifting": 63}.items():
 
-        def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
-            nonlocal version
-            version += 1
-            script.version = f"v{version}"
-            broken = ValueError("by chance")
-            return [broken if chance.random() < 0.01 else script.generate(turn) for turn in turns]
+    def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
+        nonlocal version
+        version += 1
+        script.version = f"v{version}"
+        broken = ValueError("by chance")
+        return [broken if chance.random() < 0.01 else script.generate(turn) for turn in turns]
 
-        rows = [row_of("random", seed) for seed in range(names)]
-        with scripted(server, script, agent, sample=sample) as rollouts:
-            trainer = trainer_of(rollouts, rows, tmp_path, num_generations=8)
+    rows = [row_of("random", seed) for seed in range(125)]
+    with scripted(server, script, agent, sample=sample) as rollouts:
+        trainer = trainer_of(rollouts, rows, tmp_path, num_generations=4)
+        prompts = [row["prompt"] for row in rows for _ in range(4)]
+        prompt_ids, completion_ids, mask, _, logprobs, *_ = trainer._generate(prompts)
+    (found,) = trainer.returned
+    names = ("prompt_ids", "completion_ids", "env_mask", "logprobs")
+    assert (prompt_ids, completion_ids, mask, logprobs) == tuple(found[name] for name in names)
+    trained = check_rows(script, found, len(prompts))
+    generated = sum(len(each.ids) for each in script.sampled)
+    assert generated > trained > generated / 4
+    lost = [end for end, reward in zip(found["rollout_end"], found["rollout_reward"], strict=True) if reward is None]
+    assert set(lost) == {"failure"}
+    # The order is that of the prompts. A subagent's prompt has other texts, and a rollout without samples has none.
+    for at, ids in enumerate(found["prompt_ids"]):
+        text = TOKENIZER.decode(ids)
+        assert f"Scenario random {at // 4}." in text or "Aside" in text or ids == [END]
+
+
+def test_the_loss_gets_random_rows(server: str, tmp_path: Path) -> None:
+    for agent in ("scenarios", "drifting"):
+        script = Script()
+        with scripted(server, script, agent) as rollouts:
+            trainer = trainer_of(rollouts, [row_of("random", seed) for seed in range(6)], tmp_path)
             trainer.train()
-        (found,) = trainer.returned
-        trained = check_rows(script, found, names * 8)
-        generated = sum(len(each.ids) for each in script.sampled if each.uid in set(found["rollout_uid"]))
-        assert generated > trained > generated / 4
-        check_loss(found, trainer.losses[0])
-        # A failed rollout has no reward, and the order is that of the prompts: the prompt's text is in the row.
-        assert {end for end, reward in zip(found["rollout_end"], found["rollout_reward"], strict=True) if reward is None} == {
-            "failure"
-        }
-        for at, ids in enumerate(found["prompt_ids"]):
-            text = TOKENIZER.decode(ids)
-            assert f"Scenario random {at // 8}." in text or ids == [END] or "Aside" in text
+        check_rows(script, trainer.returned[0], 12)
+        check_loss(trainer.returned[0], trainer.losses[0])
+
+
+def test_metadata_reach_the_agent(server: str, tmp_path: Path) -> None:
+    """Two rows with one prompt: equal metadata are one row, other ones cannot be told apart. A function decides otherwise."""
+    same = [row_of("parallel"), row_of("parallel")]
+    other = [row_of("parallel"), {**row_of("parallel"), "seed": 1}]
+    with scripted(server, Script()) as rollouts:
+        trainer_of(rollouts, same, tmp_path).train()
+    with (
+        scripted(server, Script()) as rollouts,
+        pytest.raises(ValueError, match="rows 0 and 1 of train_dataset .* 'seed'"),
+    ):
+        trainer_of(rollouts, other, tmp_path).train()
+    # The prompt says "parallel", the metadata say "failed": the agent plays what the metadata say.
+    with scripted(server, Script(), metadata_of=lambda prompt: metadata("failed")) as rollouts:
+        trainer = trainer_of(rollouts, other, tmp_path)
+        trainer.train()
+    assert trainer.returned[0]["rollout_end"] == ["failure"] * 4
+    with scripted(server, Script()) as rollouts:
+        trainer = trainer_of(rollouts, same, tmp_path)
+        with pytest.raises(ValueError, match="no row of train_dataset has the prompt .*metadata_of"):
+            trainer._generate([messages("fork")] * 2)
+
+
+def test_columns_of_other_rows_are_not_sent(server: str, tmp_path: Path) -> None:
+    """`datasets` gives each message the fields of all rows, with None for those that it does not have."""
+    first = row_of("parallel")
+    second = {**row_of("parallel", 1)}
+    second["prompt"] = [{"role": "system", "content": "Be brief.", "name": "host"}, *second["prompt"]]
+    with scripted(server, Script()) as rollouts:
+        trainer = trainer_of(rollouts, [first, second], tmp_path)
+        trainer.train()
+    assert trainer.returned[0]["rollout_reward"] == [3.0] * 4
+    assert "Be brief." in TOKENIZER.decode(trainer.returned[0]["prompt_ids"][2])
+
+
+def test_evaluation_has_a_group_size_and_rows_of_its_own(server: str, tmp_path: Path) -> None:
+    script = Script()
+    with scripted(server, script) as rollouts:
+        trainer = trainer_of(
+            rollouts,
+            [row_of("parallel")],
+            tmp_path,
+            eval_dataset=Dataset.from_list([row_of("truncated", seed) for seed in (5, 6)]),
+            num_generations_eval=1,
+        )
+        trainer.train()
+        trainer.evaluate()
+    assert [len(found["rollout_uid"]) for found in trainer.returned] == [2, 2]
+    assert [found["rollout_truncated"] for found in trainer.returned] == [[False] * 2, [True] * 2]
+
+
+def test_groups_that_are_not_whole_are_refused(server: str, tmp_path: Path) -> None:
+    with scripted(server, Script()) as rollouts:
+        trainer = trainer_of(rollouts, [row_of("parallel")], tmp_path)
+        with pytest.raises(ValueError, match="prompts 0 to 1 of 2 are not 2 times .*per_device_train_batch_size"):
+            rollouts([messages("parallel"), messages("fork")], trainer)
+        with pytest.raises(ValueError, match="prompts 2 to 3 of 3 are not 2 times"):
+            rollouts([messages("parallel")] * 3, trainer)
+
+
+def test_wrong_options_are_refused(server: str, tmp_path: Path) -> None:
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: one
+            b: other
+        """
+        return a + b
+
+    def built_in() -> TrlRollouts:
+        return TrlRollouts(server, agent="scenarios", tokenizer="toy", parse=parsers.hermes)
+
+    rows = [row_of("parallel")]
+    with built_in() as rollouts, pytest.raises(ValueError, match="does not support top_k; pass TrlRollouts"):
+        trainer_of(rollouts, rows, tmp_path, top_k=5).train()
+    with built_in() as rollouts, pytest.raises(ValueError, match="give the tools to the server's agent"):
+        trainer_of(rollouts, rows, tmp_path, tools=[add]).train()
+    with scripted(server, Script()) as rollouts:
+        trainer_of(rollouts, rows, tmp_path).train()
+        with pytest.raises(RuntimeError, match="serves one GRPOTrainer"):
+            trainer_of(rollouts, rows, tmp_path).train()
+
+
+def test_a_sampler_that_raises_ends_the_step(server: str, tmp_path: Path) -> None:
+    def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
+        raise RuntimeError("out of memory")
+
+    with scripted(server, Script(), sample=sample) as rollouts, pytest.raises(RuntimeError, match="out of memory"):
+        trainer_of(rollouts, [row_of("parallel")], tmp_path).train()
+
+
+def test_a_cancelled_group(server: str, tmp_path: Path) -> None:
+    """Rollouts that somebody cancels have rows with mask 0 and no reward; the other group trains."""
+    script = Script()
+
+    def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
+        for group in {turn.group_id for turn in turns if turn.group_id.endswith(":1")}:
+            threading.Timer(0.2, cancel, (group,)).start()  # soon after this batch; the agent then sleeps for an hour
+        return [script.generate(turn) for turn in turns]
+
+    def cancel(group: str) -> None:
+        with Client(server) as client:
+            client.cancel(group_id=group)
+
+    with scripted(server, script, sample=sample) as rollouts:
+        trainer = trainer_of(rollouts, [row_of("parallel"), row_of("cancelled")], tmp_path)
+        trainer.train()
+    (found,) = trainer.returned
+    check_rows(script, found, 4)
+    assert found["rollout_end"] == ["stop"] * 2 + ["cancellation"] * 2
+    assert found["rollout_reward"] == [3.0, 3.0, None, None]
+    assert [any(mask) for mask in found["env_mask"]] == [True, True, False, False]
+
+
+def turn_of(ids: Sequence[int], **changes: Any) -> Turn:
+    sampling = {name: changes.pop(name) for name in ("temperature", "top_p", "max_tokens", "stop") if name in changes}
+    fields: dict[str, Any] = {"uid": "u", "rollout_id": "r", "group_id": "g", "index": 0, "segment_id": "0", "turn": 1}
+    return Turn(**{**fields, **changes}, ids=ids, sampling=SamplingParams(**sampling))
+
+
+def drawn(net: Any, turns: Sequence[Turn], keys: Sequence[str], **options: Any) -> list[Any]:
+    return sample_batch(net, turns, keys, **{"end_ids": {END}, "pad_id": 0, "max_tokens": 8, **options})
+
+
+def test_the_sampler_draws_from_the_distribution_of_the_model() -> None:
+    """Each draw against a naive one: the whole prompt again for each token, without padding, cache or batch."""
+    net = model(3)
+    prompts = [encode(text) for text in ("Hello.", "A much longer prompt than the other one, for the padding.", "x")]
+    settings: list[dict[str, Any]] = [{"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.4}, {"temperature": 0.0}]
+    turns = [turn_of(ids, max_tokens=6 + at, **settings[at]) for at, ids in enumerate(prompts)]
+    found = drawn(net, turns, ["a", "b", "c"])
+    net.eval()
+    for turn, each, key in zip(turns, found, "abc", strict=True):
+        chance, ids = random.Random(key), list(turn.ids)
+        for token, logprob in zip(each.ids, each.logprobs, strict=True):
+            with torch.no_grad():
+                logits = net(torch.tensor([ids])).logits[0, -1].double()
+            number, heat = chance.random(), turn.sampling.temperature or 0.0
+            logs = torch.log_softmax(logits / (heat or 1.0), -1)
+            order = range(len(logs)) if turn.sampling.top_p is None else logs.argsort(descending=True).tolist()
+            assert logprob == pytest.approx(logs[token].item(), abs=1e-4)
+            assert token == (
+                logs.argmax().item() if heat == 0 else naive_draw(logs.exp().tolist(), order, number, turn)
+            )
+            ids.append(token)
+        assert each.finish_reason == ("stop" if each.ids[-1] == END else "length")
+        assert len(each.ids) == turn.sampling.max_tokens or each.ids[-1] == END
+
+
+def naive_draw(probabilities: Sequence[float], order: Sequence[int], number: float, turn: Turn) -> int:
+    mass = turn.sampling.top_p or 1.0
+    kept, total = [], 0.0
+    for token in order:
+        if kept and mass < 1 and total >= mass:
+            break
+        kept.append(token)
+        total += probabilities[token]
+    left = number * total
+    for token in kept:
+        left -= probabilities[token]
+        if left < 0:
+            return token
+    return kept[-1]
+
+
+def test_the_sampler_ends_and_repeats() -> None:
+    net = model(1)
+    net.train()
+    turns = [turn_of(encode("Hello."), max_tokens=5), turn_of(encode("Hello."), max_tokens=1), turn_of([5, 6])]
+    found = drawn(net, turns, ["a", "a", "b"])
+    assert net.training
+    assert [len(each.ids) for each in found] == [5, 1, 8]
+    assert found[0].ids[0] == found[1].ids[0]
+    assert drawn(net, turns, ["a", "a", "b"]) == found
+    assert drawn(net, turns, ["c", "d", "e"]) != found
+    every = range(len(TOKENIZER))
+    assert [(len(each.ids), each.finish_reason) for each in drawn(net, turns, "abc", end_ids=every)] == [
+        (1, "stop")
+    ] * 3
+    lengths = [len(each.ids) for each in drawn(net, [turn_of([5] * 1022), turn_of([5])], "ab")]
+    assert lengths == [2, 8]  # at most 1024 positions
+
+
+def test_the_sampler_refuses_what_it_cannot_do_for_each_turn() -> None:
+    picture = TurnImage(None, None, "image/png", b"x")
+    turns = [
+        turn_of([5], stop=("x",)),
+        turn_of([5], images=(picture,)),
+        turn_of([5] * 1024),
+        turn_of([5], max_tokens=1),
+    ]
+    found = drawn(model(), turns, "abcd")
+    assert [type(each) for each in found] == [ValueError] * 3 + [Generated]
+    assert ["sampling.stop" in str(found[0]), "images" in str(found[1]), "1024 positions" in str(found[2])] == [
+        True
+    ] * 3
+
+
+def test_a_run_repeats_exactly(server: str, tmp_path: Path) -> None:
+    """The model's own tokens: two runs with the same seed have equal rows and weights, and the logprobs are the model's."""
+    runs = []
+    for seed in (7, 7, 8):
+        with TrlRollouts(
+            server, agent="scenarios", tokenizer="toy", parse=parsers.hermes, limits={"turns": 3}
+        ) as rollouts:
+            rows = [row_of("random", number) for number in range(3)]
+            trainer = trainer_of(
+                rollouts,
+                rows,
+                tmp_path,
+                num_generations=4,
+                max_steps=2,
+                max_completion_length=6,
+                seed=seed,
+                learning_rate=0.1,
+            )
+            before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            trainer.train()
+        names = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "rollout_reward")
+        weights = [value for value in trainer.model.state_dict().values()]
+        runs.append(([[found[name] for name in names] for found in trainer.returned], weights))
+    assert runs[0][0] == runs[1][0] != runs[2][0]
+    assert all(torch.equal(one, other) for one, other in zip(runs[0][1], runs[1][1], strict=True))
+    net = model()
+    net.load_state_dict(before)
+    net.eval()
+    prompts, completions, masks, logprobs, _ = runs[2][0][0]
+    for prompt, ids, mask, given in zip(prompts, completions, masks, logprobs, strict=True):
+        with torch.no_grad():
+            logs = torch.log_softmax(net(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float(), -1)
+        for at, own in enumerate(mask):
+            assert given[at] == pytest.approx(logs[at, ids[at]].item() if own else 0.0, abs=1e-4)
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from rollout_client.trainer import Generated
+from tests.adapters import test_trl as t
+
+server, directory = sys.argv[1:]
+
+def sample(turns, trainer):
+    if any(turn.turn == 2 for turn in turns):
+        print(*{turn.uid for turn in turns}, flush=True)
+        time.sleep(600)
+    return [t.Script().generate(turn) for turn in turns]
+
+rollouts = t.scripted(server, t.Script(), sample=sample)
+t.trainer_of(rollouts, [t.row_of("parallel")], Path(directory), num_generations=4).train()
+"""
+
+
+def test_a_trainer_that_is_killed_in_a_step(server: str, tmp_path: Path) -> None:
+    """Its rollouts end as failures of the trainer, and the next process works."""
+    command = [sys.executable, "-c", PROGRAM, server, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'generated'}:{ROOT / 'gateway'}:{ROOT}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        uids = process.stdout.readline().split()
+        process.send_signal(signal.SIGKILL)
+    assert len(uids) == 4
+    with Client(server) as client:
+        ended = [client.wait(uid, timeout=60).outcome for uid in uids]
+    assert [each.WhichOneof("end") for each in ended] == ["failure"] * 4
+    script = Script()
+    with scripted(server, script) as rollouts:
+        trainer = trainer_of(rollouts, [row_of("parallel")], tmp_path, num_generations=4)
+        trainer.train()
+    assert trainer.returned[0]["rollout_reward"] == [3.0] * 4
