@@ -141,14 +141,15 @@ def _draw(
     greedy = temperatures == 0
     logprobs = torch.log_softmax(logits.float() / temperatures.masked_fill(greedy, _MOST).float(), -1)
     probabilities = logprobs.to(numbers.dtype).exp()
-    order, last = None, torch.full_like(numbers, logits.shape[-1] - 1, dtype=torch.long)
     if bool((masses < _MOST).any()):
-        probabilities, order = probabilities.sort(dim=-1, descending=True, stable=True)
-        before = probabilities.cumsum(-1) - probabilities
-        last = (before < masses).sum(-1, keepdim=True).clamp(min=1) - 1
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        before[:, 0] = -_MOST  # the most probable id is always kept
+        kept = torch.zeros_like(probabilities).scatter(-1, order, ordered * (before < masses))
+        probabilities = torch.where(masses < _MOST, kept, probabilities)
+    # In the order of the vocabulary, so that the draw of a row does not depend on the other rows' parameters.
     sums = probabilities.cumsum(-1)
-    places = torch.minimum(torch.searchsorted(sums, numbers * sums.gather(-1, last), right=True), last)
-    ids = places if order is None else order.gather(-1, places)
+    ids = torch.searchsorted(sums, numbers * sums[:, -1:], right=True).clamp(max=logits.shape[-1] - 1)
     ids = torch.where(greedy, logprobs.argmax(-1, keepdim=True), ids)
     return ids, logprobs.gather(-1, ids)
 
