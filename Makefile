@@ -137,7 +137,7 @@ test-clients: setup build/clis/.ready ## Run Codex, Claude Code and OpenCode on 
 ADAPTERS := -m pytest --confcutdir tests/adapters -p no:cacheprovider -W ignore::pytest.PytestConfigWarning
 
 adapters: setup .venv-trl/.ready .venv-verl/.ready ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
-	PYTHONPATH=generated:gateway .venv-trl/bin/python $(ADAPTERS) tests/adapters
+	PYTHONPATH=generated:gateway:server .venv-trl/bin/python $(ADAPTERS) tests/adapters
 	PYTHONPATH=generated:gateway .venv-verl/bin/python $(ADAPTERS) tests/adapters
 
 transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import os
 import random
 import signal
@@ -18,9 +20,13 @@ from datasets import Dataset
 from rollout_client import Client
 from rollout_client.adapters.sampling import sample_batch
 from rollout_client.adapters.trl import TrlRollouts, tool_environment
+from rollout_client.samples import failure_class_of
 from rollout_client.trainer import Generated, SamplingParams, Turn, TurnImage, parsers
+from rollout_server import ToolContext, tool
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
+from trl import __file__ as trl_file
 
 from tests.adapters.scenarios import (
     END,
@@ -155,10 +161,10 @@ def check_loss(found: Row, loss: Row) -> None:
     """Assert that the loss got the rows: ids and masks, right-padded, with the padding masked."""
     assert loss["completion_ids"].shape == loss["tool_mask"].shape == loss["completion_mask"].shape
     by_row = {tuple(ids): mask for ids, mask in zip(found["completion_ids"], found["env_mask"], strict=True)}
-    for ids, present, tool in zip(loss["completion_ids"], loss["completion_mask"], loss["tool_mask"], strict=True):
+    for ids, present, given in zip(loss["completion_ids"], loss["completion_mask"], loss["tool_mask"], strict=True):
         length = int(present.sum())
         assert present.tolist() == [1] * length + [0] * (len(present) - length)
-        assert tool[:length].tolist() == by_row[tuple(ids[:length].tolist())]
+        assert given[:length].tolist() == by_row[tuple(ids[:length].tolist())]
 
 
 @pytest.mark.parametrize("name", [each for each in SCENARIOS if each != "cancelled"])
@@ -482,7 +488,7 @@ t.trainer_of(rollouts, [t.row_of("parallel")], Path(directory), num_generations=
 def test_a_trainer_that_is_killed_in_a_step(server: str, tmp_path: Path) -> None:
     """Its rollouts end as failures of the trainer, and the next process works."""
     command = [sys.executable, "-c", PROGRAM, server, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'generated'}:{ROOT / 'gateway'}:{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         uids = process.stdout.readline().split()
@@ -490,9 +496,110 @@ def test_a_trainer_that_is_killed_in_a_step(server: str, tmp_path: Path) -> None
     assert len(uids) == 4
     with Client(server) as client:
         ended = [client.wait(uid, timeout=60).outcome for uid in uids]
-    assert [each.WhichOneof("end") for each in ended] == ["failure"] * 4
+    assert [failure_class_of(each) for each in ended] == ["trainer"] * 4
     script = Script()
     with scripted(server, script) as rollouts:
         trainer = trainer_of(rollouts, [row_of("parallel")], tmp_path, num_generations=4)
         trainer.train()
     assert trainer.returned[0]["rollout_reward"] == [3.0] * 4
+
+
+class Fruit(enum.Enum):
+    APPLE = "apple"
+    PEAR = "pear"
+
+
+@tool
+async def put(fruit: Fruit, context: ToolContext, count: int = 1, notes: list[str] | None = None) -> str:
+    """Put fruits into the basket.
+
+    Args:
+        fruit: what to put.
+        count: how many,
+            at least one.
+    """
+    basket = context.state.setdefault("basket", [])
+    basket += [fruit.value] * count
+    return f"{context.metadata['owner']}: {len(basket)}"
+
+
+@tool
+def look() -> dict[str, int]:
+    """Look into the basket."""
+    return {"size": 3}
+
+
+def test_tools_as_an_environment_have_their_schemas() -> None:
+    environment = tool_environment(put, look)()
+    schema = get_json_schema(environment.put)["function"]
+    assert schema == {
+        "name": "put",
+        "description": "Put fruits into the basket.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "fruit": {"type": "string", "enum": ["apple", "pear"], "description": "what to put."},
+                "count": {"type": "integer", "description": "how many, at least one."},
+                "notes": {"type": "array", "items": {"type": "string"}, "description": "notes"},
+            },
+            "required": ["fruit"],
+        },
+    }
+    assert get_json_schema(environment.look)["function"]["parameters"] == {"type": "object", "properties": {}}
+
+    @tool
+    def reset() -> str:
+        """Reset."""
+        return ""
+
+    with pytest.raises(TypeError, match="'reset' is reserved"):
+        tool_environment(reset)
+
+
+def test_tools_as_an_environment_of_the_trainer(tmp_path: Path) -> None:
+    """GRPOTrainer calls them. State and metadata belong to one rollout, and the model is told of a wrong argument."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = (Path(trl_file).parent / "chat_templates/qwen2_5.jinja").read_text()
+    calls = [
+        '<tool_call>\n{"name": "put", "arguments": {"fruit": "pear", "count": 2}}\n</tool_call>',
+        '<tool_call>\n{"name": "put", "arguments": {"fruit": "nut"}}\n</tool_call>',
+        "Done.",
+    ]
+    seen: list[Row] = []
+
+    class Scripted(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+            done = [tokenizer.decode(ids).count("</tool_response>") for ids in prompt_ids]
+            return [[*encode(calls[each]), END] for each in done], None
+
+    def reward(completions: Any, environments: Any, **_: Any) -> list[float]:
+        seen.extend(
+            {"completion": each, "state": one.state} for each, one in zip(completions, environments, strict=True)
+        )
+        return [float(len(one.state["basket"])) for one in environments]
+
+    rows = [{"prompt": [{"role": "user", "content": "Go."}], "owner": name} for name in ("Ada", "Bo")]
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=4,
+        num_generations=2,
+        max_completion_length=500,
+        max_steps=1,
+        report_to="none",
+        save_strategy="no",
+        shuffle_dataset=False,
+    )
+    Scripted(
+        model=model(),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        environment_factory=tool_environment(put, look),
+    ).train()
+    assert [each["state"] for each in seen] == [{"basket": ["pear", "pear"]}] * 4
+    results = [[each["content"] for each in one["completion"] if each["role"] == "tool"] for one in seen]
+    assert [first for first, _ in results] == ["Ada: 2", "Ada: 2", "Bo: 2", "Bo: 2"]
+    assert all("fruit" in second and "apple" in second for _, second in results)
