@@ -6,6 +6,7 @@ import copy
 import enum
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -312,7 +313,14 @@ def test_a_sampler_that_raises_ends_the_step(server: str, tmp_path: Path) -> Non
     def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
         raise RuntimeError("out of memory")
 
-    with scripted(server, Script(), sample=sample) as rollouts, pytest.raises(RuntimeError, match="out of memory"):
+    with scripted(server, Script(), sample=sample) as rollouts:
+        trainer = trainer_of(rollouts, [row_of("parallel")], tmp_path)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.train()
+    with (
+        scripted(server, Script(), sample=lambda turns, trainer: []) as rollouts,
+        pytest.raises(ValueError, match="zip"),
+    ):
         trainer_of(rollouts, [row_of("parallel")], tmp_path).train()
 
 
@@ -603,3 +611,31 @@ def test_tools_as_an_environment_of_the_trainer(tmp_path: Path) -> None:
     results = [[each["content"] for each in one["completion"] if each["role"] == "tool"] for one in seen]
     assert [first for first, _ in results] == ["Ada: 2", "Ada: 2", "Bo: 2", "Bo: 2"]
     assert all("fruit" in second and "apple" in second for _, second in results)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs/adapters.md").read_text(encoding="utf-8")
+
+
+def test_the_page(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snippets of the section on TRL, as written except for the addresses, the names of the model and the size of the run."""
+    section = next(part for part in PAGE.split("\n## ") if part.startswith("TRL"))
+    first, second = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    model().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        "localhost:50051": server,
+        'agent="calculator"': 'agent="scenarios"',
+        'tokenizer="Qwen/Qwen3-8B"': 'tokenizer="toy"',
+        'model="Qwen/Qwen3-8B"': 'model="model"',
+        'GRPOConfig("out"': 'GRPOConfig("out", use_cpu=True, bf16=False, max_steps=1, report_to="none", save_strategy="no"',
+        "max_completion_length=512": "max_completion_length=8",
+    }
+    for old, new in changes.items():
+        assert old in first, old
+        first = first.replace(old, new)
+    found: dict[str, Any] = {}
+    exec(first, found)
+    assert found["trainer"].state.global_step == 1
+    exec(second, found)
+    assert get_json_schema(found["environment"]().price)["function"]["name"] == "price"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack, cast
 from rollout_client._async.client import AsyncClient
 from rollout_client.adapters.trl_tools import tool_environment
 from rollout_client.export import TrlOutput, to_trl
-from rollout_client.trainer import Decode, Generated, Parse, Prompt, RolloutFields, SyncTrainer, Turn
+from rollout_client.trainer import Decode, Generated, Parse, Prompt, RolloutFields, SyncTrainer, TryAgainLater, Turn
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -123,8 +123,9 @@ class TrlRollouts:
         ]
         found = link.rollouts(given, n=size, at_once=max(size, _AT_ONCE), in_order=True, **self._fields_of(trainer))
         rollouts = [each for group in found for each in group.rollouts]
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return to_trl(rollouts, end_id=trainer.eos_token_ids[0])
 
     def _rows_of(self, mode: str, trainer: GRPOTrainer) -> _Rows:
@@ -173,11 +174,12 @@ class TrlRollouts:
         order = sorted(range(len(turns)), key=lambda at: _place(turns[at]))
         try:
             results = (self._sample or _sample_from_model)([turns[at] for at in order], trainer)
+            found = dict(zip(order, (_versioned(each, trainer.state.global_step) for each in results), strict=True))
+        except TryAgainLater:
+            raise
         except Exception as error:
             self._error = error  # the rollouts fail; then the step raises it, rather than train without them
             raise
-        version = str(trainer.state.global_step)
-        found = dict(zip(order, (_versioned(each, version) for each in results), strict=True))
         return [found[at] for at in range(len(turns))]
 
 
@@ -269,9 +271,9 @@ def _place(turn: Turn) -> tuple[object, ...]:
     return (int(number) if number.isdecimal() else 0, turn.index, turn.segment_id, turn.turn)
 
 
-def _versioned(result: Generated | Exception, version: str) -> Generated | Exception:
-    if isinstance(result, Generated) and not result.policy_version:
-        return replace(result, policy_version=version)
+def _versioned(result: Generated | Exception, step: int) -> Generated | Exception:
+    if isinstance(result, Generated) and not result.policy_version and result.policy_step is None:
+        return replace(result, policy_version=str(step), policy_step=step)
     return result
 
 
