@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import os
+import pickle
 import queue
+import re
 import subprocess
 import threading
 import time
@@ -14,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +32,8 @@ from rollout_client.export import to_trl
 from rollout_client.samples import failure_class_of
 from rollout_client.trainer import Finished, Generated, Trainer, Turn, parsers
 from transformers import AutoTokenizer
-from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental import async_grpo
+from trl.experimental.async_grpo import AsyncGRPOTrainer, async_rollout_worker
 from trl.experimental.async_grpo.async_grpo_trainer import (
     DataCollatorForRollout,
     FixedCountBatcher,
@@ -47,6 +52,7 @@ from tests.adapters.scenarios import END, ROOT, SCENARIOS, TOY, Script, decode, 
 
 SAMPLING = training_sampling({"temperature": 1.0, "top_p": 1.0, "top_k": 0})
 """What TRL's worker passes to the factory."""
+PAGE = (ROOT / "docs/adapters.md").read_text(encoding="utf-8")
 
 
 def trainer_of(server: str, script: Script, **model: Any) -> Trainer:
@@ -544,3 +550,44 @@ def test_rollout_verify_finds_nothing_fatal(factory: Factory, script: Script, tm
         ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         found = json.loads(ran.stdout)
         assert (ran.returncode, found["fatal"], found["rows"]) == (0, 0, {shape: count}), found["findings"]
+
+
+def test_the_page(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snippet of the section on OpenEnv. The trainer, which needs a GPU, only checks its arguments."""
+    section = next(part for part in PAGE.split("\n## ") if part.startswith("OpenEnv"))
+    (snippet,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    AutoTokenizer.from_pretrained(TOY).save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
+    given = []
+    accepts = inspect.signature(AsyncGRPOTrainer.__init__)
+    trainer = SimpleNamespace(train=lambda: None)
+    monkeypatch.setattr(
+        async_grpo,
+        "AsyncGRPOTrainer",
+        lambda *args, **named: given.append(accepts.bind(None, *args, **named)) or trainer,
+    )
+    with program("tests.adapters.engine") as url:
+        changes = {
+            "localhost:50051": server,
+            "http://localhost:8000": url,
+            'agent="calculator"': 'agent="scenarios"',
+            "tokenizer=model": 'tokenizer="toy"',
+            '"vllm", model=model': '"vllm", model="toy-model"',
+            '"Qwen/Qwen3-8B"': '"model"',
+            'AsyncGRPOConfig("out"': 'AsyncGRPOConfig("out", use_cpu=True, bf16=False',
+        }
+        for old, new in changes.items():
+            assert old in snippet, old
+            snippet = snippet.replace(old, new)
+        found: dict[str, Any] = {"__name__": "__main__"}
+        exec(snippet, found)
+        (arguments,) = given
+        assert arguments.arguments["rollout_worker"] is found["worker"]
+        pickle.dumps(found["worker"]._loop_kwargs)  # as `worker.start()` does
+        sessions = found["sessions"](sampling=SAMPLING)
+        session = sessions.create(found["dataset"][0]["prompt"], seed=0, episode_id="0")
+        assert session.wait_for_completion(60) == 0
+        assert finished_of(session).rollout.spec.sampling.max_tokens == 512
+        assert len(session.fetch_training_trace().turns) > 0
+        sessions.close()
