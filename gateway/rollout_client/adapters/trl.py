@@ -171,7 +171,7 @@ class TrlRollouts:
     def _generate_batch(self, turns: Sequence[Turn]) -> Sequence[Generated | Exception]:
         """Sample turns in the same order in each run, because their order in the batch may change a model's rounding."""
         trainer = cast("GRPOTrainer", self._trainer)
-        order = sorted(range(len(turns)), key=lambda at: _place(turns[at]))
+        order = sorted(range(len(turns)), key=lambda at: _sort_key(turns[at]))
         try:
             results = (self._sample or _sample_from_model)([turns[at] for at in order], trainer)
             found = dict(zip(order, (_versioned(each, trainer.state.global_step) for each in results), strict=True))
@@ -266,7 +266,7 @@ def _messages(prompt: Conversation) -> Sequence[Mapping[str, Any]]:
     return [{name: value for name, value in each.items() if value is not None} for each in prompt]
 
 
-def _place(turn: Turn) -> tuple[object, ...]:
+def _sort_key(turn: Turn) -> tuple[object, ...]:
     number = turn.group_id.rpartition(_SEPARATOR)[2]
     return (int(number) if number.isdecimal() else 0, turn.index, turn.segment_id, turn.turn)
 
