@@ -431,6 +431,20 @@ def test_a_group_is_cancelled_with_its_last_session(server: str, factory: Factor
         assert all(client.wait(each.uid, timeout=30).outcome.HasField("cancellation") for each in script.sampled)
 
 
+def test_what_is_closed_leaves_nobody_waiting(factory: Factory) -> None:
+    sessions = factory()
+    closed = [sessions.create(task("cancelled"), seed=seed) for seed in range(20)]
+    for each in closed:
+        each.close()  # before its group has begun, or while the trainer connects
+        each.close()
+    running = sessions.create(task("cancelled"), seed=20)
+    sessions.close()
+    for each in (*closed, running):
+        with pytest.raises(RolloutFailed, match="closed"):
+            each.wait_for_completion(30)
+    assert sessions.create(task("parallel"), seed=21).wait_for_completion(30) == 1
+
+
 def test_tools_run_on_the_server(factory: Factory) -> None:
     session = factory().create(messages("truncated"), seed=0)
     assert session.initial_messages() == messages("truncated")
