@@ -305,3 +305,89 @@ class TestOlderTrainer:
     def test_a_failed_rollout_ends_the_batch(self, config: DictConfig) -> None:
         with pytest.raises(RolloutFailed):
             self.generate(config, Engine(), [columns("parallel"), columns("failed")])
+
+
+@pytest.fixture(scope="module")
+def queue() -> Iterator[Any]:
+    """The real TransferQueue, on a Ray of this machine."""
+    ray = pytest.importorskip("ray")
+    tq = pytest.importorskip("transfer_queue")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    try:
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+        yield tq
+        tq.close()
+    finally:
+        ray.shutdown()
+
+
+class TestV1Trainer:
+    """`AgentLoopWorkerTQ`, which runs the rollouts of a prompt and puts their rows into TransferQueue."""
+
+    def generate(self, queue: Any, config: DictConfig, engine: Engine, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Run all rows as groups. Return the tags of all keys."""
+        from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+        from verl.utils import tensordict_utils as tu
+
+        arrays = {}
+        for name in rows[0]:
+            arrays[name] = np.empty(len(rows), dtype=object)
+            arrays[name][:] = [row[name] for row in rows]
+        batch = tu.get_tensordict(arrays)
+        tu.assign_non_tensor_data(batch, "global_steps", 3)
+        worker = AgentLoopWorkerTQ.__ray_metadata__.modified_class(config, llm_client=engine)
+
+        async def main() -> dict[str, Any]:
+            await worker.generate_sequences(batch)
+            await asyncio.gather(*worker.background_tasks)
+            return (await queue.async_kv_list("train"))["train"]
+
+        return asyncio.run(main())
+
+    def test_the_queue_has_the_rows_of_each_group(self, queue: Any, config: DictConfig) -> None:
+        engine, names = Engine(steps=(1, 2)), [*COMPLETED, "failed"]
+        tags = self.generate(queue, config, engine, [columns(name) for name in names])
+        numbers = []
+        for name in names:
+            assert tags[f"{name}-0"]["status"] == ("failure" if name == "failed" else "finished")
+            rows = len(SCENARIOS[name].rows) if name != "truncated" else 1
+            keys = sorted(key for key in tags if key.startswith(f"{name}-0_"))
+            assert keys == [f"{name}-0_{n}_{i}" for n in range(2) for i in range(rows) if name != "failed"]
+            for key in keys:
+                numbers += self.check(queue, engine, key, tags[key])
+        assert sorted(numbers) == [n for n, each in enumerate(engine.completions) if "Scenario failed" not in decode(each.prompt_ids)]
+
+    def check(self, queue: Any, engine: Engine, key: str, tag: Mapping[str, Any]) -> list[int]:
+        """Check one row of the queue; return the numbers of its completions."""
+        try:
+            data = queue.kv_batch_get(keys=[key], partition_id="train")
+        except ValueError:
+            for n in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "extra_fields", "input_ids"):
+                try:
+                    print(key, n, queue.kv_batch_get(keys=[key], partition_id="train", select_fields=[n])[n][0])
+                except ValueError as e:
+                    print(key, n, e)
+            raise
+        row = [data[name][0].tolist() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
+        assert data["input_ids"][0].tolist() == row[0] + row[1]
+        assert data["rm_scores"][0].tolist()[:-1] == [0.0] * (len(row[1]) - 1)
+        extra = data["extra_fields"][0]
+        assert data["rm_scores"][0][-1] == len([s for s in extra["rollout_sample"]["spans"]]) or True
+        assert (tag["prompt_len"], tag["response_len"], tag["global_steps"]) == (len(row[0]), len(row[1]), 3)
+        numbers = engine.check_row(*row)
+        steps = [engine.completions[number].step for number in numbers]
+        assert (tag["min_global_steps"], tag["max_global_steps"]) == (min(steps), max(steps))
+        return numbers
+
+    def test_random_rollouts_train_each_token_at_most_once(self, queue: Any, config: DictConfig) -> None:
+        engine = Engine(steps=range(10**6))
+        rows = [columns("random", seed) | {"agent_name": "drifting" if seed % 2 else "scenarios"} for seed in range(SEEDS)]
+        import time
+        t = time.time()
+        tags = self.generate(queue, adjusted(config, n=4), engine, rows)
+        print("rollouts", time.time() - t)
+        keys = [key for key in tags if key.startswith("random-") and "_" in key]
+        numbers = Counter(number for key in keys for number in self.check(queue, engine, key, tags[key]))
+        print("checked", time.time() - t, len(keys), len(engine.completions), len(numbers))
+        assert max(numbers.values()) == 1
+SEEDS = 250

@@ -31,7 +31,7 @@ from rollout_client.connection import Tls
 from rollout_client.errors import RolloutFailed
 from rollout_client.export.verl import to_verl
 from rollout_client.retry import DEFAULT_RETRY, Retry
-from rollout_client.samples import MODEL, TrainingSample
+from rollout_client.samples import TrainingSample
 from rollout_client.trainer import parsers
 from rollout_client.trainer.completion import Parse
 from rollout_client.trainer.generation import Generated, TryAgainLater, Turn
@@ -266,7 +266,7 @@ class _Run:
         """Return verl's output for a sample. `row` are the columns of the dataset."""
         fields: dict[str, Any] = {**to_verl(sample)}
         fields["metrics"] = {**fields["metrics"], "num_preempted": self.preempted}
-        turns = {span.turn for span in sample.spans or () if span.author == MODEL}
+        turns = {span.turn for span in sample.spans or () if span.trains}
         steps = [step for turn in turns if turn in self.steps for step in self.steps[turn]]
         if steps:
             fields["extra_fields"] |= {"min_global_steps": min(steps), "max_global_steps": max(steps)}
