@@ -6,7 +6,7 @@ import asyncio
 import random
 from typing import Any
 
-from rollout_server import Agent, Limits, Run, own_loop, tool
+from rollout_server import Agent, Limits, RewardResult, Run, own_loop, tool
 
 from tests.adapters.scenarios import TRUNCATED_TOKENS
 
@@ -84,6 +84,22 @@ class Scenarios(Agent):
                 lines.append(await line.fork([{"role": "user", "content": f"Aside {chance.randrange(100)}."}]))
 
 
+class Judged(Scenarios):
+    """Gives a reward to each sample, and scores whose names a trainer may use itself."""
+
+    name = "judged"
+    reward_rule = "own"
+
+    async def reward(self, run: Run) -> RewardResult:
+        """Reward only the first conversation."""
+        return RewardResult(reward=1.0, roles={"agent": 1.0}, scores={"accuracy": 0.5, "uid": 0.25, "reward": 0.125})
+
+    async def _fork(self, run: Run) -> None:
+        await run.sample()
+        critic = await run.fork([{"role": "user", "content": "Scenario fork 0. Criticise it."}], role="critic")
+        await critic.sample()
+
+
 @own_loop(name="drifting", limits=Limits(turns=12))
 async def drifting(http: Any, metadata: Any, run: Run) -> float:
     """A client with a history of its own, which it rewrites: in the scenario "drift" the system prompt, else at random."""
@@ -108,4 +124,4 @@ async def drifting(http: Any, metadata: Any, run: Run) -> float:
     return float(calls)
 
 
-AGENTS: tuple[Agent, ...] = (Scenarios(), drifting)
+AGENTS: tuple[Agent, ...] = (Scenarios(), Judged(), drifting)

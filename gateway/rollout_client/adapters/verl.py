@@ -183,7 +183,7 @@ class _Run:
         sampling: verl's sampling parameters.
         priority: verl's priority of the row, for engines that have priorities.
         prompts: length of the first prompt of each segment, in tokens.
-        steps: lowest and highest policy step of each turn.
+        newest: newest policy step of each turn.
         experts: routed experts of each segment, up to its last turn: [tokens, layers, top k].
         preempted: how often the engine preempted the turns; -1: unknown.
         error: the exception that ended the last turn.
@@ -193,7 +193,7 @@ class _Run:
     sampling: Mapping[str, Any]
     priority: int
     prompts: dict[str, int] = field(default_factory=dict)
-    steps: dict[int, tuple[int, int]] = field(default_factory=dict)
+    newest: dict[int, int] = field(default_factory=dict)
     experts: dict[str, Any] = field(default_factory=dict)
     preempted: int = -1
     error: Exception | None = None
@@ -225,15 +225,21 @@ class _Run:
         )
         ids, reason = list(output.token_ids), output.stop_reason
         if reason in ("abort", "aborted"):
-            raise TryAgainLater(1)
-        if reason not in ("stop", "length"):  # the server of vLLM reports "completed" for both
+            if not ids:  # the engine accepts no requests while its weights change
+                raise TryAgainLater(1)
+            reason = "abort"
+        elif reason not in ("stop", "length"):  # the server of vLLM reports "completed" for both
             reason = "length" if len(ids) >= limit and ids[-1] not in self.loop.end_ids else "stop"
         if output.num_preempted is not None:
             self.preempted = max(self.preempted, 0) + output.num_preempted
         if output.routed_experts is not None:
             self.experts[turn.segment_id] = output.routed_experts
-        step = self._add_steps(turn, output.extra_fields)
-        return Generated(ids, output.log_probs, reason, "" if step is None else str(step))
+        step = output.extra_fields.get("global_steps")
+        low, high = (output.extra_fields.get(f"{end}_global_steps", step) for end in ("min", "max"))
+        if low is not None and high is not None:
+            low, self.newest[turn.turn] = operator.index(low), operator.index(high)
+        # A client of verl that resumes by itself returns tokens of several policies: none of them is older than the lowest.
+        return Generated(ids, output.log_probs, reason, "" if low is None else str(low), low)
 
     def _room(self, turn: Turn) -> int:
         """Return how many tokens a completion may have. Raise ValueError if none."""
@@ -253,23 +259,14 @@ class _Run:
             )
         return room
 
-    def _add_steps(self, turn: Turn, found: Mapping[str, Any]) -> int | None:
-        """Record the policy steps of a completion and return the lowest one: no token is older."""
-        step = found.get("global_steps")
-        low, high = found.get("min_global_steps", step), found.get("max_global_steps", step)
-        if low is None or high is None:
-            return None
-        self.steps[turn.turn] = operator.index(low), operator.index(high)
-        return self.steps[turn.turn][0]
-
     def output(self, sample: TrainingSample, row: Mapping[str, Any]) -> AgentLoopOutput:
         """Return verl's output for a sample. `row` are the columns of the dataset."""
         fields: dict[str, Any] = {**to_verl(sample)}
         fields["metrics"] = {**fields["metrics"], "num_preempted": self.preempted}
-        turns = {span.turn for span in sample.spans or () if span.trains}
-        steps = [step for turn in turns if turn in self.steps for step in self.steps[turn]]
-        if steps:
-            fields["extra_fields"] |= {"min_global_steps": min(steps), "max_global_steps": max(steps)}
+        trained = {span.turn for span in sample.spans or () if span.trains}
+        newest = [step for turn, step in self.newest.items() if turn in trained]
+        if newest:
+            fields["extra_fields"]["max_global_steps"] = max(newest)
         if sample.reward is not None:
             # verl makes a column of each name, beside those of the dataset, and has one named "reward" itself.
             taken = {"reward", *row}
