@@ -128,6 +128,10 @@ class RecordMismatch(Exception):
         super().__init__(f"rollout {finished.uid!r}: {finished.mismatch}")
         self.finished = finished
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Support pickling, so that worker processes can raise this error in their parent."""
+        return RecordMismatch, (self.finished,)
+
 
 def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     """Compare a finished rollout with the trainer's record of it. None: the trainer has no record of it."""
