@@ -217,12 +217,12 @@ def columns(name: str, seed: int = 0) -> dict[str, Any]:
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 
 
-def make_loop(config: DictConfig, engine: Engine, agent: str = "scenarios", worker: Any = None, **options: Any) -> Any:
+def make_loop(config: DictConfig, engine: Engine, entry: str = "scenarios", worker: Any = None, **options: Any) -> Any:
     """An agent loop as verl's workers make it: hydra instantiates the entry of the YAML file."""
     worker = worker or AgentLoopWorker(config, llm_client=engine)
     entries = OmegaConf.load(config.actor_rollout_ref.rollout.agent.agent_loop_config_path)
     return instantiate(
-        config=OmegaConf.merge(next(each for each in entries if each.name == agent), options),
+        config=OmegaConf.merge(next(each for each in entries if each.name == entry), options),
         trainer_config=DictConfigWrap(config=config),
         server_manager=engine,
         tokenizer=worker.tokenizer,
@@ -234,15 +234,15 @@ def make_loop(config: DictConfig, engine: Engine, agent: str = "scenarios", work
     )
 
 
-def play(config: DictConfig, engine: Engine, name: str, *, agent: str = "", v1: bool = True, **options: Any) -> Any:
+def play(config: DictConfig, engine: Engine, name: str, *, entry: str = "", v1: bool = True, **options: Any) -> Any:
     """Run one rollout in an event loop of its own, as a worker of the v1 trainer or of the older one does."""
     row = columns(name)
-    agent = agent or row["agent_name"]
+    entry = entry or row["agent_name"]
     del row["agent_name"]
     row |= {"session_id": 0, "global_steps": 3} if v1 else {}
 
     async def main() -> Any:
-        return await make_loop(config, engine, agent, **options).run(dict(SAMPLING), **row)
+        return await make_loop(config, engine, entry, **options).run(dict(SAMPLING), **row)
 
     return asyncio.run(main())
 
@@ -368,11 +368,11 @@ class TestBudgets:
 
 def test_rewards_that_verl_cannot_carry_raise(config: DictConfig) -> None:
     with pytest.raises(ValueError, match="different rewards"):
-        play(config, Engine(), "fork", agent="judged")
+        play(config, Engine(), "fork", entry="judged")
 
 
 def test_scores_take_no_column_of_verl(config: DictConfig) -> None:
-    (output,) = play(config, Engine(), "parallel", agent="judged")
+    (output,) = play(config, Engine(), "parallel", entry="judged")
     assert output.reward_score == 1.0
     assert output.extra_fields["reward_extra_info"] == {"accuracy": 0.5, "rollout_uid": 0.25, "rollout_reward": 0.125}
 
@@ -430,6 +430,18 @@ class TestOptions:
         assert "not-to-be-seen" not in f"{caught.value} {caplog.text}"
         assert "'colour' is unknown" in caplog.text
         play(config, Engine(), "parallel")
+
+    def test_the_entry_of_the_page_plays(
+        self, config: DictConfig, server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        page = (ROOT / "docs/adapters.md").read_text(encoding="utf-8")
+        (text,) = re.findall(r"```yaml\n(- name: rollout_server.*?)```", page, re.DOTALL)
+        (tmp_path / "loops.yaml").write_text(text)
+        here = {"server": server, "agent": "scenarios", "tokenizer_name": "toy", "api_key": None, "tls": None}
+        page_config = adjusted(config, **{"agent.agent_loop_config_path": str(tmp_path / "loops.yaml")})
+        (output,) = play(page_config, Engine(), "parallel", entry="rollout_server", **here)
+        assert [(output.response_ids, output.response_mask)] == SCENARIOS["parallel"].responses()
+        assert "unknown" not in caplog.text
 
     def test_loops_of_an_event_loop_share_a_connection(self, config: DictConfig) -> None:
         engine = Engine()
