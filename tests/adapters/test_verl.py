@@ -443,20 +443,33 @@ class TestOptions:
         assert [(output.response_ids, output.response_mask)] == SCENARIOS["parallel"].responses()
         assert "unknown" not in caplog.text
 
-    def test_loops_of_an_event_loop_share_a_connection(self, config: DictConfig) -> None:
-        engine = Engine()
+    def test_loops_of_an_event_loop_share_a_connection_and_its_slots(self, config: DictConfig) -> None:
+        running: Counter[str] = Counter()
+        most = []
+
+        async def count(request: dict[str, Any]) -> None:
+            running[request["request_id"]] = 1
+            most.append(running.total())
+            if "It is 16." in reply(request):
+                running[request["request_id"]] = 0
+
+        def reply(request: dict[str, Any]) -> str:
+            return decode(Script().complete(request["prompt_ids"], None)[0])
+
+        engine = Engine(hook=count)
         row = columns("parallel") | {"session_id": 0}
         del row["agent_name"]
 
         async def main() -> int:
             worker = AgentLoopWorker(config, llm_client=engine)
-            loops = [make_loop(config, engine, worker=worker) for _ in range(8)]
+            loops = [make_loop(config, engine, worker=worker, at_once=3) for _ in range(8)]
             await asyncio.gather(*(loop.run(SAMPLING, **row) for loop in loops))
             return len(adapter._CONNECTIONS)
 
         assert asyncio.run(main()) == 1
         assert not adapter._CONNECTIONS
         assert len({each["request_id"] for each in engine.requests}) == 8
+        assert 1 < max(most) <= 3
 
 
 async def ended(server: str, group_id: str) -> list[Any]:

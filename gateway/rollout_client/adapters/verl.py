@@ -129,7 +129,7 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
         prompt, connection, run_id = _prompt(row), _connection(self._options), uuid.uuid4().hex
         trainer = await asyncio.shield(connection.trainer)
         run = connection.runs[run_id] = _Run(self, sampling_params, int(row.get("priority") or 0))
-        groups = trainer.rollouts([prompt], n=1, **self._spec(sampling_params, run_id))
+        groups = trainer.rollouts([prompt], n=1, at_once=1, **self._spec(sampling_params, run_id))
         try:
             async with connection.slots, contextlib.aclosing(groups):
                 (finished,) = (await anext(groups)).rollouts
@@ -138,7 +138,7 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
         try:
             finished.raise_for_failure()
         except RolloutFailed as error:
-            raise error from run.error
+            raise error from run.error if error.failure_class == "trainer" else None
         samples = list(finished.samples) if several else [_only_sample(finished, self.prompt_length)]
         self._check(samples, logprobs=bool(sampling_params.get("logprobs")))
         outputs = [run.output(sample, row) for sample in samples]
@@ -202,6 +202,8 @@ class _Run:
         """Generate a turn with verl's engine. `extra` are the agent's further sampling parameters."""
         try:
             return await self._generate(turn, extra)
+        except TryAgainLater:
+            raise
         except Exception as error:
             self.error = error
             raise
@@ -310,6 +312,8 @@ class _Connection:
                 self.trainer.set_result(trainer)
                 await asyncio.Event().wait()
         except Exception as error:
+            if self.trainer.done():
+                raise
             self.trainer.set_exception(error)
         finally:
             del _CONNECTIONS[asyncio.get_running_loop(), options]
