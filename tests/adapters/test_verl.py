@@ -586,7 +586,14 @@ def queue() -> Iterator[Any]:
     ray = pytest.importorskip("ray")
     tq = pytest.importorskip("transfer_queue")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise it writes a key into the home directory
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+    for attempts_left in (2, 1, 0):
+        try:
+            ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
+            break
+        except Exception as error:  # Ray waits 30 s for its processes, which is short on a busy machine
+            ray.shutdown()
+            if not attempts_left or "timed out during startup" not in str(error):
+                raise
     try:
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
         yield tq
