@@ -134,7 +134,7 @@ test-clients: setup build/clis/.ready ## Run Codex, Claude Code and OpenCode on 
 		$(BIN)/python -m pytest -n 0 tests/clients/test_command_lines.py
 
 # Each environment runs the tests of its framework; the others are not collected. The server of the tests runs in .venv.
-ADAPTERS := -m pytest --confcutdir tests/adapters -p no:cacheprovider -W ignore::pytest.PytestConfigWarning
+ADAPTERS := -m pytest --confcutdir tests/adapters --ignore tests/adapters/test_scenarios.py -p no:cacheprovider -W ignore::pytest.PytestConfigWarning
 
 adapters: setup .venv-trl/.ready .venv-verl/.ready ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
 	PYTHONPATH=generated:gateway:server .venv-trl/bin/python $(ADAPTERS) tests/adapters

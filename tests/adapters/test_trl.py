@@ -289,6 +289,9 @@ def test_groups_that_are_not_whole_are_refused(server: str, tmp_path: Path) -> N
             rollouts([messages("parallel"), messages("fork")], trainer)
         with pytest.raises(ValueError, match="prompts 2 to 3 of 3 are not 2 times"):
             rollouts([messages("parallel")] * 3, trainer)
+        picture = [{"role": "user", "content": [{"type": "image", "image": object()}]}]
+        with pytest.raises(ValueError, match="no JSON, such as an image"):
+            rollouts([picture] * 2, trainer)
 
 
 def test_wrong_options_are_refused(server: str, tmp_path: Path) -> None:
