@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 adapters deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 adapters learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -139,6 +139,12 @@ ADAPTERS := -m pytest --confcutdir tests/adapters --ignore tests/adapters/test_s
 adapters: setup .venv-trl/.ready .venv-verl/.ready ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
 	PYTHONPATH=generated:gateway:server .venv-trl/bin/python $(ADAPTERS) tests/adapters
 	PYTHONPATH=generated:gateway .venv-verl/bin/python $(ADAPTERS) tests/adapters
+
+learn: setup .venv-trl/.ready ## A tiny model learns with TRL through the server, 5 minutes for one run (SEEDS="0 1", MASKS="right late early ones", STEPS=)
+	PYTHONPATH=generated:gateway .venv-trl/bin/python examples/learn --seeds $(or $(SEEDS),0) --masks $(or $(MASKS),right) $(if $(STEPS),--steps $(STEPS))
+
+learn-picture: setup ## Draw the results of `make learn` as docs/images/learning.svg, print their table (RESULTS=)
+	$(BIN)/python examples/learn/picture.py $(or $(RESULTS),build/learn/results.jsonl) docs/images/learning.svg
 
 transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4
 	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider

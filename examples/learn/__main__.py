@@ -68,7 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--masks", choices=MASKS, nargs="+", default=["right"])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--results", type=Path, default=ROOT / "build/learn/results.jsonl")
     parser.add_argument("--quick", action="store_true", help="a short warm start: for tests")
     given = parser.parse_args()

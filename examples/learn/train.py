@@ -119,6 +119,29 @@ class Settings:
     rate: float = 1e-3
 
 
+def config(settings: Settings) -> GRPOConfig:
+    """Return TRL's settings of a run: those of its defaults that fit a GPU or a large model are replaced."""
+    return GRPOConfig(
+        output_dir="build/learn",
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=settings.groups * settings.n,
+        num_generations=settings.n,
+        max_completion_length=32,  # of one completion
+        learning_rate=settings.rate,
+        lr_scheduler_type="constant",
+        max_steps=settings.steps,
+        seed=settings.seed,
+        temperature=1.0,
+        beta=0.0,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        activation_checkpointing=False,
+        logging_strategy="no",
+    )
+
+
 def grpo(
     server: str,
     model: PreTrainedModel,
@@ -142,42 +165,23 @@ def grpo(
     data = Dataset.from_list([{"prompt": question(a, b), "ground_truth": a + b} for a, b in pairs])
     check, rewards = TokenCheck(settings.kind), list[float]()
 
-    def reward(prompts: Any, completions: Any, rollout_reward: list[float], **_: Any) -> list[float]:
-        rewards.append(sum(rollout_reward) / len(rollout_reward))
+    def reward(**columns: Any) -> list[float]:
+        found = TrlRollouts.reward(**columns)
+        rewards.append(sum(found) / len(found))
         on_step(len(rewards) - 1, rewards[-1])
-        return rollout_reward
-
-    arguments = GRPOConfig(
-        output_dir="build/learn",
-        use_cpu=True,
-        bf16=False,
-        per_device_train_batch_size=settings.groups * settings.n,
-        num_generations=settings.n,
-        max_completion_length=96,
-        learning_rate=settings.rate,
-        lr_scheduler_type="constant",
-        max_steps=settings.steps,
-        seed=settings.seed,
-        temperature=1.0,
-        beta=0.0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        activation_checkpointing=False,
-        logging_strategy="no",
-    )
+        return found
 
     def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
         """Sample as TrlRollouts does by default, and record what was sampled."""
         keys = [draw_key(turn, settings.seed) for turn in turns]
         ends, pad = trainer.eos_token_ids, tokenizer.pad_token_id
-        results = sample_batch(trainer.model, turns, keys, end_ids=ends, pad_id=pad, max_tokens=32)
+        results = sample_batch(
+            trainer.model, turns, keys, end_ids=ends, pad_id=pad, max_tokens=trainer.max_completion_length
+        )
         check.sampled(turns, results)
         return results
 
-    with TrlRollouts(
-        server, agent="adder", tokenizer="toy", parse=parsers.hermes, sample=sample, sampling={"max_tokens": 32}
-    ) as rollouts:
+    with TrlRollouts(server, agent="adder", tokenizer="toy", parse=parsers.hermes, sample=sample) as rollouts:
 
         def rollout_func(prompts: Any, trainer: Any) -> Any:
             output = rollouts(prompts, trainer)
@@ -189,7 +193,7 @@ def grpo(
             processing_class=tokenizer,
             reward_funcs=reward,
             rollout_func=rollout_func,
-            args=arguments,
+            args=config(settings),
             train_dataset=data,
         )
         trainer.check = check

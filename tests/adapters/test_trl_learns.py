@@ -1,0 +1,33 @@
+"""`make learn`, shortened: two steps of GRPO, whose masks and rows it checks itself, and which repeat exactly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.conftest import ROOT
+
+pytest.importorskip("trl")
+
+
+def learn(results: Path, *flags: str) -> list[dict[str, Any]]:
+    """Run examples/learn and return the lines of its results."""
+    command = [sys.executable, "examples/learn", "--quick", "--steps", "2", "--results", str(results), *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def test_every_mask_equals_the_ledger_and_a_run_repeats_exactly(tmp_path: Path) -> None:
+    first, late = learn(tmp_path / "first.jsonl", "--seeds", "0", "--masks", "right", "late")
+    other, again = learn(tmp_path / "again.jsonl", "--seeds", "1", "0")
+    assert {run["rows"] for run in (first, late, other, again)} == {2 * 8 * 8}
+    # There are tool results in the rows, so the masks that were compared are not all ones.
+    assert first["environment_tokens"] > 0
+    assert first["digest"] == again["digest"]
+    assert len({run["digest"] for run in (first, late, other)}) == 3
