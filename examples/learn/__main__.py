@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +75,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)  # faster for a model of this size, and its sums have one order
     logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
     tokenizer = AutoTokenizer.from_pretrained(TOY)
     given.results.parent.mkdir(parents=True, exist_ok=True)
     with running_server() as address, given.results.open("a") as results:
