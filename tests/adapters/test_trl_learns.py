@@ -24,10 +24,10 @@ def learn(results: Path, *flags: str) -> list[dict[str, Any]]:
 
 
 def test_every_mask_equals_the_ledger_and_a_run_repeats_exactly(tmp_path: Path) -> None:
-    first, late = learn(tmp_path / "first.jsonl", "--seeds", "0", "--masks", "right", "late")
-    other, again = learn(tmp_path / "again.jsonl", "--seeds", "1", "0")
-    assert {run["rows"] for run in (first, late, other, again)} == {2 * 8 * 8}
+    first, late = learn(tmp_path / "first.jsonl", "--masks", "right", "late")
+    [again] = learn(tmp_path / "again.jsonl")
+    assert {run["rows"] for run in (first, late, again)} == {2 * 8 * 8}
     # There are tool results in the rows, so the masks that were compared are not all ones.
     assert first["environment_tokens"] > 0
     assert first["digest"] == again["digest"]
-    assert len({run["digest"] for run in (first, late, other)}) == 3
+    assert first["digest"] != late["digest"]
