@@ -141,6 +141,8 @@ def warm_start(seed: int, vocabulary: int, pieces: Pieces, phases: Sequence[Phas
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            if step % 100 == 0:
+                print(f"{step} batches of {phase.name} demonstrations: loss {loss.item():.2f}", flush=True)
             if step % phase.every == 0 and phase.reached(reward := expected_reward(model, pieces)):
                 print(f"{step} batches of {phase.name} demonstrations: expected reward {reward:.2f}", flush=True)
                 break
