@@ -23,6 +23,7 @@ def learn(results: Path, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
+@pytest.mark.timeout(600)  # 40 s of CPU, most of them to load libraries and to start servers
 def test_every_mask_equals_the_ledger_and_a_run_repeats_exactly(tmp_path: Path) -> None:
     first, late = learn(tmp_path / "first.jsonl", "--masks", "right", "late")
     [again] = learn(tmp_path / "again.jsonl")
