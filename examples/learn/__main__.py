@@ -36,11 +36,17 @@ def running_server() -> Iterator[str]:
     # The server's environment is not this one: it must not see this one's packages.
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ROLLOUT_"))}
     command = [ROOT / ".venv/bin/rollout", "serve", agent, *flags]
-    with subprocess.Popen(
-        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as server:
+    log = ROOT / "build/learn/server.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+    ):
         try:
-            yield f"127.0.0.1:{json.loads(server.stdout.readline())['serving']['grpc_port']}"
+            serving = server.stdout.readline()
+            if not serving:
+                raise SystemExit(f"the server did not start: see {log}")
+            yield f"127.0.0.1:{json.loads(serving)['serving']['grpc_port']}"
         finally:
             server.terminate()
 
