@@ -583,8 +583,9 @@ class TestOlderTrainer:
 @pytest.fixture(scope="module")
 def queue() -> Iterator[Any]:
     """The real TransferQueue, on a Ray of this machine."""
-    ray = pytest.importorskip("ray")
-    tq = pytest.importorskip("transfer_queue")
+    import ray
+    import transfer_queue as tq
+
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # otherwise it writes a key into the home directory
     for attempts_left in (2, 1, 0):
         try:
