@@ -23,7 +23,7 @@ from rollout_server.core.ledger import (
     pack_logprobs,
     pack_tokens,
 )
-from rollout_server.core.segment import PolicyRun, Sample, first_difference
+from rollout_server.core.segment import Plane, PolicyRun, Sample, first_difference
 
 from tests.support.machine_records import begun, ids, predicts, runs, shown_ledger, spans_of
 from tests.support.naive_ledger import common
@@ -114,6 +114,24 @@ class TestOneSegment:
     def test_every_token_has_an_author(self) -> None:
         segment = begun().segments[0]
         assert [segment.author_at(i) for i in range(5)] == [Author.OTHER] * 3 + [Author.MODEL] * 2
+
+    def test_a_completion_without_tokens_has_no_span_and_its_planes_are_empty(self) -> None:
+        ledger = Ledger()
+        ledger.main.commit(Turn(1, ids(), pack_logprobs(), predicts(1), planes=(Plane("a", "uint8", b""),)))
+        assert [span.author for span in ledger.segments[0].spans] == [Author.OTHER]
+
+    def test_each_policy_of_a_completion_has_a_span_with_its_part_of_the_planes(self) -> None:
+        ledger, runs = Ledger(), (PolicyRun(1, "a", 1), PolicyRun(2, "b", 2))
+        planes = (Plane("p", "uint8", b"xyz"), Plane("q", "uint16", b"aabbcc"))
+        ledger.main.commit(Turn(1, ids(5, 6, 7), pack_logprobs([-1, -2, -3]), predicts(1), None, runs, planes))
+        spans = ledger.segments[0].spans[1:]
+        assert [(span.start, span.stop, span.policy_version, span.policy_step) for span in spans] == [
+            (1, 2, "a", 1),
+            (2, 4, "b", 2),
+        ]
+        assert [[plane.values for plane in span.planes] for span in spans] == [[b"x", b"aa"], [b"yz", b"bbcc"]]
+        with pytest.raises(ValueError, match="runs of the policies"):
+            ledger.main.commit(Turn(2, ids(5), None, predicts(1), None, runs))
 
     def test_a_span_knows_the_policy_that_wrote_it(self) -> None:
         ledger = Ledger()

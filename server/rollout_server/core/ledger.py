@@ -405,7 +405,7 @@ class Ledger:
 def _append_completion(segment: Segment, turn: Turn) -> None:
     """Append the completion of a turn: a span for each policy that sampled some of it."""
     start, tokens = 0, len(turn.answer)
-    for run in turn.runs or (PolicyRun(tokens),):
+    for run in turn.runs or [PolicyRun(tokens)] * bool(tokens):
         stop = start + run.tokens
         planes = tuple(plane.part(start, stop, tokens) for plane in turn.planes)
         span = Span(Author.MODEL, None, turn.number, 0, 0, run.version, planes=planes, policy_step=run.step)
