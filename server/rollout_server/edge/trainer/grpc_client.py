@@ -132,8 +132,13 @@ class TurnCall:
         """Count the retries anew: a request for the rest of the turn follows."""
         self.failures, self.refusals, self.refused_until = 0, 0, None
 
-    def set_time_left(self, request: Request) -> None:
-        """Set the request's `time_left`. Call it for each sending, because retries and queues take time."""
+    async def wait_while_paused(self) -> None:
+        """Wait until requests may be sent. After a pause, deferred attempts have all of their time again."""
+        if await self.gate.wait():
+            self.refused_until = None
+
+    def update(self, request: Request) -> None:
+        """Set the request's `time_left` and `policy_step`. Call it for each sending: retries, queues and pauses take time."""
         if self.deadline is not None:
             request.time_left.CopyFrom(duration(max(0.0, self.deadline - time.monotonic())))
         if self.gate.step is not None:
