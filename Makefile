@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 adapters learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -136,9 +136,10 @@ test-clients: setup build/clis/.ready ## Run Codex, Claude Code and OpenCode on 
 # Each environment runs the tests of its framework; the others are not collected. The server of the tests runs in .venv.
 ADAPTERS := -m pytest --confcutdir tests/adapters --ignore tests/adapters/test_scenarios.py -p no:cacheprovider -W ignore::pytest.PytestConfigWarning
 
-adapters: setup .venv-trl/.ready .venv-verl/.ready ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
-	PYTHONPATH=generated:gateway:server .venv-trl/bin/python $(ADAPTERS) tests/adapters
-	PYTHONPATH=generated:gateway .venv-verl/bin/python $(ADAPTERS) tests/adapters
+adapters: adapters-trl adapters-verl ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
+
+adapters-trl adapters-verl: adapters-%: setup .venv-%/.ready
+	PYTHONPATH=generated:gateway:server .venv-$*/bin/python $(ADAPTERS) tests/adapters
 
 learn: setup .venv-trl/.ready ## A tiny model learns with TRL through the server, 5 minutes for one run (SEEDS="0 1", MASKS="right late early ones", STEPS=)
 	PYTHONPATH=generated:gateway .venv-trl/bin/python examples/learn --seeds $(or $(SEEDS),0) --masks $(or $(MASKS),right) $(if $(STEPS),--steps $(STEPS))
@@ -158,7 +159,7 @@ environments: ## Create all environments that `make check` needs, in parallel
 	@$(MAKE) --no-print-directory -j5 $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl)
 
 check: environments ## Run all tests and checks that a change must pass (25 minutes on two cores)
-	@$(MAKE) --no-print-directory -j2 --output-sync=target types adapters transformers4 oldest format lint deploy-checks
+	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks
 	@$(MAKE) --no-print-directory test-all
 
 .venv-mutants/.ready:

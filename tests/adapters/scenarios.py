@@ -7,6 +7,7 @@ prompt of a segment is the response, and a token has mask 1 exactly if it is par
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ TOY: Final = ROOT / "server/rollout_server/testing/tokenizer"
 """The toy tokenizer, as a directory that transformers can load."""
 TOKENIZER: Final[Tokenizer] = Tokenizer.from_file(str(TOY / "tokenizer.json"))
 END: Final = int(TOKENIZER.token_to_id("<|im_end|>"))
+ROLLOUTS: Final = int(os.environ.get("ADAPTER_ROLLOUTS", "200"))
+"""Number of random rollouts per adapter: a multiple of 40."""
 _ASSISTANT: Final = "<|im_start|>assistant\n"
 _NAMED: Final = re.compile(r"Scenario (\w+) (\d+)\.")
 

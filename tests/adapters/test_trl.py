@@ -31,6 +31,7 @@ from trl import __file__ as trl_file
 
 from tests.adapters.scenarios import (
     END,
+    ROLLOUTS,
     SCENARIOS,
     TOY,
     TRUNCATED_TOKENS,
@@ -192,8 +193,8 @@ def test_rows_of_each_scenario(server: str, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("agent", ["scenarios", "drifting"])
-def test_a_thousand_random_rollouts(server: str, tmp_path: Path, agent: str) -> None:
-    """500 of each agent. GRPOTrainer's own `_generate` takes the rows; the model's forward pass would take minutes."""
+def test_random_rollouts(server: str, tmp_path: Path, agent: str) -> None:
+    """Half of them of each agent. GRPOTrainer's own `_generate` takes the rows; the model's forward pass would take minutes."""
     script, chance, version = Script(), random.Random(5), 0
 
     def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
@@ -203,7 +204,7 @@ def test_a_thousand_random_rollouts(server: str, tmp_path: Path, agent: str) -> 
         broken = ValueError("by chance")
         return [broken if chance.random() < 0.01 else script.generate(turn) for turn in turns]
 
-    rows = [row_of("random", seed) for seed in range(125)]
+    rows = [row_of("random", seed) for seed in range(ROLLOUTS // 2 // 4)]
     with scripted(server, script, agent, sample=sample) as rollouts:
         trainer = trainer_of(rollouts, rows, tmp_path, num_generations=4)
         prompts = [row["prompt"] for row in rows for _ in range(4)]

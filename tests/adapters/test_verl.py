@@ -30,6 +30,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from tests.adapters.scenarios import (
     END,
+    ROLLOUTS,
     ROOT,
     SCENARIOS,
     TOY,
@@ -42,7 +43,7 @@ from tests.adapters.scenarios import (
 )
 
 PROMPT, RESPONSE = 512, 384
-PROMPTS = int(os.environ.get("VERL_PROMPTS", "25"))
+PROMPTS = ROLLOUTS // 4
 """Random prompts, with four rollouts each."""
 COMPLETED = [name for name, scenario in SCENARIOS.items() if scenario.end == "stop"]
 
