@@ -46,7 +46,7 @@ OnEvent = Callable[[str, RolloutEvent], None]
 def example(request: pytest.FixtureRequest, here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Example]:
     """An example in the working directory. Its temporary directories are in `scratch`, and must be gone after the test."""
     shutil.copytree(EXAMPLES / request.param, here, dirs_exist_ok=True)
-    scratch = here / "scratch"
+    scratch = here / "tmp"  # short: a path of a Unix socket has at most 107 characters
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     monkeypatch.setenv("TMPDIR", str(scratch))

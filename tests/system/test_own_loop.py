@@ -81,7 +81,7 @@ def asks_twice_in_a_thread(task: str, http: httpx.Client, metadata: Any, model: 
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The directory for temporary files. Nothing is in it after a test, and no process."""
-    scratch = tmp_path / "scratch"
+    scratch = tmp_path / "tmp"  # short: a path of a Unix socket has at most 107 characters
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     yield scratch

@@ -4,6 +4,7 @@ import json
 
 from hypothesis import given
 from hypothesis import strategies as st
+from rollout_gateway.osmosis_http.body import Metadata
 
 from tests.gateway.osmosis_http.bodies import locations, parse, spliced
 
@@ -37,7 +38,7 @@ value = st.recursive(
     ),
     max_leaves=8,
 )
-KNOWN = ("role", "content", "tool_calls", "tool_call_id")
+KNOWN = ("role", "content", "tool_calls", "tool_call_id", *Metadata.model_fields)
 unknown_pairs = st.lists(
     st.tuples(blank, key, value).filter(lambda pair: json.loads(pair[1]) not in KNOWN),
     max_size=4,
