@@ -172,11 +172,34 @@ def test_a_caller_has_a_bounded_number_of_endpoints() -> None:
     policies.announce("me", PolicyUpdate(step=2, paused=True), "grpc://trainer:3")
     policies.announce("me", PAUSED, "grpc://new:1")  # in place of the one that is not paused
     with pytest.raises(InvalidRequest):
-        policies.announce("me", PolicyUpdate(step=1), "grpc://trainer:3")
+        policies.announce("me", PolicyUpdate(step=-1), "grpc://trainer:3")
     with pytest.raises(Busy) as caught:
         policies.announce("me", PAUSED, "grpc://new:2")
     assert caught.value.reason == "TOO_MANY_ENDPOINTS"
     policies.announce("me", PAUSED, "grpc://trainer:8")  # one that it has
+
+
+async def test_a_step_may_decrease_where_no_rollout_is_unfinished(new_world: World) -> None:
+    """As when a training begins again from an older checkpoint."""
+    world = new_world()
+    policies = world.roster.policies
+    a, b = (Target(f"grpc://{name}:1", Dialect.GRPC) for name in "ab")
+    rollout = world.start(Say("done", seconds=5), completions=a)
+    for url in ("", a.url, b.url):
+        policies.announce("me", PolicyUpdate(step=5000), url)
+    policies.announce("me", PolicyUpdate(step=100), b.url)
+    for url in ("", a.url):
+        with pytest.raises(InvalidRequest):
+            policies.announce("me", PolicyUpdate(step=100), url)
+    await outcome_of(rollout)
+    policies.announce("me", PolicyUpdate(step=100), a.url)
+    policies.announce("me", PolicyUpdate(step=90))
+    later = world.start(Say("done", seconds=5), completions=a), world.start(Say("done", seconds=5))
+    assert [each.gate.step for each in later] == [100, 90]
+    with pytest.raises(InvalidRequest):
+        policies.announce("me", PolicyUpdate(step=80))
+    for each in later:
+        await outcome_of(each)
 
 
 async def test_an_endpoint_with_unfinished_rollouts_is_not_forgotten(new_world: World) -> None:

@@ -418,7 +418,7 @@ class Client(Calls):
 
         Args:
             version: version of the policy, at most 256 characters; empty: not changed.
-            step: step of the policy; it must not decrease. None: not changed.
+            step: step of the policy; it must not decrease while rollouts are unfinished. None: not changed.
             paused: request no further completions until a call without it.
             completions_url: only the rollouts whose `completions` has this URL; empty: all. A URL's own policy takes precedence.
             timeout: seconds for all attempts together. None: the client's timeout.

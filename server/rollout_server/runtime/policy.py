@@ -39,11 +39,17 @@ class AnnouncedPolicy:
     step: int | None = None
     paused: bool = False
 
-    def updated(self, by: PolicyUpdate) -> AnnouncedPolicy:
-        """Return a copy with an announcement applied. Raise `InvalidRequest`."""
+    def updated(self, by: PolicyUpdate, *, unused: bool = False) -> AnnouncedPolicy:
+        """Return a copy with an announcement applied. Raise `InvalidRequest`.
+
+        `unused`: the scope has no unfinished rollouts, so that the step may decrease.
+        """
         wrong = [*_violations(by)]
-        if by.step is not None and self.step is not None and 0 <= by.step < self.step:
-            text = f"is {by.step}, but {self.step} was announced before; a step must not decrease"
+        if not unused and by.step is not None and self.step is not None and 0 <= by.step < self.step:
+            text = (
+                f"is {by.step}, but {self.step} was announced before; "
+                "a step must not decrease while rollouts are unfinished"
+            )
             wrong.append(Violation("policy.step", text))
         if wrong:
             raise InvalidRequest(*wrong)

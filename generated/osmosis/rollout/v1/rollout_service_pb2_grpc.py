@@ -259,10 +259,11 @@ class RolloutServiceServicer(object):
     def SetPolicy(self, request, context):
         """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
         TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
-        restarts. Stale rollouts are cancelled before it returns: see Staleness.
+        restarts. Stale rollouts are cancelled before it returns: see Staleness. The step may decrease only while the caller has no
+        unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
-        INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
-        policies for too many endpoints. Retry freely.
+        INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
+        RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -116,10 +116,11 @@ class RolloutServiceStub:
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.SetPolicyRequest, _rollout_service_pb2.SetPolicyResponse]
     """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
     TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
-    restarts. Stale rollouts are cancelled before it returns: see Staleness.
+    restarts. Stale rollouts are cancelled before it returns: see Staleness. The step may decrease only while the caller has no
+    unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
-    INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
-    policies for too many endpoints. Retry freely.
+    INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
+    RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
     """
     ListTools: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]
     """Returns the tools of an agent.
@@ -218,10 +219,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     SetPolicy: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.SetPolicyRequest, _rollout_service_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
     TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
-    restarts. Stale rollouts are cancelled before it returns: see Staleness.
+    restarts. Stale rollouts are cancelled before it returns: see Staleness. The step may decrease only while the caller has no
+    unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
-    INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
-    policies for too many endpoints. Retry freely.
+    INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
+    RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
     """
     ListTools: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Returns the tools of an agent.
@@ -395,10 +397,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_service_pb2.SetPolicyResponse, _abc.Awaitable[_rollout_service_pb2.SetPolicyResponse]]:
         """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
         TrainRequest.policy), pauses sampling, or lets it go on. Holds for running rollouts and for later ones, until the server
-        restarts. Stale rollouts are cancelled before it returns: see Staleness.
+        restarts. Stale rollouts are cancelled before it returns: see Staleness. The step may decrease only while the caller has no
+        unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
-        INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before. RESOURCE_EXHAUSTED: the caller announced
-        policies for too many endpoints. Retry freely.
+        INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
+        RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
         """
 
     @_abc_1.abstractmethod

@@ -165,7 +165,7 @@ class _StaleActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StaleActi
     STALE_ACTION_UNSPECIFIED: _StaleAction.ValueType  # 0
     """KEEP."""
     STALE_ACTION_CANCEL: _StaleAction.ValueType  # 1
-    """Cancel the rollout, before any further turn of it, with the reason "stale"."""
+    """Cancel the rollout, before any further turn of it, with a reason that begins with "stale"."""
     STALE_ACTION_MASK: _StaleAction.ValueType  # 2
     """Mask out the stale tokens when the rollout ends (MASK_REASON_STALE)."""
     STALE_ACTION_SPLIT: _StaleAction.ValueType  # 3
@@ -179,7 +179,7 @@ class StaleAction(_StaleAction, metaclass=_StaleActionEnumTypeWrapper):
 STALE_ACTION_UNSPECIFIED: StaleAction.ValueType  # 0
 """KEEP."""
 STALE_ACTION_CANCEL: StaleAction.ValueType  # 1
-"""Cancel the rollout, before any further turn of it, with the reason "stale"."""
+"""Cancel the rollout, before any further turn of it, with a reason that begins with "stale"."""
 STALE_ACTION_MASK: StaleAction.ValueType  # 2
 """Mask out the stale tokens when the rollout ends (MASK_REASON_STALE)."""
 STALE_ACTION_SPLIT: StaleAction.ValueType  # 3
@@ -455,7 +455,7 @@ class PolicyUpdate(_message.Message):
     version: _builtins.str
     """Its version, as the trainer names it, at most 256 characters; empty: not changed."""
     step: _builtins.int
-    """Its step; unset: not changed. It must not decrease."""
+    """Its step; unset: not changed. It must not decrease; of SetPolicy, not while the caller has unfinished rollouts there."""
     paused: _builtins.bool
     """No further completions are requested until an update without it arrives. Requests that are pending are not withdrawn."""
     def __init__(

@@ -248,7 +248,7 @@ class RolloutGroup:
 
 
 def _is_cancelled(rollout: Rollout) -> bool:
-    """Return whether a caller cancelled the rollout, even if it ended otherwise before that."""
+    """Return whether the rollout was cancelled, by a caller or because it is stale, even if it ended otherwise before that."""
     requested = rollout.ending.requested
     return requested.done() and isinstance(requested.result(), Cancellation)
 

@@ -51,15 +51,16 @@ class AnnouncedPolicies:
         """Apply an announcement to the caller's rollouts with this completion URL; empty: to those of all URLs.
 
         Returns the uids of the rollouts that are cancelled because they are stale. Raises `InvalidRequest`, and `Busy` if the
-        caller has announced policies for too many URLs.
+        caller has announced policies for too many URLs. Where no rollout is unfinished, the step may decrease: a training that
+        begins again from an older checkpoint announces lower steps.
         """
         own = self._policies.get(caller, {})
-        policy = own.get(url, _NONE).updated(update)
+        rollouts: Mapping[str, Mapping[str, Rollout]] = self._rollouts.get(caller, {})
+        policy = own.get(url, _NONE).updated(update, unused=not (url in rollouts if url else rollouts))
         if url and url not in own and len(own) - (_ALL in own) >= MOST_ENDPOINTS:
             self._forget_unused(caller)
         own.pop(url, None)  # so that the dictionary has the order of the announcements
         self._policies.setdefault(caller, own)[url] = policy
-        rollouts: Mapping[str, Mapping[str, Rollout]] = self._rollouts.get(caller, {})
         concerned = ((self._effective(caller, each), rollouts.get(each, {})) for each in ([url] if url else rollouts))
         cancelled = [uid for now, of_url in concerned for uid, rollout in of_url.items() if rollout.announce(now)]
         text = "caller %s announced a policy for %s: version %r, step %s%s; %d stale rollouts are cancelled"
