@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 from rollout_server import Agent, Run, tool
-from rollout_server.core.outcome import Cancellation, Outcome, Stop
+from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Outcome, Stop
 from rollout_server.core.spec import StaleAction, Staleness
 from rollout_server.runtime.policy import PolicyUpdate
 from rollout_server.runtime.registry.rollout_index import Selection
@@ -60,6 +60,18 @@ class Cleaning(Quick):
 
     async def cleanup(self, run: Run) -> None:
         await asyncio.sleep(5)
+
+
+class Lingering(Agent):
+    """The default loop, and two seconds more after its end."""
+
+    name = "lingering"
+
+    async def play(self, run: Run) -> None:
+        try:
+            await super().play(run)
+        finally:
+            await asyncio.sleep(2)
 
 
 class Masking(Agent):
@@ -183,6 +195,17 @@ async def test_one_is_cancelled_during_its_reward_and_never_after_its_end(new_wo
     assert isinstance(outcome.end, Stop)
     assert (outcome.policy_step, agent.rewarded) == (1, 0)  # the step when the end was decided
     assert world.roster.policies.announce("me", step(10)) == []
+
+
+async def test_one_that_has_failed_is_not_cancelled_while_its_play_returns(new_world: World) -> None:
+    world = new_world(Lingering())
+    failed = Failure(Category.TRAINER_SERVER, "the trainer is gone", 2, source=FailureClass.TRAINER)
+    rollout = world.start(Say(calls=(call("none"),), step=1), Say(failure=failed), staleness=TWO)
+    await asyncio.sleep(1)
+    assert rollout.ending.is_reached
+    assert world.roster.policies.announce("me", step(9)) == []
+    assert not rollout.ending.is_requested
+    assert (await outcome_of(rollout)).end == failed
 
 
 async def test_one_that_waits_for_its_group_is_cancelled() -> None:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.machine import Machine
-from rollout_server.core.outcome import Cancellation, End, Outcome, RewardResult, RewardRule, Stop
+from rollout_server.core.outcome import Cancellation, End, Failure, Outcome, RewardResult, RewardRule, Stop
 from rollout_server.core.record import Accepted, Answered, Ended, Input, Record
 from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
@@ -268,7 +268,10 @@ class Rollout:
         self.hold(group)
 
     def announce(self, policy: AnnouncedPolicy) -> bool:
-        """Take over what was announced about its policy. Return whether that cancels the rollout, because it is stale."""
+        """Take over what was announced about its policy. Return whether that cancels the rollout, because it is stale.
+
+        An end that was requested and a failure that was reached are not changed.
+        """
         if self.ending.is_final:
             return False
         self.gate.announce(policy)
@@ -329,6 +332,8 @@ class Rollout:
 
     def _cancel_if_stale(self) -> bool:
         """Request the end of the rollout if a token that trains is too old and its spec demands it. Return whether it did."""
+        if isinstance(self.ending.end, Failure):
+            return False
         staleness, oldest = self.spec.staleness, self.machine.oldest_policy_step
         if staleness is None or staleness.action is not StaleAction.CANCEL or oldest is None:
             return False
