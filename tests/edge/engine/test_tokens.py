@@ -166,6 +166,24 @@ async def test_vllm_continues_a_completion_that_it_aborted(client: AsyncClient) 
     assert (outcome.metrics.turns, outcome.metrics.completion_attempts) == (1, 4)
 
 
+@pytest.mark.parametrize("nulls", [{0}, {1}, {0, 1}])
+async def test_an_aborted_part_of_vllm_whose_tokens_are_null_has_none(client: AsyncClient, nulls: set[int]) -> None:
+    """As when the weights are updated before the first token, or before the first one after a part."""
+    engine = VllmEngine(EngineModel([DONE], aborts=2))
+    part = engine.model.encode("Hal")
+
+    def spoil(answer: dict[str, Any]) -> None:
+        if len(engine.bodies(GENERATE)) - 1 in nulls:
+            answer["choices"][0] |= {"token_ids": None, "logprobs": None}
+
+    engine.spoil = spoil
+    async with serving(engine):
+        outcome = await roll(client, engine, **TOKENS)
+    assert (outcome.failure.message, outcome.stop.reason, warned(outcome)) == ("", "stop", [])
+    (last,) = engine.model.seen
+    assert only(outcome).response_ids == part * (2 - len(nulls)) + last.ids
+
+
 async def test_parts_of_vllm_that_reach_max_tokens_end_the_turn(client: AsyncClient) -> None:
     engine = VllmEngine(EngineModel([DONE], aborts=99))
     part = engine.model.encode("Hal")

@@ -207,7 +207,7 @@ class Generation:
             attempts += sent
             if parts.held and sampled.reported not in (None, given):
                 raise malformed_response(turn, "`prompt_token_ids` are not the prompt and the tokens that were aborted")
-            if sampled.finish_reason != ABORTED or sampled.token_ids is None:
+            if sampled.finish_reason != ABORTED:
                 break
             parts.add(_part(sampled))
             if parts.full:
@@ -233,6 +233,7 @@ def _without_logprobs(request: CompletionRequest) -> CompletionRequest:
 
 
 def _part(sampled: Sampled) -> CompletionPart:
+    """Return the tokens of a response; those of an aborted one may be null, which are none."""
     ids = pack_tokens() if sampled.token_ids is None else sampled.token_ids
     return CompletionPart(ids, sampled.logprobs, (), sampled.policy_version, sampled.policy_step)
 
