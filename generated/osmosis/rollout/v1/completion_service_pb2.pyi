@@ -247,7 +247,9 @@ class CompleteResponse(_message.Message):
     """Further fields: one JSON object of at most 65,536 characters."""
     @_builtins.property
     def message(self) -> _message_pb2.Message:
-        """The completion as a parsed message, including what was resumed. Not read if the completion was aborted."""
+        """The completion as a parsed message, including what was resumed. Not read if the completion was aborted, except in
+        message mode if its parts have `max_tokens` tokens, so that it ends with "length"; in token mode the message is then their text.
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

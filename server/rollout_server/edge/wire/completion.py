@@ -304,17 +304,17 @@ async def read_completion(proto: pb.CompleteResponse, most_calls: int, *, resume
 async def read_cut(proto: pb.CompleteResponse, most_calls: int, text: str | None) -> Completion:
     """Return what an aborted response says besides its tokens, if they end the completion because it has `max_tokens` tokens.
 
-    `text` is the message's content if the response has no message, which an aborted one need not have; None if it is unknown.
+    `text` is the text of all parts, which is the message's content; None in message mode: the message is the response's.
     """
     whole = pb.CompleteResponse()
     whole.CopyFrom(proto)
     whole.finish_reason = CUT
     for field in ("token_ids", "logprobs", "planes"):
         whole.ClearField(field)
-    if proto.message.WhichOneof("form") is None:
-        if text is None:
-            raise MalformedCompletion("message: is missing, but the aborted completion has max_tokens tokens and ends")
+    if text is not None:
         whole.message.json = json.dumps({"role": "assistant", "content": text})
+    elif proto.message.WhichOneof("form") is None:
+        raise MalformedCompletion("message: is missing, but the aborted completion has max_tokens tokens and ends")
     return replace(await read_completion(whole, most_calls, resumed=True), cut=True)
 
 

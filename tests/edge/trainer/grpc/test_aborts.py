@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as pb
-from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
+from osmosis.rollout.v1 import message_pb2, outcome_pb2, spec_pb2, token_pb2
 from rollout_client import AsyncClient, samples
 from rollout_server.app import Server
 from rollout_server.edge.trainer import aborted_parts
@@ -184,6 +184,21 @@ async def test_parts_with_max_tokens_need_no_message_if_the_server_can_decode(
         else:
             assert "message: is missing" in outcome.failure.message
             assert outcome.failure.failure_class == outcome_pb2.FAILURE_CLASS_TRAINER
+
+
+async def test_in_token_mode_parts_with_max_tokens_have_the_text_of_all_parts(
+    client: AsyncClient, answer: list[int], toy: Any
+) -> None:
+    """A message beside the last part may be of that part alone, or of what the trainer would have generated."""
+    said = message_pb2.Message(json='{"role": "assistant", "content": "I was interrupted."}')
+    last = {"without": BARE, "message": said}
+    for mode in ("tokens", "messages"):
+        async with serving(GrpcTrainer(answer, lies=aborting({"count": 1, "without": BARE}, dict(last)))) as trainer:
+            limit = {"sampling": {"max_tokens": len(answer)}, "limits": {"turns": 1}}
+            outcome = await roll(client, trainer, token_mode=mode, **limit)
+        assert (outcome.failure.message, outcome.stop.truncated) == ("", True)
+        assert (toy.decode(answer) in outcome.messages[1].json) is (mode == "tokens")
+        assert ("I was interrupted." in outcome.messages[1].json) is (mode == "messages")
 
 
 @pytest.mark.parametrize("step", [-1, -(2**63)])
