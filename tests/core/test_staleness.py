@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -165,8 +166,16 @@ def test_nothing_else_changes_a_token(
     staleness = None if action is None else Staleness(max_lag, action)
     _, outcome, _ = ended(turns, staleness, announced)
     _, plain, _ = ended(turns, None, announced)
-    assert shown_outcome(outcome) == shown_outcome(plain)
+    assert shown_outcome(replace(outcome, warnings=())) == shown_outcome(plain)
     assert sample_parts(outcome.segments[0], staleness, outcome.policy_step) == (SamplePart.whole(outcome.segments[0]),)
+
+
+@given(TURNS, st.sampled_from([None, *StaleAction]))
+def test_one_warning_says_that_tokens_that_train_have_no_step(turns: list, action: StaleAction | None) -> None:
+    _, outcome, _ = ended(turns, None if action is None else Staleness(8, action))
+    unknown = [turn for turn, (runs, out) in enumerate(turns, 1) if not out and any(step is None for _, step in runs)]
+    expected = [("policy_step_missing", unknown[0])] if unknown and action is not None else []
+    assert [(warned.code, warned.turn) for warned in outcome.warnings] == expected
 
 
 def test_a_segment_is_not_split_into_more_samples_than_there_may_be() -> None:

@@ -7,7 +7,7 @@ of further models have steps of their own, which are not compared with those of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from rollout_server.core.outcome import Warned
@@ -59,9 +59,10 @@ def newest_step(*steps: int | None) -> int | None:
 def mask_stale(segments: Iterable[Segment], staleness: Staleness | None, newest: int | None) -> list[Warned]:
     """Mask the stale tokens of a rollout that ends, if the action is MASK, or if SPLIT would make too many samples.
 
-    Returns a warning for each segment of the latter kind.
+    Returns a warning for each segment of the latter kind, and one if the step of tokens that train is unknown.
     """
-    warnings = []
+    segments = [*segments]
+    warnings = [] if staleness is None else [*_step_missing(segments)]
     for segment in segments:
         oldest = _oldest_fresh(segment, staleness, newest)
         if oldest is None or staleness is None or staleness.action not in (StaleAction.MASK, StaleAction.SPLIT):
@@ -88,6 +89,21 @@ def sample_parts(segment: Segment, staleness: Staleness | None, newest: int | No
     if oldest is None or staleness is None or staleness.action is not StaleAction.SPLIT:
         return (SamplePart.whole(segment),)
     return _split(segment, oldest)
+
+
+def _step_missing(segments: Iterable[Segment]) -> Iterator[Warned]:
+    """Yield a warning about the first tokens that train, but are of any age, because their step is unknown."""
+    for segment in segments:
+        if segment.role.model or not segment.role.trainable:
+            continue
+        for span in segment.spans:
+            if span.trains and span.policy_step is None:
+                text = (
+                    f"turn {span.turn}: the trainer sent no policy_step, so tokens of the rollout count as fresh "
+                    "whatever their age"
+                )
+                yield Warned("policy_step_missing", text, span.turn)
+                return
 
 
 def _split(segment: Segment, oldest: int) -> tuple[SamplePart, ...]:

@@ -274,7 +274,8 @@ class Warning(_message.Message):
     code: _builtins.str
     """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown",
     "length_exceeded", "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
-    "logprobs_positive", "token_unknown", "cleanup_failed", "group_reward_missing".
+    "logprobs_positive", "token_unknown", "cleanup_failed", "group_reward_missing", "policy_step_missing",
+    "planes_dropped", "stale_masked".
     """
     message: _builtins.str
     """For humans."""
