@@ -410,6 +410,31 @@ def test_groups_that_do_not_fit(tasks: list[tuple[Any, int]], text: str, factory
         last.fetch_training_trace()
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+CONVERSATION = [
+    {"role": "user", "content": "What is 1 plus 2?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
+    {"role": "user", "content": "Scenario truncated 0."},
+]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "Scenario truncated 1."}]}]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_datasets_adds_to_messages_is_not_sent(wrapped: bool, factory: Factory) -> None:
+    """It gives messages, content parts and tool calls the keys of other rows, with the value None."""
+    other = {"role": "assistant", "content": "Hi.", "name": "host", "tool_calls": [{**CALL, "index": 0}]}
+    part = {"type": "image", "image": "a.png"}
+    texts = Dataset.from_list([{"prompt": CONVERSATION}, {"prompt": [other]}])
+    parts = Dataset.from_list([{"prompt": PARTS}, {"prompt": [{"role": "user", "content": [part]}]}])
+    assert texts[0]["prompt"] != CONVERSATION
+    assert parts[0]["prompt"] != PARTS
+    for prompt, expected in ((texts[0]["prompt"], CONVERSATION), (parts[0]["prompt"], PARTS)):
+        session = factory().create({"messages": prompt} if wrapped else prompt)
+        assert session.initial_messages() == expected
+        assert session.wait_for_completion(30) == 0
+
+
 def test_sessions_without_a_seed_are_no_group(factory: Factory) -> None:
     sessions = factory()
     found = [sessions.create(messages("truncated")) for _ in range(3)]

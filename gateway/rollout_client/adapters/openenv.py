@@ -25,6 +25,7 @@ from openenv.core.harness import (
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.adapters.bridge import BridgeFields, RolloutBridge, RunningGroup
+from rollout_client.adapters.dataset_messages import dataset_message
 from rollout_client.chat_messages import messages
 from rollout_client.errors import RolloutError, RolloutFailed
 from rollout_client.export.json_lines import trained_logprobs, trained_mask
@@ -363,13 +364,20 @@ class RolloutSessionFactory(ResourceSessionFactory[RolloutSession]):  # type: ig
 
 def _prompt(task: Any) -> Prompt:
     if not isinstance(task, Mapping):
-        return to_prompt(task)
+        return to_prompt(_messages(task))
     unknown = set(task) - {"messages", "metadata"}
     if unknown or "messages" not in task:
         raise TypeError(
             f'a task must have the keys "messages" and "metadata", not {", ".join(map(repr, sorted(task)))}'
         )
-    return Prompt(task["messages"], metadata=task.get("metadata"))
+    return Prompt(_messages(task["messages"]), metadata=task.get("metadata"))
+
+
+def _messages(given: Any) -> Any:
+    """Return the messages of a list; another value unchanged."""
+    if not isinstance(given, list | tuple):
+        return given
+    return [dataset_message(each) if isinstance(each, Mapping) else each for each in given]
 
 
 def _sampling(given: object, max_tokens: int | None) -> Sampling:

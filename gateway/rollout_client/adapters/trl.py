@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack, cast
 
 from rollout_client._async.client import AsyncClient
+from rollout_client.adapters.dataset_messages import dataset_message
 from rollout_client.adapters.trl_tools import tool_environment
 from rollout_client.export import TrlOutput, to_trl
 from rollout_client.trainer import Decode, Generated, Parse, Prompt, RolloutFields, SyncTrainer, TryAgainLater, Turn
@@ -263,7 +264,7 @@ def _messages(prompt: Conversation) -> Sequence[Mapping[str, Any]]:
     """Return the messages of a prompt, without the None values that `datasets` adds for fields of other rows."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    return [{name: value for name, value in each.items() if value is not None} for each in prompt]
+    return [dataset_message(each) for each in prompt]
 
 
 def _sort_key(turn: Turn) -> tuple[object, ...]:
