@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from osmosis.rollout.v1.outcome_pb2 import FailureClass
 from rollout_client import AsyncClient, RolloutFailed, Unavailable
 from rollout_client.adapters import verl as adapter
+from rollout_client.chat_messages import messages as chat_messages
 from transformers import Qwen2Config
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.protocol import DataProto
@@ -302,6 +304,13 @@ def test_a_failed_rollout_raises_with_its_class_and_text(config: DictConfig, nam
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.parametrize("v1", [True, False])
+def test_a_rollout_over_its_time_limit_raises_although_its_samples_train(config: DictConfig, v1: bool) -> None:
+    with pytest.raises(RolloutFailed, match="time limit of 1 s") as caught:
+        play(config, Engine(), "cancelled", v1=v1, fields={"limits": {"time": 1}})
+    assert caught.value.failure_class == "deadline"
+
+
 def test_an_exception_of_the_engine_is_the_cause(config: DictConfig) -> None:
     def broken(request: dict[str, Any]) -> None:
         raise ZeroDivisionError("the engine broke")
@@ -366,6 +375,34 @@ class TestBudgets:
         (cut,) = play(adjusted(config, max_model_len=length - 2), Engine(), "parallel")
         assert len(cut.prompt_ids) + len(cut.response_ids) == length - 2
 
+    def test_an_abort_that_fills_the_room_ends_the_completion(self, config: DictConfig) -> None:
+        """The room of the second turn is smaller than what the server allows, because results of tools are in the response."""
+        first = SCENARIOS["parallel"].rows[0][:2]
+        length = sum(len(encode(text)) for _, text in first) + 5
+        cuts = iter([None, 5])
+        engine = Engine(hook=lambda request: next(cuts))
+        (output,) = play(adjusted(config, response_length=length), engine, "parallel")
+        assert len(output.response_ids) == length
+        assert output.extra_fields["rollout_sample"]["truncated"]
+        assert len(engine.completions) == 2
+
+    @pytest.mark.parametrize(
+        ("assistant", "user", "turns"), [(2, None, 2), (None, 1, 2), (3, 1, 2), (1, 5, 1), (None, None, 3)]
+    )
+    def test_limits_of_turns_hold(
+        self, config: DictConfig, assistant: int | None, user: int | None, turns: int
+    ) -> None:
+        limits = {"multi_turn.max_assistant_turns": assistant, "multi_turn.max_user_turns": user}
+        engine = Engine()
+        play(adjusted(config, **limits), engine, "parallel")
+        assert len(engine.completions) == turns
+
+    def test_the_entrys_own_limit_of_turns_comes_first(self, config: DictConfig) -> None:
+        engine = Engine()
+        limits = {"multi_turn.max_assistant_turns": 1}
+        play(adjusted(config, **limits), engine, "parallel", fields={"limits": {"turns": 2}})
+        assert len(engine.completions) == 2
+
 
 def test_rewards_that_verl_cannot_carry_raise(config: DictConfig) -> None:
     with pytest.raises(ValueError, match="different rewards"):
@@ -383,8 +420,12 @@ def test_missing_logprobs_raise_if_verl_wants_them(config: DictConfig) -> None:
         play(config, Engine(logprobs=False), "parallel")
 
 
-def test_the_agent_gets_the_columns_of_the_dataset(config: DictConfig, server: str) -> None:
-    (output,) = play(config, Engine(), "parallel")
+def test_the_server_gets_the_columns_of_the_dataset_and_verls_settings(config: DictConfig, server: str) -> None:
+    found = config.copy()
+    OmegaConf.update(
+        found, "data.apply_chat_template_kwargs", {"enable_thinking": False, "tone": ["dry"]}, force_add=True
+    )
+    (output,) = play(found, Engine(), "parallel")
 
     async def spec() -> Any:
         async with AsyncClient(server) as client:
@@ -395,19 +436,69 @@ def test_the_agent_gets_the_columns_of_the_dataset(config: DictConfig, server: s
     assert json.loads(found.metadata_json) == expected
     assert dict(found.labels) == {"trainer": "verl"}
     assert found.limits.generated_tokens == RESPONSE
+    assert json.loads(found.tokenizer.template_kwargs_json) == {"enable_thinking": False, "tone": ["dry"]}
+
+
+@pytest.mark.parametrize("array", [list, np.array])
+def test_what_parquet_adds_to_messages_is_not_sent(
+    config: DictConfig, server: str, array: Callable[[list[Any]], Any]
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    calls = array([{**call, "index": None}])
+    parts = array([{"type": "text", "text": "Scenario parallel 0.", "image": None}])
+    prompt = [
+        {"role": "user", "content": "What is 1 plus 2?", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "name": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "tool_call_id": "1", "tool_calls": None},
+        {"role": "user", "content": parts, "name": None, "tool_calls": None},
+    ]
+    row = columns("parallel") | {"session_id": 0, "raw_prompt": prompt}
+    row["extra_info"] = {"scenario": "truncated"}
+    del row["agent_name"]
+
+    async def sent() -> list[Any]:
+        (output,) = await make_loop(config, Engine()).run(dict(SAMPLING), **row)
+        async with AsyncClient(server) as client:
+            found = await client.get(output.extra_fields["rollout_sample"]["uid"], view="full")
+        return chat_messages(found.spec)
+
+    assert asyncio.run(sent()) == [
+        {"role": "user", "content": "What is 1 plus 2?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+        {"role": "user", "content": [{"type": "text", "text": "Scenario parallel 0."}]},
+    ]
 
 
 class TestOptions:
     """Arguments of the YAML entry."""
 
-    def test_media_are_refused_by_name(self, config: DictConfig) -> None:
-        prompt = [{"role": "user", "content": [{"type": "text", "text": "Look."}, {"type": "image", "image": "a.png"}]}]
+    @pytest.mark.parametrize("array", [list, np.array])
+    def test_media_are_refused_by_name(self, config: DictConfig, array: Callable[[list[Any]], Any]) -> None:
+        parts = [{"type": "text", "text": "Look."}, {"type": "image", "image": "a.png"}]
+        prompt = [{"role": "user", "content": array(parts)}]
 
         async def main() -> None:
             await make_loop(config, Engine()).run(SAMPLING, raw_prompt=prompt)
 
         with pytest.raises(ValueError, match=r"raw_prompt\[0\] has a part of type 'image'"):
             asyncio.run(main())
+
+    @pytest.mark.parametrize(
+        ("fields", "text"),
+        [
+            ({"agent": "judged"}, "'agent' would have no effect; use the argument agent"),
+            ({"tokenizer": "toy"}, "'tokenizer' .* tokenizer_name"),
+            ({"sampling": {"temperature": 0.5}}, "'sampling.temperature' .* actor_rollout_ref.rollout.temperature"),
+            ({"sampling": {"max_tokens": 4, "top_p": 0.5}}, "'sampling.top_p' .* actor_rollout_ref.rollout.top_p"),
+            ({"sampling": {"logprobs": True}}, "'sampling.logprobs' .* actor_rollout_ref.rollout.calculate"),
+        ],
+    )
+    def test_what_something_else_sets_is_refused_by_name(
+        self, config: DictConfig, fields: dict[str, Any], text: str
+    ) -> None:
+        with pytest.raises(InstantiationException, match=text):
+            play(config, Engine(), "parallel", fields=fields)
 
     def test_an_unknown_parser_is_refused_by_name(self, config: DictConfig) -> None:
         with pytest.raises(ValueError, match="no parser 'xml'; use one of hermes"):

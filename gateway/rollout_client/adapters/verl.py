@@ -27,11 +27,13 @@ from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from rollout_client._async.client import AsyncClient
+from rollout_client.adapters.dataset_messages import dataset_message
 from rollout_client.connection import Tls
 from rollout_client.errors import RolloutFailed
 from rollout_client.export.verl import to_verl
 from rollout_client.retry import DEFAULT_RETRY, Retry
 from rollout_client.samples import TrainingSample
+from rollout_client.spec import Tokenizer
 from rollout_client.trainer import parsers
 from rollout_client.trainer.completion import Parse
 from rollout_client.trainer.generation import Generated, TryAgainLater, Turn
@@ -42,6 +44,14 @@ _LOG: Final = logging.getLogger("rollout_client")
 _RUN_KEY: Final = "verl_run"
 """Key in the extra sampling parameters of a rollout. Its value says to which call of `run` a turn belongs."""
 _OWN: Final = {"server", "parse", "end_ids", "at_once", "api_key", "tls", "retry"}
+_INSTEAD: Final = {
+    "agent": "the argument agent",
+    "tokenizer": "the arguments tokenizer_name and data.apply_chat_template_kwargs",
+    "sampling.temperature": "actor_rollout_ref.rollout.temperature",
+    "sampling.top_p": "actor_rollout_ref.rollout.top_p",
+    "sampling.logprobs": "actor_rollout_ref.rollout.calculate_log_probs",
+}
+"""Fields that `fields` may not have, and what sets them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,8 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
         *args: passed on to verl.
         agent: name of the agent. None: the server's default agent.
         tokenizer_name: tokenizer of the server. None: `actor_rollout_ref.model.path`.
-        fields: further fields of the rollouts, as for `Trainer.rollouts`, such as `limits` and `labels`.
+        fields: further fields of the rollouts, as for `Trainer.rollouts`, such as `limits` and `labels`. Those that verl or another
+            argument sets are refused: the temperature, for example.
         **options: the options below. The others are passed on to verl; a name that verl does not know is logged.
         server: address of the server; required.
         parse: parser of tool calls: the name of one in `rollout_client.trainer.parsers`, which is applied after the reasoning, or
@@ -101,11 +112,14 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
         self.end_ids = frozenset(own.pop("end_ids", None) or [self.tokenizer.eos_token_id])
         own.setdefault("parse", rollout.multi_turn.format)
         self._options = _Options(self.tokenizer, end_ids=self.end_ids, **own)
+        tokenizer = tokenizer_name or self.config.actor_rollout_ref.model.path
+        switches = _plain(self.apply_chat_template_kwargs) or None
         self._fields = {
-            **(_plain(fields) or {}),
+            **_checked(_plain(fields) or {}),
             "agent": agent,
-            "tokenizer": tokenizer_name or self.config.actor_rollout_ref.model.path,
+            "tokenizer": Tokenizer(tokenizer, template_kwargs=switches),
         }
+        self._turns = _turn_limit(rollout.multi_turn)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run one rollout.
@@ -152,7 +166,7 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
         return {
             **self._fields,
             "sampling": {"max_tokens": self.response_length, **own, **named, "extra": extra},
-            "limits": {"generated_tokens": self.response_length, **limits},
+            "limits": {"generated_tokens": self.response_length, "turns": self._turns, **limits},
         }
 
     def _check(self, samples: Sequence[TrainingSample], *, logprobs: bool) -> None:
@@ -229,7 +243,8 @@ class _Run:
         if reason in ("abort", "aborted"):
             if not ids:  # the engine accepts no requests while its weights change
                 raise TryAgainLater(1)
-            reason = "abort"
+            # The server asks for the rest of an aborted completion, and with a full room there is none.
+            reason = "abort" if len(ids) < limit else "length"
         elif reason not in ("stop", "length"):  # the server of vLLM reports "completed" for both
             reason = "length" if len(ids) >= limit and ids[-1] not in self.loop.end_ids else "stop"
         if output.num_preempted is not None:
@@ -334,6 +349,21 @@ def _connection(options: _Options) -> _Connection:
     return _CONNECTIONS[key]
 
 
+def _checked(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `fields` of the YAML entry. Raises ValueError if it has a field that something else sets."""
+    for name, instead in _INSTEAD.items():
+        group, _, key = name.rpartition(".")
+        if key in ((fields.get(group) or {}) if group else fields):
+            raise ValueError(f"fields: {name!r} would have no effect; use {instead} instead")
+    return fields
+
+
+def _turn_limit(multi_turn: Any) -> int | None:
+    """Return the limit of completions that verl's own loop of tools has, for `multi_turn` of its configuration; None: none."""
+    most, between = multi_turn.max_assistant_turns, multi_turn.max_user_turns
+    return min((each for each in (most, between and between + 1) if each), default=None)
+
+
 def _parser(name: str) -> Parse:
     """Return a parser by its name. Raises ValueError, ImportError and AttributeError that name it."""
     if ":" in name:
@@ -356,16 +386,17 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     return Prompt(messages, str(row.get("uid") or ""), metadata)
 
 
-def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without the keys that Parquet adds because other rows have them. Refuses media by name."""
+def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as it is sent. Refuses media by name."""
+    message = dataset_message(_plain(given))
     content = message.get("content")
-    for part in content if isinstance(content, list | tuple) else ():
+    for part in content if isinstance(content, list) else ():
         if part.get("type") != "text":
             raise ValueError(
                 f"raw_prompt[{index}] has a part of type {part.get('type')!r}; RolloutServerLoop sends only text: the server "
                 "renders token ids of text"
             )
-    return {key: _plain(value) for key, value in message.items() if value is not None or key == "content"}
+    return message
 
 
 def _plain(value: Any) -> Any:
