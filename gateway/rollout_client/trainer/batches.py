@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Final, TypeAlias
 
 from rollout_client.trainer.generation import Generated, TryAgainLater, Turn
-from rollout_client.trainer.policy import AnnouncedPolicy
+from rollout_client.trainer.policy import PAUSE_SECONDS, AnnouncedPolicy
 
 _LOG: Final = logging.getLogger("rollout_client")
 
@@ -39,7 +39,7 @@ class Batches:
         generate_batch: the user's function.
         most: maximum number of turns in a batch.
         seconds: maximum time without a new turn until a batch starts.
-        announced: no batch starts while it is paused.
+        announced: the policy of the batches.
     """
 
     def __init__(self, generate_batch: GenerateBatch, most: int, seconds: float, announced: AnnouncedPolicy) -> None:
@@ -75,11 +75,11 @@ class Batches:
         self._expected = turns
         self._start_next()
 
-    def resume(self) -> None:
-        """Continue after a pause. The server now requests the turns that it held back, so a batch waits for them."""
-        self._expected = None
-        self._restart_timer()
-        self._start_next()
+    def postpone(self) -> None:
+        """Postpone the turns that wait, because sampling is paused. The server requests them again when it goes on."""
+        for each in self._waiting:
+            if not each.result.done():
+                each.result.set_result(TryAgainLater(PAUSE_SECONDS))
 
     async def close(self) -> None:
         """Cancel the running batch."""
@@ -102,11 +102,11 @@ class Batches:
     def _start_next(self) -> None:
         """Start a batch if there is a reason to, and none is running."""
         complete = self._expected is not None and len(self._waiting) >= self._expected
-        if self._running is not None or self._announced.paused:
+        if self._running is not None:
             return
         if not (complete or self._late or len(self._waiting) >= self._most):
             return
-        # A turn that was cancelled in this pass of the event loop is still among the waiting ones.
+        # A turn that was cancelled or postponed in this pass of the event loop is still among the waiting ones.
         batch = [*islice((each for each in self._waiting if not each.result.done()), self._most)]
         if batch:
             for each in batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -11,6 +10,8 @@ from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 
 from rollout_client.trainer.generation import Generated, Turn, check_step
 
+PAUSE_SECONDS: Final = 0.1
+"""Delay until the server requests a turn again that came during a pause. It then waits until sampling goes on."""
 _LONGEST_VERSION: Final = 256
 
 
@@ -49,27 +50,16 @@ class Policy:
 
 
 class AnnouncedPolicy:
-    """The newest policy that the trainer announced, and whether sampling is paused."""
+    """The newest policy that the trainer announced, and whether sampling is paused, so that no completion may be started."""
 
     def __init__(self) -> None:
         self.policy = Policy()
-        self._sampling = asyncio.Event()
-        self._sampling.set()
-
-    @property
-    def paused(self) -> bool:
-        """Whether no completion may be started."""
-        return not self._sampling.is_set()
+        self.paused = False
 
     @property
     def is_initial(self) -> bool:
         """Whether there is nothing to announce."""
         return self.policy == Policy() and not self.paused
-
-    async def wait_sampling(self) -> None:
-        """Wait until sampling is not paused."""
-        while self.paused:  # it may be paused again before this coroutine runs
-            await self._sampling.wait()
 
     def change(self, version: str, step: int | None, *, paused: bool) -> PolicyUpdate:
         """Announce a policy and return the update for the server.
@@ -87,10 +77,7 @@ class AnnouncedPolicy:
         if step is not None and known.step is not None and step < known.step:
             raise ValueError(f"step must not decrease: {step} is below {known.step}, which was announced before")
         self.policy = Policy(version or known.version, known.step if step is None else step)
-        if paused:
-            self._sampling.clear()
-        else:
-            self._sampling.set()
+        self.paused = paused
         return self.to_proto()
 
     def to_proto(self) -> PolicyUpdate:

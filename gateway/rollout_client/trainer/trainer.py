@@ -243,10 +243,10 @@ class Trainer:
         await self._change_policy(version, step, paused=False)
 
     async def _change_policy(self, version: str, step: int | None, *, paused: bool) -> None:
-        transport, resumes = self._open_transport(), self._announced.paused and not paused
+        transport = self._open_transport()
         update = self._announced.change(version, step, paused=paused)
-        if resumes and self._batches is not None:
-            self._batches.resume()
+        if paused and self._batches is not None:
+            self._batches.postpone()
         await transport.announce(update)
 
     def __repr__(self) -> str:

@@ -38,7 +38,7 @@ from rollout_client.trainer.generation import (
     validate_generated,
 )
 from rollout_client.trainer.ledger import LedgerRun
-from rollout_client.trainer.policy import AnnouncedPolicy
+from rollout_client.trainer.policy import PAUSE_SECONDS, AnnouncedPolicy
 from rollout_client.trainer.prompts import Render, build_turn, check_request
 from rollout_client.trainer.rollout_records import (
     Outcomes,
@@ -167,9 +167,10 @@ class Turns:
         return stored.response()
 
     async def _sample(self, key: str, turn: Turn) -> tuple[LedgerRun, str]:
-        """Call `generate` when there is a free slot and sampling is not paused. Return its tokens and finish reason."""
+        """Call `generate` when there is a free slot, and postpone the turn during a pause. Return its tokens and finish reason."""
+        self._check_sampling()
         async with self._slots:
-            await self._announced.wait_sampling()
+            self._check_sampling()
             policy = self._announced.policy
             try:
                 generated = policy.label(await self._call_generate(policy.stamp(turn)))
@@ -186,6 +187,11 @@ class Turns:
         wanted = None if turn.sampling.logprobs is False else logprobs
         run = LedgerRun(turn.turn, True, ids, wanted, generated.policy_version, True, generated.policy_step)
         return run, generated.finish_reason
+
+    def _check_sampling(self) -> None:
+        """Postpone the turn if sampling is paused. It waits at the server then, whose limit for a response does not pass."""
+        if self._announced.paused:
+            raise try_again_later(PAUSE_SECONDS)
 
     def _turn(
         self, request: pb.CompleteRequest, part: PartialTurn, sampling: SamplingParams, expires: float | None

@@ -5,12 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_client import AsyncClient, Client, InvalidRequest, Retry
-from rollout_client.trainer import Finished, Generated, Group, Serving, SyncTrainer, Trainer, Turn, parsers
+from rollout_client.trainer import (
+    Finished,
+    Generated,
+    Group,
+    SamplingParams,
+    Serving,
+    SyncTrainer,
+    Trainer,
+    TryAgainLater,
+    Turn,
+    parsers,
+)
+from rollout_client.trainer.batches import Batches
 from rollout_client.trainer.generation import validate_generated
 from rollout_client.trainer.policy import AnnouncedPolicy, Policy
 from rollout_server import Agent
@@ -18,6 +31,7 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.local_stack.loop_thread import LoopThread
 
+from tests.client.trainer.asker import Limits, retry_info, standing
 from tests.client.trainer.host import Host, hosting
 from tests.client.trainer.test_stream import two_turns
 from tests.support.start_requests import settings
@@ -115,6 +129,48 @@ async def test_no_call_begins_while_weights_are_loaded_under_load(serving: Servi
     steps = {sample.policy_steps for rollout in rollouts for sample in rollout.samples}
     assert len(steps) > 1
     assert {turn.policy_step for turn in model.turns} >= {1, 2}
+
+
+async def test_turns_that_have_not_begun_wait_at_the_server_during_a_pause() -> None:
+    """The server limits the time for a response, but not the length of a pause."""
+    model = Weights()
+    model.gate.clear()
+    async with standing(model, Limits(generating=1)) as stand:
+        turns = stand.listener._turns
+        began, queued, came = (stand.asker(uid=uid).request(encode("Hi")) for uid in ("u1", "u2", "u3"))
+        calls = [asyncio.ensure_future(stand.completions.Complete(began))]
+        await until(lambda: model.turns)
+        calls.append(asyncio.ensure_future(stand.completions.Complete(queued)))
+        await until(lambda: len(turns._running) == 2)
+        turns._announced.change("", None, paused=True)
+        model.loading = True
+        postponed = [await retry_info(stand.completions.Complete(came))]
+        model.gate.set()
+        assert (await calls[0]).token_ids
+        postponed.append(await retry_info(calls[1]))
+        assert all(each is not None and each.retry_delay.ToMilliseconds() == 100 for each in postponed)
+        model.loading = False
+        turns._announced.change("", None, paused=False)
+        for each in (queued, came):
+            await stand.completions.Complete(each)
+    assert [turn.uid for turn in model.turns] == ["u1", "u2", "u3"]
+
+
+async def test_turns_that_wait_for_a_batch_are_postponed_by_a_pause() -> None:
+    model = Weights()
+    model.gate.clear()
+    turn = Turn("u1", "r1", "", 0, "0", 1, encode("Hi"), SamplingParams())
+    batches = Batches(model.batch, 1, 80_000.0, AnnouncedPolicy())
+    began, waits = (asyncio.ensure_future(batches.generate(each)) for each in (turn, replace(turn, uid="u2")))
+    await until(lambda: model.turns)
+    batches.postpone()
+    with pytest.raises(TryAgainLater):
+        await waits
+    model.gate.set()
+    await began
+    again = replace(turn, uid="u3")
+    await batches.generate(again)
+    assert [each.uid for each in model.turns] == ["u1", "u3"]
 
 
 async def test_a_running_batch_goes_on_during_a_pause_and_the_next_one_waits() -> None:
