@@ -61,8 +61,8 @@ class AnnouncedPolicy:
         """Whether there is nothing to announce."""
         return self.policy == Policy() and not self.paused
 
-    def change(self, version: str, step: int | None, *, paused: bool) -> PolicyUpdate:
-        """Announce a policy and return the update for the server.
+    def change(self, version: str, step: int | None, *, paused: bool) -> None:
+        """Change what is announced.
 
         Args:
             version: its version; empty: not changed.
@@ -78,7 +78,6 @@ class AnnouncedPolicy:
             raise ValueError(f"step must not decrease: {step} is below {known.step}, which was announced before")
         self.policy = Policy(version or known.version, known.step if step is None else step)
         self.paused = paused
-        return self.to_proto()
 
     def to_proto(self) -> PolicyUpdate:
         """Return the update that announces everything anew."""

@@ -216,38 +216,40 @@ class Trainer:
             await _cancel_all(started)
 
     async def announce(self, *, version: str = "", step: int | None = None) -> None:
-        """Announce the policy that generates from now on. Returns when the server knows it.
+        """Announce the policy that generates from now on. Returns when the server has processed it, or the stream to it has ended.
 
-        A `Generated` without version and step gets those that held when its `generate` began. The server cancels the rollouts that
-        are too old for the new step: see `on_stale`.
+        A new stream begins with what was announced. A `Generated` without version and step gets those that held when its
+        `generate` began. The server cancels the rollouts that are too old for the new step: see `on_stale`.
 
         Args:
             version: version of the policy, at most 256 characters; empty: not changed.
             step: step of the policy; it must not decrease. None: not changed.
 
         Raises:
-            RolloutError: the server cannot be reached, or refuses the announcement.
+            RolloutError: with `serving`, the server cannot be reached or refuses the announcement; in this trainer it holds all the
+                same, and the next announcement contains it. On the stream, a refusal is only logged.
             TypeError, ValueError: an argument is wrong; nothing has changed.
         """
         await self._change_policy(version, step, paused=self._announced.paused)
 
     async def pause(self) -> None:
-        """Pause sampling, for example to load new weights. No `generate` is called until `resume`, and the server sends no turns.
+        """Pause sampling, for example to load new weights. No `generate` is called until `resume`.
 
-        Calls in progress go on. Raises RolloutError as `announce` does; then sampling is paused in this trainer all the same.
+        Calls in progress go on. Turns that have not begun go back to the server, which requests them after the pause. Raises
+        RolloutError as `announce` does; if the server does not know of the pause, it repeats refused turns for a limited time only.
         """
         await self._change_policy("", None, paused=True)
 
     async def resume(self, *, version: str = "", step: int | None = None) -> None:
-        """Let sampling go on after `pause`, with a policy as for `announce`."""
+        """Let sampling go on after `pause`, with a policy as for `announce`. Raises as `announce` does."""
         await self._change_policy(version, step, paused=False)
 
     async def _change_policy(self, version: str, step: int | None, *, paused: bool) -> None:
         transport = self._open_transport()
-        update = self._announced.change(version, step, paused=paused)
+        self._announced.change(version, step, paused=paused)
         if paused and self._batches is not None:
             self._batches.postpone()
-        await transport.announce(update)
+        await transport.announce()
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._server}>"
@@ -345,7 +347,7 @@ class Trainer:
                 own=own,
             )
         listener = Listener(serving, self._turns, self._records, self._outcomes)
-        return CallbackTransport(client, listener, serving.look, own=own)
+        return CallbackTransport(client, listener, self._announced, serving.look, own=own)
 
 
 def _batches_from(

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_STATE_FINISHED, Rollout
-from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import NotFound
 from rollout_client.spec import Credentials, Target
+from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.server import Listener
 
 CANCEL_REASON = "cancelled by its trainer"
@@ -36,8 +36,11 @@ class Transport(Protocol):
         Raises RolloutError if the outcome is lost.
         """
 
-    async def announce(self, update: PolicyUpdate) -> None:
-        """Announce a policy for the trainer's rollouts and wait until the server has processed it. Raises RolloutError."""
+    async def announce(self) -> None:
+        """Announce the trainer's policy as it is now, for all its rollouts, and wait until the server has processed it.
+
+        Raises RolloutError.
+        """
 
     async def cancel(self, rollout_id: str) -> None:
         """Cancel a rollout if it is running."""
@@ -57,13 +60,17 @@ class CallbackTransport:
     Args:
         client: client of the server.
         listener: receives completion requests and outcomes.
+        announced: the trainer's policy.
         look: seconds between two requests for the state of a rollout, in case a delivery did not arrive.
         own: close the client together with the transport.
     """
 
-    def __init__(self, client: AsyncClient, listener: Listener, look: float, *, own: bool) -> None:
+    def __init__(
+        self, client: AsyncClient, listener: Listener, announced: AnnouncedPolicy, look: float, *, own: bool
+    ) -> None:
         self._client = client
         self._listener = listener
+        self._announced = announced
         self._look = look
         self._own = own
         self._announcing = asyncio.Lock()
@@ -96,11 +103,11 @@ class CallbackTransport:
                 if rollout is not None:
                     return rollout
 
-    async def announce(self, update: PolicyUpdate) -> None:
+    async def announce(self) -> None:
         async with self._announcing:
-            step = update.step if update.HasField("step") else None
+            policy, paused = self._announced.policy, self._announced.paused
             await self._client.set_policy(
-                version=update.version, step=step, paused=update.paused, completions_url=self._listener.url
+                version=policy.version, step=policy.step, paused=paused, completions_url=self._listener.url
             )
 
     async def cancel(self, rollout_id: str) -> None:

@@ -249,6 +249,19 @@ async def test_a_new_stream_begins_with_what_was_announced() -> None:
     assert items[1][1].HasField("start")
 
 
+async def test_announcements_at_once_arrive_in_order() -> None:
+    """One that waits for another one sends what holds when its turn comes: a step never decreases."""
+    host = Host(two_turns)
+    async with hosting(host) as port, trainer_of(f"127.0.0.1:{port}", Weights()) as trainer:
+        async with trainer._transport._opening:  # type: ignore[union-attr]
+            first = asyncio.create_task(trainer.announce(step=1))
+            await until(lambda: trainer._announced.policy.step == 1)
+            second = asyncio.create_task(trainer.announce(step=2))
+            await until(lambda: trainer._announced.policy.step == 2)
+        await asyncio.gather(first, second)
+        assert [each.policy.step for each in host.stream.came] == [2, 2]
+
+
 async def test_an_announcement_that_is_refused_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     host = Host(two_turns)
     async with hosting(host) as port, trainer_of(f"127.0.0.1:{port}", Weights()) as trainer:

@@ -10,7 +10,6 @@ from typing import Final
 
 from osmosis.rollout.v1.completion_service_pb2 import ReadLedgerRequest
 from osmosis.rollout.v1.rollout_service_pb2 import CancelRolloutsRequest, Selection, StartRolloutRequest
-from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 from osmosis.rollout.v1.trainer_service_pb2 import (
     DeliveredOutcome,
     TrainLedger,
@@ -86,9 +85,9 @@ class StreamSession:
         cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=[rollout_id]), reason=CANCEL_REASON)
         self._outbox.put(TrainRequest(cancel=cancel))
 
-    async def announce(self, update: PolicyUpdate) -> None:
-        """Announce a policy, and wait until the server has processed it or the stream has ended."""
-        processed = self._outbox.processed(self._outbox.put(TrainRequest(policy=update)))
+    async def announce(self) -> None:
+        """Announce the trainer's policy as it is now, and wait until the server has processed it or the stream has ended."""
+        processed = self._outbox.processed(self._outbox.put(TrainRequest(policy=self._side.announced.to_proto())))
         await asyncio.wait((processed, self.connection.over), return_when=asyncio.FIRST_COMPLETED)
 
     async def fail(self, failure: RolloutError) -> None:

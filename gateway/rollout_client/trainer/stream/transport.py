@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import grpc
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout, StartRolloutRequest
-from osmosis.rollout.v1.spec_pb2 import PolicyUpdate
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError, Unavailable
@@ -58,12 +57,12 @@ class StreamTransport:
         # Cancelling this call must not cancel the future: the cancellation of the rollout still waits for its outcome.
         return await asyncio.shield(outcome)
 
-    async def announce(self, update: PolicyUpdate) -> None:
+    async def announce(self) -> None:
         async with self._opening:  # a stream that is being opened may begin with what was announced before
             stream = self._stream
         # Without a stream no rollout runs, and the next stream begins with what was announced.
         if stream is not None and not stream.connection.over.done():
-            await stream.announce(update)
+            await stream.announce()
 
     async def cancel(self, rollout_id: str) -> None:
         if self._stream is not None:
