@@ -10,12 +10,14 @@ from typing import Any, Protocol
 from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_STATE_FINISHED, Rollout
 
 from rollout_client._async.client import AsyncClient
-from rollout_client.errors import NotFound
+from rollout_client.errors import NotFound, RolloutError
 from rollout_client.spec import Credentials, Target
 from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.server import Listener
 
 CANCEL_REASON = "cancelled by its trainer"
+_FAREWELL_SECONDS = 5.0
+"""Time for ending a pause on close."""
 
 
 class Transport(Protocol):
@@ -77,6 +79,7 @@ class CallbackTransport:
 
     async def open(self) -> None:
         await self._listener.open()
+        await self.announce()  # ends a pause that an earlier process left at this address
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
         rollout_ids = group_rollout_ids(name, n)
@@ -117,6 +120,10 @@ class CallbackTransport:
             return
 
     async def close(self) -> None:
+        if self._announced.paused:  # the server would keep the pause for the next trainer at this address
+            self._announced.change("", None, paused=False)
+            with contextlib.suppress(RolloutError, TimeoutError):
+                await asyncio.wait_for(self.announce(), _FAREWELL_SECONDS)
         await self._listener.close()
         if self._own:
             await self._client.aclose()

@@ -249,6 +249,24 @@ async def test_a_new_stream_begins_with_what_was_announced() -> None:
     assert items[1][1].HasField("start")
 
 
+async def test_a_pause_of_an_earlier_trainer_does_not_hold_the_next_one() -> None:
+    """The server keeps what was announced for an address."""
+    model, fields = Weights(), {"tokenizer": "toy", "n": 1}
+    async with Server([Calculator()], settings()) as server:
+        address = f"127.0.0.1:{server.grpc_port}"
+        async with trainer_of(address, model, serving=Serving()) as left:
+            await left.pause()
+            listener = left._transport._listener  # type: ignore[union-attr]
+            own = Serving(listen=listener.url.removeprefix("grpc://"))
+        async with AsyncClient(address) as client:
+            (policies,) = server._registry.policies._policies.values()
+            assert [each.paused for each in policies.values()] == [False], "a trainer that closes ends its pause"
+            await client.set_policy(paused=True, completions_url=listener.url)  # as one that was killed leaves it
+        async with trainer_of(address, model, serving=own) as trainer:
+            (group,) = [each async for each in trainer.rollouts([QUESTION], **fields)]
+    assert group.rollouts[0].end == "stop"
+
+
 async def test_announcements_at_once_arrive_in_order() -> None:
     """One that waits for another one sends what holds when its turn comes: a step never decreases."""
     host = Host(two_turns)
