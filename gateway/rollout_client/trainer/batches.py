@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final, TypeAlias
 
@@ -27,6 +28,14 @@ class BatchFailed(Exception):
 class _WaitingTurn:
     turn: Turn
     result: asyncio.Future[Generated | Exception]
+    since: float = field(default_factory=time.monotonic)
+
+    def begun(self) -> Turn:
+        """Return the turn with the time that its rollout has now."""
+        left = self.turn.seconds_left
+        if left is None:
+            return self.turn
+        return replace(self.turn, seconds_left=max(0.0, left - (time.monotonic() - self.since)))
 
 
 class Batches:
@@ -115,7 +124,7 @@ class Batches:
 
     async def _run(self, batch: Sequence[_WaitingTurn]) -> None:
         try:
-            results = await self._results([each.turn for each in batch])
+            results = await self._results([each.begun() for each in batch])
             for each, result in zip(batch, results, strict=True):
                 if not each.result.done():
                     each.result.set_result(result)

@@ -97,7 +97,7 @@ class Turn:
         ids: the prompt: token ids (int), at least one.
         sampling: sampling parameters of the turn.
         images: all images of the prompt, in its order.
-        seconds_left: seconds until the rollout's time limit expires, 0 or more. None: it has no such limit.
+        seconds_left: seconds until the rollout's time limit expires, 0 or more, when the call begins. None: it has no such limit.
         policy_step: the newest policy step that was announced for the rollout. None: none.
         resumed: number of ids at the end of `ids` that earlier, aborted calls of this turn generated. `sampling.max_tokens` is what
             is left.

@@ -141,8 +141,7 @@ class Turns:
         expires = time.monotonic() + duration_seconds(request.time_left) if request.HasField("time_left") else None
         part = await _user_code("render", key, build_turn(record, request, self._model.render))
         sampling = sampling_params(request.sampling)
-        turn = self._turn(request, part, sampling, expires)
-        run, reason = await self._sample(key, turn)
+        run, reason = await self._sample(key, self._turn(request, part, sampling), expires)
         runs = (*part.runs, run) if run.ids else part.runs
         # A completion that fills its limit is complete, even if the engine says that it was interrupted there.
         if reason == ABORT and sampling.max_tokens is not None and len(run.ids) >= sampling.max_tokens:
@@ -166,12 +165,17 @@ class Turns:
         record.completions[key] = stored
         return stored.response()
 
-    async def _sample(self, key: str, turn: Turn) -> tuple[LedgerRun, str]:
-        """Call `generate` when there is a free slot, and postpone the turn during a pause. Return its tokens and finish reason."""
+    async def _sample(self, key: str, turn: Turn, expires: float | None) -> tuple[LedgerRun, str]:
+        """Call `generate` when there is a free slot, and postpone the turn during a pause. Return its tokens and finish reason.
+
+        `expires`: end of the rollout's time limit on the monotonic clock.
+        """
         self._check_sampling()
         async with self._slots:
             self._check_sampling()
             policy = self._announced.policy
+            if expires is not None:
+                turn = replace(turn, seconds_left=max(0.0, expires - time.monotonic()))
             try:
                 generated = policy.label(await self._call_generate(policy.stamp(turn)))
                 ids, logprobs = validate_generated(generated)
@@ -193,10 +197,8 @@ class Turns:
         if self._announced.paused:
             raise try_again_later(PAUSE_SECONDS)
 
-    def _turn(
-        self, request: pb.CompleteRequest, part: PartialTurn, sampling: SamplingParams, expires: float | None
-    ) -> Turn:
-        """Return the argument of `generate`. `expires`: end of the rollout's time limit on the monotonic clock."""
+    def _turn(self, request: pb.CompleteRequest, part: PartialTurn, sampling: SamplingParams) -> Turn:
+        """Return the argument of `generate`, without `seconds_left`."""
         group_id, index = self._outcomes.member(request.rollout_id)
         resumed = part.ids()
         return Turn(
@@ -209,7 +211,6 @@ class Turns:
             ids=[*part.prompt.ids(), *resumed],
             sampling=sampling,
             images=tuple(part.prompt.images),
-            seconds_left=None if expires is None else max(0.0, expires - time.monotonic()),
             policy_step=request.policy_step if request.HasField("policy_step") else None,
             resumed=len(resumed),
         )

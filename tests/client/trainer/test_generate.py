@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,14 +25,16 @@ from rollout_client.trainer import (
     TurnImage,
     parsers,
 )
+from rollout_client.trainer.batches import Batches
 from rollout_client.trainer.generation import takes_turn
+from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_server import Agent, Image, Run, tool
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
 from tests.client.trainer.asker import Limits, refusal, standing
 from tests.support.start_requests import settings
-from tests.support.toy_model import ADDS, END, ToyModel, by_turns, decode, encode
+from tests.support.toy_model import ADDS, END, ToyModel, by_turns, decode, encode, until
 
 QUESTION = "Please calculate 5 plus 3."
 PROMPT = encode("<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n")
@@ -152,6 +155,38 @@ async def test_turns_of_a_rollout_are_told_apart(address: str) -> None:
         assert {turn.segment_id for turn in turns} == {sample.segment_id for sample in finished.samples}
         keys = [(turn.segment_id, turn.turn) for turn in turns]
         assert len(set(keys)) == len(keys) == 3
+
+
+@pytest.mark.parametrize("batches", [False, True])
+async def test_the_time_left_is_that_of_the_beginning_of_the_call(batches: bool) -> None:
+    """A turn waits for a free slot, or for a batch; its rollout's time goes on."""
+    model, gate, running = Watching(), asyncio.Event(), asyncio.Event()
+
+    async def slow(turn: Turn) -> Generated:
+        running.set()
+        await gate.wait()
+        return await model(turn)
+
+    async def slow_batch(turns: Sequence[Turn]) -> list[Generated | Exception]:
+        return [await slow(turn) for turn in turns]
+
+    generate = Batches(slow_batch, 1, 80_000.0, AnnouncedPolicy()).generate if batches else slow
+    async with standing(generate, Limits(generating=2 if batches else 1)) as stand:
+        first = asyncio.ensure_future(stand.completions.Complete(stand.asker(uid="u1").request(PROMPT)))
+        await running.wait()
+        request = stand.asker(uid="u2").request(PROMPT, time_left=Duration(seconds=40))
+        second = asyncio.ensure_future(stand.completions.Complete(request))
+        await until(lambda: len(stand.listener._turns._running) == 2)
+        await asyncio.sleep(0.01)
+        came = time.monotonic()
+        await asyncio.sleep(0.1)
+        waited = time.monotonic() - came
+        gate.set()
+        await asyncio.gather(first, second)
+    assert model.turns[0].seconds_left is None
+    left = model.turns[1].seconds_left
+    assert left is not None
+    assert 0 < left <= 40 - waited
 
 
 async def test_the_time_left_is_what_the_request_says() -> None:
