@@ -144,8 +144,8 @@ adapters-trl adapters-verl: adapters-%: setup .venv-%/.ready
 learn: setup .venv-trl/.ready ## A tiny model learns with TRL through the server, 5 minutes for one run (SEEDS="0 1", MASKS="right late early ones", STEPS=)
 	PYTHONPATH=generated:gateway .venv-trl/bin/python examples/learn --seeds $(or $(SEEDS),0) --masks $(or $(MASKS),right) $(if $(STEPS),--steps $(STEPS))
 
-learn-picture: setup ## Draw the results of `make learn` as docs/images/learning.svg, print their table (RESULTS=)
-	$(BIN)/python examples/learn/picture.py $(or $(RESULTS),build/learn/results.jsonl) docs/images/learning.svg
+learn-picture: setup ## Draw the published results of `make learn`, print their table (another file: RESULTS=, to build/learn/learning.svg or OUT=)
+	$(BIN)/python examples/learn/picture.py $(or $(RESULTS),examples/learn/results.jsonl) $(or $(OUT),$(if $(RESULTS),build/learn,docs/images)/learning.svg)
 
 transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4
 	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider

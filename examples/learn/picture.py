@@ -85,6 +85,7 @@ def table(runs: dict[str, dict[int, list[float]]]) -> str:
 
 
 if __name__ == "__main__":
-    curves = load(Path(sys.argv[1]))
-    Path(sys.argv[2]).write_text(svg(curves))
+    curves, drawn = load(Path(sys.argv[1])), Path(sys.argv[2])
+    drawn.parent.mkdir(parents=True, exist_ok=True)
+    drawn.write_text(svg(curves))
     print(table(curves))

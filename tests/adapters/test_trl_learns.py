@@ -32,3 +32,23 @@ def test_every_mask_equals_the_ledger_and_a_run_repeats_exactly(tmp_path: Path) 
     assert first["environment_tokens"] > 0
     assert first["digest"] == again["digest"]
     assert first["digest"] != late["digest"]
+
+
+def test_the_picture_and_the_table_are_those_of_the_results(tmp_path: Path) -> None:
+    results, drawn = ROOT / "examples/learn/results.jsonl", tmp_path / "new" / "curves.svg"
+    command = [sys.executable, "examples/learn/picture.py", str(results), str(drawn)]
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert drawn.read_text() == (ROOT / "docs/images/learning.svg").read_text()
+    assert table.strip() in (ROOT / "docs/learning.md").read_text(encoding="utf-8")
+
+
+def test_other_results_do_not_replace_the_published_picture() -> None:
+    def drawn(*variables: str) -> list[str]:
+        made = subprocess.run(
+            ["make", "-n", "learn-picture", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return made.stdout.splitlines()[-1].split()[-2:]
+
+    assert drawn() == ["examples/learn/results.jsonl", "docs/images/learning.svg"]
+    assert drawn("RESULTS=mine.jsonl") == ["mine.jsonl", "build/learn/learning.svg"]
+    assert drawn("RESULTS=mine.jsonl", "OUT=mine.svg") == ["mine.jsonl", "mine.svg"]
