@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import json
 import os
 import random
 import re
@@ -18,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from rollout_client import Client
+from rollout_client import Client, Tokenizer
 from rollout_client.adapters.sampling import sample_batch
 from rollout_client.adapters.trl import TrlRollouts, tool_environment
 from rollout_client.samples import failure_class_of
 from rollout_client.trainer import Generated, SamplingParams, Turn, TurnImage, parsers
 from rollout_server import ToolContext, tool
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import get_json_schema
 from trl import GRPOConfig, GRPOTrainer
 from trl import __file__ as trl_file
@@ -36,7 +37,9 @@ from tests.adapters.scenarios import (
     TOY,
     TRUNCATED_TOKENS,
     Script,
+    call,
     encode,
+    logprobs_of,
     messages,
     metadata,
 )
@@ -133,7 +136,10 @@ def scripted(server: str, script: Script, agent: str = "scenarios", **options: A
         return [script.generate(turn) for turn in turns]
 
     return TrlRollouts(
-        server, agent=agent, tokenizer="toy", parse=parsers.hermes, sample=options.pop("sample", sample), **options
+        server,
+        agent=agent,
+        parse=parsers.hermes,
+        **{"tokenizer": "toy", "sample": sample, **options},
     )
 
 
@@ -171,13 +177,18 @@ def check_loss(found: Row, loss: Row) -> None:
 @pytest.mark.parametrize("name", [each for each in SCENARIOS if each != "cancelled"])
 def test_rows_of_each_scenario(server: str, tmp_path: Path, name: str) -> None:
     script, scenario = Script(), SCENARIOS[name]
+    failed = scenario.end == "failure"
+    rows = [row_of(name), row_of(name, 1), *([row_of("parallel")] if failed else [])]
     with scripted(server, script, scenario.agent) as rollouts:
-        trainer = trainer_of(rollouts, [row_of(name), row_of(name, 1)], tmp_path)
+        trainer = trainer_of(rollouts, rows, tmp_path)
         trainer.train()
     (found,) = trainer.returned
-    check_rows(script, found, 4)
-    failed = scenario.end == "failure"
+    check_rows(script, found, 2 * len(rows))
+    (loss,) = trainer.losses
+    check_loss(found, loss)
+    found = {column: values[:4] for column, values in found.items()}
     assert [reward is None for reward in found["rollout_reward"]] == [failed] * 4
+    assert [bool(error) for error in found["rollout_error"]] == [failed] * 4
     if name == "truncated":
         assert found["env_mask"] == [[1] * TRUNCATED_TOKENS] * 4
         assert found["rollout_truncated"] == [True] * 4
@@ -186,10 +197,8 @@ def test_rows_of_each_scenario(server: str, tmp_path: Path, name: str) -> None:
         ids, mask = max(scenario.responses(), key=lambda row: sum(row[1]))
         assert found["completion_ids"] == [ids] * 4
         assert found["env_mask"] == [[0] * len(ids) if failed else mask] * 4
-    (loss,) = trainer.losses
-    check_loss(found, loss)
     if failed:
-        assert loss["advantages"].tolist() == [0.0] * 4
+        assert loss["advantages"].tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize("agent", ["scenarios", "drifting"])
@@ -247,12 +256,59 @@ def test_metadata_reach_the_agent(server: str, tmp_path: Path) -> None:
     # The prompt says "parallel", the metadata say "failed": the agent plays what the metadata say.
     with scripted(server, Script(), metadata_of=lambda prompt: metadata("failed")) as rollouts:
         trainer = trainer_of(rollouts, other, tmp_path)
-        trainer.train()
-    assert trainer.returned[0]["rollout_end"] == ["failure"] * 4
+        with pytest.raises(RuntimeError, match=r"4 of 4 rollouts did not complete \(environment 4\); rollout .*: \w+"):
+            trainer.train()
     with scripted(server, Script()) as rollouts:
         trainer = trainer_of(rollouts, same, tmp_path)
         with pytest.raises(ValueError, match=r"no row of train_dataset has the prompt .*metadata_of"):
             trainer._generate([messages("fork")] * 2)
+
+
+@pytest.mark.parametrize("train_on", [None, ["policy"]])
+def test_a_rollout_with_too_many_tool_calls(
+    server: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, train_on: list[Any] | None
+) -> None:
+    """The server's default trains its samples. TRL can score it only with None, so it has mask 0 unless the user decides."""
+    script, more = Script(), {} if train_on is None else {"train_on": train_on}
+
+    def sample(turns: Sequence[Turn], trainer: GRPOTrainer) -> list[Generated | Exception]:
+        return [
+            many(turn) if turn.group_id.endswith(":1") and turn.turn == 2 else script.generate(turn) for turn in turns
+        ]
+
+    def many(turn: Turn) -> Generated:
+        ids = [*encode("\n".join([call("add", a=1, b=1)] * 17)), END]
+        return Generated(ids, logprobs_of(ids, len(turn.ids)))
+
+    with scripted(server, script, sample=sample, limits={"calls_per_turn": 2}, **more) as rollouts:
+        rows = [row_of("parallel"), row_of("parallel", 1)]
+        trainer = trainer_of(rollouts, rows, tmp_path, max_completion_length=1000)
+        trainer.train()
+    (found,) = trainer.returned
+    check_rows(script, found, 4)
+    assert found["rollout_end"] == ["stop"] * 2 + ["failure"] * 2
+    assert found["rollout_reward"] == [3.0, 3.0, None, None]
+    assert [any(mask) for mask in found["env_mask"]] == [True] * 2 + [bool(train_on)] * 2
+    (warning,) = [each.getMessage() for each in caplog.records if each.name == "rollout_client.adapters.trl"]
+    assert "2 of 4 rollouts did not complete (policy 2)" in warning
+    assert found["rollout_error"][2] in warning
+
+
+def test_arguments_of_the_chat_template_are_sent(server: str, tmp_path: Path) -> None:
+    """The server renders. Other arguments there and here would be two prompts."""
+    rows = [row_of("parallel")]
+    for tokenizer in ("toy", Tokenizer("toy"), Tokenizer("toy", template_kwargs={"enable_thinking": False})):
+        with scripted(server, Script(), tokenizer=tokenizer) as rollouts:
+            trainer = trainer_of(rollouts, rows, tmp_path, chat_template_kwargs={"enable_thinking": False})
+            trainer.train()
+            with Client(server) as client:
+                spec = client.get(trainer.returned[0]["rollout_uid"][0], view="full").spec
+            assert json.loads(spec.tokenizer.template_kwargs_json) == {"enable_thinking": False}
+    with (
+        scripted(server, Script(), tokenizer=Tokenizer("toy", template_kwargs={"enable_thinking": True})) as rollouts,
+        pytest.raises(ValueError, match="chat_template_kwargs of the trainer and the tokenizer of TrlRollouts differ"),
+    ):
+        trainer_of(rollouts, rows, tmp_path, chat_template_kwargs={"enable_thinking": False}).train()
 
 
 def test_columns_of_other_rows_are_not_sent(server: str, tmp_path: Path) -> None:
@@ -288,6 +344,8 @@ def test_groups_that_are_not_whole_are_refused(server: str, tmp_path: Path) -> N
         trainer = trainer_of(rollouts, [row_of("parallel")], tmp_path)
         with pytest.raises(ValueError, match=r"prompts 0 to 1 of 2 are not 2 times .*per_device_train_batch_size"):
             rollouts([messages("parallel"), messages("fork")], trainer)
+        with pytest.raises(ValueError, match=r"the prompts are texts.*make them messages"):
+            rollouts(["Scenario parallel 0."] * 2, trainer)
         with pytest.raises(ValueError, match="prompts 2 to 3 of 3 are not 2 times"):
             rollouts([messages("parallel")] * 3, trainer)
         picture = [{"role": "user", "content": [{"type": "image", "image": object()}]}]
@@ -296,12 +354,22 @@ def test_groups_that_are_not_whole_are_refused(server: str, tmp_path: Path) -> N
 
 
 def test_wrong_options_are_refused(server: str, tmp_path: Path) -> None:
-    def built_in() -> TrlRollouts:
-        return TrlRollouts(server, agent="scenarios", tokenizer="toy", parse=parsers.hermes)
+    def built_in(**options: Any) -> TrlRollouts:
+        return TrlRollouts(server, agent="scenarios", tokenizer="toy", parse=parsers.hermes, **options)
 
     rows = [row_of("parallel")]
-    with built_in() as rollouts, pytest.raises(ValueError, match="does not support top_k; pass TrlRollouts"):
-        trainer_of(rollouts, rows, tmp_path, top_k=5).train()
+    for changes in ({"top_k": 5}, {"generation_kwargs": {"no_repeat_ngram_size": 3}}):
+        with (
+            built_in() as rollouts,
+            pytest.raises(ValueError, match=f"not support {next(iter(changes))}; pass TrlRoll"),
+        ):
+            trainer_of(rollouts, rows, tmp_path, **changes).train()
+    for sampling in ({"stop": ["x"]}, {"extra": {"seed": 1}}):
+        with (
+            built_in(sampling=sampling) as rollouts,
+            pytest.raises(ValueError, match=rf"not support sampling\['{next(iter(sampling))}'\]; pass TrlRollouts"),
+        ):
+            trainer_of(rollouts, rows, tmp_path).train()
     with built_in() as rollouts:
         trainer = trainer_of(rollouts, rows, tmp_path)
         trainer.tools = [print]
@@ -424,6 +492,18 @@ def test_the_sampler_ends_and_repeats() -> None:
     ] * 3
     lengths = [len(each.ids) for each in drawn(net, [turn_of([5] * 1022), turn_of([5])], "ab")]
     assert lengths == [2, 8]  # at most 1024 positions
+
+
+def test_a_row_that_has_ended_stays_within_learned_positions() -> None:
+    """The first row ends at the last position of the model, and its column runs on beside the others."""
+    torch.manual_seed(0)
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    net = GPT2LMHeadModel(GPT2Config(vocab_size=len(TOKENIZER), bos_token_id=None, eos_token_id=END, **shape))
+    long, short = turn_of([5] * 30), turn_of([7])
+    together = drawn(net, [long, short], "ab", end_ids=())
+    assert [len(each.ids) for each in together] == [2, 8]
+    apart = [drawn(net, [turn], key, end_ids=())[0] for turn, key in ((long, "a"), (short, "b"))]
+    assert [each.ids for each in together] == [each.ids for each in apart]
 
 
 def test_the_sampler_refuses_what_it_cannot_do_for_each_turn() -> None:
@@ -559,13 +639,17 @@ def test_tools_as_an_environment_have_their_schemas() -> None:
     }
     assert get_json_schema(environment.look)["function"]["parameters"] == {"type": "object", "properties": {}}
 
-    @tool
-    def reset() -> str:
-        """Reset."""
-        return ""
+    def named(name: str) -> Any:
+        def act() -> str:
+            """Act."""
+            return ""
 
-    with pytest.raises(TypeError, match="'reset' is reserved"):
-        tool_environment(reset)
+        act.__name__ = name
+        return tool(act)
+
+    for name in ("reset", "get_reward", "state", "metadata", "_hidden"):
+        with pytest.raises(TypeError, match=f"'{name}' is reserved"):
+            tool_environment(named(name))
 
 
 def test_tools_as_an_environment_of_the_trainer(tmp_path: Path) -> None:
@@ -623,7 +707,7 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/adapters.md").read_text(enco
 def test_the_page(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snippets of the section on TRL, as written except for the addresses, the names of the model and the size of the run."""
     section = next(part for part in PAGE.split("\n## ") if part.startswith("TRL"))
-    first, second = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    first, brief, second = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     model().save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
@@ -641,5 +725,8 @@ def test_the_page(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found: dict[str, Any] = {}
     exec(first, found)
     assert found["trainer"].state.global_step == 1
+    exec(brief, found)
+    columns = {"completion_ids": [[5, 6], [5]], "rollout_untrainable": ["", "cancelled"], "rollout_end": ["stop"] * 2}
+    assert found["brief"](**columns) == [-2 / 512, None]
     exec(second, found)
     assert get_json_schema(found["environment"]().price)["function"]["name"] == "price"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -97,6 +98,7 @@ def _generate(model: Any, rows: Sequence[_Row], end_ids: Collection[int], pad_id
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     temperatures = _column([row.turn.sampling.temperature for row in rows], device)
     masses = _column([row.turn.sampling.top_p for row in rows], device)
+    last = (getattr(model.config, "max_position_embeddings", None) or sys.maxsize) - 1
     cache, running = None, list(enumerate(rows))
     while running:
         output = model(
@@ -116,7 +118,7 @@ def _generate(model: Any, rows: Sequence[_Row], end_ids: Collection[int], pad_id
             row.logprobs.append(given[at])
         running = [each for each in running if each[1].ids[-1] not in end_ids and len(each[1].ids) < each[1].budget]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
-        positions = positions[:, -1:] + 1
+        positions = (positions[:, -1:] + 1).clamp(max=last)  # a row that has ended runs on beside longer ones
 
 
 def _column(values: Sequence[float | None], device: Any) -> torch.Tensor:

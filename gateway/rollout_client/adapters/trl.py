@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -18,10 +20,13 @@ from rollout_client._async.client import AsyncClient
 from rollout_client.adapters.dataset_messages import dataset_message
 from rollout_client.adapters.trl_tools import tool_environment
 from rollout_client.export import TrlOutput, to_trl
+from rollout_client.spec import Tokenizer
 from rollout_client.trainer import Decode, Generated, Parse, Prompt, RolloutFields, SyncTrainer, TryAgainLater, Turn
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+
+    from rollout_client.trainer import Finished
 
 __all__ = ["Sample", "TrlRollouts", "tool_environment"]
 
@@ -33,6 +38,7 @@ Sample: TypeAlias = Callable[[Sequence[Turn], "GRPOTrainer"], Sequence[Generated
 _SEPARATOR: Final = ":"
 _AT_ONCE: Final = 512
 """Maximum number of rollouts that run at the same time."""
+_log = logging.getLogger(__name__)
 
 
 class TrlRollouts:
@@ -53,9 +59,10 @@ class TrlRollouts:
         sample: samples a batch of turns. Default: `rollout_client.adapters.sampling`, from the trainer's own model.
         metadata_of: function that returns the metadata of a prompt. Default: the other columns of its row in the dataset.
         generating: maximum number of turns in a batch.
-        **fields: fields of the spec for all rollouts, as for `Trainer.rollouts`. `tokenizer` must be the trainer's. `sampling`
-            is merged over the temperature, `top_p` and `max_completion_length` of the trainer. The last one limits each completion,
-            not the whole row; `limits` has limits of the rollout.
+        **fields: fields of the spec for all rollouts, as for `Trainer.rollouts`. `tokenizer` must be the trainer's, whose
+            `chat_template_kwargs` are sent with it. `sampling` is merged over the temperature, `top_p` and `max_completion_length`
+            of the trainer. The last one limits each completion, not the whole row; `limits` has limits of the rollout. `train_on`
+            is [] by default, because TRL can score a rollout that failed only with None.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class TrlRollouts:
         self._metadata_of = metadata_of
         self._generating = generating
         self._sampling = dict(cast(Mapping[str, Any], fields.pop("sampling", None) or {}))
-        self._fields = fields
+        self._fields: RolloutFields = {"train_on": [], **fields}
         self._run = uuid.uuid4().hex[:12]
         self._calls: tuple[str, int] = ("", 0)
         self._rows: dict[str, _Rows] = {}
@@ -107,13 +114,19 @@ class TrlRollouts:
         """Run one rollout per prompt and return the rows. `GRPOTrainer` calls it in each generation step.
 
         Raises:
-            ValueError: the prompts are not whole groups, their metadata are ambiguous, or the trainer has an option that the rows
-                cannot serve. The text says what to change.
+            ValueError: the prompts are texts or not whole groups, their metadata are ambiguous, or the trainer has an option that
+                the rows cannot serve. The text says what to change.
+            RuntimeError: every rollout of a training step failed. It has the text of the first one.
             RolloutError: the server is unreachable or refuses a rollout.
             RecordMismatch: a sample differs from the tokens that were generated.
         """
         link = self._connected(trainer)
         mode = "train" if trainer.model.training else "eval"
+        if any(isinstance(prompt, str) for prompt in prompts):
+            raise ValueError(
+                "the prompts are texts, which TRL gives to the model as they are, and which the server would put into a chat "
+                'template; make them messages: [{"role": "user", "content": text}]'
+            )
         size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         groups = whole_groups(prompts, size)
         metadata_of = self._metadata_of or self._rows_of(mode, trainer).metadata
@@ -127,6 +140,7 @@ class TrlRollouts:
         error, self._error = self._error, None
         if error is not None:
             raise error
+        _report(rollouts, name, training=mode == "train")
         return to_trl(rollouts, end_id=trainer.eos_token_ids[0])
 
     def _rows_of(self, mode: str, trainer: GRPOTrainer) -> _Rows:
@@ -141,13 +155,16 @@ class TrlRollouts:
             "max_tokens": trainer.max_completion_length,
             "logprobs": True,
         }
-        return cast(RolloutFields, {**self._fields, "sampling": sampling | self._sampling})
+        tokenizer = _tokenizer(self._fields.get("tokenizer"), trainer.chat_template_kwargs)
+        return cast(RolloutFields, {**self._fields, "tokenizer": tokenizer, "sampling": sampling | self._sampling})
 
     def _connected(self, trainer: GRPOTrainer) -> SyncTrainer:
         if self._trainer is not None and self._trainer is not trainer:
             raise RuntimeError("a TrlRollouts serves one GRPOTrainer; create another one for this trainer")
         if self._link is None:
-            _check_options(trainer, samples=self._sample is None)
+            _check_options(trainer)
+            if self._sample is None:
+                _check_built_in(trainer, self._sampling)
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             decode = self._decode or (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
             link = SyncTrainer(
@@ -278,17 +295,51 @@ def _versioned(result: Generated | Exception, step: int) -> Generated | Exceptio
     return result
 
 
-def _check_options(trainer: GRPOTrainer, *, samples: bool) -> None:
-    """Raise ValueError for an option that the rows, or with `samples` the built-in sampler, cannot serve."""
+def _tokenizer(given: Any, template_kwargs: Mapping[str, Any]) -> Any:
+    """Return the tokenizer of the spec with the trainer's arguments of the chat template."""
+    if not template_kwargs:
+        return given
+    if isinstance(given, str):
+        return Tokenizer(given, template_kwargs=template_kwargs)
+    if isinstance(given, Tokenizer) and given.template_kwargs in (None, template_kwargs):
+        return replace(given, template_kwargs=template_kwargs)
+    raise ValueError(
+        "chat_template_kwargs of the trainer and the tokenizer of TrlRollouts differ; the server renders, so give these "
+        "arguments once: TrlRollouts(tokenizer=Tokenizer(name, template_kwargs=...)), and no chat_template_kwargs"
+    )
+
+
+def _report(rollouts: Sequence[Finished], name: str, *, training: bool) -> None:
+    """Log how many rollouts did not complete. Raises RuntimeError if all rollouts of a training step failed."""
+    lost = [each for each in rollouts if each.end != "stop"]
+    if not lost:
+        return
+    counts = ", ".join(f"{kind} {count}" for kind, count in Counter(each.failure_class for each in lost).most_common())
+    first = next((each for each in lost if each.end == "failure"), lost[0])
+    text = f"{len(lost)} of {len(rollouts)} rollouts did not complete ({counts}); rollout {first.uid!r}: {first.error or first.end}"
+    if training and all(each.end == "failure" for each in rollouts):
+        raise RuntimeError(text)
+    _log.warning("step %s: %s", name, text)
+
+
+def _check_options(trainer: GRPOTrainer) -> None:
+    """Raise ValueError for an option that the rows cannot serve."""
     if trainer.tools:
         raise ValueError(
             "GRPOTrainer(tools=...) ignores the mask of a rollout_func; give the tools to the server's agent"
         )
+
+
+def _check_built_in(trainer: GRPOTrainer, sampling: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that the built-in sampler cannot serve."""
     unset = {"top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0), "use_vllm": (False,)}
     names = [name for name, values in unset.items() if getattr(trainer, name) not in values]
+    if trainer.args.generation_kwargs:
+        names.append("generation_kwargs")
+    names += [f"sampling[{name!r}]" for name in ("stop", "extra") if sampling.get(name)]
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         names.append("FSDP or DeepSpeed")
-    if samples and names:
+    if names:
         raise ValueError(f"the built-in sampler does not support {names[0]}; pass TrlRollouts(sample=...)")
 
 

@@ -21,7 +21,7 @@ _TYPES: Final[Mapping[str, Any]] = {
     "object": dict,
     "null": None,
 }
-_RESERVED: Final = ("reset", "get_reward")
+_RESERVED: Final = ("reset", "get_reward", "state", "metadata")
 
 
 class ServerTool(Protocol):
@@ -60,12 +60,13 @@ def tool_environment(*tools: ServerTool) -> type[ToolEnvironment]:
     the model from them. Arguments are validated as on the server. A parameter annotated `ToolContext` gets `uid`, `rollout_id`,
     `metadata`, `state`, `cancelled` and `logger`. Everything else of the server is missing: limits, retries and truncation.
 
-    Raises TypeError for a name that TRL gives another meaning: "reset", "get_reward", and names that begin with "_".
+    Raises TypeError for a name with another meaning: "reset" and "get_reward" of TRL, "state" and "metadata" of this class, and
+    names that begin with "_".
     """
     methods: dict[str, Any] = {}
     for each in tools:
         if each.name in _RESERVED or each.name.startswith("_") or each.name in methods:
-            raise TypeError(f"the tool's name {each.name!r} is reserved by TRL's environments, or there are two of it")
+            raise TypeError(f"the tool's name {each.name!r} is reserved for environments, or there are two of it")
         methods[each.name] = _method(each)
     return type("ToolEnvironment", (ToolEnvironment,), methods)
 

@@ -24,6 +24,7 @@ class TrlOutput(TypedDict):
             `tool_mask`, but only if the GRPOTrainer has no tools. All 0 for a sample that is not trainable.
         rollout_untrainable: why a row does not train, such as "failure_engine"; empty if it does. "mismatch": the trainer refused
             the rollout's samples.
+        rollout_error: text of a rollout's failure; empty for others and for bare samples.
         rollout_uid, rollout_end, rollout_truncated, rollout_reward, rollout_role, rollout_turn_scores: `uid`, `end`, `truncated`,
             `reward`, `role` and `turn_scores` of each sample. TRL passes these keys to reward functions as keyword arguments.
     """
@@ -33,6 +34,7 @@ class TrlOutput(TypedDict):
     logprobs: list[list[float]] | None
     env_mask: list[list[int]]
     rollout_untrainable: list[str]
+    rollout_error: list[str]
     rollout_uid: list[str]
     rollout_end: list[str]
     rollout_truncated: list[bool]
@@ -52,6 +54,9 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
     A sample that is not trainable keeps its row, because TRL assigns rows to groups by position, but its mask is 0 throughout. Its
     reward is None unless the agent gave one: a reward function should return None for it, not 0.
 
+    A sample of a rollout that failed in a class of `train_on` is trainable, but its reward is None: TRL leaves it out of its group's
+    mean, and its advantage is 0. So request rollouts for TRL with `train_on=[]`.
+
     `logprobs` is None for all rows if one trainable sample has none, because TRL has no value for a row without logprobs.
 
     Args:
@@ -63,7 +68,8 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
         ValueError: two samples belong to one rollout. TRL assigns rows to groups by position, so an additional row would move
             all later rows into the groups of other prompts.
     """
-    rows = [each if isinstance(each, TrainingSample) else _sample_of(each, end_id) for each in samples]
+    given = list(samples)
+    rows = [each if isinstance(each, TrainingSample) else _sample_of(each, end_id) for each in given]
     counted = Counter(row.uid for row in rows if row.uid)
     uid, count = next(iter(counted.most_common(1)), ("", 0))
     if count > 1:
@@ -77,6 +83,7 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
         logprobs=None if lacking else [trained_logprobs(row) or [0.0] * len(row.response_ids) for row in rows],
         env_mask=[trained_mask(row) for row in rows],
         rollout_untrainable=[row.untrainable_reason for row in rows],
+        rollout_error=["" if isinstance(each, TrainingSample) else each.error for each in given],
         rollout_uid=[row.uid for row in rows],
         rollout_end=[row.end for row in rows],
         rollout_truncated=[row.truncated for row in rows],
