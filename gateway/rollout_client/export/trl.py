@@ -54,8 +54,8 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
     A sample that is not trainable keeps its row, because TRL assigns rows to groups by position, but its mask is 0 throughout. Its
     reward is None unless the agent gave one: a reward function should return None for it, not 0.
 
-    A sample of a rollout that failed in a class of `train_on` is trainable, but its reward is None: TRL leaves it out of its group's
-    mean, and its advantage is 0. So request rollouts for TRL with `train_on=[]`.
+    A sample of a rollout that failed in a class of `train_on` is trainable, but its reward is None: TRL leaves it out of the
+    group's mean, and its advantage is 0. So request rollouts for TRL with `train_on=[]`.
 
     `logprobs` is None for all rows if one trainable sample has none, because TRL has no value for a row without logprobs.
 
