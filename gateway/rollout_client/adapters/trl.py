@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Sample", "TrlRollouts", "tool_environment"]
 
-Conversation: TypeAlias = str | Sequence[Mapping[str, Any]]
-"""A prompt as TRL's dataset has it: a text, or messages."""
+Conversation: TypeAlias = Sequence[Mapping[str, Any]]
+"""A prompt as TRL's dataset has it: messages."""
 Sample: TypeAlias = Callable[[Sequence[Turn], "GRPOTrainer"], Sequence[Generated | Exception]]
-"""Function `sample(turns, trainer)`: one result per turn, in order, such as the outputs of the trainer's vLLM."""
+"""Function `sample(turns, trainer)`: one result per turn, in order, such as those of an inference engine."""
 
 _SEPARATOR: Final = ":"
 _AT_ONCE: Final = 512
@@ -132,7 +132,11 @@ class TrlRollouts:
         metadata_of = self._metadata_of or self._rows_of(mode, trainer).metadata
         name = _SEPARATOR.join((self._run, self._step(mode, trainer)))
         given = [
-            Prompt(_messages(prompt), group_id=f"{name}{_SEPARATOR}{number}", metadata=metadata_of(prompt))
+            Prompt(
+                [dataset_message(each) for each in prompt],
+                group_id=f"{name}{_SEPARATOR}{number}",
+                metadata=metadata_of(prompt),
+            )
             for number, prompt in enumerate(groups)
         ]
         found = link.rollouts(given, n=size, at_once=max(size, _AT_ONCE), in_order=True, **self._fields_of(trainer))
@@ -275,13 +279,6 @@ def _digest(prompt: Conversation) -> bytes:
             "a prompt has a value that is no JSON, such as an image; this server renders texts only"
         ) from None
     return hashlib.sha256(text.encode()).digest()
-
-
-def _messages(prompt: Conversation) -> Sequence[Mapping[str, Any]]:
-    """Return the messages of a prompt, without the None values that `datasets` adds for fields of other rows."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return [dataset_message(each) for each in prompt]
 
 
 def _sort_key(turn: Turn) -> tuple[object, ...]:
