@@ -219,6 +219,7 @@ async def staged() -> AsyncIterator[Stage]:
         stage.script.says("StartRollout", pb.StartRolloutResponse(rollout=pb.Rollout(uid="u1")))
         stage.script.says("CancelRollouts", pb.CancelRolloutsResponse())
         stage.script.says("AcknowledgeOutcome", pb.AcknowledgeOutcomeResponse())
+        stage.script.says("SetPolicy", pb.SetPolicyResponse())
         yield stage
 
 
