@@ -76,12 +76,14 @@ class CallbackTransport:
         self._look = look
         self._own = own
         self._announcing = asyncio.Lock()
+        self._has_announced = False
 
     async def open(self) -> None:
         await self._listener.open()
-        await self.announce()  # ends a pause that an earlier process left at this address
 
     async def start(self, fields: Mapping[str, Any], name: str, n: int) -> Mapping[str, str]:
+        if not self._has_announced:
+            await self.announce()  # ends a pause that an earlier process left at this address
         rollout_ids = group_rollout_ids(name, n)
         tasks = [asyncio.create_task(self._start(fields, rollout_id)) for rollout_id in rollout_ids]
         try:
@@ -112,6 +114,7 @@ class CallbackTransport:
             await self._client.set_policy(
                 version=policy.version, step=policy.step, paused=paused, completions_url=self._listener.url
             )
+            self._has_announced = True
 
     async def cancel(self, rollout_id: str) -> None:
         try:
