@@ -37,7 +37,7 @@ from tests.support.processes import serve
 
 __all__ = ["here"]
 
-MANY = 200
+MANY = 80
 COUNTED = Path(__file__).with_name("counted_example.py")
 OnEvent = Callable[[str, RolloutEvent], None]
 
@@ -187,7 +187,7 @@ def trainer_mask(sample: TrainingSample, mask: Sequence[int]) -> list[int]:
     return expected
 
 
-async def test_200_at_once(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_at_once(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rollout ends as a rollout of its row alone does, and its samples are the trainer's."""
     async with staged(example, monkeypatch) as stage:
         expected = await stage.play_alone()
@@ -200,7 +200,7 @@ async def test_200_at_once(example: Example, monkeypatch: pytest.MonkeyPatch) ->
     assert len(stage.hooks.calls) == MANY + 2 * len(example.rows)
 
 
-async def test_50_of_100_are_cancelled(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_are_cancelled(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a random event, or while one of the agent's methods runs. The others end as if they were alone."""
     draw = random.Random(f"{example.agent.name}")
     async with staged(example, monkeypatch) as stage, asyncio.TaskGroup() as cancelling:
@@ -269,7 +269,7 @@ async def further_models(stub: ModelStub) -> AsyncIterator[dict[str, str]]:
 
 
 async def test_a_server_is_stopped_midway(example: Example, here: Path) -> None:
-    """SIGTERM interrupts 200 rollouts that have been set up, while some run tools. Each is cleaned up."""
+    """SIGTERM interrupts all rollouts, which have been set up, while some run tools. Each is cleaned up."""
     stub, calls = example.flags.model_stub(), here / "calls"
     assert stub is not None
     model = GatedModel(stub.model, random.Random(example.agent.name).randrange(MANY // 4, MANY))
