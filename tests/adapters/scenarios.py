@@ -23,7 +23,7 @@ TOY: Final = ROOT / "server/rollout_server/testing/tokenizer"
 """The toy tokenizer, as a directory that transformers can load."""
 TOKENIZER: Final[Tokenizer] = Tokenizer.from_file(str(TOY / "tokenizer.json"))
 END: Final = int(TOKENIZER.token_to_id("<|im_end|>"))
-ROLLOUTS: Final = int(os.environ.get("ADAPTER_ROLLOUTS", "200"))
+ROLLOUTS: Final = int(os.environ.get("ADAPTER_ROLLOUTS", "80"))
 """Number of random rollouts per adapter: a multiple of 40."""
 _ASSISTANT: Final = "<|im_start|>assistant\n"
 _NAMED: Final = re.compile(r"Scenario (\w+) (\d+)\.")
