@@ -152,11 +152,11 @@ class RolloutSession(ResourceSession):  # type: ignore[misc]  # without OpenEnv,
         return [dict(each) for each in self._prompt.messages if isinstance(each, Mapping)]
 
     def list_tools(self) -> list[Tool]:
-        """Return no tools."""
+        """Return an empty list, because the agent calls its tools on the server."""
         return []
 
     def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Raise RuntimeError."""
+        """Refuse the call. Raises RuntimeError, which says where the tool runs."""
         raise RuntimeError(
             f"tool {name!r} runs on the rollout server; leave out harness_adapter, the agent owns its loop"
         )
