@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import ssl
 import time
 from collections.abc import Iterator, Sequence
@@ -268,12 +267,9 @@ def make_registry(
 
     `shared`: several callers with their own API keys share the server, so one caller cannot take all of its queue and memory.
     """
-    # Every uid begins with the server's id, so a gateway for several servers can route by it (D26).
-    server_id = secrets.token_hex(5)
     return RolloutRegistry(
         agents,
         trainers.open,
-        lambda: f"{server_id}-{secrets.token_hex(10)}",
         capacity=Capacity(
             running=settings.max_running,
             queued=settings.max_queued,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server.core.error import Gone
 from rollout_server.core.outcome import Stop
-from rollout_server.core.record import Ended, Note
+from rollout_server.core.record import Ended, Note, Record
 from rollout_server.runtime.log import Entry, Log
 
 from tests.support.jumping_loop import JumpingLoop
@@ -19,6 +20,11 @@ END = Ended(Stop("stop"))
 
 def note(number: int) -> Note:
     return Note(0, "n", str(number))
+
+
+def publish(log: Log, records: Iterable[Record], time: float = 0.0) -> None:
+    log.append(records, time)
+    log.publish(len(log.entries))
 
 
 async def read(log: Log, after: int, most: int | None = None, pause: float = 0) -> list[Entry]:
@@ -36,8 +42,8 @@ async def read(log: Log, after: int, most: int | None = None, pause: float = 0) 
 
 def written(count: int) -> Log:
     log = Log()
-    log.append([note(number) for number in range(1, count)], 1.0)
-    log.append([END], 2.0)
+    publish(log, [note(number) for number in range(1, count)], time=1.0)
+    publish(log, [END], time=2.0)
     return log
 
 
@@ -58,11 +64,11 @@ async def test_beyond_the_end_there_is_nothing(after: int) -> None:
 
 async def test_a_reader_at_the_newest_entry_waits_for_the_next() -> None:
     log = Log()
-    log.append([note(1)], 0)
+    publish(log, [note(1)])
     reader = asyncio.create_task(read(log, 1, most=1))
     await asyncio.sleep(1)
     assert not reader.done()
-    log.append([note(2), note(3)], 0)
+    publish(log, [note(2), note(3)])
     assert [entry.sequence for entry in await reader] == [2]
 
 
@@ -71,9 +77,9 @@ async def test_nothing_is_an_entry_yet_and_readers_wait() -> None:
     assert (log.last_sequence, [*log.entries]) == (0, [])
     reader = asyncio.create_task(read(log, 0))
     await asyncio.sleep(1)
-    log.append([], 0)
+    publish(log, [])
     await asyncio.sleep(1)
-    log.append([END], 0)
+    publish(log, [END])
     assert [entry.record for entry in await reader] == [END]
 
 
@@ -83,10 +89,10 @@ async def test_whoever_wants_the_end_only_gets_it_once_it_is_there() -> None:
     waiting[0].cancel()
     for number in range(1, 4):
         await asyncio.sleep(1)
-        log.append([note(number)], 0)
+        publish(log, [note(number)])
     await asyncio.sleep(1)
     assert [task.done() for task in waiting] == [True, False, False]
-    log.append([END], 0)
+    publish(log, [END])
     assert [(await task).sequence for task in waiting[1:]] == [4, 4]
     assert (await log.final_entry()).record == END
 
@@ -96,7 +102,7 @@ async def test_a_reader_that_leaves_while_it_waits_disturbs_nobody() -> None:
     leaving, staying = asyncio.create_task(read(log, 0)), asyncio.create_task(read(log, 0))
     await asyncio.sleep(1)
     leaving.cancel()
-    log.append([note(1), END], 0)
+    publish(log, [note(1), END])
     assert [entry.sequence for entry in await staying] == [1, 2]
 
 
@@ -114,8 +120,8 @@ def test_readers_that_come_and_go_miss_nothing_and_repeat_nothing(
     async def write(log: Log) -> None:
         for pause, count in written:
             await asyncio.sleep(pause)
-            log.append([note(log.last_sequence + 1 + offset) for offset in range(count)], 0)
-        log.append([END], 0)
+            publish(log, [note(log.last_sequence + 1 + offset) for offset in range(count)])
+        publish(log, [END])
 
     async def visit(log: Log, times: list[tuple[float, int, float]]) -> list[Entry]:
         seen: list[Entry] = []
@@ -136,3 +142,22 @@ def test_readers_that_come_and_go_miss_nothing_and_repeat_nothing(
 
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         runner.run(play())
+
+
+async def test_readers_see_only_published_entries() -> None:
+    log = Log()
+    log.append([note(1), note(2), END], 0)
+    reader = asyncio.create_task(read(log, 0))
+    final = asyncio.create_task(log.final_entry())
+    for published in (0, 1, 2):
+        log.publish(published)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert log.last_sequence == published
+        assert [reader.done(), final.done(), log.is_over] == [False, False, False]
+        with pytest.raises(Gone):
+            log.check(published + 1)
+    log.publish(3)
+    assert [entry.sequence for entry in await reader] == [1, 2, 3]
+    assert (await final).record == END
+    assert log.is_over

@@ -132,11 +132,17 @@ class Busy(RolloutError):
         self.retry_after = retry_after
 
 
-class Draining(RolloutError):
-    """The server is draining and accepts no new rollouts. `retry_after` is in seconds."""
+class Unavailable(RolloutError):
+    """The server accepts no new rollouts at the moment. `retry_after` is in seconds."""
+
+    reason = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after: float, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.retry_after = retry_after
+
+
+class Draining(Unavailable):
+    """The server is draining and accepts no new rollouts."""
 
     reason = "DRAINING"
-
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after

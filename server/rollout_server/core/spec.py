@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
@@ -36,6 +36,14 @@ class DriftPolicy(Enum):
 
     WARN = "warn"
     FAIL = "fail"
+
+
+class InterruptPolicy(IntEnum):
+    """What happens to a rollout that a stop of the server interrupts. The numbers are those of the proto enum."""
+
+    UNSET = 0
+    RESUME = 1
+    FAIL = 2
 
 
 class StaleAction(Enum):
@@ -130,7 +138,8 @@ class Spec:
         limits: limits of the request; after `settle`, those in force.
         tokenizer: the trainer's tokenizer; None if the ledger is built from the trainer's ids alone.
         on_drift: policy on drift; None uses the server's setting.
-        on_interrupt, token_mode: numbers of the proto enums as they came; 0 is unset.
+        on_interrupt: what happens when the server stops. UNSET: as the server's settings say.
+        token_mode: number of the proto enum as it came; 0 is unset.
         cancel_after_detach: seconds without an attached client after which the rollout is cancelled; None is never.
         priority: of the waiting rollouts of one caller, higher ones start first.
         metadata_json: data for the agent, as one JSON object, or empty.
@@ -154,7 +163,7 @@ class Spec:
     limits: Limits = Limits()
     tokenizer: TokenizerName | None = None
     on_drift: DriftPolicy | None = None
-    on_interrupt: int = 0
+    on_interrupt: InterruptPolicy = InterruptPolicy.UNSET
     token_mode: int = 0
     cancel_after_detach: float | None = None
     priority: int = 0

@@ -28,36 +28,49 @@ class Entry:
 class Log:
     """Append-only list of entries. Readers pull from it and have no buffers, so a slow reader costs no memory.
 
-    Lives on one event loop. `append` never awaits, so a reader that found no new entry and then waits cannot miss a wake-up.
+    An entry is appended first and published once it is stored: after a crash, a number that a reader has seen always stands for
+    the same record. Readers see only published entries.
+
+    Lives on one event loop. `publish` never awaits, so a reader that found no new entry and then waits cannot miss a wake-up.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[Entry] = []
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._entries: list[Entry] = [*entries]
+        self._published = len(self._entries)
         self._grown: asyncio.Event | None = None
         self._ended: asyncio.Event | None = None
 
     @property
     def last_sequence(self) -> int:
-        """Sequence number of the newest entry, 0 for an empty log."""
-        return len(self._entries)
+        """Sequence number of the newest published entry, 0 if there is none."""
+        return self._published
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rollout's last entry is published."""
+        return self._published > 0 and isinstance(self._entries[self._published - 1].record, Ended)
 
     @property
     def entries(self) -> Sequence[Entry]:
-        """All entries so far, oldest first."""
+        """All entries so far, oldest first; the first `last_sequence` of them are published."""
         return self._entries
 
     def append(self, records: Iterable[Record], time: float, turn: int = 0, segment_id: str = "") -> Sequence[Entry]:
-        """Append records, wake the readers, and return the new entries."""
+        """Append records and return the new entries, which are not published yet."""
         last = len(self._entries)
         for record in records:
             self._entries.append(Entry(len(self._entries) + 1, time, record, turn, segment_id))
+        return self._entries[last:]
+
+    def publish(self, last_sequence: int) -> None:
+        """Publish the entries up to a sequence number, and wake the readers."""
+        self._published = last_sequence
         # Each wake-up uses up its event: readers that wait again create another one, so an old reader never sees a stale event.
         if self._grown is not None:
             self._grown.set()
             self._grown = None
-        if self._ended is not None and self._is_over():
+        if self._ended is not None and self.is_over:
             self._ended.set()
-        return self._entries[last:]
 
     def check(self, after: int) -> None:
         """Raise `Gone` if the log has not reached this sequence number."""
@@ -66,7 +79,7 @@ class Log:
 
     async def final_entry(self) -> Entry:
         """Wait for the rollout's last entry. Uses its own event, so intermediate entries do not wake the caller."""
-        if not self._is_over():
+        if not self.is_over:
             self._ended = self._ended or asyncio.Event()
             await self._ended.wait()
         return self._entries[-1]
@@ -79,16 +92,13 @@ class Log:
         self.check(after)
         position = after
         while True:
-            while position < len(self._entries):
+            while position < self._published:
                 entry = self._entries[position]
                 position += 1
                 yield entry
                 if isinstance(entry.record, Ended):
                     return
-            if self._is_over():
+            if self.is_over:
                 return
             self._grown = self._grown or asyncio.Event()
             await self._grown.wait()
-
-    def _is_over(self) -> bool:
-        return bool(self._entries) and isinstance(self._entries[-1].record, Ended)

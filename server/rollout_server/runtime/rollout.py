@@ -9,12 +9,21 @@ from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
-from rollout_server.core.machine import Machine
+from rollout_server.core.machine import Machine, replay
 from rollout_server.core.outcome import Cancellation, End, Failure, Outcome, RewardResult, RewardRule, Stop
 from rollout_server.core.record import Accepted, Answered, Ended, Input, Record
 from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.capture.endpoint import CaptureSlot
+from rollout_server.runtime.journal import (
+    AcceptedStart,
+    CredentialsChanged,
+    EntriesAppended,
+    Journal,
+    OutcomeReceived,
+    RolloutAccepted,
+    StoredRollout,
+)
 from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.policy import AnnouncedPolicy, SamplingGate
@@ -25,8 +34,15 @@ from rollout_server.runtime.start_request import AdmittedStart
 class RolloutOwner(Protocol):
     """The object that keeps rollouts, in practice the registry."""
 
+    @property
+    def journal(self) -> Journal:
+        """The journal that stores the rollouts."""
+
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """Called for new entries right after they were added to a rollout's log."""
+
+    def on_published(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """Called for entries right after they were published."""
 
     def on_released(self, rollout: Rollout) -> None:
         """Called when the rollout's hold is released."""
@@ -127,10 +143,20 @@ class Rollout:
     """One rollout. Lives on one event loop.
 
     Only its own methods change it. Everything that happens during the run goes through `record`, which then notifies the owner.
+    What is recorded takes effect in the rollout at once; the outside sees it once the journal has stored it.
+
+    Args:
+        stored: what the journal has of it, after a restart of the server. None: it was accepted now.
     """
 
     def __init__(
-        self, uid: str, admitted: AdmittedStart, tools: Sequence[Tool], clock: Clock, owner: RolloutOwner
+        self,
+        uid: str,
+        admitted: AdmittedStart,
+        tools: Sequence[Tool],
+        clock: Clock,
+        owner: RolloutOwner,
+        stored: StoredRollout | None = None,
     ) -> None:
         request, agent = admitted.request, admitted.agent
         self.uid = uid
@@ -145,8 +171,8 @@ class Rollout:
         self.gate = SamplingGate()
         self.capture = CaptureSlot(self.ending.requested, self.ending.reached)
         self.group: GroupMembership | None = None
-        self.log = Log()
-        self.created = clock.wall()
+        self.log = Log(stored.entries if stored is not None else ())
+        self.created = stored.start.created if stored is not None else clock.wall()
         self._credentials = request.credentials
         self._delivery: Delivery | None = None
         self._running = False
@@ -158,7 +184,12 @@ class Rollout:
         self._queued_at = clock.monotonic()
         self._attached = 0
         self._detach_timer: asyncio.TimerHandle | None = None
-        self.record(Accepted(len(request.spec.messages), agent.name, agent.version))
+        if stored is not None:
+            self._restore(stored)
+        else:
+            start = AcceptedStart(uid, request, admitted.fingerprint, agent.version, self.created)
+            owner.journal.write(RolloutAccepted(start))
+            self.record(Accepted(len(request.spec.messages), agent.name, agent.version))
         self._start_detach_timer()
 
     @property
@@ -172,8 +203,8 @@ class Rollout:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The outcome; None until the rollout has ended."""
-        return self.machine.outcome
+        """The outcome; None until the end of the rollout is published."""
+        return self.machine.outcome if self.log.is_over else None
 
     @property
     def reward_rule(self) -> RewardRule:
@@ -258,9 +289,25 @@ class Rollout:
         turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment
         entries = self.log.append(logged, now, turn, segment.id if segment is not None else "")
         self._owner.on_recorded(self, entries)
-        if isinstance(record, Ended) and self.group is not None:
-            self.group.on_ended(self)
+        self._owner.journal.write(EntriesAppended(self.uid, entries), lambda: self._publish(entries))
         return logged
+
+    async def stored(self) -> None:
+        """Wait until the journal has stored everything recorded so far."""
+        await self._owner.journal.flush()
+
+    def _publish(self, entries: Sequence[Entry]) -> None:
+        self.log.publish(entries[-1].sequence)
+        self._owner.on_published(self, entries)
+        if self.log.is_over and self.group is not None:
+            self.group.on_ended(self)
+
+    def _restore(self, stored: StoredRollout) -> None:
+        """Take over the state that the journal has."""
+        self._received = stored.received
+        replay(self.machine, [entry.record for entry in stored.entries])
+        if self.log.is_over:
+            self._finished = stored.entries[-1].time
 
     def join(self, group: GroupMembership, *, provisional: bool) -> None:
         """Join the group that it was started with. `provisional`: its end waits for the group's reward."""
@@ -293,11 +340,11 @@ class Rollout:
     def update_credentials(self, by: Credentials) -> None:
         """Take over the tokens of `by`, unless no endpoint will be called any more."""
         if self.outcome is None or self.owes:
-            self._credentials = self._credentials.updated(by)
+            self._set_credentials(self._credentials.updated(by))
 
     def drop_credentials(self) -> None:
         """Delete the credentials."""
-        self._credentials = Credentials()
+        self._set_credentials(Credentials())
 
     def update_delivery(self, delivery: Delivery) -> None:
         """Set the state of the outcome's delivery."""
@@ -305,11 +352,13 @@ class Rollout:
 
     def mark_received(self) -> None:
         """Mark its outcome as acknowledged."""
-        self._received = True
+        if not self._received:
+            self._received = True
+            self._owner.journal.write(OutcomeReceived(self.uid))
 
     def hold(self, by: object) -> None:
         """Keep it from being dropped until `release` by the same object. Has no effect on a rollout that has ended."""
-        if self.outcome is None:
+        if self.machine.outcome is None:
             self._holders.add(by)
 
     def release(self, by: object) -> None:
@@ -329,6 +378,11 @@ class Rollout:
         finally:
             self._attached -= 1
             self._start_detach_timer()
+
+    def _set_credentials(self, credentials: Credentials) -> None:
+        if credentials != self._credentials:
+            self._credentials = credentials
+            self._owner.journal.write(CredentialsChanged(self.uid, credentials))
 
     def _cancel_if_stale(self) -> bool:
         """Request the end of the rollout if a token that trains is too old and its spec demands it. Return whether it did."""
@@ -350,7 +404,7 @@ class Rollout:
 
     def _start_detach_timer(self) -> None:
         grace = self.spec.cancel_after_detach
-        if grace is None or self._attached or self.outcome is not None:
+        if grace is None or self._attached or self.machine.outcome is not None:
             return
         self._detach_timer = asyncio.get_running_loop().call_later(grace, self.ending.request, Cancellation("detached"))
 

@@ -151,6 +151,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             return self._groups.admit(start, plan, self._facts.violations(start)), plan
 
         group, attached = self._groups.start(*await offload_request(admitted, request.ByteSize()))
+        await self._registry.accept(group.members)
         return group_pb2.StartGroupResponse(group=group_to_proto(group), attached=attached)
 
     async def WatchGroup(
@@ -229,7 +230,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""
         who = caller()
-        return self._registry.start(await self._admit(lambda: wire.start_request(request, who), request.ByteSize()))
+        admitted = await self._admit(lambda: wire.start_request(request, who), request.ByteSize())
+        rollout, attached = self._registry.start(admitted)
+        await self._registry.accept([rollout])
+        return rollout, attached
 
     async def _admit(self, convert: Callable[[], StartRequest], size: int) -> AdmittedStart:
         """Convert a request of `size` bytes and validate it."""

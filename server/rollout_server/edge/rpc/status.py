@@ -13,7 +13,6 @@ from rollout_server.core.error import (
     Busy,
     CallRefused,
     Conflict,
-    Draining,
     Forbidden,
     Gone,
     InvalidRequest,
@@ -22,6 +21,7 @@ from rollout_server.core.error import (
     RolloutError,
     Superseded,
     Unauthenticated,
+    Unavailable,
     Violation,
 )
 from rollout_server.edge.wire.spec import duration
@@ -37,7 +37,7 @@ _CODES: dict[type[RolloutError], StatusCode] = {
     Superseded: StatusCode.ABORTED,
     Gone: StatusCode.OUT_OF_RANGE,
     Busy: StatusCode.RESOURCE_EXHAUSTED,
-    Draining: StatusCode.UNAVAILABLE,
+    Unavailable: StatusCode.UNAVAILABLE,
 }
 # gRPC sends statuses in HTTP/2 trailers, which are limited to 8 KB. They contain the message twice: percent-encoded, and in the
 # base64 of the details. Lengths in bytes.
@@ -65,7 +65,7 @@ def status_of(error: RolloutError, request_id: str) -> Status:
         details.append(_pack(_bad_request(error.violations)))
     if isinstance(error, CallRefused) and error.field:
         details.append(_pack(_bad_request([Violation(error.field, error.message)])))
-    if isinstance(error, Busy | Draining):
+    if isinstance(error, Busy | Unavailable):
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=duration(error.retry_after))))
     number: int = code_of(error).value[0]
     return Status(code=number, message=_short(error.message, _LONGEST_MESSAGE), details=details)

@@ -165,8 +165,16 @@ class Dispatcher:
         # No `await` since `start_all` created the rollouts' tasks: before its first turn each rollout is in its group and on the
         # stream.
         self._form_group(admitted, taken)
-        for rollout, attached in taken:
-            stream.reply(StartedItem(self.streams.add(rollout, stream), attached))
+        started = [StartedItem(self.streams.add(rollout, stream), attached) for rollout, attached in taken]
+        try:
+            await self.registry.accept([rollout for rollout, _ in taken])
+        except RolloutError as error:
+            for item in started:
+                self.streams.remove(item.stream_rollout, error.message)
+            stream.reply(RefusedItem(sequence, error))
+            return
+        for item in started:
+            stream.reply(item)
 
     def _form_group(self, admitted: Sequence[AdmittedStart], taken: Sequence[tuple[Rollout, bool]]) -> None:
         """Let rollouts that were started together wait for the agent's `reward_group`, if it has one.

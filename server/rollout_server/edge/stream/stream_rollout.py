@@ -87,7 +87,7 @@ class StreamRollout:
         self.stream, self.announced, self.delivered = stream, False, False
         self.sent_events = self.confirmed_events = 0
         for completion in self.completions.values():
-            if completion.put_back() and self.rollout.outcome is None:
+            if completion.put_back() and self.rollout.machine.outcome is None:
                 turn = completion.call.turn
                 text = f"turn {turn}: requested again on another stream, so the turn may have been generated twice"
                 completion.call.warnings.append((RESAMPLED, text))

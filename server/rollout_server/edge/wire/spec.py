@@ -10,13 +10,23 @@ from osmosis.rollout.v1 import spec_pb2
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import FailureClass
-from rollout_server.core.spec import Dialect, Sampling, Spec, StaleAction, Staleness, Target, TokenizerName
+from rollout_server.core.spec import (
+    Dialect,
+    InterruptPolicy,
+    Sampling,
+    Spec,
+    StaleAction,
+    Staleness,
+    Target,
+    TokenizerName,
+)
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto
 
 _DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
 _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
 _STALE_ACTIONS = {value: action for action, value in enums.STALE_ACTIONS.items()}
+_INTERRUPT_POLICIES = {policy.value: policy for policy in InterruptPolicy}
 _FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
 
@@ -71,7 +81,7 @@ def spec_from_proto(
         limits=_limits_from_proto(proto.limits),
         tokenizer=_tokenizer_from_proto(proto.tokenizer) if proto.HasField("tokenizer") else None,
         on_drift=_DRIFT_POLICIES.get(proto.on_drift),
-        on_interrupt=proto.on_interrupt,
+        on_interrupt=_INTERRUPT_POLICIES.get(proto.on_interrupt, InterruptPolicy.UNSET),
         token_mode=proto.token_mode,
         cancel_after_detach=seconds(proto.cancel_after_detach) if proto.HasField("cancel_after_detach") else None,
         priority=proto.priority,

@@ -10,6 +10,7 @@ from typing import Protocol
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.spec import Spec, Target
 from rollout_server.runtime.capture.endpoint import ModelAccess, no_later_system, no_model_access
+from rollout_server.runtime.journal import Journal, MemoryJournal
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
@@ -30,7 +31,7 @@ class Observer(Protocol):
     """Observes rollouts. Its methods run on the event loop and must neither block nor raise."""
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
-        """Called after these entries were added to the rollout's log."""
+        """Called after these entries of the rollout's log were published."""
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
         """Called after one attempt to deliver the rollout's outcome."""
@@ -99,3 +100,4 @@ class RegistryDependencies:
     models: FurtherModels = field(default_factory=NoFurtherModels)
     model_access: Callable[[str], ModelAccess] = no_model_access
     later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
+    journal: Journal = field(default_factory=MemoryJournal)

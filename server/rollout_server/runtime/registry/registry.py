@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, Violation
+from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, Unavailable, Violation
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
 from rollout_server.core.record import Ended
@@ -16,6 +17,7 @@ from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.capture.endpoint import CapturePorts
+from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
@@ -46,7 +48,7 @@ class RolloutRegistry:
         self,
         agents: Sequence[AgentProtocol],
         open_sampler: OpenSampler,
-        new_uid: Callable[[], str],
+        new_uid: Callable[[], str] | None = None,
         *,
         capacity: Capacity = Capacity(),
         bounds: Bounds = Bounds(),
@@ -65,7 +67,9 @@ class RolloutRegistry:
         self.draining = False
         self.policies = AnnouncedPolicies()
         self._open_sampler = open_sampler
-        self._new_uid = new_uid
+        self.journal = journal = dependencies.journal
+        # Every uid begins with the server's id, so a gateway for several servers can route by it (D26).
+        self._new_uid = new_uid or (lambda: f"{journal.server_id}-{secrets.token_hex(10)}")
         self._clock = dependencies.clock
         self._observer = dependencies.observer
         self._tool_resources = dependencies.tool_resources or ToolResources()
@@ -147,6 +151,21 @@ class RolloutRegistry:
             taken.append((self._take(each, tools[at]), False) if existing is None else (existing, True))
         return taken
 
+    async def accept(self, rollouts: Sequence[Rollout]) -> None:
+        """Wait until rollouts that were started or found are stored. Nobody may be told of their start before that.
+
+        Raises `Unavailable` if the journal cannot be written. Then rollouts that are not stored yet are cancelled, and their
+        request ids become free: for their callers they were never accepted.
+        """
+        try:
+            await self.journal.flush(patient=False)
+        except JournalUnavailable as error:
+            for rollout in rollouts:
+                if not rollout.log.last_sequence:
+                    self._index.free_request(rollout.uid)
+                    rollout.ending.request(Cancellation("not accepted: the journal could not be written"))
+            raise _journal_down(str(error)) from None
+
     def start_group(self, admitted: Sequence[AdmittedStart]) -> Sequence[Rollout]:
         """Start rollouts with the same agent and tools, all or none, whatever their request ids. Raise what `start` raises."""
         self._check_room(admitted)
@@ -165,8 +184,6 @@ class RolloutRegistry:
         """Record the end of a rollout that waited for its group."""
         self._queue.unpark(rollout)
         rollout.record(ended)
-        if not rollout.running:
-            self._keep(rollout)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run work of this server that a drain waits for."""
@@ -205,6 +222,7 @@ class RolloutRegistry:
         """Drop finished rollouts that exceed the limits of age, number or size, the oldest first."""
         for uid in self._retention.surplus():
             dropped = self._index.drop(uid)
+            self.journal.write(RolloutDropped(uid))
             if dropped.group is not None:
                 dropped.group.on_dropped()
 
@@ -252,6 +270,8 @@ class RolloutRegistry:
             return
         if self.draining:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
+        if self.journal.problem:
+            raise _journal_down(self.journal.problem)
         self._queue.check(admitted[0].request.caller, [each.size for each in admitted])
         most = max(self.capacity.finished, 1)
         if self.owed >= most and any(each.request.spec.outcome is not None for each in admitted):
@@ -286,7 +306,7 @@ class RolloutRegistry:
         rollout.leave_slot()
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
-        if not self._queue.is_parked(rollout):
+        if rollout.outcome is not None:
             self._keep(rollout)
         self._fill()
 
@@ -296,17 +316,21 @@ class RolloutRegistry:
             return
         end, rule = rollout.ending.requested.result(), rollout.reward_rule
         rollout.record(Ended(end, queued_ms=rollout.queued_ms(), reward_rule=rule))
-        self._keep(rollout)
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """See `RolloutOwner`."""
         self._queue.measure(rollout)
-        if rollout.outcome is not None:
+        if rollout.machine.outcome is not None:
             self.policies.remove(rollout)
+
+    def on_published(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """See `RolloutOwner`."""
         if rollout.outcome is not None and rollout.spec.outcome is not None:
             # Send it now and not when the driver returns: an agent that ignores its cancellation must not delay the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
+        if rollout.outcome is not None and not rollout.running:
+            self._keep(rollout)
 
     def on_released(self, rollout: Rollout) -> None:
         """See `RolloutOwner`."""
@@ -332,6 +356,10 @@ class RolloutRegistry:
             self._queue.forget(rollout)
             self._retention.add(rollout)
             self.forget()
+
+
+def _journal_down(text: str) -> Unavailable:
+    return Unavailable(text, retry_after=5.0, reason="JOURNAL_UNAVAILABLE")
 
 
 def _log_finished(rollout: Rollout) -> None:

@@ -78,11 +78,16 @@ class RolloutIndex:
 
     def drop(self, uid: str) -> Rollout:
         """Remove a rollout and its request id, and return it. Raise KeyError for an unknown uid."""
+        self.free_request(uid)
         entry = self._entries.pop(uid)
-        # The request id may belong to a newer rollout by now: `find` frees it once the outcome was received.
-        if entry.request is not None and self._requests.get(entry.request) == uid:
-            del self._requests[entry.request]
         return entry.rollout
+
+    def free_request(self, uid: str) -> None:
+        """Free the request id of a rollout, so that a repeated request starts a new one."""
+        request = self._entries[uid].request
+        # It may belong to a newer rollout by now: `find` frees it, too, once the outcome was received.
+        if request is not None and self._requests.get(request) == uid:
+            del self._requests[request]
 
     def rollouts(self) -> Sequence[Rollout]:
         """Return all rollouts in the order in which they were added."""

@@ -59,7 +59,7 @@ class RolloutModel:
         )
         self.usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
-        if context.rollout.outcome is None:
+        if context.machine.outcome is None:
             context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
         return ModelReply.of(called)
 
@@ -166,5 +166,5 @@ def _check_unfinished(context: RunContext) -> None:
     Until then rewards may call models: that of the rollout, and that of its group, for which a decided end waits. A rollout that is
     cancelled while the reward of its group is computed does not fail the others: until that reward is known, its models work.
     """
-    if context.rollout.outcome is not None and not context.rollout.is_read:
+    if context.machine.outcome is not None and not context.rollout.is_read:
         raise RolloutEnded(context.ending.end)
