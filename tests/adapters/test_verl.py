@@ -23,7 +23,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from osmosis.rollout.v1.outcome_pb2 import FailureClass
 from rollout_client import AsyncClient, RolloutFailed, Unavailable
-from rollout_client.adapters import verl as adapter
+from rollout_client.adapters import shared_trainer
 from rollout_client.chat_messages import messages as chat_messages
 from transformers import Qwen2Config
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap, ToolListWrap
@@ -283,6 +283,15 @@ def test_the_engine_gets_verls_parameters_and_what_is_left_of_the_response(confi
     for request in engine.requests:
         used = len(request["prompt_ids"]) - len(output.prompt_ids)
         assert request["sampling_params"] == {**SAMPLING, "max_tokens": RESPONSE - used}
+
+
+def test_the_engine_gets_further_parameters_of_the_agent(config: DictConfig) -> None:
+    engine = Engine()
+    play(config, engine, "parallel", fields={"sampling": {"extra": {"top_k": 5}, "stop": ["never"]}})
+    for request in engine.requests:
+        given = dict(request["sampling_params"])
+        del given["max_tokens"]
+        assert given == {**SAMPLING, "top_k": 5, "stop": ["never"]}
 
 
 def test_the_rows_have_the_range_of_policy_steps(config: DictConfig) -> None:
@@ -556,10 +565,10 @@ class TestOptions:
             worker = AgentLoopWorker(config, llm_client=engine)
             loops = [make_loop(config, engine, worker=worker, at_once=3) for _ in range(8)]
             await asyncio.gather(*(loop.run(SAMPLING, **row) for loop in loops))
-            return len(adapter._CONNECTIONS)
+            return len(shared_trainer._SHARED)
 
         assert asyncio.run(main()) == 1
-        assert not adapter._CONNECTIONS
+        assert not shared_trainer._SHARED
         assert len({each["request_id"] for each in engine.requests}) == 8
         assert 1 < max(most) <= 3
 

@@ -25,7 +25,7 @@ from openenv.core.harness import (
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.adapters.bridge import BridgeFields, RolloutBridge, RunningGroup
-from rollout_client.adapters.dataset_messages import dataset_message
+from rollout_client.adapters.dataset_rows import dataset_message
 from rollout_client.chat_messages import messages
 from rollout_client.errors import RolloutError, RolloutFailed
 from rollout_client.export.json_lines import trained_logprobs, trained_mask

@@ -6,18 +6,17 @@ with TrlRollouts("localhost:50051", agent="calculator", tokenizer="Qwen/Qwen3-8B
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack, cast
 
 from rollout_client._async.client import AsyncClient
-from rollout_client.adapters.dataset_messages import dataset_message
+from rollout_client.adapters.dataset_rows import Conversation, DatasetRows, dataset_message
+from rollout_client.adapters.trl_sampler import SEPARATOR, check_sampling, draw_key, sample_from_model, sort_key
 from rollout_client.adapters.trl_tools import tool_environment
 from rollout_client.export import TrlOutput, to_trl
 from rollout_client.spec import Tokenizer
@@ -28,14 +27,11 @@ if TYPE_CHECKING:
 
     from rollout_client.trainer import Finished
 
-__all__ = ["Sample", "TrlRollouts", "tool_environment"]
+__all__ = ["Sample", "TrlRollouts", "draw_key", "tool_environment"]
 
-Conversation: TypeAlias = Sequence[Mapping[str, Any]]
-"""A prompt as TRL's dataset has it: messages."""
 Sample: TypeAlias = Callable[[Sequence[Turn], "GRPOTrainer"], Sequence[Generated | Exception]]
 """Function `sample(turns, trainer)`: one result per turn, in order, such as those of an inference engine."""
 
-_SEPARATOR: Final = ":"
 _AT_ONCE: Final = 512
 """Maximum number of rollouts that run at the same time."""
 _log = logging.getLogger(__name__)
@@ -86,7 +82,7 @@ class TrlRollouts:
         self._fields: RolloutFields = {"train_on": [], **fields}
         self._run = uuid.uuid4().hex[:12]
         self._calls: tuple[str, int] = ("", 0)
-        self._rows: dict[str, _Rows] = {}
+        self._rows: dict[str, DatasetRows] = {}
         self._trainer: GRPOTrainer | None = None
         self._link: SyncTrainer | None = None
         self._error: Exception | None = None
@@ -129,12 +125,12 @@ class TrlRollouts:
             )
         size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         groups = whole_groups(prompts, size)
-        metadata_of = self._metadata_of or self._rows_of(mode, trainer).metadata
-        name = _SEPARATOR.join((self._run, self._step(mode, trainer)))
+        metadata_of = self._metadata_of or self._rows_of(mode, trainer).columns
+        name = SEPARATOR.join((self._run, self._step(mode, trainer)))
         given = [
             Prompt(
                 [dataset_message(each) for each in prompt],
-                group_id=f"{name}{_SEPARATOR}{number}",
+                group_id=f"{name}{SEPARATOR}{number}",
                 metadata=metadata_of(prompt),
             )
             for number, prompt in enumerate(groups)
@@ -147,9 +143,12 @@ class TrlRollouts:
         _report(rollouts, name, training=mode == "train")
         return to_trl(rollouts, end_id=trainer.eos_token_ids[0])
 
-    def _rows_of(self, mode: str, trainer: GRPOTrainer) -> _Rows:
+    def _rows_of(self, mode: str, trainer: GRPOTrainer) -> DatasetRows:
         if mode not in self._rows:
-            self._rows[mode] = _Rows(trainer, mode)
+            name = f"{mode}_dataset"
+            given = getattr(trainer, name)
+            datasets = list(given.values()) if isinstance(given, dict) else [given]
+            self._rows[mode] = DatasetRows(datasets, name, "pass TrlRollouts(metadata_of=...)")
         return self._rows[mode]
 
     def _fields_of(self, trainer: GRPOTrainer) -> RolloutFields:
@@ -168,7 +167,7 @@ class TrlRollouts:
         if self._link is None:
             _check_options(trainer)
             if self._sample is None:
-                _check_built_in(trainer, self._sampling)
+                check_sampling(trainer, self._sampling)
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             decode = self._decode or (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
             link = SyncTrainer(
@@ -186,16 +185,16 @@ class TrlRollouts:
 
     def _step(self, mode: str, trainer: GRPOTrainer) -> str:
         """Return a name of this call that is the same in each run: several calls of a mode may belong to one training step."""
-        step = _SEPARATOR.join((mode, str(trainer.state.global_step), str(trainer.accelerator.process_index)))
+        step = SEPARATOR.join((mode, str(trainer.state.global_step), str(trainer.accelerator.process_index)))
         self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
-        return _SEPARATOR.join((step, str(self._calls[1])))
+        return SEPARATOR.join((step, str(self._calls[1])))
 
     def _generate_batch(self, turns: Sequence[Turn]) -> Sequence[Generated | Exception]:
         """Sample turns in the same order in each run, because their order in the batch may change a model's rounding."""
         trainer = cast("GRPOTrainer", self._trainer)
-        order = sorted(range(len(turns)), key=lambda at: _sort_key(turns[at]))
+        order = sorted(range(len(turns)), key=lambda at: sort_key(turns[at]))
         try:
-            results = (self._sample or _sample_from_model)([turns[at] for at in order], trainer)
+            results = (self._sample or sample_from_model)([turns[at] for at in order], trainer)
             found = dict(zip(order, (_versioned(each, trainer.state.global_step) for each in results), strict=True))
         except TryAgainLater:
             raise
@@ -203,12 +202,6 @@ class TrlRollouts:
             self._error = error  # the rollouts fail; then the step raises it, rather than train without them
             raise
         return [found[at] for at in range(len(turns))]
-
-
-def draw_key(turn: Turn, seed: int) -> str:
-    """Return a text that identifies a turn of a `TrlRollouts`: the same in each run with this seed, and unique in the run."""
-    where = turn.group_id.partition(_SEPARATOR)[2]
-    return f"{seed}/{where}/{turn.index}/{turn.segment_id}/{turn.turn}"
 
 
 def whole_groups(prompts: Sequence[Conversation], size: int) -> list[Conversation]:
@@ -223,67 +216,6 @@ def whole_groups(prompts: Sequence[Conversation], size: int) -> list[Conversatio
             "per_device_eval_batch_size) a multiple of num_generations (num_generations_eval)"
         )
     return list(prompts[::size])
-
-
-class _Rows:
-    """The metadata of prompts, found in the trainer's dataset."""
-
-    def __init__(self, trainer: GRPOTrainer, mode: str) -> None:
-        self._name = f"{mode}_dataset"
-        dataset = getattr(trainer, self._name)
-        self._datasets = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
-        self._places: dict[bytes, tuple[int, int]] = {}
-        for number, each in enumerate(self._datasets):
-            if not hasattr(each, "__getitem__") or not hasattr(each, "__len__"):
-                raise ValueError(f"{self._name} cannot be searched for a prompt; pass TrlRollouts(metadata_of=...)")
-            for at, prompt in enumerate(_prompts(each)):
-                self._add(prompt, (number, at))
-
-    def metadata(self, prompt: Conversation) -> dict[str, Any]:
-        """Return the columns of a prompt's row. Raises ValueError if there is no such row."""
-        place = self._places.get(_digest(prompt))
-        if place is None:
-            raise ValueError(
-                f"no row of {self._name} has the prompt {str(prompt)[:200]!r}; pass TrlRollouts(metadata_of=...)"
-            )
-        return self._columns(place)
-
-    def _add(self, prompt: Conversation, place: tuple[int, int]) -> None:
-        first = self._places.setdefault(_digest(prompt), place)
-        if first == place:
-            return
-        one, other = self._columns(first), self._columns(place)
-        differing = next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
-        if differing is not None:
-            raise ValueError(
-                f"rows {first[1]} and {place[1]} of {self._name} have the same prompt and different values of {differing!r}. "
-                "TRL passes only the prompt, so they cannot be told apart: change a prompt, or pass TrlRollouts(metadata_of=...)"
-            )
-
-    def _columns(self, place: tuple[int, int]) -> dict[str, Any]:
-        row = self._datasets[place[0]][place[1]]
-        return {name: value for name, value in row.items() if name != "prompt"}
-
-
-def _prompts(dataset: Any) -> Iterable[Conversation]:
-    if hasattr(dataset, "column_names"):
-        return cast(Iterable[Conversation], dataset["prompt"])
-    return (dataset[at]["prompt"] for at in range(len(dataset)))
-
-
-def _digest(prompt: Conversation) -> bytes:
-    try:
-        text = json.dumps(prompt, sort_keys=True)
-    except (TypeError, ValueError):
-        raise ValueError(
-            "a prompt has a value that is no JSON, such as an image; this server renders texts only"
-        ) from None
-    return hashlib.sha256(text.encode()).digest()
-
-
-def _sort_key(turn: Turn) -> tuple[object, ...]:
-    number = turn.group_id.rpartition(_SEPARATOR)[2]
-    return (int(number) if number.isdecimal() else 0, turn.index, turn.segment_id, turn.turn)
 
 
 def _versioned(result: Generated | Exception, step: int) -> Generated | Exception:
@@ -325,30 +257,3 @@ def _check_options(trainer: GRPOTrainer) -> None:
         raise ValueError(
             "GRPOTrainer(tools=...) ignores the mask of a rollout_func; give the tools to the server's agent"
         )
-
-
-def _check_built_in(trainer: GRPOTrainer, sampling: Mapping[str, Any]) -> None:
-    """Raise ValueError for an option that the built-in sampler cannot serve."""
-    unset = {"top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0), "use_vllm": (False,)}
-    names = [name for name, values in unset.items() if getattr(trainer, name) not in values]
-    if trainer.args.generation_kwargs:
-        names.append("generation_kwargs")
-    names += [f"sampling[{name!r}]" for name in ("stop", "extra") if sampling.get(name)]
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        names.append("FSDP or DeepSpeed")
-    if names:
-        raise ValueError(f"the built-in sampler does not support {names[0]}; pass TrlRollouts(sample=...)")
-
-
-def _sample_from_model(turns: Sequence[Turn], trainer: GRPOTrainer) -> Sequence[Generated | Exception]:
-    from rollout_client.adapters.sampling import sample_batch  # imports torch
-
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    return sample_batch(
-        trainer.accelerator.unwrap_model(trainer.model),
-        turns,
-        [draw_key(turn, trainer.args.seed) for turn in turns],
-        end_ids=trainer.eos_token_ids,
-        pad_id=tokenizer.pad_token_id,
-        max_tokens=trainer.max_completion_length,
-    )

@@ -10,39 +10,31 @@ Such an entry belongs into the file that `actor_rollout_ref.rollout.agent.agent_
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
-import json
 import logging
-import operator
-import pkgutil
-import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
 from rollout_client._async.client import AsyncClient
-from rollout_client.adapters.dataset_messages import dataset_message
+from rollout_client.adapters.dataset_rows import dataset_message, json_value
+from rollout_client.adapters.shared_trainer import GenerateTurn, shared_trainer
+from rollout_client.adapters.verl_engine import EngineRun, Lengths
 from rollout_client.connection import Tls
 from rollout_client.errors import RolloutFailed
-from rollout_client.export.verl import to_verl
 from rollout_client.retry import DEFAULT_RETRY, Retry
 from rollout_client.samples import TrainingSample
 from rollout_client.spec import Tokenizer
-from rollout_client.trainer import parsers
-from rollout_client.trainer.completion import Parse
-from rollout_client.trainer.generation import Generated, TryAgainLater, Turn
+from rollout_client.trainer.parsers.by_name import parser_by_name
 from rollout_client.trainer.results import Finished, Prompt
 from rollout_client.trainer.trainer import Trainer
 
 _LOG: Final = logging.getLogger("rollout_client")
-_RUN_KEY: Final = "verl_run"
-"""Key in the extra sampling parameters of a rollout. Its value says to which call of `run` a turn belongs."""
 _OWN: Final = {"server", "parse", "end_ids", "at_once", "api_key", "tls", "retry"}
 _INSTEAD: Final = {
     "agent": "the argument agent",
@@ -106,12 +98,10 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
         for name in options.keys() - inspect.signature(AgentLoopBase.__init__).parameters.keys() - {"name", "tools"}:
             _warn_once(f"RolloutServerLoop: the argument {name!r} is unknown and has no effect")
         rollout = self.rollout_config
-        self.prompt_length, self.response_length = int(rollout.prompt_length), int(rollout.response_length)
-        longest = self.prompt_length + self.response_length
-        self.sequence_length = min(longest, rollout.get("max_model_len") or longest)
-        self.end_ids = frozenset(own.pop("end_ids", None) or [self.tokenizer.eos_token_id])
+        self._lengths = Lengths.of(rollout)
+        end_ids = frozenset(own.pop("end_ids", None) or [self.tokenizer.eos_token_id])
         own.setdefault("parse", rollout.multi_turn.format)
-        self._options = _Options(self.tokenizer, end_ids=self.end_ids, **own)
+        self._options = _Options(self.tokenizer, end_ids=end_ids, **own)
         tokenizer = tokenizer_name or self.config.actor_rollout_ref.model.path
         switches = _plain(self.apply_chat_template_kwargs) or None
         self._fields = {
@@ -140,43 +130,38 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
             ValueError, TypeError: the prompt cannot be sent, or the rollout does not fit into rows of verl.
         """
         several = "session_id" in row  # v1 numbers the rollouts of a prompt
-        prompt, connection, run_id = _prompt(row), _connection(self._options), uuid.uuid4().hex
-        trainer = await asyncio.shield(connection.trainer)
-        run = connection.runs[run_id] = _Run(self, sampling_params, int(row.get("priority") or 0))
-        groups = trainer.rollouts([prompt], n=1, at_once=1, **self._spec(sampling_params, run_id))
-        try:
-            async with connection.slots, contextlib.aclosing(groups):
-                (finished,) = (await anext(groups)).rollouts
-        finally:
-            del connection.runs[run_id]
+        prompt, options = _prompt(row), self._options
+        trainer = shared_trainer(options, functools.partial(_connect, options), options.at_once)
+        priority = int(row.get("priority") or 0)
+        run = EngineRun(self.server_manager, self._lengths, options.end_ids, sampling_params, priority)
+        finished = await trainer.run(prompt, run.generate, **self._spec(sampling_params))
         try:
             finished.raise_for_failure()
         except RolloutFailed as error:
             raise error from run.error if error.failure_class == "trainer" else None
-        samples = list(finished.samples) if several else [_only_sample(finished, self.prompt_length)]
+        samples = list(finished.samples) if several else [_only_sample(finished, self._lengths.prompt)]
         self._check(samples, logprobs=bool(sampling_params.get("logprobs")))
         outputs = [run.output(sample, row) for sample in samples]
         return outputs if several else outputs[0]
 
-    def _spec(self, sampling: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    def _spec(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the rollout. verl's budgets are sent as limits, so that nothing has to be cut."""
         own, limits = self._fields.get("sampling") or {}, self._fields.get("limits") or {}
         named = {name: sampling[name] for name in ("temperature", "top_p", "logprobs") if name in sampling}
-        extra = {**(own.get("extra") or {}), _RUN_KEY: run_id}
         return {
             **self._fields,
-            "sampling": {"max_tokens": self.response_length, **own, **named, "extra": extra},
-            "limits": {"generated_tokens": self.response_length, "turns": self._turns, **limits},
+            "sampling": {"max_tokens": self._lengths.response, **own, **named},
+            "limits": {"generated_tokens": self._lengths.response, "turns": self._turns, **limits},
         }
 
     def _check(self, samples: Sequence[TrainingSample], *, logprobs: bool) -> None:
         """Raise ValueError if verl would cut the samples of a rollout or give them other rewards."""
         for each in samples:
             prompt, response = len(each.prompt_ids), len(each.response_ids)
-            if response > self.response_length or prompt + response > self.sequence_length:
+            if response > self._lengths.response or prompt + response > self._lengths.sequence:
                 raise ValueError(
                     f"rollout {each.uid}, segment {each.segment_id}: {prompt} prompt and {response} response tokens exceed "
-                    f"rollout.prompt_length={self.prompt_length} and response_length={self.response_length}"
+                    f"rollout.prompt_length={self._lengths.prompt} and response_length={self._lengths.response}"
                 )
         if len({each.reward for each in samples}) > 1:
             raise ValueError(
@@ -188,165 +173,23 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
             raise ValueError(f"rollout {samples[0].uid}: a completion has no logprobs; the engine must return them")
 
 
-@dataclass
-class _Run:
-    """One call of `run`: what its turns need, and what they leave for its rows.
-
-    Args:
-        loop: the agent loop.
-        sampling: verl's sampling parameters.
-        priority: verl's priority of the row, for engines that have priorities.
-        prompts: length of the first prompt of each segment, in tokens.
-        newest: newest policy step of each turn.
-        experts: routed experts of each segment, up to its last turn: [tokens, layers, top k].
-        preempted: how often the engine preempted the turns; -1: unknown.
-        error: the exception that ended the last turn.
-    """
-
-    loop: RolloutServerLoop
-    sampling: Mapping[str, Any]
-    priority: int
-    prompts: dict[str, int] = field(default_factory=dict)
-    newest: dict[int, int] = field(default_factory=dict)
-    experts: dict[str, Any] = field(default_factory=dict)
-    preempted: int = -1
-    error: Exception | None = None
-
-    async def generate(self, turn: Turn, extra: Mapping[str, Any]) -> Generated:
-        """Generate a turn with verl's engine. `extra` are the agent's further sampling parameters."""
-        try:
-            return await self._generate(turn, extra)
-        except TryAgainLater:
-            raise
-        except Exception as error:
-            self.error = error
-            raise
-
-    async def _generate(self, turn: Turn, extra: Mapping[str, Any]) -> Generated:
-        if turn.images:
-            raise ValueError(f"turn {turn.turn} has images; RolloutServerLoop sends only token ids")
-        given, limit = turn.sampling, self._room(turn)
-        limit = min(limit, given.max_tokens or limit)
-        changed = {"temperature": given.temperature, "top_p": given.top_p, "stop": list(given.stop) or None}
-        output = await self.loop.server_manager.generate(
-            request_id=turn.uid,  # the same for all turns: the engine that has the prefix in its cache gets them
-            prompt_ids=list(turn.ids),
-            sampling_params={
-                **self.sampling,
-                **extra,
-                **{name: value for name, value in changed.items() if value is not None},
-                "max_tokens": limit,
-            },
-            **({"priority": self.priority} if self.priority else {}),
-        )
-        ids, reason = list(output.token_ids), output.stop_reason
-        if reason in ("abort", "aborted"):
-            if not ids:  # the engine accepts no requests while its weights change
-                raise TryAgainLater(1)
-            # The server asks for the rest of an aborted completion, and with a full room there is none.
-            reason = "abort" if len(ids) < limit else "length"
-        elif reason not in ("stop", "length"):  # the server of vLLM reports "completed" for both
-            reason = "length" if len(ids) >= limit and ids[-1] not in self.loop.end_ids else "stop"
-        if output.num_preempted is not None:
-            self.preempted = max(self.preempted, 0) + output.num_preempted
-        if output.routed_experts is not None:
-            self.experts[turn.segment_id] = output.routed_experts
-        step = output.extra_fields.get("global_steps")
-        low, high = (output.extra_fields.get(f"{end}_global_steps", step) for end in ("min", "max"))
-        if low is not None and high is not None:
-            low, self.newest[turn.turn] = operator.index(low), operator.index(high)
-        # A client of verl that resumes by itself returns tokens of several policies: none of them is older than the lowest.
-        return Generated(ids, output.log_probs, reason, "" if low is None else str(low), low)
-
-    def _room(self, turn: Turn) -> int:
-        """Return how many tokens a completion may have. Raise ValueError if none."""
-        loop, length = self.loop, len(turn.ids)
-        start = self.prompts.setdefault(turn.segment_id, length)
-        if turn.turn == 1 and length > loop.prompt_length:
-            raise ValueError(
-                f"the prompt has {length} tokens, more than rollout.prompt_length={loop.prompt_length}; raise it, or shorten "
-                "the prompt or the descriptions of the tools"
-            )
-        room = min(loop.response_length - (length - start), loop.sequence_length - length)
-        if room < 1:
-            raise ValueError(
-                f"turn {turn.turn} has no room for a completion: segment {turn.segment_id} has {start} prompt tokens and "
-                f"{length - start} tokens after them, with rollout.prompt_length={loop.prompt_length} and "
-                f"response_length={loop.response_length}; raise response_length, or shorten the results of the tools"
-            )
-        return room
-
-    def output(self, sample: TrainingSample, row: Mapping[str, Any]) -> AgentLoopOutput:
-        """Return verl's output for a sample. `row` are the columns of the dataset."""
-        fields: dict[str, Any] = {**to_verl(sample)}
-        fields["metrics"] = {**fields["metrics"], "num_preempted": self.preempted}
-        trained = {span.turn for span in sample.spans or () if span.trains}
-        newest = [step for turn, step in self.newest.items() if turn in trained]
-        if newest:
-            fields["extra_fields"]["max_global_steps"] = max(newest)
-        if sample.reward is not None:
-            # verl makes a column of each name, beside those of the dataset, and has one named "reward" itself.
-            taken = {"reward", *row}
-            scores = {f"rollout_{name}" if name in taken else name: each for name, each in sample.scores.items()}
-            fields["extra_fields"]["reward_extra_info"] = scores
-        experts = self.experts.get(sample.segment_id)
-        if experts is not None:
-            fields["routed_experts"] = experts[: len(sample.prompt_ids) + len(sample.response_ids)]
-        return AgentLoopOutput(**fields)
-
-
-class _Connection:
-    """What the loops of a process and event loop share: a trainer, its slots, and the calls of `run` by their ids.
-
-    A task holds the trainer open until it is cancelled, as `asyncio.run` does before it closes the event loop.
-    """
-
-    def __init__(self, options: _Options) -> None:
-        self.runs: dict[str, _Run] = {}
-        self.slots = asyncio.Semaphore(options.at_once)
-        self.trainer: asyncio.Future[Trainer] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(options))
-
-    async def _hold(self, options: _Options) -> None:
-        decode = functools.partial(
-            options.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        try:
-            async with (
-                AsyncClient(options.server, api_key=options.api_key, tls=options.tls, retry=options.retry) as client,
-                Trainer(
-                    client,
-                    generate=self._generate,
-                    decode=lambda ids: decode(list(ids)),
-                    parse=_parser(options.parse),
-                    end_ids=options.end_ids,
-                    generating=options.at_once,
-                    remembered=options.at_once,
-                ) as trainer,
-            ):
-                self.trainer.set_result(trainer)
-                await asyncio.Event().wait()
-        except Exception as error:
-            if self.trainer.done():
-                raise
-            self.trainer.set_exception(error)
-        finally:
-            del _CONNECTIONS[asyncio.get_running_loop(), options]
-
-    async def _generate(self, turn: Turn) -> Generated:
-        extra = json.loads(turn.sampling.extra_json)
-        return await self.runs[extra.pop(_RUN_KEY)].generate(turn, extra)
-
-
-_CONNECTIONS: Final[dict[tuple[asyncio.AbstractEventLoop, _Options], _Connection]] = {}
-
-
-def _connection(options: _Options) -> _Connection:
-    """Return the connection of this event loop with these options. Opens it if there is none."""
-    key = asyncio.get_running_loop(), options
-    if key not in _CONNECTIONS:
-        _CONNECTIONS[key] = _Connection(options)
-    return _CONNECTIONS[key]
+@contextlib.asynccontextmanager
+async def _connect(options: _Options, generate: GenerateTurn) -> AsyncIterator[Trainer]:
+    """Open the connection that loops with these options share."""
+    decode = functools.partial(options.tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    async with (
+        AsyncClient(options.server, api_key=options.api_key, tls=options.tls, retry=options.retry) as client,
+        Trainer(
+            client,
+            generate=generate,
+            decode=lambda ids: decode(list(ids)),
+            parse=parser_by_name(options.parse),
+            end_ids=options.end_ids,
+            generating=options.at_once,
+            remembered=options.at_once,
+        ) as trainer,
+    ):
+        yield trainer
 
 
 def _checked(fields: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -362,18 +205,6 @@ def _turn_limit(multi_turn: Any) -> int | None:
     """Return the limit of completions that verl's own loop of tools has, for `multi_turn` of its configuration; None: none."""
     most, between = multi_turn.max_assistant_turns, multi_turn.max_user_turns
     return min((each for each in (most, between and between + 1) if each), default=None)
-
-
-def _parser(name: str) -> Parse:
-    """Return a parser by its name. Raises ValueError, ImportError and AttributeError that name it."""
-    if ":" in name:
-        return cast(Parse, pkgutil.resolve_name(name))
-    if name not in parsers.__all__ or name == "thinking":
-        known = ", ".join(each for each in parsers.__all__ if each != "thinking")
-        raise ValueError(
-            f'parse: there is no parser {name!r}; use one of {known}, or a function as "package.module:function"'
-        )
-    return parsers.thinking(getattr(parsers, name))
 
 
 def _prompt(row: Mapping[str, Any]) -> Prompt:
@@ -401,13 +232,7 @@ def _message(index: int, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """Convert values of OmegaConf and numpy to those of JSON."""
-    if OmegaConf.is_config(value):
-        value = OmegaConf.to_container(value, resolve=True)
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
+    return json_value(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
 
 
 def _only_sample(finished: Finished, prompt_length: int) -> TrainingSample:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rollout_client.trainer import Parse, ParsedCompletion, ToolCall
 from rollout_client.trainer.completion import to_message
 from rollout_client.trainer.parsers import hermes, llama, mistral, plain, thinking
+from rollout_client.trainer.parsers.by_name import parser_by_name
 
 ADD = ToolCall("add", '{"a": 1}')
 SUB = ToolCall("sub", "{}")
@@ -226,3 +227,18 @@ def test_the_typed_form_says_the_same() -> None:
     chat = to_message(answer, 1, typed=True).chat
     assert (chat.role, chat.parts[0].text, chat.reasoning) == ("assistant", "text", "why")
     assert (chat.tool_calls[0].name, chat.tool_calls[0].arguments_json) == ("add", '{"a": 1}')
+
+
+def test_a_parser_by_its_name_is_applied_after_the_reasoning() -> None:
+    parse = parser_by_name("hermes")
+    assert parse('<think>why</think><tool_call>{"name": "sub"}</tool_call>') == said("", SUB, reasoning="why")
+
+
+def test_a_parser_may_be_any_function() -> None:
+    assert parser_by_name("rollout_client.trainer.completion:plain") is plain
+
+
+@pytest.mark.parametrize("name", ["xml", "thinking", ""])
+def test_a_name_that_no_parser_has_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"no parser '{name}'; use one of hermes, llama, mistral, plain, or"):
+        parser_by_name(name)
