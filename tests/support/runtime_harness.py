@@ -17,6 +17,7 @@ from rollout_server.core.record import Accepted, Answered, Ended
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.core.spec_validation import Bounds
 from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.journal import Journal, MemoryJournal
 from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.ports import Clock, CompletionRequest, Credentials, Fork, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import (
@@ -113,6 +114,7 @@ class RuntimeHarness:
         observer: Observer | None = None,
         tools: ToolResources | None = None,
         models: FurtherModels | None = None,
+        journal: Journal | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self.scripts: dict[str, Script] = {}
@@ -132,6 +134,7 @@ class RuntimeHarness:
                 patience,
                 tools,
                 models or NoFurtherModels(),
+                journal=journal or MemoryJournal(),
             ),
         )
 

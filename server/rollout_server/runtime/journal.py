@@ -44,13 +44,13 @@ class AcceptedStart:
 class StoredDelivery:
     """The delivery of an outcome. Every attempt, also one after a restart, sends the same `body` under the same `key`.
 
-    `expires` is when it is abandoned, in seconds since 1970.
+    `expires` is when it is abandoned, in seconds since 1970. In a change, the body None leaves the stored one as it is.
     """
 
     delivery: Delivery
     key: str
-    body: bytes = field(repr=False)
     expires: float
+    body: bytes | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.machine import Machine, replay
-from rollout_server.core.outcome import Cancellation, End, Failure, Outcome, RewardResult, RewardRule, Stop
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardResult, RewardRule, Stop
 from rollout_server.core.record import Accepted, Answered, Ended, Input, Record
 from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
@@ -177,6 +177,8 @@ class Rollout:
         self._delivery: Delivery | None = None
         self._running = False
         self._received = False
+        self._restored = stored is not None
+        self._suspended = False
         self._holders: set[object] = set()
         self._finished: float | None = None
         self._deadline: float | None = None
@@ -245,6 +247,16 @@ class Rollout:
     def received(self) -> bool:
         """Whether its outcome was acknowledged."""
         return self._received
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether an earlier process of the server accepted it."""
+        return self._restored
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it stops without an end: the next process of the server continues it."""
+        return self._suspended
 
     @property
     def held(self) -> bool:
@@ -323,6 +335,11 @@ class Rollout:
             return False
         self.gate.announce(policy)
         return self._cancel_if_stale()
+
+    def suspend(self) -> None:
+        """Stop the run without an end, so that the next process of the server can continue it from the journal."""
+        self._suspended = True
+        self.ending.request(Failure(Category.INTERRUPTED, "suspended until the next start of the server"))
 
     def take_slot(self) -> None:
         """Mark it as running."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from random import random
 from typing import Protocol
 
 from rollout_server.core.capture.rendering import LaterSystem
@@ -65,12 +66,20 @@ class DeliveryRetryPolicy:
         expiry: total time, after which delivery is abandoned.
         first, most: backoff after the first attempt, which doubles with each attempt, and its maximum.
         retries: attempts after the first; None: as many as fit into `expiry`.
+        jitter: each wait is longer by a random part of this fraction of it, so that outcomes of a group do not come all at once.
     """
 
     expiry: float = 3600.0
     first: float = 1.0
     most: float = 30.0
     retries: int | None = None
+    jitter: float = 0.0
+
+    def backoff(self, attempts: int) -> float:
+        """Return the seconds to wait after this many attempts."""
+        # Bounded exponent: a delivery may make thousands of attempts.
+        wait = min(self.first * 2.0 ** min(attempts - 1, 64), self.most)
+        return wait * (1 + self.jitter * random())  # noqa: S311 - spreads load, protects nothing
 
 
 class NoReporter:
@@ -89,7 +98,8 @@ class NoReporter:
 class RegistryDependencies:
     """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models.
 
-    `model_access` and `later_system` are for the model endpoints of rollouts (`CapturePorts`).
+    `model_access` and `later_system` are for the model endpoints of rollouts (`CapturePorts`). `resume_by_default`: unfinished
+    rollouts whose spec does not say are continued after a restart.
     """
 
     clock: Clock = Clock()
@@ -101,3 +111,4 @@ class RegistryDependencies:
     model_access: Callable[[str], ModelAccess] = no_model_access
     later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
     journal: Journal = field(default_factory=MemoryJournal)
+    resume_by_default: bool = True

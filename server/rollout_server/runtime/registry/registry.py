@@ -9,19 +9,30 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, Unavailable, Violation
+from rollout_server.core.error import (
+    Busy,
+    Draining,
+    InvalidRequest,
+    NotFound,
+    NotPossible,
+    RolloutError,
+    Unavailable,
+    Violation,
+)
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
-from rollout_server.core.record import Ended
+from rollout_server.core.record import Ended, Record
+from rollout_server.core.spec import Spec
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.capture.endpoint import CapturePorts
-from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped
+from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped, StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.interruption import MissingAgent, interrupted, interrupted_text, obstacle_to_resume
 from rollout_server.runtime.registry.outcome_outbox import Outbox
 from rollout_server.runtime.registry.policies import AnnouncedPolicies
 from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, Selection, check_alike
@@ -34,6 +45,8 @@ Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
 """Inspects the rollouts found for a group of requests (None: will be started) and raises if they cannot be used."""
 
 _log = logging.getLogger(__name__)
+_RESTORED_AT_ONCE = 100
+"""Rollouts that are restored in one iteration of the event loop."""
 _LAST_DELIVERIES = 5.0
 """Seconds for deliveries at the end of a drain, even if its grace time is used up."""
 
@@ -54,6 +67,7 @@ class RolloutRegistry:
         bounds: Bounds = Bounds(),
         dependencies: RegistryDependencies = RegistryDependencies(),
     ) -> None:
+        self._resume_by_default = dependencies.resume_by_default
         self.agents = {agent.name: agent for agent in agents}
         names = [agent.name for agent in agents]
         doubled = [name for name in self.agents if names.count(name) > 1]
@@ -151,6 +165,21 @@ class RolloutRegistry:
             taken.append((self._take(each, tools[at]), False) if existing is None else (existing, True))
         return taken
 
+    async def restore(self) -> None:
+        """Take over the rollouts of earlier processes from the journal. Called once, before the first start.
+
+        Unfinished rollouts continue if they can, and end as interrupted otherwise. Deliveries of outcomes go on.
+        """
+        for number, stored in enumerate(await self.journal.load(), start=1):
+            if stored.entries:
+                self._restore(stored)
+            else:  # its acceptance was not stored completely, so nobody was told of it
+                self.journal.write(RolloutDropped(stored.start.uid))
+            if number % _RESTORED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        self.forget()
+        self._fill()
+
     async def accept(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until rollouts that were started or found are stored. Nobody may be told of their start before that.
 
@@ -227,20 +256,33 @@ class RolloutRegistry:
                 dropped.group.on_dropped()
 
     async def drain(self, grace: float) -> None:
-        """Refuse new rollouts, let running ones finish for `grace` seconds, then end the remaining ones as interrupted.
+        """Refuse new rollouts, let running ones finish for `grace` seconds, then stop the others.
 
-        Agents get a few seconds to end, and the time limit of their `cleanup`. Deliveries of outcomes get the rest of the grace
-        time, and at least 5 seconds.
+        With a durable journal, those that the next process can continue are suspended. The others end as interrupted. Agents get a
+        few seconds to end, and the time limit of their `cleanup`. Deliveries of outcomes get the rest of the grace time, and at
+        least 5 seconds.
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
-        text = "the server stopped while the rollout ran; start it again"
         if self._tasks:
             await self._idle(grace)
         for rollout in self._index.rollouts():
-            rollout.ending.request(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
+            if rollout.machine.outcome is None:
+                self._interrupt(rollout)
         await self._idle(max(seconds_to_end(agent) for agent in self.agents.values()))
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
+
+    def _interrupt(self, rollout: Rollout) -> None:
+        """Suspend a rollout for the next process, or request its end."""
+        text = "the server stopped while the rollout ran; start it again"
+        if self.journal.is_durable and not rollout.ending.is_requested:
+            records = [entry.record for entry in rollout.log.entries]
+            obstacle = self._obstacle(rollout.spec, rollout.agent, rollout.agent.version, records)
+            if not obstacle:
+                rollout.suspend()
+                return
+            text = interrupted_text(obstacle)
+        rollout.ending.request(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
 
     async def _idle(self, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
@@ -280,12 +322,48 @@ class RolloutRegistry:
 
     def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
+        self._put(rollout, self._index.add(rollout, admitted))
+        self._fill()
+        return rollout
+
+    def _restore(self, stored: StoredRollout) -> None:
+        start, spec, records = stored.start, stored.start.request.spec, [entry.record for entry in stored.entries]
+        agent: AgentProtocol = self.agents.get(spec.agent) or MissingAgent(spec.agent, start.agent_version)
+        admitted = AdmittedStart(start.request, agent, start.fingerprint)
+        finished = isinstance(records[-1], Ended)
+        obstacle = "" if finished else self._obstacle(spec, agent, start.agent_version, records)
+        tools: Sequence[Tool] = ()
+        if not finished and not obstacle:
+            try:
+                tools = admitted.tools()
+            except RolloutError as error:
+                obstacle = error.message
+        rollout = Rollout(start.uid, admitted, tools, self._clock, self, stored)
         number = self._index.add(rollout, admitted)
+        self._queue.measure(rollout)
+        if finished:
+            self._restore_finished(rollout, stored)
+        elif obstacle:
+            rollout.record(interrupted(rollout, obstacle))
+        else:
+            self._put(rollout, number)
+
+    def _restore_finished(self, rollout: Rollout, stored: StoredRollout) -> None:
+        target = rollout.spec.outcome
+        if target is not None and stored.stored_delivery is not None:
+            self._outbox.resume(rollout, target, stored.stored_delivery)
+        elif target is not None:
+            self._outbox.send(rollout, target)
+        self._settle(rollout)
+
+    def _obstacle(self, spec: Spec, agent: AgentProtocol, version: str, records: Sequence[Record]) -> str:
+        return obstacle_to_resume(spec, agent, version, records, resume_by_default=self._resume_by_default)
+
+    def _put(self, rollout: Rollout, number: int) -> None:
+        """Put a rollout into the queue."""
         self.policies.add(rollout)
         rollout.ending.requested.add_done_callback(lambda _: self._end_queued(rollout))
         self._queue.put(rollout, number)
-        self._fill()
-        return rollout
 
     def _fill(self) -> None:
         while (rollout := self._queue.next()) is not None:
@@ -312,7 +390,7 @@ class RolloutRegistry:
 
     def _end_queued(self, rollout: Rollout) -> None:
         """End a rollout at once whose end is requested before it has a slot."""
-        if not self._queue.withdraw(rollout):
+        if not self._queue.withdraw(rollout) or rollout.is_suspended:
             return
         end, rule = rollout.ending.requested.result(), rollout.reward_rule
         rollout.record(Ended(end, queued_ms=rollout.queued_ms(), reward_rule=rule))

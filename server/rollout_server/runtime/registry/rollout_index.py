@@ -153,8 +153,9 @@ class Retention:
         self._bytes = 0
 
     def add(self, rollout: Rollout) -> None:
-        """Add a finished rollout. Its retention time starts here."""
-        self._rollouts.append((rollout, self._clock.monotonic()))
+        """Add a finished rollout. Its retention time starts here, or, if an earlier process finished it, at its end."""
+        age = self._clock.wall() - (rollout.finished or 0.0) if rollout.is_restored else 0.0
+        self._rollouts.append((rollout, self._clock.monotonic() - max(age, 0.0)))
         self._bytes += rollout.machine.size
 
     def surplus(self) -> Iterator[str]:

@@ -96,9 +96,13 @@ async def drive(
             if run is not None and rollout.agent.overrides("cleanup"):
                 ended = replace(ended, warnings=(*warnings, *await _run_cleanup(rollout, run, tasks)))
         finally:
-            if rollout.group is None or run is None or not rollout.group.wait(rollout, run.latest, ended):
+            if not (rollout.is_suspended or _waits_for_group(rollout, run, ended)):
                 rollout.record(ended)
     await await_cancelled(tasks)
+
+
+def _waits_for_group(rollout: Rollout, run: Run | None, ended: Ended) -> bool:
+    return rollout.group is not None and run is not None and rollout.group.wait(rollout, run.latest, ended)
 
 
 def _open(

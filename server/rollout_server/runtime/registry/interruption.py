@@ -1,0 +1,132 @@
+"""Which unfinished rollouts a later process of the server can continue, and why it cannot continue the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_server.core.limits import Limits
+from rollout_server.core.outcome import Category, Failure, RewardResult, RewardRule
+from rollout_server.core.record import Answered, Asked, Ended, GivenUp, Record, ToolReturned, ToolStarted
+from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
+from rollout_server.runtime.agent_protocol import AgentProtocol, Request
+from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.tools.protocols import ServerRunTool
+
+
+@dataclass(frozen=True, slots=True)
+class MissingAgent:
+    """Stands for the agent of a rollout of an earlier process that this server does not have. It never runs."""
+
+    name: str
+    version: str
+    description: str = ""
+    replayable: bool = False
+    external: bool = False
+    limits: Limits = Limits()
+    tools: Sequence[Tool] = ()
+    reward_rule: str = RewardRule.COPY.value
+    cleanup_seconds: float = 0.0
+    reward_group_seconds: float = 0.0
+
+    def overrides(self, method: str) -> bool:
+        """Return False."""
+        return False
+
+    def tools_for(self, request: Request) -> Sequence[Tool]:
+        """Return no tools."""
+        return ()
+
+    def start(self) -> object:
+        """Do nothing."""
+
+    def stop(self) -> object:
+        """Do nothing."""
+
+    async def run_setup(self, run: object) -> None:
+        """Do nothing."""
+
+    async def perform(self, run: object) -> None:
+        """Do nothing."""
+
+    async def judge(self, run: object) -> RewardResult:
+        """Return no reward."""
+        return RewardResult()
+
+    async def judge_group(self, runs: Sequence[object]) -> Sequence[RewardResult | None]:
+        """Return no rewards."""
+        return [None] * len(runs)
+
+    async def run_cleanup(self, run: object) -> None:
+        """Do nothing."""
+
+
+def interrupted(rollout: Rollout, obstacle: str) -> Ended:
+    """Return the end of an unfinished rollout that cannot be continued, for the reason that `obstacle` gives."""
+    failure = Failure(Category.INTERRUPTED, interrupted_text(obstacle), rollout.machine.turn)
+    return Ended(failure, queued_ms=rollout.queued_ms(), reward_rule=rollout.reward_rule)
+
+
+def interrupted_text(obstacle: str) -> str:
+    """Return the message of that end."""
+    return f"the server stopped while the rollout ran; {obstacle}; start it again"
+
+
+def obstacle_to_resume(
+    spec: Spec, agent: AgentProtocol, version: str, records: Sequence[Record], *, resume_by_default: bool
+) -> str:
+    """Return why an unfinished rollout cannot be continued after a restart, as part of a sentence; empty if it can.
+
+    Args:
+        spec: its spec.
+        agent: its agent, as this process serves it.
+        version: the version of the agent that accepted it.
+        records: its log.
+        resume_by_default: whether a rollout is continued whose spec does not say.
+    """
+    if isinstance(agent, MissingAgent):
+        return f"this server has no agent {agent.name!r} any more"
+    if agent.version != version:
+        return f"agent {agent.name!r} had version {version!r} then and has {agent.version!r} now"
+    return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _open_work(spec, agent, records)
+
+
+def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool) -> str:
+    if spec.on_interrupt is InterruptPolicy.FAIL or (
+        spec.on_interrupt is InterruptPolicy.UNSET and not resume_by_default
+    ):
+        return "it was not to be resumed (on_interrupt)"
+    if not agent.replayable:
+        return f"the play of agent {agent.name!r} cannot be replayed (replayable = True declares that it can)"
+    if spec.completions.dialect is Dialect.STREAM:
+        return "the stream of its trainer ended with the server"
+    if spec.group_index is not None and agent.overrides("reward_group"):
+        return "the reward of its group cannot be computed any more"
+    return ""
+
+
+def _open_work(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
+    """Return which call was under way at the end of the log that cannot be made again."""
+    turns: set[int] = set()
+    calls: dict[tuple[str, int, int], str] = {}
+    for record in records:
+        match record:
+            case Asked(turn=turn):
+                turns.add(turn)
+            case Answered(turn=turn) | GivenUp(turn=turn):
+                turns.discard(turn)
+            case ToolStarted(turn, index, call, segment_id):
+                calls[segment_id, turn, index] = call.name
+            case ToolReturned(turn=turn, index=index, segment_id=segment_id):
+                calls.pop((segment_id, turn, index), None)
+    target = spec.completions
+    if turns and not target.replays_turn_keys and target.dialect not in ENGINES:
+        return f"turn {min(turns)} was being generated, and its trainer does not replay turn keys (replays_turn_keys)"
+    idempotent = {tool.name for tool in agent.tools if isinstance(tool, ServerRunTool) and tool.policy.idempotent}
+    unsafe = [name for name in calls.values() if name not in idempotent]
+    return (
+        f"tool {unsafe[0]} was running and must not run twice (idempotent = True declares that it may)"
+        if unsafe
+        else ""
+    )
