@@ -318,10 +318,6 @@ def violations(request: StartRequest, rules: TargetRules, *, models: bool = True
     spec = request.spec
     if spec.tools is not None:
         raise NotPossible("spec.tools is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
-    if spec.on_interrupt == spec_pb2.INTERRUPT_POLICY_RESUME:
-        raise NotPossible(
-            "rollouts are not resumed by this version; leave on_interrupt unset", reason="RESUME_UNSUPPORTED"
-        )
     if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.completions.dialect not in _TAKE_IDS:
         text = "token mode needs a gRPC trainer, or an engine of the dialect VLLM or SGLANG"
         raise NotPossible(text, reason="TOKEN_MODE_UNSUPPORTED")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rollout_server.core.error import Conflict, Unavailable
+from rollout_server.core.error import Conflict, NotPossible, Unavailable
 from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Ended
 from rollout_server.core.spec import InterruptPolicy, Target
@@ -13,6 +13,7 @@ from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import RolloutState
+from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.outcome_receivers import DOWN, YES, Receiver, owing, until
@@ -206,3 +207,22 @@ async def test_a_drain_suspends_what_the_next_process_can_continue() -> None:
     assert "its trainer does not replay turn keys" in ended.outcome.end.message
     stored = {each.start.uid: each for each in await journal.after_crash().load()}
     assert not any(isinstance(entry.record, Ended) for entry in stored[resumed.uid].entries)
+
+
+async def test_a_demand_to_be_resumed_is_refused_where_it_could_never_be_met() -> None:
+    class Own(Looping):
+        name = "own"
+
+        async def play(self, run: Run) -> None:  # type: ignore[override]
+            await run.sample()
+
+    resume = {"on_interrupt": InterruptPolicy.RESUME}
+    for harness, text in (
+        (RuntimeHarness(), "this server has no journal"),
+        (RuntimeHarness(Own(), journal=KeptJournal()), "play of agent 'own' cannot be replayed"),
+    ):
+        with pytest.raises(NotPossible) as refused:
+            harness.start(**resume)  # type: ignore[arg-type]
+        assert refused.value.reason == "RESUME_UNSUPPORTED"
+        assert text in refused.value.message
+    RuntimeHarness(journal=KeptJournal()).start(**resume)  # type: ignore[arg-type]

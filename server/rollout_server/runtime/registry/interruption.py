@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure, RewardResult, RewardRule
 from rollout_server.core.record import Answered, Asked, Ended, GivenUp, Record, ToolReturned, ToolStarted
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
 from rollout_server.runtime.agent_protocol import AgentProtocol, Request
+from rollout_server.runtime.journal import StoredRollout
+from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.start_request import AdmittedStart
 from rollout_server.runtime.tools.protocols import ServerRunTool
 
 
@@ -73,22 +77,54 @@ def interrupted_text(obstacle: str) -> str:
     return f"the server stopped while the rollout ran; {obstacle}; start it again"
 
 
-def obstacle_to_resume(
-    spec: Spec, agent: AgentProtocol, version: str, records: Sequence[Record], *, resume_by_default: bool
-) -> str:
-    """Return why an unfinished rollout cannot be continued after a restart, as part of a sentence; empty if it can.
+def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool) -> None:
+    """Raise `NotPossible` for a request that demands to be resumed and never could be. `durable`: the server has a journal."""
+    if spec.on_interrupt is not InterruptPolicy.RESUME:
+        return
+    obstacle = _policy_obstacle(spec, agent, resume_by_default=True) if durable else "this server has no journal"
+    if obstacle:
+        text = f"on_interrupt is RESUME, but {obstacle}; leave on_interrupt unset"
+        raise NotPossible(text, reason="RESUME_UNSUPPORTED")
 
-    Args:
-        spec: its spec.
-        agent: its agent, as this process serves it.
-        version: the version of the agent that accepted it.
-        records: its log.
-        resume_by_default: whether a rollout is continued whose spec does not say.
-    """
+
+@dataclass(frozen=True, slots=True)
+class RestoredStart:
+    """How a rollout of an earlier process starts in this one. `obstacle`: why it cannot be continued; empty if it can."""
+
+    admitted: AdmittedStart
+    tools: Sequence[Tool] = ()
+    obstacle: str = ""
+
+
+def restored_start(
+    stored: StoredRollout, agents: Mapping[str, AgentProtocol], *, resume_by_default: bool
+) -> RestoredStart:
+    """Return how a stored rollout starts. A finished one, and one that cannot be continued, has no tools."""
+    start, spec = stored.start, stored.start.request.spec
+    agent: AgentProtocol = agents.get(spec.agent) or MissingAgent(spec.agent, start.agent_version)
+    admitted = AdmittedStart(start.request, agent, start.fingerprint)
+    if isinstance(stored.entries[-1].record, Ended):
+        return RestoredStart(admitted)
     if isinstance(agent, MissingAgent):
-        return f"this server has no agent {agent.name!r} any more"
-    if agent.version != version:
-        return f"agent {agent.name!r} had version {version!r} then and has {agent.version!r} now"
+        return RestoredStart(admitted, obstacle=f"this server has no agent {agent.name!r} any more")
+    if agent.version != start.agent_version:
+        text = f"agent {agent.name!r} had version {start.agent_version!r} then and has {agent.version!r} now"
+        return RestoredStart(admitted, obstacle=text)
+    obstacle = obstacle_to_resume(spec, agent, stored.entries, resume_by_default=resume_by_default)
+    if obstacle:
+        return RestoredStart(admitted, obstacle=obstacle)
+    try:
+        return RestoredStart(admitted, admitted.tools())
+    except RolloutError as error:
+        return RestoredStart(admitted, obstacle=error.message)
+
+
+def obstacle_to_resume(spec: Spec, agent: AgentProtocol, log: Iterable[Entry], *, resume_by_default: bool) -> str:
+    """Return why a later process cannot continue an unfinished rollout, as part of a sentence; empty if it can.
+
+    `resume_by_default`: a rollout is continued whose spec does not say.
+    """
+    records = [entry.record for entry in log]
     return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _open_work(spec, agent, records)
 
 

@@ -15,14 +15,12 @@ from rollout_server.core.error import (
     InvalidRequest,
     NotFound,
     NotPossible,
-    RolloutError,
     Unavailable,
     Violation,
 )
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, Category, Failure
-from rollout_server.core.record import Ended, Record
-from rollout_server.core.spec import Spec
+from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
@@ -32,7 +30,13 @@ from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
-from rollout_server.runtime.registry.interruption import MissingAgent, interrupted, interrupted_text, obstacle_to_resume
+from rollout_server.runtime.registry.interruption import (
+    check_resumable,
+    interrupted,
+    interrupted_text,
+    obstacle_to_resume,
+    restored_start,
+)
 from rollout_server.runtime.registry.outcome_outbox import Outbox
 from rollout_server.runtime.registry.policies import AnnouncedPolicies
 from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, Selection, check_alike
@@ -276,8 +280,9 @@ class RolloutRegistry:
         """Suspend a rollout for the next process, or request its end."""
         text = "the server stopped while the rollout ran; start it again"
         if self.journal.is_durable and not rollout.ending.is_requested:
-            records = [entry.record for entry in rollout.log.entries]
-            obstacle = self._obstacle(rollout.spec, rollout.agent, rollout.agent.version, records)
+            obstacle = obstacle_to_resume(
+                rollout.spec, rollout.agent, rollout.log.entries, resume_by_default=self._resume_by_default
+            )
             if not obstacle:
                 rollout.suspend()
                 return
@@ -303,6 +308,7 @@ class RolloutRegistry:
         if wrong:
             raise InvalidRequest(*wrong)
         agent = self.agent(request.spec.agent)
+        check_resumable(request.spec, agent, durable=self.journal.is_durable)
         spec = settle(request.spec, agent.name, agent.limits, self.bounds)
         return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec))
 
@@ -327,24 +333,14 @@ class RolloutRegistry:
         return rollout
 
     def _restore(self, stored: StoredRollout) -> None:
-        start, spec, records = stored.start, stored.start.request.spec, [entry.record for entry in stored.entries]
-        agent: AgentProtocol = self.agents.get(spec.agent) or MissingAgent(spec.agent, start.agent_version)
-        admitted = AdmittedStart(start.request, agent, start.fingerprint)
-        finished = isinstance(records[-1], Ended)
-        obstacle = "" if finished else self._obstacle(spec, agent, start.agent_version, records)
-        tools: Sequence[Tool] = ()
-        if not finished and not obstacle:
-            try:
-                tools = admitted.tools()
-            except RolloutError as error:
-                obstacle = error.message
-        rollout = Rollout(start.uid, admitted, tools, self._clock, self, stored)
-        number = self._index.add(rollout, admitted)
+        start = restored_start(stored, self.agents, resume_by_default=self._resume_by_default)
+        rollout = Rollout(stored.start.uid, start.admitted, start.tools, self._clock, self, stored)
+        number = self._index.add(rollout, start.admitted)
         self._queue.measure(rollout)
-        if finished:
+        if rollout.outcome is not None:
             self._restore_finished(rollout, stored)
-        elif obstacle:
-            rollout.record(interrupted(rollout, obstacle))
+        elif start.obstacle:
+            rollout.record(interrupted(rollout, start.obstacle))
         else:
             self._put(rollout, number)
 
@@ -355,9 +351,6 @@ class RolloutRegistry:
         elif target is not None:
             self._outbox.send(rollout, target)
         self._settle(rollout)
-
-    def _obstacle(self, spec: Spec, agent: AgentProtocol, version: str, records: Sequence[Record]) -> str:
-        return obstacle_to_resume(spec, agent, version, records, resume_by_default=self._resume_by_default)
 
     def _put(self, rollout: Rollout, number: int) -> None:
         """Put a rollout into the queue."""
