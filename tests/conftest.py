@@ -74,6 +74,14 @@ def toy_is_probed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_of_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Servers that keep a journal by default keep it in a temporary directory and not in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark thorough tests."""
     for item in items:

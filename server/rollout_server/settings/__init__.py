@@ -13,13 +13,14 @@ from pydantic import AliasChoices, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from rollout_server.settings.capacity import CapacitySettings
+from rollout_server.settings.journal import JournalSettings
 from rollout_server.settings.models import ModelSettings
 from rollout_server.settings.security import SecuritySettings
 from rollout_server.settings.serving import ServingSettings
 from rollout_server.settings.tokenizers import TokenizerSettings
 from rollout_server.settings.tools import ToolSettings
 from rollout_server.settings.trainers import StreamSettings, TrainerSettings
-from rollout_server.settings.types import TOY
+from rollout_server.settings.types import TOY, WrongSettings
 
 __all__ = ["TOY", "Settings", "WrongSettings", "load", "names_of", "read_settings"]
 
@@ -29,6 +30,7 @@ _Kind = TypeVar("_Kind", bound=BaseSettings)
 class Settings(
     ServingSettings,
     CapacitySettings,
+    JournalSettings,
     TrainerSettings,
     StreamSettings,
     TokenizerSettings,
@@ -41,10 +43,6 @@ class Settings(
     model_config = SettingsConfigDict(
         env_file=".env", env_file_encoding="utf-8", extra="ignore", populate_by_name=True, allow_inf_nan=False
     )
-
-
-class WrongSettings(ValueError):
-    """Settings that cannot be used. The text names each by its environment names."""
 
 
 def load(**flags: object) -> Settings:

@@ -1,4 +1,4 @@
-"""Types of setting values, with their parsers."""
+"""Types of setting values, with their parsers, and the error for values that cannot be used."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from pydantic_settings import NoDecode
 
 TOY = "toy"
 """In place of a tokenizer's directory: the toy tokenizer that this package contains."""
+
+
+class WrongSettings(ValueError):
+    """Settings that cannot be used. The text names each by its environment names."""
 
 
 def env_names(*names: str) -> AliasChoices:
