@@ -14,6 +14,7 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
     ListRolloutsRequest,
     ListRolloutsResponse,
     ListToolsRequest,
+    RedeliverOutcomesRequest,
     RenderPromptRequest,
     Rollout,
     RunRolloutRequest,
@@ -143,15 +144,20 @@ def get_request(uid: str, view: View) -> GetRolloutRequest:
 
 def cancel_request(uid: str | None, fields: Mapping[str, object], reason: str) -> CancelRolloutsRequest:
     """Build the request that cancels rollouts. Raises ValueError if nothing is selected."""
-    return build(CancelRolloutsRequest, {"selection": cancel_selection(uid, fields), "reason": reason})
+    return build(CancelRolloutsRequest, {"selection": explicit_selection(uid, fields), "reason": reason})
 
 
-def cancel_selection(uid: str | None, fields: Mapping[str, object]) -> Selection:
-    """Build the selection of rollouts to cancel. Raises ValueError without any condition."""
+def explicit_selection(uid: str | None, fields: Mapping[str, object]) -> Selection:
+    """Build the selection of a call that changes rollouts. Raises ValueError without any condition."""
     chosen = build(Selection, {"uid": uid, **fields} if uid is not None else fields)
     if chosen == Selection():
-        raise ValueError("nothing is selected; give a uid or a condition, or all=True to cancel all your rollouts")
+        raise ValueError("nothing is selected; give a uid or a condition, or all=True for all your rollouts")
     return chosen
+
+
+def redeliver_request(uid: str | None, fields: Mapping[str, object]) -> RedeliverOutcomesRequest:
+    """Build the request that sends outcomes again. Raises ValueError if nothing is selected."""
+    return build(RedeliverOutcomesRequest, {"selection": explicit_selection(uid, fields)})
 
 
 def acknowledge_request(uid: str) -> AcknowledgeOutcomeRequest:

@@ -23,7 +23,7 @@ from rollout_client.requests import (
     Pages,
     State,
     View,
-    cancel_selection,
+    explicit_selection,
     get_request,
     prompt_request,
     watch_request,
@@ -344,12 +344,12 @@ def test_views_and_details_are_words() -> None:
 
 
 def test_nothing_selected_is_not_everything() -> None:
-    assert cancel_selection(None, {"all": True}).all
-    assert list(cancel_selection("u", {}).uids) == ["u"]
+    assert explicit_selection(None, {"all": True}).all
+    assert list(explicit_selection("u", {}).uids) == ["u"]
     with pytest.raises(ValueError, match="nothing is selected"):
-        cancel_selection(None, {})
+        explicit_selection(None, {})
     with pytest.raises(ValueError, match="nothing is selected"):
-        cancel_selection(None, {"uids": []})
+        explicit_selection(None, {"uids": []})
     with pytest.raises(TypeError, match="unknown argument 'sate'"):
         Pages(1, "basic", {"sate": "running"})
 

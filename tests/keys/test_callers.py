@@ -57,6 +57,7 @@ def calls(uid: str) -> dict[str, Any]:
         "WaitRollout": pb.WaitRolloutRequest(uid=uid),
         "CancelRollouts": pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])),
         "AcknowledgeOutcome": pb.AcknowledgeOutcomeRequest(uid=uid),
+        "RedeliverOutcomes": pb.RedeliverOutcomesRequest(selection=pb.Selection(uids=[uid])),
     }
 
 

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 from rollout_server.core.error import Busy, NotFound
 from rollout_server.runtime.outcome_delivery import (
-    DeliveryAcknowledged,
     DeliveryRefused,
     DeliveryState,
     DeliveryUnsettled,
@@ -116,11 +115,10 @@ class TestAcknowledged:
         assert (world.roster.finished, rollout.credentials) == (1, Credentials())
         assert world.roster.get(rollout.uid, ME) is rollout, "it counts once as a remembered rollout"
 
-    @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no")])
-    async def test_of_a_delivery_that_is_over_it_changes_nothing(
-        self, new_world: type[RuntimeHarness], receipt: Receipt
+    async def test_of_a_delivery_that_was_acknowledged_it_changes_nothing(
+        self, new_world: type[RuntimeHarness]
     ) -> None:
-        world = new_world(reporter=Receiver(receipt))
+        world = new_world(reporter=Receiver(YES))
         rollout, _ = world.wish(owing(world))
         await outcome_of(rollout)
         await asyncio.sleep(10)
@@ -129,7 +127,23 @@ class TestAcknowledged:
         await asyncio.sleep(10)
         assert before is not None
         assert rollout.delivery == before
-        assert (before.state is DeliveryState.ACKNOWLEDGED) is isinstance(receipt, DeliveryAcknowledged)
+        assert before.state is DeliveryState.ACKNOWLEDGED
+
+    @pytest.mark.parametrize("receipt", [DeliveryRefused("no"), DOWN])
+    async def test_a_delivery_that_was_given_up_is_acknowledged(
+        self, new_world: type[RuntimeHarness], receipt: Receipt
+    ) -> None:
+        receiver = Receiver(receipt)
+        world = new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=0))
+        rollout, _ = world.wish(owing(world, key="hunter2"))
+        await until(lambda: rollout.undelivered)
+        world.roster.acknowledge(rollout.uid, ME)
+        assert rollout.delivery is not None
+        assert (rollout.delivery.state, rollout.delivery.attempts) == (DeliveryState.ACKNOWLEDGED, 1)
+        assert (rollout.undelivered, rollout.credentials) == (False, Credentials())
+        assert world.roster.redeliver(Selection(ME)) == []
+        await asyncio.sleep(1000)
+        assert len(receiver.parcels) == 1
 
     async def test_an_attempt_that_was_given_up_is_not_observed_as_one_that_answered(
         self, new_world: type[RuntimeHarness]
@@ -170,11 +184,8 @@ class TestCredentials:
         assert receiver.credentials[1] == "new"
         agent.free.set()
 
-    @pytest.mark.parametrize("receipt", [YES, DeliveryRefused("no"), LookupError(), DOWN])
-    async def test_they_are_gone_once_the_delivery_is_over(
-        self, new_world: type[RuntimeHarness], receipt: Receipt | Exception
-    ) -> None:
-        receiver = Receiver(DOWN, receipt)
+    async def test_they_are_gone_once_the_outcome_is_acknowledged(self, new_world: type[RuntimeHarness]) -> None:
+        receiver = Receiver(DOWN, YES)
         world = new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=1))
         rollout, _ = world.wish(owing(world, "key", key="hunter2"))
         await until(lambda: len(receiver.parcels) == 1)
@@ -183,7 +194,23 @@ class TestCredentials:
         await asyncio.sleep(1)
         assert rollout.credentials == Credentials()
         world.wish(owing(world, "key", key="hunter2"))
-        assert rollout.credentials == Credentials(), "a rollout without a pending delivery stores no credentials"
+        assert rollout.credentials == Credentials(), "a rollout whose outcome arrived stores no credentials"
+
+    @pytest.mark.parametrize("receipt", [DeliveryRefused("no"), LookupError(), DOWN])
+    async def test_an_outcome_that_was_not_delivered_keeps_its_own(
+        self, new_world: type[RuntimeHarness], receipt: Receipt | Exception
+    ) -> None:
+        """It may be sent again, and a caller that attaches may bring a better one."""
+        receiver = Receiver(DOWN, receipt)
+        world = new_world(reporter=receiver, patience=DeliveryRetryPolicy(retries=1))
+        rollout, _ = world.wish(owing(world, "key", key="old"))
+        await until(lambda: rollout.undelivered)
+        await asyncio.sleep(1)
+        assert rollout.credentials == Credentials(outcome="old")
+        rollout.update_credentials(Credentials("trainer", tools="tools", models={"judge": "judge"}))
+        assert rollout.credentials == Credentials(outcome="old")
+        world.wish(owing(world, "key", key="new"))
+        assert rollout.credentials == Credentials(outcome="new")
 
     def test_a_parcel_shows_neither_its_credential_nor_its_contents(self) -> None:
         parcel = PackedOutcome(RECEIVER, "u1/outcome", b"hunter2", "hunter2")

@@ -242,7 +242,8 @@ class Play:
         """Assert the final state of deliveries. Undelivered ones are lost with the server, and are still marked as undelivered."""
         for rollout in self.world.rollouts:
             if not rollout.owes:
-                assert rollout.credentials == Credentials()
+                assert rollout.credentials in (Credentials(), Credentials(outcome=rollout.credentials.outcome))
+                assert rollout.undelivered or rollout.credentials == Credentials()
             if rollout.delivery is not None and not rollout.delivery.attempts:
                 assert rollout.received
 

@@ -340,6 +340,24 @@ class AsyncClient(AsyncCalls):
         request = requests.acknowledge_request(uid)
         await self._send(self._channel.stub.AcknowledgeOutcome, request, timeout, call_metadata)
 
+    async def redeliver(
+        self,
+        uid: str | None = None,
+        /,
+        *,
+        timeout: float | None = None,
+        call_metadata: CallMetadata | None = None,
+        **selection: Unpack[SelectionFields],
+    ) -> tuple[str, ...]:
+        """Send the outcomes of the selected rollouts again, except acknowledged ones, and return the uids of those sent.
+
+        A delivery that waits for its next attempt makes it at once. One that was refused or has expired begins again, with the
+        same bytes under the same key. Rollouts are selected as for `cancel`, with the same errors.
+        """
+        request = requests.redeliver_request(uid, selection)
+        response = await self._send(self._channel.stub.RedeliverOutcomes, request, timeout, call_metadata)
+        return tuple(response.uids)
+
     async def access(
         self, uid: str, *, timeout: float | None = None, call_metadata: CallMetadata | None = None
     ) -> ModelAccess | None:

@@ -244,6 +244,11 @@ class Rollout:
         return self._delivery is not None and self._delivery.state is DeliveryState.PENDING
 
     @property
+    def undelivered(self) -> bool:
+        """Whether the delivery of its outcome was given up. `Outbox.resend` can begin it again."""
+        return self._delivery is not None and self._delivery.state in (DeliveryState.REFUSED, DeliveryState.EXPIRED)
+
+    @property
     def received(self) -> bool:
         """Whether its outcome was acknowledged."""
         return self._received
@@ -357,11 +362,13 @@ class Rollout:
     def update_credentials(self, by: Credentials) -> None:
         """Take over the tokens of `by`, unless no endpoint will be called any more."""
         if self.outcome is None or self.owes:
-            self._set_credentials(self._credentials.updated(by))
+            self._credentials = self._credentials.updated(by)
+        elif self.undelivered:
+            self._credentials = Credentials(outcome=by.outcome or self._credentials.outcome)
 
     def drop_credentials(self) -> None:
-        """Delete the credentials."""
-        self._set_credentials(Credentials())
+        """Delete the credentials, except for that of an outcome that was not delivered: it may be sent again."""
+        self._credentials = Credentials(outcome=self._credentials.outcome if self.undelivered else "")
 
     def update_delivery(self, delivery: Delivery) -> None:
         """Set the state of the outcome's delivery."""

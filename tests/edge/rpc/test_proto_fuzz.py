@@ -146,6 +146,7 @@ def good(name: str, uids: list[str]) -> Message:
         "StartRollout": start,
         "RunRollout": lambda: pb.RunRolloutRequest(start=pb.StartRolloutRequest(spec=spec())),
         "CancelRollouts": lambda: pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])),
+        "RedeliverOutcomes": lambda: pb.RedeliverOutcomesRequest(selection=pb.Selection(uids=[uid])),
     }
     if name in requests:
         return requests[name]()

@@ -37,6 +37,7 @@ async def test_what_has_not_finished_cannot_be_acknowledged(caller: Caller) -> N
         ("WaitRollout", pb.WaitRolloutRequest(uid=UNKNOWN)),
         ("AcknowledgeOutcome", pb.AcknowledgeOutcomeRequest(uid=UNKNOWN)),
         ("CancelRollouts", pb.CancelRolloutsRequest(selection=pb.Selection(uids=[UNKNOWN]))),
+        ("RedeliverOutcomes", pb.RedeliverOutcomesRequest(selection=pb.Selection(uids=[UNKNOWN]))),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

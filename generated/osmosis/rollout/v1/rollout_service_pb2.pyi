@@ -67,9 +67,9 @@ class _DeliveryStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Deliver
     DELIVERY_STATE_ACKNOWLEDGED: _DeliveryState.ValueType  # 2
     """The receiver acknowledged it. It is not sent again."""
     DELIVERY_STATE_REFUSED: _DeliveryState.ValueType  # 3
-    """The receiver refused it with a final code. It is not sent again."""
+    """The receiver refused it with a final code. It is sent again only by RedeliverOutcomes."""
     DELIVERY_STATE_EXPIRED: _DeliveryState.ValueType  # 4
-    """It was not acknowledged in time. It is not sent again."""
+    """It was not acknowledged in time. It is sent again only by RedeliverOutcomes."""
 
 class DeliveryState(_DeliveryState, metaclass=_DeliveryStateEnumTypeWrapper):
     """State of the delivery of an outcome to `RolloutSpec.outcome`."""
@@ -81,9 +81,9 @@ DELIVERY_STATE_PENDING: DeliveryState.ValueType  # 1
 DELIVERY_STATE_ACKNOWLEDGED: DeliveryState.ValueType  # 2
 """The receiver acknowledged it. It is not sent again."""
 DELIVERY_STATE_REFUSED: DeliveryState.ValueType  # 3
-"""The receiver refused it with a final code. It is not sent again."""
+"""The receiver refused it with a final code. It is sent again only by RedeliverOutcomes."""
 DELIVERY_STATE_EXPIRED: DeliveryState.ValueType  # 4
-"""It was not acknowledged in time. It is not sent again."""
+"""It was not acknowledged in time. It is sent again only by RedeliverOutcomes."""
 Global___DeliveryState: _TypeAlias = DeliveryState  # noqa: Y015
 
 class _RolloutView:
@@ -649,7 +649,7 @@ class Selection(_message.Message):
     agent: _builtins.str
     """The rollout is run by this agent."""
     all: _builtins.bool
-    """All rollouts of the caller. CancelRollouts requires it if no other condition is set."""
+    """All rollouts of the caller. CancelRollouts and RedeliverOutcomes require it if no other condition is set."""
     @_builtins.property
     def uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The rollout has one of these uids. At most 1,000."""
@@ -855,6 +855,54 @@ class AcknowledgeOutcomeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AcknowledgeOutcomeResponse: _TypeAlias = AcknowledgeOutcomeResponse  # noqa: Y015
+
+@_typing.final
+class RedeliverOutcomesRequest(_message.Message):
+    """Requests that outcomes are sent again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SELECTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def selection(self) -> Global___Selection:
+        """Which rollouts. Those without an outcome, without a receiver or with an acknowledged outcome do not change."""
+
+    def __init__(
+        self,
+        *,
+        selection: Global___Selection | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["selection", b"selection"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedeliverOutcomesRequest: _TypeAlias = RedeliverOutcomesRequest  # noqa: Y015
+
+@_typing.final
+class RedeliverOutcomesResponse(_message.Message):
+    """The rollouts whose outcomes are sent again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UIDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Uids of the selected rollouts whose delivery was pending, refused or expired."""
+
+    def __init__(
+        self,
+        *,
+        uids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["uids", b"uids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RedeliverOutcomesResponse: _TypeAlias = RedeliverOutcomesResponse  # noqa: Y015
 
 @_typing.final
 class WatchGroupRequest(_message.Message):

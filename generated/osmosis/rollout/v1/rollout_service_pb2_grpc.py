@@ -84,6 +84,11 @@ class RolloutServiceStub(object):
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeRequest.SerializeToString,
                 response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeResponse.FromString,
                 _registered_method=True)
+        self.RedeliverOutcomes = channel.unary_unary(
+                '/osmosis.rollout.v1.RolloutService/RedeliverOutcomes',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RedeliverOutcomesRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RedeliverOutcomesResponse.FromString,
+                _registered_method=True)
         self.StartGroup = channel.unary_unary(
                 '/osmosis.rollout.v1.RolloutService/StartGroup',
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_group__pb2.StartGroupRequest.SerializeToString,
@@ -214,6 +219,18 @@ class RolloutServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def RedeliverOutcomes(self, request, context):
+        """Sends the outcomes of the selected rollouts again, without waiting for their receivers. A pending delivery makes its next attempt
+        now. A delivery that was refused or has expired becomes pending again, with a new time limit. The bytes and the key are those of
+        the earlier attempts, so a receiver that remembers keys processes each outcome once. Acknowledged outcomes are never sent again.
+
+        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist; finished rollouts are dropped after a while. Any
+        caller may retry freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartGroup(self, request, context):
         """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
 
@@ -334,6 +351,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.AcknowledgeOutcome,
                     request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeRequest.FromString,
                     response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeResponse.SerializeToString,
+            ),
+            'RedeliverOutcomes': grpc.unary_unary_rpc_method_handler(
+                    servicer.RedeliverOutcomes,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RedeliverOutcomesRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RedeliverOutcomesResponse.SerializeToString,
             ),
             'StartGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.StartGroup,
@@ -601,6 +623,33 @@ class RolloutService(object):
             '/osmosis.rollout.v1.RolloutService/AcknowledgeOutcome',
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeRequest.SerializeToString,
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.AcknowledgeOutcomeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RedeliverOutcomes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/RedeliverOutcomes',
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RedeliverOutcomesRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RedeliverOutcomesResponse.FromString,
             options,
             channel_credentials,
             insecure,

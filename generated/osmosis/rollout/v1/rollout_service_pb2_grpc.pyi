@@ -87,6 +87,14 @@ class RolloutServiceStub:
 
     NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
     """
+    RedeliverOutcomes: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.RedeliverOutcomesRequest, _rollout_service_pb2.RedeliverOutcomesResponse]
+    """Sends the outcomes of the selected rollouts again, without waiting for their receivers. A pending delivery makes its next attempt
+    now. A delivery that was refused or has expired becomes pending again, with a new time limit. The bytes and the key are those of
+    the earlier attempts, so a receiver that remembers keys processes each outcome once. Acknowledged outcomes are never sent again.
+
+    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist; finished rollouts are dropped after a while. Any
+    caller may retry freely.
+    """
     StartGroup: _grpc.UnaryUnaryMultiCallable[_group_pb2.StartGroupRequest, _group_pb2.StartGroupResponse]
     """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
 
@@ -189,6 +197,14 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
     NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+    """
+    RedeliverOutcomes: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.RedeliverOutcomesRequest, _rollout_service_pb2.RedeliverOutcomesResponse]  # type: ignore[assignment]
+    """Sends the outcomes of the selected rollouts again, without waiting for their receivers. A pending delivery makes its next attempt
+    now. A delivery that was refused or has expired becomes pending again, with a new time limit. The bytes and the key are those of
+    the earlier attempts, so a receiver that remembers keys processes each outcome once. Acknowledged outcomes are never sent again.
+
+    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist; finished rollouts are dropped after a while. Any
+    caller may retry freely.
     """
     StartGroup: _aio.UnaryUnaryMultiCallable[_group_pb2.StartGroupRequest, _group_pb2.StartGroupResponse]  # type: ignore[assignment]
     """Accepts n rollouts of one prompt, all or none, or returns the group that was accepted under the same request id.
@@ -337,6 +353,20 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
         NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+        """
+
+    @_abc_1.abstractmethod
+    def RedeliverOutcomes(
+        self,
+        request: _rollout_service_pb2.RedeliverOutcomesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.RedeliverOutcomesResponse, _abc.Awaitable[_rollout_service_pb2.RedeliverOutcomesResponse]]:
+        """Sends the outcomes of the selected rollouts again, without waiting for their receivers. A pending delivery makes its next attempt
+        now. A delivery that was refused or has expired becomes pending again, with a new time limit. The bytes and the key are those of
+        the earlier attempts, so a receiver that remembers keys processes each outcome once. Acknowledged outcomes are never sent again.
+
+        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist; finished rollouts are dropped after a while. Any
+        caller may retry freely.
         """
 
     @_abc_1.abstractmethod

@@ -142,6 +142,17 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         self._registry.acknowledge(request.uid, caller())
         return pb.AcknowledgeOutcomeResponse()
 
+    async def RedeliverOutcomes(
+        self, request: pb.RedeliverOutcomesRequest, context: _Context
+    ) -> pb.RedeliverOutcomesResponse:
+        """Send outcomes again that were not acknowledged."""
+        if wire.is_empty(request.selection):
+            raise InvalidRequest(Violation("selection", "is empty; set `all` to select all of your rollouts"))
+        selection = wire.selection(request.selection, caller())
+        for uid in selection.uids:
+            self._registry.get(uid, caller())
+        return pb.RedeliverOutcomesResponse(uids=self._registry.redeliver(selection))
+
     async def StartGroup(self, request: group_pb2.StartGroupRequest, context: _Context) -> group_pb2.StartGroupResponse:
         """Start the rollouts of a group, or find it. A large request is converted in a thread, as in `_start`."""
         who = caller()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from rollout_server.core.spec import Target
 from rollout_server.runtime.journal import DeliveryChanged, StoredDelivery
@@ -47,7 +48,9 @@ class Outbox:
         self._journal = dependencies.journal
         self._settled = settled
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stored: dict[str, StoredDelivery] = {}
+        self._pauses: dict[str, asyncio.Future[None]] = {}
+        # Serialized once, and kept while the outcome may be sent again: until it is acknowledged or its rollout is dropped.
+        self._packed: WeakKeyDictionary[Rollout, PackedOutcome] = WeakKeyDictionary()
 
     @property
     def pending(self) -> int:
@@ -57,16 +60,23 @@ class Outbox:
     def send(self, rollout: Rollout, target: Target) -> None:
         """Start to deliver the outcome of a finished rollout."""
         rollout.update_delivery(Delivery())
-        self._start(rollout, target)
+        self._begin(rollout, target)
 
-    def resume(self, rollout: Rollout, target: Target, stored: StoredDelivery) -> None:
-        """Continue the delivery that an earlier process of this server began, unless it is over."""
-        rollout.update_delivery(stored.delivery)
-        if rollout.owes:
-            self._stored[rollout.uid] = stored
-            self._start(rollout, target)
+    def resend(self, rollout: Rollout) -> bool:
+        """Send the outcome again, unless it was acknowledged. Return whether it is sent.
 
-    def _start(self, rollout: Rollout, target: Target) -> None:
+        A delivery that waits for its next attempt makes it now. One that was given up begins again with a new time limit. Bytes and
+        key stay the same, and `attempts` continues.
+        """
+        pause, target = self._pauses.get(rollout.uid), rollout.spec.outcome
+        if rollout.owes and pause is not None and not pause.done():
+            pause.set_result(None)
+        if rollout.undelivered and rollout.delivery is not None and target is not None:
+            rollout.update_delivery(Delivery(attempts=rollout.delivery.attempts, error=rollout.delivery.error))
+            self._begin(rollout, target)
+        return rollout.owes
+
+    def _begin(self, rollout: Rollout, target: Target) -> None:
         task = asyncio.create_task(self._deliver(rollout, target), name=f"deliver {rollout.uid}")
         self._tasks[rollout.uid] = task
         task.add_done_callback(lambda done: self._over(done, rollout))
@@ -89,6 +99,10 @@ class Outbox:
             else:  # `drain` stopped the delivery
                 self._stored.pop(rollout.uid, None)
                 self._settled(rollout)
+        elif rollout.undelivered:
+            self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
+            if not rollout.is_read:
+                rollout.drop_credentials()
 
     async def drain(self, grace: float) -> None:
         """Continue deliveries for `grace` seconds, then cancel them.
@@ -109,18 +123,14 @@ class Outbox:
             await asyncio.wait([task for _, task in left], timeout=_CANCEL_SECONDS)
 
     async def _deliver(self, rollout: Rollout, target: Target) -> None:
-        stored = self._stored.get(rollout.uid) or self._pack(rollout, target)
-        attempts = stored.delivery.attempts
-        if attempts:
-            await asyncio.sleep((stored.delivery.next_attempt or 0.0) - self._clock.wall())
-        # The bytes are stored before they are sent for the first time, so that every attempt sends the same.
-        await self._journal.flush()
-        packed = PackedOutcome(target, stored.key, stored.body or b"")
-        expires = stored.expires - self._clock.wall() + self._clock.monotonic()
-        policy = self._retry_policy
+        policy, wait = self._retry_policy, self._retry_policy.first
+        expires = self._clock.monotonic() + policy.expiry
+        packed = self._pack(rollout, target)
+        earlier = rollout.delivery.attempts if rollout.delivery is not None else 0
+        attempts = 0
         while True:
             attempts += 1
-            receipt = await self._attempt(rollout, packed, attempts)
+            receipt = await self._attempt(rollout, packed, earlier + attempts)
             if not rollout.owes:
                 return None  # acknowledged in another way during the attempt
             if isinstance(receipt, DeliveryAcknowledged):
@@ -132,16 +142,26 @@ class Outbox:
             if exhausted or self._clock.monotonic() + pause >= expires:
                 return self._end(rollout, DeliveryState.EXPIRED, receipt.text)
             next_attempt = self._clock.wall() + pause
-            self._update(rollout, Delivery(attempts=attempts, error=receipt.text, next_attempt=next_attempt))
-            await asyncio.sleep(pause)
+            rollout.update_delivery(
+                Delivery(attempts=earlier + attempts, error=receipt.text, next_attempt=next_attempt)
+            )
+            await self._pause(rollout, pause)
+            wait = min(2 * wait, policy.most)
 
-    def _pack(self, rollout: Rollout, target: Target) -> StoredDelivery:
-        key = f"{rollout.uid}/outcome"
-        body = self._reporter.pack(rollout, target, key)
-        expires = self._clock.wall() + self._retry_policy.expiry
-        stored = self._stored[rollout.uid] = StoredDelivery(rollout.delivery or Delivery(), key, expires, body)
-        self._journal.write(DeliveryChanged(rollout.uid, stored))
-        return stored
+    def _pack(self, rollout: Rollout, target: Target) -> PackedOutcome:
+        packed = self._packed.get(rollout)
+        if packed is None:
+            key = f"{rollout.uid}/outcome"
+            packed = self._packed[rollout] = PackedOutcome(target, key, self._reporter.pack(rollout, target, key))
+        return packed
+
+    async def _pause(self, rollout: Rollout, seconds: float) -> None:
+        """Wait until the next attempt is due, or until `resend` asks for it."""
+        pause = self._pauses[rollout.uid] = asyncio.get_running_loop().create_future()
+        try:
+            await asyncio.wait([pause], timeout=seconds)
+        finally:
+            del self._pauses[rollout.uid]
 
     async def _attempt(self, rollout: Rollout, packed: PackedOutcome, number: int) -> Receipt:
         rollout.update_delivery(replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None))
@@ -153,7 +173,9 @@ class Outbox:
 
     def _end(self, rollout: Rollout, state: DeliveryState, error: str) -> None:
         before = rollout.delivery or Delivery()
-        self._update(rollout, Delivery(state, before.attempts, error, ended=self._clock.wall()))
+        rollout.update_delivery(Delivery(state, before.attempts, error, ended=self._clock.wall()))
+        if state is DeliveryState.ACKNOWLEDGED:
+            self._packed.pop(rollout, None)
         if state is not DeliveryState.ACKNOWLEDGED:
             extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id}
             # The receiver's text is only in the delivery state: in the log it could forge lines.
@@ -168,6 +190,8 @@ class Outbox:
             self._journal.write(DeliveryChanged(rollout.uid, replace(stored, delivery=delivery, body=body)))
 
     def _over(self, task: asyncio.Task[None], rollout: Rollout) -> None:
+        if self._tasks.get(rollout.uid) is not task:
+            return  # `resend` began the delivery again before this task was done
         del self._tasks[rollout.uid]
         if not task.cancelled() and task.exception() is not None:
             _log.error("delivery of the outcome of rollout %s failed", rollout.uid, exc_info=task.exception())

@@ -251,6 +251,17 @@ class RolloutRegistry:
         rollout.mark_received()
         self._outbox.acknowledge(rollout)
 
+    def redeliver(self, selection: Selection) -> Sequence[str]:
+        """Send the outcomes of the selected rollouts again, except acknowledged ones. Return the uids. Raise `Draining`."""
+        if self.draining:
+            raise Draining("the server is stopping and begins no deliveries", retry_after=1.0)
+        chosen = [rollout for _, rollout in self.select(selection) if rollout.owes or rollout.undelivered]
+        # Until its delivery is over, a rollout counts as active and is not dropped. `_settle` returns it to the retention.
+        self._retention.take_back(chosen)
+        for rollout in chosen:
+            self._queue.measure(rollout)
+        return [rollout.uid for rollout in chosen if self._outbox.resend(rollout)]
+
     def forget(self) -> None:
         """Drop finished rollouts that exceed the limits of age, number or size, the oldest first."""
         for uid in self._retention.surplus():

@@ -158,6 +158,13 @@ class Retention:
         self._rollouts.append((rollout, self._clock.monotonic() - max(age, 0.0)))
         self._bytes += rollout.machine.size
 
+    def take_back(self, rollouts: Iterable[Rollout]) -> None:
+        """Remove rollouts that are in use again. Ignores those that are not here."""
+        back = set(rollouts)
+        if back:
+            self._bytes -= sum(rollout.machine.size for rollout, _ in self._rollouts if rollout in back)
+            self._rollouts = deque(each for each in self._rollouts if each[0] not in back)
+
     def surplus(self) -> Iterator[str]:
         """Remove rollouts that exceed the limits of age, number or size, oldest first, and yield their uids."""
         now, capacity = self._clock.monotonic(), self._capacity
