@@ -16,6 +16,7 @@ COMMANDS = (
     ("run",),
     ("test",),
     ("ps",),
+    ("deliveries",),
     ("start",),
     ("watch",),
     ("cancel",),

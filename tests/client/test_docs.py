@@ -30,7 +30,7 @@ SAID = {
     "Prompts": r"(\d+ \['add', 'subtract', 'multiply', 'divide'\] \d .*\n){2}",
     "Agents that run elsewhere": r"ModelAccess\(base_url='http://127\.0\.0\.1:\d+/r/[\w-]+'\)\n1\.0\n",
     "With asyncio": r"(?:\d turn \d\n)+\['stop', 'stop', 'stop', 'stop'\]\n\[('[\w-]+'(, )?){4}\]\n",
-    "Find": r"\(\)\n\['calculator', 'remote'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
+    "Find": r"\(\)\n\(\)\n\['calculator', 'remote'\] \['add', 'subtract', 'multiply', 'divide'\] \d",
     "Policies": r"\(\)\n",
     "When a call fails": r"spec\.completions\.url .*\nNOT_FOUND ROLLOUT_NOT_FOUND False None \w+\nthere is no rollout",
     "Retries": r"False\n0\n",

@@ -20,6 +20,7 @@ from rollout_server.cli.author.validate import validate
 from rollout_server.cli.author.verify import verify
 from rollout_server.cli.json_output import AsJson, error_document, json_mode
 from rollout_server.cli.operate.config import config
+from rollout_server.cli.operate.deliveries import deliveries
 from rollout_server.cli.operate.follow import start, watch
 from rollout_server.cli.operate.gateway import gateway
 from rollout_server.cli.operate.keys import keys
@@ -100,6 +101,7 @@ for command in (
     start,
     watch,
     cancel,
+    deliveries,
     inspect,
     verify,
     gateway,

@@ -103,7 +103,8 @@ def ps(**values: Any) -> None:
         for rollout in found[: flags.limit]:
             output.line(rollout_fields(rollout))
         if not flags.as_json:
-            _print_table(found[: flags.limit])
+            now = time.time()
+            print_table(_COLUMNS, [_row(rollout, now) for rollout in found[: flags.limit]])
         if len(found) > flags.limit:
             typer.echo(f"there are more than {flags.limit}: raise --limit, or select with --state or --agent", err=True)
 
@@ -146,13 +147,13 @@ def cancel(**values: Any) -> None:
             typer.echo("no rollout was cancelled: none that was selected is queued or running", err=True)
 
 
-def _print_table(rollouts: Sequence[Rollout]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows below the names of their columns. Control characters of the values are escaped."""
     from rollout_server.inspection.escape import visible
 
-    now = time.time()
-    rows = [_COLUMNS, *(tuple(map(visible, _row(rollout, now))) for rollout in rollouts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    table = [columns, *(tuple(map(visible, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
         typer.echo("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
@@ -164,12 +165,13 @@ def _row(rollout: Rollout, now: float) -> tuple[str, ...]:
         state_name(rollout),
         str(rollout.metrics.turns),
         str(rollout.metrics.generated_tokens),
-        _age(now - rollout.create_time.ToNanoseconds() / 1e9),
+        time_span(now - rollout.create_time.ToNanoseconds() / 1e9),
         result_text(rollout),
     )
 
 
-def _age(seconds: float) -> str:
+def time_span(seconds: float) -> str:
+    """Return a time span in the largest unit that fits, such as "5m"; a negative one as "0s"."""
     unit, size = next((each for each in _UNITS if seconds >= each[1]), ("s", 1))
     return f"{max(seconds, 0) // size:.0f}{unit}"
 
