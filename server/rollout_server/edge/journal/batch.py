@@ -1,0 +1,172 @@
+"""Changes of one commit as rows. All changes of one rollout become at most one row of each table."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from cryptography.fernet import Fernet
+from sqlalchemy import Connection, Executable, bindparam, delete, insert, update
+from sqlalchemy.dialects import sqlite
+
+from rollout_server.edge.journal.codec import Codec
+from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, OUTCOMES, ROLLOUTS
+from rollout_server.runtime.journal import (
+    AcceptedStart,
+    Change,
+    CredentialsChanged,
+    DeliveryChanged,
+    EntriesAppended,
+    OutcomeReceived,
+    RolloutAccepted,
+    RolloutDropped,
+    StoredDelivery,
+)
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.ports import Credentials
+
+_log = logging.getLogger(__name__)
+
+Row: TypeAlias = Mapping[str, Any]
+
+# Built once: SQLAlchemy keeps the compiled text of a statement that it has seen.
+_NUMBER: Final = "of"
+_DELETE: Final = tuple(
+    delete(column.table).where(column == bindparam(_NUMBER))
+    for column in (ROLLOUTS.c.number, ENTRIES.c.rollout, DELIVERIES.c.rollout, OUTCOMES.c.rollout)
+)
+_ACCEPT: Final = insert(ROLLOUTS)
+_APPEND: Final = insert(ENTRIES)
+_CREDENTIALS: Final = (
+    update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(credentials=bindparam("encrypted"))
+)
+_RECEIVED: Final = update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(received=True)
+_inserted = sqlite.insert(DELIVERIES)
+_DELIVERY: Final = _inserted.on_conflict_do_update(
+    index_elements=[DELIVERIES.c.rollout],
+    set_={name: _inserted.excluded[name] for name in ("state", "attempts", "error", "next_attempt", "ended")},
+)
+# The body of a delivery never changes.
+_OUTCOME: Final = sqlite.insert(OUTCOMES).on_conflict_do_nothing(index_elements=[OUTCOMES.c.rollout])
+
+
+class Batch:
+    """The changes of one commit. Only the state after all of them is written, since nobody can see one in between.
+
+    Args:
+        changes: each with the number of its rollout; None is nothing to write.
+        codec: the encoding of the journal.
+        key: encrypts credentials.
+    """
+
+    def __init__(self, changes: Sequence[tuple[int, Change] | None], codec: Codec, key: Fernet) -> None:
+        self._codec = codec
+        self._key = key
+        self._accepted: dict[int, AcceptedStart] = {}
+        self._entries: dict[int, list[Entry]] = {}
+        self._credentials: dict[int, Credentials] = {}
+        self._deliveries: dict[int, StoredDelivery] = {}
+        self._received: set[int] = set()
+        self._dropped: set[int] = set()
+        self.unencodable: set[int] = set()
+        """Numbers of rollouts that have something that cannot be encoded. Nothing of them is written any more."""
+        for change in changes:
+            if change is not None and change[0] not in self._dropped:
+                self._add(*change)
+        self._statements = self._encode()
+
+    def write(self, connection: Connection) -> None:
+        """Execute the statements in the transaction of the caller."""
+        for statement, rows in self._statements:
+            if rows:
+                connection.execute(statement, rows)
+
+    def _add(self, number: int, change: Change) -> None:
+        match change:
+            case EntriesAppended():
+                self._entries.setdefault(number, []).extend(change.entries)
+            case RolloutAccepted():
+                self._accepted[number] = change.start
+            case CredentialsChanged():
+                self._credentials[number] = change.credentials
+            case DeliveryChanged():
+                self._deliveries[number] = change.stored
+            case OutcomeReceived():
+                self._received.add(number)
+            case RolloutDropped():
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        for changes in (self._accepted, self._entries, self._credentials, self._deliveries):
+            changes.pop(number, None)
+        self._received.discard(number)
+        self._dropped.add(number)
+
+    def _encode(self) -> Sequence[tuple[Executable, Sequence[Row]]]:
+        accepted: list[Row] = []
+        entries: list[Row] = []
+        credentials: list[Row] = []
+        for number in sorted({*self._accepted, *self._entries, *self._credentials}):
+            try:
+                rows = self._accepted_rows(number), self._entry_rows(number), self._credential_rows(number)
+            except Exception:  # a bug in the encoding; one rollout must not keep all others from being stored
+                _log.exception("a rollout cannot be encoded for the journal; a restart of the server would lose it")
+                self.unencodable.add(number)
+                self._drop(number)
+                continue
+            accepted += rows[0]
+            entries += rows[1]
+            credentials += rows[2]
+        dropped = [{_NUMBER: number} for number in self._dropped]
+        return (
+            *((statement, dropped) for statement in _DELETE),
+            (_ACCEPT, accepted),
+            (_APPEND, entries),
+            (_CREDENTIALS, credentials),
+            (_RECEIVED, [{_NUMBER: number} for number in self._received]),
+            (_DELIVERY, [_delivery_row(number, stored) for number, stored in self._deliveries.items()]),
+            (_OUTCOME, [_outcome_row(number, stored) for number, stored in self._deliveries.items()]),
+        )
+
+    def _accepted_rows(self, number: int) -> Sequence[Row]:
+        start = self._accepted.get(number)
+        if start is None:
+            return ()
+        encrypted = self._encrypted(start.request.credentials)
+        payload = self._codec.encode_start(start)
+        return ({"number": number, "uid": start.uid, "start": payload, "credentials": encrypted, "received": False},)
+
+    def _entry_rows(self, number: int) -> Sequence[Row]:
+        entries = self._entries.get(number)
+        if not entries:
+            return ()
+        payload = self._codec.encode_entries(entries)
+        first, last = entries[0].sequence, entries[-1].sequence
+        return ({"rollout": number, "first_sequence": first, "last_sequence": last, "payload": payload},)
+
+    def _credential_rows(self, number: int) -> Sequence[Row]:
+        credentials = self._credentials.get(number)
+        return () if credentials is None else ({_NUMBER: number, "encrypted": self._encrypted(credentials)},)
+
+    def _encrypted(self, credentials: Credentials) -> bytes | None:
+        if not credentials.secrets():
+            return None
+        return self._key.encrypt(self._codec.encode_credentials(credentials))
+
+
+def _delivery_row(number: int, stored: StoredDelivery) -> Row:
+    delivery = stored.delivery
+    return {
+        "rollout": number,
+        "state": delivery.state.value,
+        "attempts": delivery.attempts,
+        # A receiver's text may have half of a surrogate pair, which no database stores.
+        "error": delivery.error.encode("utf-8", "backslashreplace").decode("utf-8"),
+        "next_attempt": delivery.next_attempt,
+        "ended": delivery.ended,
+    }
+
+
+def _outcome_row(number: int, stored: StoredDelivery) -> Row:
+    return {"rollout": number, "key": stored.key, "expires": stored.expires, "body": stored.body}

@@ -1,0 +1,104 @@
+"""Tables of the journal, and the migrations between their versions.
+
+Only types and statements that PostgreSQL has as well are used here. What is particular to SQLite is in `database`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Connection,
+    Double,
+    Integer,
+    LargeBinary,
+    MetaData,
+    PrimaryKeyConstraint,
+    Table,
+    Text,
+    insert,
+)
+
+_metadata = MetaData()
+# SQLite gives an integer key its fast form only if the type is called INTEGER, which there has 64 bits.
+_Number = BigInteger().with_variant(Integer(), "sqlite")
+
+META: Final = Table(
+    "meta",
+    _metadata,
+    Column("name", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+"""Facts about the journal itself. `server_id` is the beginning of all its uids."""
+
+ROLLOUTS: Final = Table(
+    "rollouts",
+    _metadata,
+    # The order of acceptance. The journal counts it itself: the rows of one commit are then one statement.
+    Column("number", _Number, primary_key=True, autoincrement=False),
+    Column("uid", Text, nullable=False, unique=True),
+    Column("start", LargeBinary, nullable=False),
+    Column("credentials", LargeBinary),
+    Column("received", Boolean, nullable=False),
+)
+"""Accepted rollouts. `credentials` are encrypted, NULL if there are none. `received`: the outcome was acknowledged."""
+
+ENTRIES: Final = Table(
+    "entries",
+    _metadata,
+    Column("rollout", _Number, nullable=False),
+    Column("first_sequence", _Number, nullable=False),
+    Column("last_sequence", _Number, nullable=False),
+    Column("payload", LargeBinary, nullable=False),
+    PrimaryKeyConstraint("rollout", "first_sequence"),
+)
+"""Logs. A row has all records that one rollout added in one commit, `rollout` is its number."""
+
+DELIVERIES: Final = Table(
+    "deliveries",
+    _metadata,
+    Column("rollout", _Number, primary_key=True, autoincrement=False),
+    Column("state", Text, nullable=False),
+    Column("attempts", _Number, nullable=False),
+    Column("error", Text, nullable=False),
+    Column("next_attempt", Double),
+    Column("ended", Double),
+)
+"""State of the deliveries of outcomes. It changes with each attempt. Times are in seconds since 1970."""
+
+OUTCOMES: Final = Table(
+    "outcomes",
+    _metadata,
+    Column("rollout", _Number, primary_key=True, autoincrement=False),
+    Column("key", Text, nullable=False),
+    Column("expires", Double, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+"""What the deliveries send. Apart from `deliveries`, so that an attempt does not write a large body again."""
+
+Migration = Callable[[Connection], None]
+
+MIGRATIONS: Final[Sequence[Migration]] = ()
+"""Migrations in order. The first one turns version 1 into version 2."""
+
+
+def latest_version(migrations: Sequence[Migration] = MIGRATIONS) -> int:
+    """Return the version of the tables after all migrations."""
+    return len(migrations) + 1
+
+
+def create_tables(connection: Connection) -> None:
+    """Create the tables of the newest version for a server with a new id."""
+    _metadata.create_all(connection)
+    connection.execute(insert(META), {"name": "server_id", "value": secrets.token_hex(5)})
+
+
+def migrate(connection: Connection, version: int, migrations: Sequence[Migration] = MIGRATIONS) -> None:
+    """Bring tables of an older version up to date. The caller commits."""
+    for migration in migrations[version - 1 :]:
+        migration(connection)

@@ -1,0 +1,98 @@
+"""Reads the rollouts of earlier processes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+from cryptography.fernet import Fernet, InvalidToken
+from sqlalchemy import Connection, Row, select
+
+from rollout_server.edge.journal.codec import Codec
+from rollout_server.edge.journal.files import RESTORE, JournalUnusable
+from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, OUTCOMES, ROLLOUTS
+from rollout_server.runtime.journal import AcceptedStart, StoredDelivery, StoredRollout
+from rollout_server.runtime.log import Entry
+from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
+
+_CHUNK: Final = 256
+"""Number of rollouts whose rows are in memory beside the decoded ones."""
+
+_ROLLOUTS: Final = (
+    select(
+        *ROLLOUTS.c,
+        *(column for column in DELIVERIES.c if column.name != "rollout"),
+        *(column for column in OUTCOMES.c if column.name != "rollout"),
+    )
+    .outerjoin(DELIVERIES, DELIVERIES.c.rollout == ROLLOUTS.c.number)
+    .outerjoin(OUTCOMES, OUTCOMES.c.rollout == ROLLOUTS.c.number)
+    .order_by(ROLLOUTS.c.number)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReader:
+    """Decodes what the database at `path` has. Raises `JournalUnusable` if a rollout is damaged or the key is another one."""
+
+    path: Path
+    codec: Codec
+    key: Fernet
+
+    def rollouts(self, connection: Connection) -> Iterator[tuple[int, StoredRollout]]:
+        """Yield each rollout with its number, in the order of acceptance."""
+        rows = connection.execute(_ROLLOUTS.execution_options(yield_per=_CHUNK))
+        for chunk in rows.partitions():
+            logs = _payloads(connection, chunk[0].number, chunk[-1].number)
+            for row in chunk:
+                yield row.number, self._rollout(row, logs[row.number])
+
+    def _rollout(self, row: Row[Any], payloads: Sequence[bytes]) -> StoredRollout:
+        try:
+            entries = [*chain.from_iterable(map(self.codec.decode_entries, payloads))]
+            start = self._start(row)
+            delivery = _delivery(row)
+        except InvalidToken:
+            text = (
+                f"the credentials in {self.path} were encrypted with another key: set ROLLOUT_JOURNAL_KEY to the key with which "
+                "they were stored, or, if it was not set then, unset it and put the file `key` of the journal's directory back"
+            )
+            raise JournalUnusable(text) from None
+        except Exception as error:  # whatever the bytes of a damaged file make the decoder raise
+            text = f"{self.path} is damaged: rollout {row.uid} cannot be decoded ({type(error).__name__}: {error})"
+            raise JournalUnusable(f"{text}. Please {RESTORE}") from error
+        self._check_log(row.uid, entries)
+        return StoredRollout(start, entries, bool(row.received), delivery)
+
+    def _start(self, row: Row[Any]) -> AcceptedStart:
+        start = self.codec.decode_start(row.start)
+        if row.credentials is None:
+            return start
+        credentials = self.codec.decode_credentials(self.key.decrypt(row.credentials))
+        return replace(start, request=replace(start.request, credentials=credentials))
+
+    def _check_log(self, uid: str, entries: Sequence[Entry]) -> None:
+        """Resuming from a log with a gap would publish sequence numbers that earlier stood for other records."""
+        for expected, entry in enumerate(entries, start=1):
+            if entry.sequence != expected:
+                text = f"the log of rollout {uid} has record {entry.sequence} where {expected} is expected"
+                raise JournalUnusable(f"{self.path} is damaged: {text}. Please {RESTORE}")
+
+
+def _payloads(connection: Connection, first: int, last: int) -> dict[int, list[bytes]]:
+    """Return the encoded logs of the rollouts with these numbers, by number."""
+    rows = select(ENTRIES.c.rollout, ENTRIES.c.payload).where(ENTRIES.c.rollout.between(first, last))
+    logs: dict[int, list[bytes]] = defaultdict(list)
+    for row in connection.execute(rows.order_by(ENTRIES.c.rollout, ENTRIES.c.first_sequence)):
+        logs[row.rollout].append(row.payload)
+    return logs
+
+
+def _delivery(row: Row[Any]) -> StoredDelivery | None:
+    if row.state is None:
+        return None
+    delivery = Delivery(DeliveryState(row.state), row.attempts, row.error, row.next_attempt, row.ended)
+    return StoredDelivery(delivery, row.key, bytes(row.body), row.expires)
