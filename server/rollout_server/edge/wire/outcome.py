@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 
@@ -27,6 +27,8 @@ from rollout_server.core.spec import Spec
 from rollout_server.core.staleness import sample_parts
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto, utf8
+
+_SEGMENT_KINDS = {value: kind for kind, value in enums.SEGMENT_KINDS.items()}
 
 
 def outcome_to_proto(
@@ -112,9 +114,27 @@ def origin_to_proto(origin: Origin) -> token_pb2.SegmentOrigin:
     )
 
 
+def origin_from_proto(proto: token_pb2.SegmentOrigin) -> Origin:
+    """Return the core value of a segment's origin. Raises KeyError for a kind that this version does not know."""
+    parting = proto.parting
+    return Origin(
+        _SEGMENT_KINDS[proto.kind],
+        proto.parent_id,
+        proto.parent_tokens,
+        Parting(parting.message, parting.field, parting.expected, parting.found, parting.api, parting.client_agent)
+        if proto.HasField("parting")
+        else None,
+    )
+
+
 def capture_to_proto(report: CaptureReport, segments: Collection[Segment]) -> outcome_pb2.CaptureReport:
     """Return the proto of the counts of a rollout's calls. `segments` are those of the rollout."""
     return outcome_pb2.CaptureReport(**asdict(report), longest_share=longest_share(segments))
+
+
+def capture_from_proto(proto: outcome_pb2.CaptureReport) -> CaptureReport:
+    """Return the core value of the counts of a rollout's calls."""
+    return CaptureReport(**{field.name: getattr(proto, field.name) for field in fields(CaptureReport)})
 
 
 def _parting_to_proto(parting: Parting) -> token_pb2.Parting:

@@ -60,19 +60,28 @@ def start_request(
     wrong += _unknown_enum_values(request)
     if wrong:
         raise InvalidRequest(*wrong)
-    credentials = request.credentials
     return StartRequest(
         spec=spec_from_proto(request.spec, messages, typed, completes),
         caller=caller.name,
         request_id=request.request_id,
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
-        credentials=Credentials(
-            credentials.completions_bearer,
-            credentials.outcome_bearer,
-            credentials.tools_bearer,
-            dict(credentials.model_bearers),
-        ),
+        credentials=credentials_from_proto(request.credentials),
     )
+
+
+def credentials_to_proto(credentials: Credentials) -> spec_pb2.Credentials:
+    """Return the proto of credentials. It must be encrypted wherever it is stored."""
+    return spec_pb2.Credentials(
+        completions_bearer=credentials.completions,
+        outcome_bearer=credentials.outcome,
+        tools_bearer=credentials.tools,
+        model_bearers=credentials.models,
+    )
+
+
+def credentials_from_proto(proto: spec_pb2.Credentials) -> Credentials:
+    """Return the core value of credentials."""
+    return Credentials(proto.completions_bearer, proto.outcome_bearer, proto.tools_bearer, dict(proto.model_bearers))
 
 
 def prompt_request(request: rollout_service_pb2.RenderPromptRequest, caller: Caller) -> StartRequest:

@@ -1,0 +1,237 @@
+"""The journal's encoding of the records of turns: requests, completions, messages, tool calls and drift."""
+
+from __future__ import annotations
+
+from osmosis.journal.v1 import journal_pb2 as pb
+
+from rollout_server.core.ledger import Drift, PolicyRun, Prediction
+from rollout_server.core.record import (
+    Answered,
+    Appended,
+    Asked,
+    DriftFound,
+    GivenUp,
+    Masked,
+    Rewarded,
+    SegmentOpened,
+    ToolReturned,
+    ToolStarted,
+)
+from rollout_server.core.segment import Plane
+from rollout_server.edge.journal.values import (
+    decode_logprobs,
+    decode_text,
+    decode_tokens,
+    encode_logprobs,
+    encode_text,
+    encode_tokens,
+    read_call,
+    read_excerpt,
+    read_message,
+    read_messages,
+    read_usage,
+    write_call,
+    write_excerpt,
+    write_message,
+    write_messages,
+    write_usage,
+)
+from rollout_server.edge.wire import enums
+from rollout_server.edge.wire.outcome import origin_from_proto, origin_to_proto
+from rollout_server.edge.wire.spec import sampling_from_proto, sampling_to_proto
+
+_DRIFT_KINDS = {value: kind for kind, value in enums.DRIFT_KINDS.items()}
+
+
+def write_request(record: Asked, proto: pb.Asked) -> None:
+    """Write the request of a completion."""
+    proto.turn = record.turn
+    proto.segment_id = record.segment_id
+    proto.turn_key = record.turn_key
+    proto.messages = record.messages
+    if record.sampling is not None:
+        proto.sampling.CopyFrom(sampling_to_proto(record.sampling))
+
+
+def read_request(proto: pb.Asked) -> Asked:
+    """Return the request of a completion."""
+    sampling = sampling_from_proto(proto.sampling) if proto.HasField("sampling") else None
+    return Asked(proto.turn, proto.segment_id, proto.turn_key, proto.messages, sampling)
+
+
+def write_completion(record: Answered, proto: pb.Answered) -> None:
+    """Write a completion."""
+    proto.turn = record.turn
+    write_message(record.message, proto.message)
+    proto.attempts = record.attempts
+    proto.elapsed_ms = record.elapsed_ms
+    proto.tool_calls = record.tool_calls
+    proto.shared = record.shared
+    for name in ("finish_reason", "policy_version", "extra_json"):
+        if text := getattr(record, name):
+            setattr(proto, name, encode_text(text))
+    for name in ("mask_length", "policy_step"):
+        if (number := getattr(record, name)) is not None:
+            setattr(proto, name, number)
+    if record.usage is not None:
+        write_usage(record.usage, proto.usage)
+    if record.around != ("", ""):
+        write_excerpt(record.around, proto.around)
+    _write_tokens(record, proto)
+    for code, text in record.notes:
+        proto.notes.add(code=encode_text(code), text=encode_text(text))
+
+
+def _write_tokens(record: Answered, proto: pb.Answered) -> None:
+    if record.token_ids is not None:
+        proto.token_ids = encode_tokens(record.token_ids)
+    if record.logprobs is not None:
+        proto.logprobs = encode_logprobs(record.logprobs)
+    if record.reported is not None:
+        proto.reported = encode_tokens(record.reported)
+    if (predicted := record.predicted) is not None:
+        proto.predicted.closing = encode_tokens(predicted.closing)
+        proto.predicted.environment = encode_tokens(predicted.environment)
+    for plane in record.planes:
+        proto.planes.add(name=encode_text(plane.name), dtype=encode_text(plane.dtype), values=plane.values)
+    for run in record.runs:
+        proto.runs.add(tokens=run.tokens, version=encode_text(run.version), step=run.step)
+
+
+def read_completion(proto: pb.Answered) -> Answered:
+    """Return a completion."""
+    has, predicted = proto.HasField, proto.predicted
+    return Answered(
+        turn=proto.turn,
+        message=read_message(proto.message),
+        finish_reason=decode_text(proto.finish_reason),
+        token_ids=decode_tokens(proto.token_ids) if has("token_ids") else None,
+        logprobs=decode_logprobs(proto.logprobs) if has("logprobs") else None,
+        predicted=Prediction(decode_tokens(predicted.closing), decode_tokens(predicted.environment))
+        if has("predicted")
+        else None,
+        reported=decode_tokens(proto.reported) if has("reported") else None,
+        shared=proto.shared,
+        mask_length=proto.mask_length if has("mask_length") else None,
+        attempts=proto.attempts,
+        elapsed_ms=proto.elapsed_ms,
+        usage=read_usage(proto.usage) if has("usage") else None,
+        policy_version=decode_text(proto.policy_version),
+        notes=tuple((decode_text(note.code), decode_text(note.text)) for note in proto.notes),
+        tool_calls=proto.tool_calls,
+        around=read_excerpt(proto.around),
+        planes=tuple(Plane(decode_text(each.name), decode_text(each.dtype), each.values) for each in proto.planes),
+        extra_json=decode_text(proto.extra_json),
+        policy_step=proto.policy_step if has("policy_step") else None,
+        runs=tuple(map(_read_run, proto.runs)),
+    )
+
+
+def _read_run(proto: pb.PolicyRun) -> PolicyRun:
+    return PolicyRun(proto.tokens, decode_text(proto.version), proto.step if proto.HasField("step") else None)
+
+
+def write_appended(record: Appended, proto: pb.Appended) -> None:
+    """Write messages that the agent added."""
+    write_messages(record.messages, proto.messages)
+    proto.segment_id = record.segment_id
+
+
+def read_appended(proto: pb.Appended) -> Appended:
+    """Return messages that the agent added."""
+    return Appended(read_messages(proto.messages), proto.segment_id)
+
+
+def write_tool_started(record: ToolStarted, proto: pb.ToolStarted) -> None:
+    """Write the start of a tool call."""
+    proto.turn = record.turn
+    proto.index = record.index
+    write_call(record.call, proto.call)
+    proto.segment_id = record.segment_id
+
+
+def read_tool_started(proto: pb.ToolStarted) -> ToolStarted:
+    """Return the start of a tool call."""
+    return ToolStarted(proto.turn, proto.index, read_call(proto.call), proto.segment_id)
+
+
+def write_tool_returned(record: ToolReturned, proto: pb.ToolReturned) -> None:
+    """Write the result of a tool call."""
+    proto.turn = record.turn
+    proto.index = record.index
+    write_call(record.call, proto.call)
+    write_message(record.message, proto.message)
+    proto.failed = record.failed
+    proto.elapsed_ms = record.elapsed_ms
+    proto.segment_id = record.segment_id
+
+
+def read_tool_returned(proto: pb.ToolReturned) -> ToolReturned:
+    """Return the result of a tool call."""
+    call, message = read_call(proto.call), read_message(proto.message)
+    return ToolReturned(proto.turn, proto.index, call, message, proto.failed, proto.elapsed_ms, proto.segment_id)
+
+
+def write_given_up(record: GivenUp, proto: pb.GivenUp) -> None:
+    """Write the end of a turn without a completion."""
+    proto.turn = record.turn
+    proto.segment_id = record.segment_id
+
+
+def read_given_up(proto: pb.GivenUp) -> GivenUp:
+    """Return the end of a turn without a completion."""
+    return GivenUp(proto.turn, proto.segment_id)
+
+
+def write_masked(record: Masked, proto: pb.Masked) -> None:
+    """Write that a completion was masked out."""
+    proto.turn = record.turn
+    proto.reason = encode_text(record.reason)
+
+
+def read_masked(proto: pb.Masked) -> Masked:
+    """Return that a completion was masked out."""
+    return Masked(proto.turn, decode_text(proto.reason))
+
+
+def write_rewarded(record: Rewarded, proto: pb.Rewarded) -> None:
+    """Write the reward of a turn."""
+    proto.turn = record.turn
+    proto.value = record.value
+
+
+def read_rewarded(proto: pb.Rewarded) -> Rewarded:
+    """Return the reward of a turn."""
+    return Rewarded(proto.turn, proto.value)
+
+
+def write_segment(record: SegmentOpened, proto: pb.SegmentOpened) -> None:
+    """Write the opening of a segment."""
+    proto.turn = record.turn
+    proto.segment_id = record.segment_id
+    proto.origin.CopyFrom(origin_to_proto(record.origin))
+    proto.prompt_tokens = record.prompt_tokens
+
+
+def read_segment(proto: pb.SegmentOpened) -> SegmentOpened:
+    """Return the opening of a segment."""
+    return SegmentOpened(proto.turn, proto.segment_id, origin_from_proto(proto.origin), proto.prompt_tokens)
+
+
+def write_drift(record: DriftFound, proto: pb.DriftFound) -> None:
+    """Write drift with the text around it."""
+    drift = record.drift
+    proto.turn = record.turn
+    proto.segment_id = record.segment_id
+    proto.kind = enums.DRIFT_KINDS[drift.kind]
+    proto.index = drift.index
+    proto.expected = drift.expected
+    proto.reported = drift.reported
+    if record.around != ("", ""):
+        write_excerpt(record.around, proto.around)
+
+
+def read_drift(proto: pb.DriftFound) -> DriftFound:
+    """Return drift with the text around it."""
+    drift = Drift(_DRIFT_KINDS[proto.kind], proto.index, proto.expected, proto.reported)
+    return DriftFound(proto.turn, proto.segment_id, drift, read_excerpt(proto.around))
