@@ -39,6 +39,7 @@ class JournalDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self.database = self.path / DATABASE
+        self._open_files = tuple(f"{self.database}{ending}" for ending in ("", "-wal", "-shm"))
         # Not bound to a thread: the process may end in another one than the journal's.
         self._lock = FileLock(self.path / _LOCK, timeout=0, mode=0o600, thread_local=False)
 
@@ -116,8 +117,7 @@ class JournalDirectory:
 
         SQLite would go on writing to files that were deleted, and everything written there would be lost.
         """
-        names = (DATABASE, DATABASE + "-wal", DATABASE + "-shm")
-        return tuple((found.st_dev, found.st_ino) for found in map(os.stat, (self.path / name for name in names)))
+        return tuple((found.st_dev, found.st_ino) for found in map(os.stat, self._open_files))
 
     def key(self, *, may_create: bool) -> Fernet:
         """Return the key from the directory, and create it if there is none yet. Raises `JournalUnusable`."""
