@@ -25,6 +25,8 @@ from rollout_server.assembly import (
     keyring,
     make_registry,
     make_streams,
+    naming_journal,
+    open_journal,
     reporter,
     server_facts,
     server_tls,
@@ -56,6 +58,7 @@ from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents
 from rollout_server.settings import Settings, load
+from rollout_server.settings.journal import MEMORY, journal_directory
 
 if TYPE_CHECKING:
     from rollout_server.embedded_gateway import EmbeddedGateway
@@ -137,6 +140,8 @@ class Server:
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
+        with naming_journal():
+            await self._registry.restore()
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
@@ -178,6 +183,7 @@ class Server:
         stack.push_async_callback(channels.close)
         tools = tool_resources(tokenizers, settings)
         stack.push_async_callback(tools.close)
+        journal = await open_journal(settings, stack)
         metrics, self._streams = self._metrics, make_streams(settings)
         samplers = trainers(client, channels, tokenizers, self._streams, settings)
         registry = make_registry(
@@ -192,6 +198,8 @@ class Server:
                 models=further_models(samplers.engines, rules, settings),
                 model_access=self._model_access,
                 later_system=partial(later_system, tokenizers),
+                journal=journal,
+                resume_by_default=settings.on_interrupt == "resume",
             ),
             shared=keys.demands,
         )
@@ -266,6 +274,8 @@ def serve_with(
     from rollout_server import logs
 
     chosen = load(**settings)
+    directory = journal_directory(chosen.journal, chosen.grpc_port, durable_by_default=True)
+    chosen = chosen.model_copy(update={"journal": str(directory or MEMORY)})
     logs.set_up(chosen.log_format, chosen.log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
     run_loop(_serve(agents, chosen, serving), loop_factory())

@@ -6,7 +6,7 @@ import logging
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
@@ -42,6 +42,7 @@ from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.network_exposure import authenticates_callers, listens_on_loopback
+from rollout_server.runtime.journal import Journal, MemoryJournal
 from rollout_server.runtime.models import ModelLimits
 from rollout_server.runtime.ports import Credentials, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, RegistryDependencies
@@ -49,10 +50,13 @@ from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
 from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.settings import TOY, Settings, WrongSettings
+from rollout_server.settings.journal import journal_directory
 
 _log = logging.getLogger(__name__)
 # Protocols in which a prompt can be sent as token ids, which token mode requires (D15).
 _TAKE_IDS = frozenset({Dialect.GRPC, Dialect.STREAM, Dialect.VLLM, Dialect.SGLANG})
+_JITTER = 0.25
+"""Largest part by which the waits between attempts to deliver an outcome are longer."""
 FEATURES = (
     "http_masked",
     "http_plain",
@@ -66,6 +70,7 @@ FEATURES = (
     "models",
     "model_endpoint",
     "policies",
+    "redelivery",
 )
 
 
@@ -188,7 +193,7 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
 def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:
     """Return how often, and for how long, the delivery of an outcome is retried."""
     return DeliveryRetryPolicy(
-        settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries
+        settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries, _JITTER
     )
 
 
@@ -293,6 +298,32 @@ def make_registry(
         ),
         dependencies=dependencies,
     )
+
+
+async def open_journal(settings: Settings, stack: AsyncExitStack) -> Journal:
+    """Return the journal that the settings name; `stack` closes it. Raises `WrongSettings` if it cannot be used."""
+    directory = journal_directory(settings.journal, settings.grpc_port, durable_by_default=False)
+    if directory is None:
+        return MemoryJournal()
+    from rollout_server.edge.journal import SqliteJournal  # imports SQLAlchemy, which only a durable journal needs
+
+    key = settings.journal_key
+    journal = SqliteJournal(directory, key.get_secret_value() if key is not None else None)
+    with naming_journal():
+        await journal.start()
+    stack.push_async_callback(journal.close)
+    return journal
+
+
+@contextmanager
+def naming_journal() -> Iterator[None]:
+    """Turn errors of a journal that cannot be used into `WrongSettings`, which name its setting."""
+    from rollout_server.edge.journal import JournalUnusable
+
+    try:
+        yield
+    except JournalUnusable as error:
+        raise WrongSettings(f"ROLLOUT_JOURNAL: {error}") from None
 
 
 def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts:
