@@ -13,6 +13,7 @@ from rollout_server.core import record as records
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import Answered, Asked, Ended, Note, Record, Rewarded, ToolStarted
+from rollout_server.edge.journal import values
 from rollout_server.edge.journal.records import CODECS, decode_entries, encode_entries
 from rollout_server.runtime.log import Entry
 
@@ -78,6 +79,15 @@ def test_arrays_keep_every_bit() -> None:
     assert read.logprobs.tobytes() == array("f", [-0.1, -0.0]).tobytes()
     (entry,) = pb.Entries.FromString(encode_entries([Entry(1, 0.0, ANSWERED)])).entries
     assert entry.answered.token_ids == bytes([1, 0, 0, 0, 2, 0, 0, 0])
+
+
+def test_a_big_endian_machine_swaps_the_bytes_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "_SWAPS", True)
+    tokens = array("I", [1, 2])
+    swapped = values.encode_tokens(tokens)
+    assert swapped == bytes([0, 0, 0, 1, 0, 0, 0, 2])
+    assert tokens == array("I", [1, 2])
+    assert values.decode_tokens(swapped) == tokens
 
 
 @pytest.mark.parametrize("name", ["token_ids", "logprobs", "reported"])

@@ -1,1 +1,1 @@
-"""Conversion between protos and core values. No other package converts them."""
+"""Conversion between the protos of osmosis.rollout.v1 and core values. No other package converts them."""
