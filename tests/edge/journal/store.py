@@ -45,7 +45,9 @@ def query(directory: Path, statement: str) -> list[Any]:
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """Contents of all files."""
+    """Contents of all files; none if there is no such directory."""
+    if not directory.is_dir():
+        return {}
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 

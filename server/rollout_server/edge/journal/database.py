@@ -94,8 +94,9 @@ class Database:
                 self._files.check_header()
                 connection = _connect(self._files.database)
                 self._check(connection)
+                key = self._key(connection)
                 server_id = self._prepare(connection)
-                self._open = _OpenDatabase(connection, self._key(connection), self._files.identity())
+                self._open = _OpenDatabase(connection, key, self._files.identity())
         except BaseException:
             if connection is not None:
                 connection.close()
@@ -189,8 +190,8 @@ class Database:
             # Writing it each time shows at once whether the database can be written, and creates the files beside it.
             _set_version(connection, latest_version(self._migrations))
             server_id = connection.scalar(select(META.c.value).where(META.c.name == "server_id"))
-        if server_id is None:
-            raise JournalUnusable(f"{self._files.database} is damaged (it has no server id): {RESTORE}")
+            if server_id is None:
+                raise JournalUnusable(f"{self._files.database} is damaged (it has no server id): {RESTORE}")
         return str(server_id)
 
     def _key(self, connection: Connection) -> Fernet:
