@@ -42,7 +42,7 @@ from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
 from rollout_server.edge.trainer.http_plain_sampler import PlainTrainers
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.network_exposure import authenticates_callers, listens_on_loopback
-from rollout_server.runtime.journal import Journal, MemoryJournal
+from rollout_server.runtime.journal import Journal, JournalUnusable, MemoryJournal
 from rollout_server.runtime.models import ModelLimits
 from rollout_server.runtime.ports import Credentials, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, RegistryDependencies
@@ -193,7 +193,11 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
 def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:
     """Return how often, and for how long, the delivery of an outcome is retried."""
     return DeliveryRetryPolicy(
-        settings.delivery_seconds, settings.retry_base_seconds, settings.retry_max_seconds, settings.delivery_retries, _JITTER
+        settings.delivery_seconds,
+        settings.retry_base_seconds,
+        settings.retry_max_seconds,
+        settings.delivery_retries,
+        _JITTER,
     )
 
 
@@ -318,8 +322,6 @@ async def open_journal(settings: Settings, stack: AsyncExitStack) -> Journal:
 @contextmanager
 def naming_journal() -> Iterator[None]:
     """Turn errors of a journal that cannot be used into `WrongSettings`, which name its setting."""
-    from rollout_server.edge.journal import JournalUnusable
-
     try:
         yield
     except JournalUnusable as error:

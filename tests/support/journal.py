@@ -95,9 +95,7 @@ def apply(found: dict[str, StoredRollout], change: Change) -> None:
             start = replace(start, request=replace(start.request, credentials=credentials))
             found[uid] = replace(found[uid], start=start)
         case DeliveryChanged(uid, stored):
-            before = found[uid].stored_delivery
-            body = before.body if stored.body is None and before is not None else stored.body
-            found[uid] = replace(found[uid], stored_delivery=replace(stored, body=body))
+            found[uid] = replace(found[uid], stored_delivery=stored)
         case OutcomeReceived(uid):
             found[uid] = replace(found[uid], received=True)
         case RolloutDropped(uid):

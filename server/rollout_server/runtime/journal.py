@@ -17,6 +17,10 @@ from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.start_request import StartRequest
 
 
+class JournalUnusable(Exception):
+    """The server cannot start with this journal. The text names the file, what is wrong with it, and what to do."""
+
+
 class JournalUnavailable(Exception):
     """The journal cannot be written now. The text says which file and why, and what to do."""
 
@@ -44,13 +48,13 @@ class AcceptedStart:
 class StoredDelivery:
     """The delivery of an outcome. Every attempt, also one after a restart, sends the same `body` under the same `key`.
 
-    `expires` is when it is abandoned, in seconds since 1970. In a change, the body None leaves the stored one as it is.
+    `expires` is when it is abandoned, in seconds since 1970.
     """
 
     delivery: Delivery
     key: str
     expires: float
-    body: bytes | None = field(default=None, repr=False)
+    body: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,10 @@ class Journal(Protocol):
         """Why the last commit failed and what to do, or empty. The journal tries again by itself."""
 
     async def load(self) -> Sequence[StoredRollout]:
-        """Return the rollouts of earlier processes in the order in which they were accepted. Called once, before any `write`."""
+        """Return the rollouts of earlier processes in the order in which they were accepted. Called once, before any `write`.
+
+        Raises `JournalUnusable`.
+        """
 
     def write(self, change: Change, committed: Callable[[], None] | None = None) -> None:
         """Store a change with the next commit. Never blocks. `committed` is called on the event loop after the commit."""

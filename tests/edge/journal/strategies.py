@@ -37,6 +37,7 @@ from rollout_server.core.segment import MAX_STEP, Plane
 from rollout_server.core.spec import (
     Dialect,
     DriftPolicy,
+    InterruptPolicy,
     Sampling,
     Spec,
     StaleAction,
@@ -249,7 +250,7 @@ specs = each_field(
     ),
     tokenizer=st.none() | each_field(TokenizerName, name=texts, revision=texts, template_kwargs_json=texts),
     on_drift=st.none() | st.sampled_from(DriftPolicy),
-    on_interrupt=st.integers(0, 3),
+    on_interrupt=st.sampled_from(InterruptPolicy),
     token_mode=st.integers(0, 3),
     cancel_after_detach=st.none() | numbers,
     priority=st.integers(-(2**31), 2**31 - 1),

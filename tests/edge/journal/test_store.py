@@ -151,7 +151,7 @@ async def test_credentials_are_encrypted_changed_and_deleted(journal: SqliteJour
 
 async def test_a_delivery_keeps_its_body_and_its_newest_state(journal: SqliteJournal, directory: Path) -> None:
     body, key = bytes(range(256)) * 1000, "key of a"
-    began = StoredDelivery(Delivery(), key, body, 1700003600.5)
+    began = StoredDelivery(Delivery(), key, 1700003600.5, body)
     attempted = replace(began, delivery=Delivery(attempts=3, error="503 \ud800", next_attempt=1700000100.25))
     over = replace(began, delivery=Delivery(DeliveryState.EXPIRED, 9, "no route", ended=1700003600.75))
     for uid in "abc":
@@ -173,7 +173,7 @@ async def test_a_delivery_keeps_its_body_and_its_newest_state(journal: SqliteJou
 
 
 async def test_a_dropped_rollout_leaves_nothing(journal: SqliteJournal, directory: Path) -> None:
-    delivery = StoredDelivery(Delivery(), "key", b"body", 1.0)
+    delivery = StoredDelivery(Delivery(), "key", 1.0, b"body")
     for uid in "abc":
         journal.write(accepted(uid, SECRETS))
         journal.write(appended(uid, 1, 3))

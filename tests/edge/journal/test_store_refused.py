@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 from cryptography.fernet import Fernet
-from rollout_server.edge.journal import JournalUnusable, SqliteJournal
+from rollout_server.edge.journal import SqliteJournal
 from rollout_server.edge.journal.schema import MIGRATIONS
+from rollout_server.runtime.journal import JournalUnusable
 from rollout_server.runtime.ports import Credentials
 from sqlalchemy import Connection
 
@@ -187,8 +188,14 @@ async def test_tables_that_no_server_leaves(written: Path, statement: str, text:
     [
         ("UPDATE entries SET payload = x'ff' WHERE rollout = 2", "rollout b cannot be decoded (ValueError"),
         ("UPDATE rollouts SET start = x'ff' WHERE number = 2", "rollout b cannot be decoded (ValueError"),
-        ("INSERT INTO deliveries VALUES (2, 'lost', 1, '', NULL, NULL)", "rollout b cannot be decoded (ValueError"),
-        ("INSERT INTO deliveries VALUES (2, 'pending', 1, '', NULL, NULL)", "rollout b cannot be decoded (TypeError"),
+        (
+            "INSERT INTO deliveries VALUES (2, 'lost', 1, '', NULL, NULL, 1.0)",
+            "rollout b cannot be decoded (ValueError",
+        ),
+        (
+            "INSERT INTO deliveries VALUES (2, 'pending', 1, '', NULL, NULL, 1.0)",
+            "rollout b cannot be decoded (TypeError",
+        ),
         (
             "INSERT INTO entries SELECT 2, 31, 60, payload FROM entries WHERE rollout = 2",
             "record 1 where 31 is expected",

@@ -45,7 +45,9 @@ _RECEIVED: Final = update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER
 _inserted = sqlite.insert(DELIVERIES)
 _DELIVERY: Final = _inserted.on_conflict_do_update(
     index_elements=[DELIVERIES.c.rollout],
-    set_={name: _inserted.excluded[name] for name in ("state", "attempts", "error", "next_attempt", "ended")},
+    set_={
+        name: _inserted.excluded[name] for name in ("state", "attempts", "error", "next_attempt", "ended", "expires")
+    },
 )
 # The body of a delivery never changes.
 _OUTCOME: Final = sqlite.insert(OUTCOMES).on_conflict_do_nothing(index_elements=[OUTCOMES.c.rollout])
@@ -165,8 +167,9 @@ def _delivery_row(number: int, stored: StoredDelivery) -> Row:
         "error": delivery.error.encode("utf-8", "backslashreplace").decode("utf-8"),
         "next_attempt": delivery.next_attempt,
         "ended": delivery.ended,
+        "expires": stored.expires,
     }
 
 
 def _outcome_row(number: int, stored: StoredDelivery) -> Row:
-    return {"rollout": number, "key": stored.key, "expires": stored.expires, "body": stored.body}
+    return {"rollout": number, "key": stored.key, "body": stored.body}

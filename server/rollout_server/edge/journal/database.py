@@ -20,7 +20,6 @@ from rollout_server.edge.journal.files import (
     ELSEWHERE,
     RESTORE,
     JournalDirectory,
-    JournalUnusable,
     given_key,
 )
 from rollout_server.edge.journal.schema import (
@@ -33,7 +32,7 @@ from rollout_server.edge.journal.schema import (
     migrate,
 )
 from rollout_server.edge.journal.stored import StoredReader
-from rollout_server.runtime.journal import Change, JournalUnavailable, StoredRollout
+from rollout_server.runtime.journal import Change, JournalUnavailable, JournalUnusable, StoredRollout
 
 _BUSY_SECONDS: Final = 1.0
 """How long a commit waits for another program that has the database locked, such as a person's SQLite shell."""

@@ -13,6 +13,8 @@ from typing import Final
 from cryptography.fernet import Fernet
 from filelock import FileLock, Timeout
 
+from rollout_server.runtime.journal import JournalUnusable
+
 DATABASE: Final = "journal.sqlite3"
 _LOCK: Final = "lock"
 _KEY: Final = "key"
@@ -27,10 +29,6 @@ _HEADER_BYTES: Final = 100
 _APPLICATION_ID_AT: Final = 68
 
 ELSEWHERE: Final = "or use another directory for the journal"
-
-
-class JournalUnusable(Exception):
-    """The server cannot start with this journal. The text names the file, what is wrong with it, and what to do."""
 
 
 class JournalDirectory:

@@ -68,6 +68,7 @@ DELIVERIES: Final = Table(
     Column("error", Text, nullable=False),
     Column("next_attempt", Double),
     Column("ended", Double),
+    Column("expires", Double, nullable=False),
 )
 """State of the deliveries of outcomes. It changes with each attempt. Times are in seconds since 1970."""
 
@@ -76,7 +77,6 @@ OUTCOMES: Final = Table(
     _metadata,
     Column("rollout", _Number, primary_key=True, autoincrement=False),
     Column("key", Text, nullable=False),
-    Column("expires", Double, nullable=False),
     Column("body", LargeBinary, nullable=False),
 )
 """What the deliveries send. Apart from `deliveries`, so that an attempt does not write a large body again."""

@@ -12,10 +12,11 @@ from typing import Any, Final
 from cryptography.fernet import Fernet, InvalidToken
 from sqlalchemy import Connection, Row, select
 
-from rollout_server.edge.journal.codec import Codec
-from rollout_server.edge.journal.files import RESTORE, JournalUnusable
+from rollout_server.edge.journal.files import RESTORE
+from rollout_server.edge.journal.records import decode_entries
 from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, OUTCOMES, ROLLOUTS
-from rollout_server.runtime.journal import AcceptedStart, StoredDelivery, StoredRollout
+from rollout_server.edge.journal.starts import decode_credentials, decode_start
+from rollout_server.runtime.journal import AcceptedStart, JournalUnusable, StoredDelivery, StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 
@@ -95,4 +96,4 @@ def _delivery(row: Row[Any]) -> StoredDelivery | None:
     if row.state is None:
         return None
     delivery = Delivery(DeliveryState(row.state), row.attempts, row.error, row.next_attempt, row.ended)
-    return StoredDelivery(delivery, row.key, bytes(row.body), row.expires)
+    return StoredDelivery(delivery, row.key, row.expires, bytes(row.body))

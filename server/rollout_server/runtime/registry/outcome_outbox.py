@@ -127,7 +127,13 @@ class Outbox:
         expires = self._clock.monotonic() + policy.expiry
         packed = self._pack(rollout, target)
         earlier = rollout.delivery.attempts if rollout.delivery is not None else 0
-        attempts = 0
+        if rollout.delivery is not None and rollout.delivery.next_attempt is not None:  # of an earlier process
+            await self._pause(rollout, max(rollout.delivery.next_attempt - self._clock.wall(), 0.0))
+        # The bytes are stored before they are sent for the first time, so that every attempt sends the same.
+        await self._journal.flush()
+        packed = PackedOutcome(target, stored.key, stored.body)
+        expires = stored.expires - self._clock.wall() + self._clock.monotonic()
+        policy, attempts = self._retry_policy, 0
         while True:
             attempts += 1
             receipt = await self._attempt(rollout, packed, earlier + attempts)
@@ -182,12 +188,13 @@ class Outbox:
             _log.error("outcome not delivered after %d attempts: %s", before.attempts, state.value, extra=extra)
 
     def _update(self, rollout: Rollout, delivery: Delivery) -> None:
-        """Set the state of a delivery and store it. What was acknowledged is not sent again, so its bytes are deleted."""
+        """Set the state of a delivery and store it."""
         rollout.update_delivery(delivery)
-        stored = self._stored.get(rollout.uid)
+        stored = self._stored.get(rollout)
         if stored is not None:
-            body = b"" if delivery.state is DeliveryState.ACKNOWLEDGED else None
-            self._journal.write(DeliveryChanged(rollout.uid, replace(stored, delivery=delivery, body=body)))
+            self._journal.write(DeliveryChanged(rollout.uid, replace(stored, delivery=delivery)))
+        if delivery.state is DeliveryState.ACKNOWLEDGED:
+            self._stored.pop(rollout, None)
 
     def _over(self, task: asyncio.Task[None], rollout: Rollout) -> None:
         if self._tasks.get(rollout.uid) is not task:
