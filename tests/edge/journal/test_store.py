@@ -277,4 +277,4 @@ async def test_a_rollout_that_cannot_be_encoded_does_not_stop_the_others(
     await journal.flush()
     await journal.close()
     assert [rollout.start.uid for rollout in await stored(directory)] == ["b"]
-    assert caplog.text.count("cannot be encoded") == 1
+    assert caplog.text.count("rollout a cannot be encoded") == 1

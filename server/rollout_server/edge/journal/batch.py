@@ -65,6 +65,7 @@ class Batch:
     def __init__(self, changes: Sequence[tuple[int, Change] | None], codec: Codec, key: Fernet) -> None:
         self._codec = codec
         self._key = key
+        self._uids: dict[int, str] = {}
         self._accepted: dict[int, AcceptedStart] = {}
         self._entries: dict[int, list[Entry]] = {}
         self._credentials: dict[int, Credentials] = {}
@@ -87,10 +88,13 @@ class Batch:
     def _add(self, number: int, change: Change) -> None:
         match change:
             case EntriesAppended():
+                self._uids[number] = change.uid
                 self._entries.setdefault(number, []).extend(change.entries)
             case RolloutAccepted():
+                self._uids[number] = change.start.uid
                 self._accepted[number] = change.start
             case CredentialsChanged():
+                self._uids[number] = change.uid
                 self._credentials[number] = change.credentials
             case DeliveryChanged():
                 self._deliveries[number] = change.stored
@@ -113,7 +117,9 @@ class Batch:
             try:
                 rows = self._accepted_rows(number), self._entry_rows(number), self._credential_rows(number)
             except Exception:  # a bug in the encoding; one rollout must not keep all others from being stored
-                _log.exception("a rollout cannot be encoded for the journal; a restart of the server would lose it")
+                _log.exception(
+                    "rollout %s cannot be encoded for the journal; a restart would lose it", self._uids[number]
+                )
                 self.unencodable.add(number)
                 self._drop(number)
                 continue

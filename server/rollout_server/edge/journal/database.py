@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,7 +58,7 @@ _ADVICE: Final = {
     sqlite3.SQLITE_CANTOPEN: "let the server's user read and write it and its directory, and check its limit of open files",
     sqlite3.SQLITE_BUSY: "close the other program that has it open",
     sqlite3.SQLITE_LOCKED: "close the other program that has it open",
-    sqlite3.SQLITE_IOERR: "check its disk, and the server's limit of file sizes (ulimit -f)",
+    sqlite3.SQLITE_IOERR: "check its disk and the space on it, and the server's limit of file sizes (ulimit -f)",
     sqlite3.SQLITE_CORRUPT: f"stop the server, and {RESTORE}",
     sqlite3.SQLITE_NOTADB: f"stop the server, and {RESTORE}",
 }
@@ -106,8 +107,8 @@ class Database:
     def load(self) -> Sequence[tuple[int, StoredRollout]]:
         """Return all rollouts with their numbers, in the order of acceptance. Raises `JournalUnusable`."""
         opened = self._opened()
-        reader = StoredReader(self._files.database, self._codec, opened.key)
-        with _unusable(self._files.database), opened.connection.begin():
+        reader = StoredReader(self._files.database, opened.key)
+        with _unusable(self._files.database), opened.connection.begin(), _without_collector():
             return [*reader.rollouts(opened.connection)]
 
     def commit(self, changes: Sequence[tuple[int, Change] | None]) -> set[int]:
@@ -227,6 +228,18 @@ class _OpenDatabase:
     identity: tuple[tuple[int, int], ...]
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Turn the garbage collector off, which would look at all loaded rollouts again and again: loading takes less than half."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _connect(path: Path) -> Connection:
     """Open a database that exists. Without `mode=rw` SQLite would create one."""
 
@@ -234,7 +247,9 @@ def _connect(path: Path) -> Connection:
         # The driver begins a transaction before the first statement that changes rows.
         return sqlite3.connect(f"{path.as_uri()}?mode=rw", uri=True, timeout=_BUSY_SECONDS, isolation_level="IMMEDIATE")
 
-    return create_engine("sqlite+pysqlite://", creator=connect, poolclass=NullPool).connect()
+    # Errors must not show parameters, which are what callers and models sent.
+    engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
+    return engine.connect()
 
 
 def _version(connection: Connection) -> int:
@@ -257,8 +272,8 @@ def _unusable(path: Path) -> Iterator[None]:
         advice = _ADVICE.get(code or 0, f"make it usable for the server's user, {ELSEWHERE}")
         raise JournalUnusable(f"the journal {path} cannot be used ({_cause(error)}): {advice}") from error
     except OSError as error:
-        text = f"the journal {path} cannot be used: {error.filename}: {error.strerror or error}"
-        raise JournalUnusable(f"{text}. Make it usable for the server's user, {ELSEWHERE}") from error
+        text = f"the journal {path} cannot be used ({error})"
+        raise JournalUnusable(f"{text}: make it usable for the server's user, {ELSEWHERE}") from error
 
 
 def _primary_code(error: SQLAlchemyError) -> int | None:
@@ -268,6 +283,6 @@ def _primary_code(error: SQLAlchemyError) -> int | None:
 
 
 def _cause(error: SQLAlchemyError) -> str:
-    """SQLite's words without the statement, which SQLAlchemy adds together with its parameters."""
+    """Return SQLite's own text, without the statement, which SQLAlchemy adds."""
     original = error.orig if isinstance(error, DBAPIError) else error
     return str(original)

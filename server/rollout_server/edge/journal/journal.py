@@ -37,8 +37,9 @@ class _JournalPosition:
 class SqliteJournal:
     """The durable `Journal`. Between `start` and `close` it holds the lock of its directory.
 
-    What the database cannot take does not concern other rollouts: one that cannot be encoded, which is a bug, is logged, deleted
-    from the journal, and continues as with a `MemoryJournal`.
+    The space of dropped rollouts is used again, so the database keeps the size that it had at most. A rollout that cannot be
+    encoded, which is a bug, does not stop the others: it is logged, deleted from the journal, and continues as with a
+    `MemoryJournal`.
 
     Args:
         directory: created if there is none.

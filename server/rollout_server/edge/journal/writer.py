@@ -94,7 +94,7 @@ class CommitQueue(Generic[_T]):
         self._is_closed = True
         if self._planned is not None:
             self._planned.cancel()
-        self._fail(JournalUnavailable("the journal was closed"), patient=True)
+        self._fail("the journal was closed", patient=True)
 
     def _plan(self, *, at_once: bool) -> None:
         """Plan the next commit, unless one runs, is about to begin, or waits to be tried again."""
@@ -152,7 +152,7 @@ class CommitQueue(Generic[_T]):
             _log.error("%s; the server tries again, and refuses new rollouts until it succeeds", problem)
         self.problem = problem
         self._pending = changes + self._pending
-        self._fail(JournalUnavailable(problem), patient=False)
+        self._fail(problem, patient=False)
         self._planned = self._loop.call_later(self._retry_seconds, self._submit)
         self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
 
@@ -166,11 +166,11 @@ class CommitQueue(Generic[_T]):
                 waiter.done.set_result(None)
         self._waiters = waiting
 
-    def _fail(self, error: JournalUnavailable, *, patient: bool) -> None:
-        """Raise an error to those who are not patient; to all if `patient`."""
+    def _fail(self, problem: str, *, patient: bool) -> None:
+        """Raise `JournalUnavailable` to those who are not patient; to all if `patient`."""
         for waiter in self._waiters:
             if (patient or not waiter.patient) and not waiter.done.done():
-                waiter.done.set_exception(error)
+                waiter.done.set_exception(JournalUnavailable(problem))
         self._waiters = [waiter for waiter in self._waiters if not waiter.done.done()]
 
 
