@@ -203,7 +203,9 @@ def test_pods_are_hardened(path: Path, workload: Yaml) -> None:
     assert pod["enableServiceLinks"] is False
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     assert "/tmp" in mounts
-    assert set(mounts.values()) == {each["name"] for each in pod["volumes"]}
+    claims = workload["spec"].get("volumeClaimTemplates", [])
+    volumes = [*(each["name"] for each in pod["volumes"]), *(each["metadata"]["name"] for each in claims)]
+    assert sorted(mounts.values()) == sorted(volumes)
     if container["args"] == ["serve"]:
         assert re.findall(r"HF_HOME=(\S+)", DOCKERFILE.read_text())[0] in mounts
         keys = Path(settings_of(path, workload)["ROLLOUT_API_KEYS_FILE"])
@@ -211,6 +213,47 @@ def test_pods_are_hardened(path: Path, workload: Yaml) -> None:
         (secret,) = of_kind(KUBERNETES / "secret.example.yaml", "Secret")
         assert keys.name in secret["stringData"]
         assert secret["metadata"]["name"] in [each.get("secret", {}).get("secretName") for each in pod["volumes"]]
+
+
+def mount_of(path: str, mounts: Mapping[str, str]) -> str:
+    """The volume on which a path lies."""
+    (found,) = [volume for place, volume in mounts.items() if Path(path).is_relative_to(place)]
+    return found
+
+
+@pytest.mark.parametrize(("path", "workload"), workloads(), ids=lambda each: getattr(each, "name", ""))
+def test_each_server_has_a_volume_for_its_journal(path: Path, workload: Yaml) -> None:
+    spec, pod = workload["spec"], workload["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    if container["args"] != ["serve"]:
+        return
+    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volume = mount_of(settings_of(path, workload)["ROLLOUT_JOURNAL"], mounts)
+    if workload["kind"] == "StatefulSet":
+        assert [each["metadata"]["name"] for each in spec["volumeClaimTemplates"]] == [volume]
+    else:  # its pods would share the volume
+        assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+        (claimed,) = [each["persistentVolumeClaim"]["claimName"] for each in pod["volumes"] if each["name"] == volume]
+        assert claimed in [each["metadata"]["name"] for each in of_kind(path, "PersistentVolumeClaim")]
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
+def test_the_image_has_a_place_for_the_journal_that_its_user_may_write() -> None:
+    text = DOCKERFILE.read_text()
+    (journal,) = re.findall(r"ROLLOUT_JOURNAL=(\S+)", text)
+    (volumes,) = re.findall(r"^VOLUME (.*)$", text, re.MULTILINE)
+    (place,) = [each for each in volumes.split() if Path(journal).is_relative_to(each)]
+    assert re.search(rf"install --directory --owner rollout --group rollout --mode 0700 {place}\n", text)
+    server = compose()["services"]["server"]
+    mounts = {each.partition(":")[2]: each.partition(":")[0] for each in server["volumes"]}
+    assert mount_of(server["environment"]["ROLLOUT_JOURNAL"], mounts) in compose()["volumes"]
+
+
+def test_the_unit_keeps_the_journal_in_its_state_directory() -> None:
+    entries = unit(DEPLOY / "systemd" / "rollout-server.service")
+    (state,) = entries["StateDirectory"]
+    assert any(each.startswith(f"ROLLOUT_JOURNAL=%S/{state}/") for each in entries["Environment"])
+    assert entries["StateDirectoryMode"] == ["0700"]
 
 
 def test_the_gateway_of_the_fleet_knows_every_server() -> None:
