@@ -274,9 +274,9 @@ def serve_with(
     from rollout_server import logs
 
     chosen = load(**settings)
+    logs.set_up(chosen.log_format, chosen.log_level)
     directory = journal_directory(chosen.journal, chosen.grpc_port, durable_by_default=True)
     chosen = chosen.model_copy(update={"journal": str(directory or MEMORY)})
-    logs.set_up(chosen.log_format, chosen.log_level)
     sys.setswitchinterval(SWITCH_SECONDS)
     run_loop(_serve(agents, chosen, serving), loop_factory())
 

@@ -127,10 +127,12 @@ def _settings(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int,
     """Return the user's settings, adapted to a private server.
 
     Tokenizers, timeouts and retries stay. The server listens on loopback without TLS and keys, and may call any endpoint. It has
-    HTTP only for agents that own their loop, which call their model over it.
+    HTTP only for agents that own their loop, which call their model over it. Its rollouts end with the command: a journal that the
+    settings name belongs to the user's server.
     """
     from rollout_server.agent.own_loop import OwnLoopAgent
     from rollout_server.settings import load
+    from rollout_server.settings.journal import MEMORY
 
     before = load()
     tokenizers = {_TOY: _TOY, **before.tokenizers, **flags.tokenizers}
@@ -139,6 +141,7 @@ def _settings(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int,
         grpc_port=0,
         http=any(isinstance(agent, OwnLoopAgent) for agent in agents),
         http_port=0,
+        journal=MEMORY,
         public_url=None,
         metrics_port=None,
         drain_seconds=0,

@@ -51,9 +51,16 @@ class LocalStack:
     def __enter__(self) -> Self:
         from rollout_server.app import Server  # the import takes a second
         from rollout_server.settings import load
+        from rollout_server.settings.journal import MEMORY
         from rollout_server.testing.trainer import StrictTrainer
 
-        given = {"host": _HOST, "grpc_port": 0, "http_port": 0, "tokenizers": {_TOKENIZER: TOY_TOKENIZER}}
+        given = {
+            "host": _HOST,
+            "grpc_port": 0,
+            "http_port": 0,
+            "tokenizers": {_TOKENIZER: TOY_TOKENIZER},
+            "journal": MEMORY,
+        }
         settings = load(_env_file=None, **(given | self._settings))
         with ExitStack() as stack:
             server = self._enter(stack, Server(self._agents, settings))
