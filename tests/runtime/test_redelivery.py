@@ -15,6 +15,8 @@ from rollout_server.runtime.start_request import Caller, Capacity
 
 from tests.runtime.outcome_receivers import DOWN, YES, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn
+from tests.runtime.test_journal import restored
+from tests.support.journal import KeptJournal
 from tests.support.runtime_harness import FOREVER, ME, RuntimeHarness, Say, outcome_of
 
 NO = DeliveryRefused("no")
@@ -192,3 +194,37 @@ async def test_a_server_that_stops_begins_no_delivery(new_world: type[RuntimeHar
     with pytest.raises(Draining):
         world.roster.redeliver(Selection(ME))
     assert delivery_of(rollout).state is DeliveryState.REFUSED
+
+
+@pytest.mark.parametrize("receipt", [NO, DOWN])
+async def test_after_a_restart_it_sends_the_bytes_of_the_earlier_process(receipt: DeliveryRefused) -> None:
+    journal, receiver = KeptJournal(), Receiver(receipt)
+    first = RuntimeHarness(journal=journal, reporter=receiver, patience=ONCE)
+    rollout = await given_up(first, key="hunter2")
+    later = Receiver(YES)
+    second = await restored(journal, reporter=later, patience=ONCE)
+    found = second.rollouts[0]
+    assert (found.delivery, later.parcels) == (delivery_of(rollout), [])
+    assert second.roster.redeliver(Selection(ME)) == [rollout.uid]
+    await until(lambda: not found.owes)
+    assert [(each.key, each.body) for each in later.parcels] == [(each.key, each.body) for each in receiver.parcels]
+    assert (later.credentials, later.packed) == (["hunter2"], 0)
+    third = await restored(second.roster.journal, reporter=Receiver(YES))  # type: ignore[arg-type]
+    assert delivery_of(third.rollouts[0]).state is DeliveryState.ACKNOWLEDGED
+    assert third.rollouts[0].credentials == Credentials()
+    assert third.roster.redeliver(Selection(ME)) == []
+
+
+async def test_a_redelivery_that_a_crash_interrupts_goes_on_with_its_new_time_limit() -> None:
+    policy = DeliveryRetryPolicy(expiry=100, first=10, most=10)
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal, reporter=Receiver(DOWN), patience=policy)
+    await given_up(first)
+    await asyncio.sleep(1000)
+    first.roster.redeliver(Selection(ME))
+    await asyncio.sleep(50)
+    receiver = Receiver(YES)
+    second = await restored(journal, reporter=receiver, patience=policy)
+    found = second.rollouts[0]
+    await until(lambda: not found.owes)
+    assert (delivery_of(found).state, len(receiver.parcels)) == (DeliveryState.ACKNOWLEDGED, 1)
