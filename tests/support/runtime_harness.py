@@ -13,7 +13,7 @@ from rollout_server.core.limits import Limits
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.outcome import Category, Failure, Outcome
-from rollout_server.core.record import Accepted, Answered, Ended
+from rollout_server.core.record import Accepted, Answered, Asked, Ended
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.core.spec_validation import Bounds
 from rollout_server.runtime.errors import RolloutFailed
@@ -94,6 +94,9 @@ class Script:
         if say.error is not None:
             raise say.error
         return say.answer(ask.asked.turn)
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
 
     def fork(self, fork: Fork) -> Script:
         """All conversations share one script, in the order of their requests."""

@@ -203,11 +203,13 @@ class Observed:
         what: "now", "random" or "once".
         value_json: the result as JSON: a time in ISO 8601, a seed, or what the agent's function returned.
         segment_id: the conversation of the `Run` that was called.
+        number: number of the call of `once` in its conversation, from 1; 0 for a call by a tool, and for clock and randomness.
     """
 
     what: str
     value_json: str
     segment_id: str = FIRST
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,7 @@ class ModelCalled:
         attempts: number of requests that were sent.
         elapsed_ms: milliseconds from the call to the completion.
         segment_id: the conversation of the `Run` that was called.
+        number: number of the call among those of the same model in its conversation, from 1; 0 for a call by a tool.
     """
 
     model: str
@@ -231,6 +234,7 @@ class ModelCalled:
     attempts: int = 1
     elapsed_ms: float = 0.0
     segment_id: str = FIRST
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Protocol, TypeAlias
 
 from rollout_server.core.ledger import LedgerView, Origin
@@ -76,6 +77,7 @@ class CompletionRequest:
         sampling: the complete sampling parameters of this turn.
         fits_context: an engine whose context cannot hold `max_tokens` is asked for what it can hold. Otherwise the turn fails.
         gate: where each request for the completion waits before it is sent; always open for further models.
+        created: when the rollout was accepted, in seconds since 1970: the date that chat templates print. None: now.
     """
 
     asked: Asked
@@ -89,6 +91,12 @@ class CompletionRequest:
     sampling: Sampling = Sampling()
     fits_context: bool = False
     gate: SamplingGate = field(default_factory=SamplingGate, repr=False)
+    created: float | None = None
+
+    @property
+    def date(self) -> datetime | None:
+        """The date that chat templates print, in the time zone of the server; None: now."""
+        return None if self.created is None else datetime.fromtimestamp(self.created)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +121,12 @@ class Sampler(Protocol):
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Return the completion. Raise `RolloutFailed`."""
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """Take note of a turn that was completed before a restart of the server. Called instead of `sample`, for each such turn.
+
+        The sampler of the earlier process is gone. The tokens are in the ledger of the next request.
+        """
 
     def fork(self, fork: Fork) -> Sampler:
         """Return a sampler for another conversation of the rollout.

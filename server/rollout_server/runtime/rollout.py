@@ -28,6 +28,7 @@ from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.policy import AnnouncedPolicy, SamplingGate
 from rollout_server.runtime.ports import Clock, Credentials, Tool
+from rollout_server.runtime.replay import Replay
 from rollout_server.runtime.start_request import AdmittedStart
 
 
@@ -147,6 +148,9 @@ class Rollout:
 
     Args:
         stored: what the journal has of it, after a restart of the server. None: it was accepted now.
+
+    Attributes:
+        replay: the replay of a log that an earlier process has stored, until it is used up. The log has all of it from the start.
     """
 
     def __init__(
@@ -171,6 +175,7 @@ class Rollout:
         self.gate = SamplingGate()
         self.capture = CaptureSlot(self.ending.requested, self.ending.reached)
         self.group: GroupMembership | None = None
+        self.replay: Replay | None = None
         self.log = Log(stored.entries if stored is not None else ())
         self.created = stored.start.created if stored is not None else clock.wall()
         self._credentials = request.credentials
@@ -184,6 +189,7 @@ class Rollout:
         self._deadline: float | None = None
         self._owner = owner
         self._queued_at = clock.monotonic()
+        self._queued_before = self._earlier_seconds = 0.0
         self._attached = 0
         self._detach_timer: asyncio.TimerHandle | None = None
         if stored is not None:
@@ -283,15 +289,25 @@ class Rollout:
             return not self.is_read
         return not (self.ending.is_requested or self.ending.is_reached) and self.activity.is_blocked
 
+    @property
+    def earlier_seconds(self) -> float:
+        """How long it ran in earlier processes of the server; their downtime does not count."""
+        return self._earlier_seconds
+
     def queued_ms(self) -> float:
-        """Return the milliseconds since it was accepted."""
-        return 1000 * (self.clock.monotonic() - self._queued_at)
+        """Return the milliseconds for which it has waited for a slot, also in earlier processes of the server."""
+        return 1000 * (self.clock.monotonic() - self._queued_at + self._queued_before)
 
     def record(self, record: Input) -> tuple[Record, ...]:
         """Apply a record to the machine and append the result to the log. Return all records that were logged.
 
         Nothing here awaits, so machine, log and owner never disagree when another task looks at them.
         """
+        if self.replay is not None:
+            if not isinstance(record, Ended):
+                self.replay.defer(record)
+                return (record,)
+            self.replay.fast_forward()
         if isinstance(record, Ended):
             record = replace(record, policy_step=self.gate.step)
         logged = self.machine.accept(record)
@@ -322,9 +338,26 @@ class Rollout:
     def _restore(self, stored: StoredRollout) -> None:
         """Take over the state that the journal has."""
         self._received = stored.received
-        replay(self.machine, [entry.record for entry in stored.entries])
+        entries = stored.entries
+        records = [entry.record for entry in entries]
         if self.log.is_over:
-            self._finished = stored.entries[-1].time
+            replay(self.machine, records)
+            self._finished = entries[-1].time
+            return
+        replay(self.machine, records[:1])
+        if len(entries) > 1:
+            began = entries[1].time
+            self._queued_before = max(0.0, began - self.created)
+            self._earlier_seconds = max(0.0, entries[-1].time - began)
+            self.replay = Replay(self.machine, records[1:], self.ending.reach, self._on_replayed)
+
+    def _on_replayed(self, deferred: Sequence[Input]) -> None:
+        """Continue live: the log of the earlier process is used up. `deferred` is what was to be recorded meanwhile."""
+        self.replay = None
+        self._cancel_if_stale()
+        self._owner.on_recorded(self, ())
+        for record in deferred:
+            self.record(record)
 
     def join(self, group: GroupMembership, *, provisional: bool) -> None:
         """Join the group that it was started with. `provisional`: its end waits for the group's reward."""

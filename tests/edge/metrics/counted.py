@@ -12,7 +12,7 @@ from rollout_server.agent import Agent
 from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.message import JSON, Message, ToolCall
 from rollout_server.core.outcome import Failure, Outcome
-from rollout_server.core.record import Answered
+from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Spec, Target
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.runtime.errors import RolloutFailed
@@ -80,6 +80,9 @@ class Asking:
         """Return the completion."""
         await asyncio.sleep(0)
         return self._answer(ask)
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
 
     def fork(self, fork: Fork) -> Asking:
         """A fork uses the same function."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 from weakref import WeakValueDictionary
 
-from rollout_server.core.record import Answered
+from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import ENGINES, Dialect, Spec, Target
 from rollout_server.core.spec_validation import MODEL_NAME, model_violations
 from rollout_server.edge.engine.completion_client import Chat
@@ -106,6 +106,10 @@ class _LimitedSampler:
         """Wait for a slot and request a completion. Raises `RolloutFailed`."""
         async with self._slots:
             return await self._sampler.sample(request)
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
+        self._sampler.resume(asked, answered)
 
     def fork(self, fork: Fork) -> Sampler:
         """Return the sampler of a forked conversation."""

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field, replace
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.core.record import Answered
+from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Dialect, Spec
 from rollout_server.edge.engine.completion_client import Chat, CompletionClient, Generation, complete_in_context
 from rollout_server.edge.engine.transport import Access
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.tokens.resumed_turns import ResumedTurns
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache
@@ -60,11 +61,12 @@ class MessageSampler:
         self._chat = Chat(engines.access, spec, tools)
         self._renderer: Renderer | None = None
         self._missed = False
+        self._resumed = ResumedTurns()
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Request a completion and check it. Raises `RolloutFailed`."""
         messages = request.messages[: request.asked.messages]
-        renderer = await self._open()
+        renderer = await self._open(request)
         rendered = None if renderer is None else await _predict(renderer, messages, request)
         started = time.monotonic()
         completion, attempts = await complete_in_context(self._chat, messages, request)
@@ -81,18 +83,27 @@ class MessageSampler:
         around = await drift_excerpt(renderer.loaded, request.ledger, predicted, reported)
         return replace(answered, predicted=predicted, around=around)
 
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
+        self._resumed.add(asked, answered)
+        self._missed = self._missed or any(code == "tokens_unknown" for code, _ in answered.notes)
+
     def fork(self, fork: Fork) -> MessageSampler:
         """Return the sampler of a forked conversation. Engines keep no state, so its tools may differ."""
         other = MessageSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
         other._missed = self._missed
-        if fork.origin.kind is SegmentKind.BRANCH and self._renderer is not None:
-            other._renderer = self._renderer.fork(earlier=fork.earlier)
+        if fork.origin.kind is SegmentKind.BRANCH:
+            other._resumed = self._resumed.fork()
+            other._renderer = self._renderer and self._renderer.fork(earlier=fork.earlier)
         return other
 
-    async def _open(self) -> Renderer | None:
-        if self._renderer is None and self._spec.tokenizer is not None:
+    async def _open(self, request: CompletionRequest) -> Renderer | None:
+        name = self._spec.tokenizer
+        if self._renderer is None and name is not None:
             known = self._engines.forms.of(self._spec)
-            self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools, known)
+            renderer = await open_renderer(self._engines.tokenizers, name, self._tools, known, request.date)
+            await self._resumed.teach(renderer, tuple(request.messages[: request.asked.messages]))
+            self._renderer = renderer
         return self._renderer
 
     def _warnings(
@@ -128,7 +139,9 @@ class TokenSampler:
         """Render, request a completion and check it. Raises `RolloutFailed`."""
         messages = request.messages[: request.asked.messages]
         if self._renderer is None:
-            self._renderer = await open_renderer(self._engines.tokenizers, self._spec.tokenizer, self._tools)
+            self._renderer = await open_renderer(
+                self._engines.tokenizers, self._spec.tokenizer, self._tools, date=request.date
+            )
         rendered = await self._renderer.append(messages, request.last, request.last_messages)
         predicted = rendered.predicted
         prompt = request.ledger.prefix() + predicted.closing + predicted.environment
@@ -139,6 +152,9 @@ class TokenSampler:
             raise RolloutFailed(_missing_ids(request.asked.turn, self._spec.completions.dialect))
         warnings = _warnings(completion, request, rendered, self._renderer.loaded.vocabulary)
         return replace(completion_record(request, completion, attempts, elapsed, warnings), predicted=predicted)
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`. Nothing is kept between turns that the ledger does not have."""
 
     def fork(self, fork: Fork) -> TokenSampler:
         """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty."""

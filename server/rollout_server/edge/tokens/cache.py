@@ -7,6 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from typing import TypeAlias
 
@@ -99,11 +100,12 @@ async def open_renderer(
     name: TokenizerName | None,
     tools: Sequence[Tool | OfferedTool],
     form: RenderingForm | None = None,
+    date: datetime | None = None,
 ) -> Renderer:
     """Return a renderer for one rollout; load the tokenizer if it is not cached.
 
-    `form` is how the trainer is known to render and count. Raises `RolloutFailed` if the tokenizer cannot be loaded or a
-    template argument is refused.
+    `form` is how the trainer is known to render and count, `date` what templates print as the current time (None: now). Raises
+    `RolloutFailed` if the tokenizer cannot be loaded or a template argument is refused.
     """
     if name is None:
         raise RolloutFailed(
@@ -114,7 +116,8 @@ async def open_renderer(
     loaded = await tokenizers.load(name)
     switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
     # In a thread: template arguments that were not seen before make the constructor probe the template again.
-    return await loaded.run(partial(Renderer, form=form), loaded, [as_function(tool) for tool in tools], switches)
+    new = partial(Renderer, form=form, date=date)
+    return await loaded.run(new, loaded, [as_function(tool) for tool in tools], switches)
 
 
 async def later_system(tokenizers: Tokenizers, spec: Spec) -> LaterSystem:

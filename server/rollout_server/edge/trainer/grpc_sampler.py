@@ -18,7 +18,7 @@ from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import MAX_TOKEN_ID, Prediction, SegmentKind, Tokens, pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.core.record import Answered
+from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
@@ -113,6 +113,18 @@ class CompletionSampler:
         self._segment_id = request.asked.segment_id
         return checked
 
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`. The tokens are added from the ledger of the next request.
+
+        After a turn without tokens, the trainer's digest is not known any more: it gets the whole history.
+        """
+        self._begins_earlier, self._segment_id = True, asked.segment_id
+        if answered.token_ids is None or (answered.reported is None and answered.predicted is None):
+            self._digest.unsure = self._digest.ever_unsure = True
+        for version in [run.version for run in answered.runs] or [answered.policy_version]:
+            if version and version not in self._policies:
+                self._policies.append(version)
+
     def fork(self, fork: Fork) -> CompletionSampler:
         """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty.
 
@@ -132,7 +144,9 @@ class CompletionSampler:
     async def _render(self, request: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
         """Render the environment tokens that the trainer continues from."""
         if self._renderer is None:
-            self._renderer = await open_renderer(self._tokenizers, self._spec.tokenizer, self._builder.tools)
+            self._renderer = await open_renderer(
+                self._tokenizers, self._spec.tokenizer, self._builder.tools, date=request.date
+            )
         return await self._renderer.append(messages, request.last, request.last_messages)
 
     async def _complete(

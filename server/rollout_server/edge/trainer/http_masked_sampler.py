@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.core.record import Answered
+from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Spec
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
+from rollout_server.edge.tokens.resumed_turns import ResumedTurns
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_chat_completion
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache, likeliest_form, refuses_mask
@@ -51,11 +52,12 @@ class MaskedSampler:
         self._renderer: Renderer | None = None
         self._form = trainers.forms.of(spec) or trainers.form
         self._requested = False
+        self._resumed = ResumedTurns()
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Render, post and check one turn. Raises `RolloutFailed`."""
         self._requested, turn = True, request.asked.turn
-        renderer = await self._open()
+        renderer = await self._open(request)
         rendered = await _predict(request, renderer)
         started = time.monotonic()
         fetched, mask_length = await self._fetch(request, renderer, rendered)
@@ -72,6 +74,11 @@ class MaskedSampler:
         warnings = _warnings(completion, rendered, request, renderer.loaded.vocabulary)
         record = completion_record(request, completion, fetched.attempts, elapsed, warnings)
         return replace(record, predicted=predicted, mask_length=mask_length or None, around=around)
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
+        self._requested = True
+        self._resumed.add(asked, answered)
 
     def fork(self, fork: Fork) -> MaskedSampler:
         """Raise `RolloutFailed`: such a trainer keeps one message list per rollout, and masks count from the end of that list.
@@ -117,11 +124,13 @@ class MaskedSampler:
         fetch = CompletionFetch(post, request.asked.turn, request.deadline, gate=request.gate)
         return await fetch_once(self._trainers.client, fetch)
 
-    async def _open(self) -> Renderer:
+    async def _open(self, request: CompletionRequest) -> Renderer:
         if self._renderer is None:
             tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
-            self._renderer = await open_renderer(tokenizers, name, self._tools, self._form)
-            self._form = self._renderer.form
+            renderer = await open_renderer(tokenizers, name, self._tools, self._form, request.date)
+            self._form = renderer.form
+            await self._resumed.teach(renderer, tuple(request.messages[: request.asked.messages]))
+            self._renderer = renderer
         return self._renderer
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.core.record import Answered
+from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Spec
 from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_chat_completion
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
@@ -63,6 +63,10 @@ class PlainSampler:
         return completion_record(
             request, completion, fetched.attempts, elapsed, self._warnings(completion, fetched, request)
         )
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
+        self._requested, self._unnamed = True, False
 
     def fork(self, fork: Fork) -> PlainSampler:
         """Return the sampler of a forked conversation.

@@ -371,6 +371,7 @@ def _is_large(call: ModelCall) -> bool:
 @asynccontextmanager
 async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOptions) -> AsyncIterator[Capture]:
     """Open the model endpoint of a rollout. It ends with the `async with` block. Raise `AgentMistake` for a second one."""
+    context.refuse_replay("the model endpoint of an agent that owns its loop")
     capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec))
     if context.machine.turn or not context.rollout.capture.open(capture):
         raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")

@@ -14,6 +14,7 @@ from rollout_server.runtime.agent_protocol import AgentProtocol, Request
 from rollout_server.runtime.journal import StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart
 from rollout_server.runtime.tools.protocols import ServerRunTool
@@ -106,26 +107,10 @@ def restored_start(
     if isinstance(stored.entries[-1].record, Ended):
         return RestoredStart(admitted)
     if isinstance(agent, MissingAgent):
-        return RestoredStart(admitted, obstacle=f"this server has no agent {agent.name!r} any more")
-    if agent.version != start.agent_version:
-        text = f"agent {agent.name!r} had version {start.agent_version!r} then and has {agent.version!r} now"
-        return RestoredStart(admitted, obstacle=text)
-    obstacle = obstacle_to_resume(spec, agent, stored.entries, resume_by_default=resume_by_default)
-    if obstacle:
-        return RestoredStart(admitted, obstacle=obstacle)
-    try:
-        return RestoredStart(admitted, admitted.tools())
-    except RolloutError as error:
-        return RestoredStart(admitted, obstacle=error.message)
-
-
-def obstacle_to_resume(spec: Spec, agent: AgentProtocol, log: Iterable[Entry], *, resume_by_default: bool) -> str:
-    """Return why a later process cannot continue an unfinished rollout, as part of a sentence; empty if it can.
-
-    `resume_by_default`: a rollout is continued whose spec does not say.
-    """
-    records = [entry.record for entry in log]
-    return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _open_work(spec, agent, records)
+        return f"this server has no agent {agent.name!r} any more"
+    if agent.version != version:
+        return f"agent {agent.name!r} had version {version!r} then and has {agent.version!r} now"
+    return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _log_obstacle(spec, agent, records)
 
 
 def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool) -> str:
@@ -140,6 +125,10 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
     if spec.group_index is not None and agent.overrides("reward_group"):
         return "the reward of its group cannot be computed any more"
     return ""
+
+
+def _log_obstacle(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
+    return _open_work(spec, agent, records) or replay_obstacle(records)
 
 
 def _open_work(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:

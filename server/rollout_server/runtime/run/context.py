@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -15,11 +17,15 @@ from rollout_server.core.record import Input, Record
 from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
+from rollout_server.runtime.replay_steps import Step
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
 
 _T = TypeVar("_T")
+
+in_tool: ContextVar[bool] = ContextVar("in a tool", default=False)
+"""Whether the current task or thread belongs to a tool call, and not to the agent's own methods."""
 
 
 class RunContext:
@@ -59,6 +65,7 @@ class RunContext:
         self._threads = threads
         self._cleanup_threads = cleanup_threads
         self._ignored = 0
+        self._numbers = Counter[tuple[Conversation, str]]()
         self._waiting: set[asyncio.Task[object]] = set()
         self._abandoned: list[ToolTask] = []
 
@@ -88,7 +95,64 @@ class RunContext:
             return self.wait(self._record_on_loop(record))
         if self.ending.decided is not None:
             raise RolloutEnded(self.ending.decided)
-        return self.rollout.record(record)
+        if self.rollout.replay is not None:
+            self.rollout.replay.end_if_used_up()
+        replay = self.rollout.replay
+        return self.rollout.record(record) if replay is None else (replay.submit(record),)
+
+    async def ready(self, conversation: Conversation) -> bool:
+        """Return whether the next command of a conversation is one that is replayed.
+
+        If the log that is replayed has no further command of the conversation, wait until all of it is used up.
+        """
+        replay = self.rollout.replay
+        if replay is None or replay.has_next(conversation.id):
+            return replay is not None
+        with self.waiting():
+            await replay.over()
+        return False
+
+    async def issue(self, draft: Input) -> Input:
+        """Record a command, or match it with the log that is replayed and wait until that record is applied. Return the record."""
+        step = self.claim(draft)
+        replay = self.rollout.replay
+        if replay is not None:
+            with self.waiting():
+                await (replay.over() if step is None else replay.applied(step))
+        if step is not None:
+            return step.record
+        self.record(draft)
+        return draft
+
+    async def finish_replay(self, conversation: Conversation) -> None:
+        """Wait until the log that is replayed is used up. If it has a further command of the conversation, the rollout fails."""
+        replay = self.rollout.replay
+        if replay is not None:
+            replay.check_used_up(conversation.id, "finish")
+            with self.waiting():
+                await replay.over()
+
+    def refuse_replay(self, issued: str) -> None:
+        """Let the rollout fail if it is replayed, because the agent issued something that cannot be replayed."""
+        if self.rollout.replay is not None:
+            raise self.rollout.replay.refuse(issued)
+
+    def claim(self, draft: Input) -> Step | None:
+        """Match a command with the log that is replayed. None: it is to be recorded, once that log is used up."""
+        replay = self.rollout.replay
+        return None if replay is None else replay.claim(draft)
+
+    async def claim_call(self, what: str, conversation: Conversation) -> tuple[int, Step | None]:
+        """Return the number of a call of `once` or of a model, and its recorded result if the log that is replayed has one."""
+        if in_tool.get():
+            return 0, None
+        replay, key = self.rollout.replay, (conversation, what)
+        self._numbers[key] += 1
+        step = None if replay is None else replay.claim_call(what, conversation.id, self._numbers[key])
+        if replay is not None and step is not None:
+            with self.waiting():
+                await replay.applied(step)
+        return self._numbers[key], step
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a coroutine to a thread other than the event loop's.

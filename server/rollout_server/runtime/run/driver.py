@@ -64,7 +64,7 @@ async def drive(
 ) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
     rollout.activity.enter()
-    started = rollout.clock.monotonic()
+    started = rollout.clock.monotonic() - rollout.earlier_seconds
     queued_ms = rollout.queued_ms()
     end: End = Failure(Category.INTERRUPTED, "The server stopped before the rollout had ended; start it again")
     reward = RewardResult()
@@ -127,9 +127,11 @@ def _open(
 
 async def _run_to_end(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> End:
     agent, end = rollout.agent, None
+    if rollout.replay is not None:
+        rollout.replay.proceed()
     if agent.overrides("setup"):
         end = await _run_part(rollout, "setup", agent.run_setup(run), tasks)
-    end = end or await _run_part(rollout, "play", agent.perform(run.latest), tasks)
+    end = end or await _run_part(rollout, "play", agent.perform(run.latest), tasks) or _replay_failure(rollout)
     if end is not None:
         return end
     for task in run.under_way:
@@ -189,7 +191,13 @@ async def _run_reward(
         return _early_end(rollout, "reward", judge), RewardResult()
     if _has_failed(judge):
         return _agent_failure(rollout, "reward", judge), RewardResult()
-    return stop, judge.result()
+    failure = _replay_failure(rollout, rewarded=True)
+    return (stop, judge.result()) if failure is None else (failure, RewardResult())
+
+
+def _replay_failure(rollout: Rollout, *, rewarded: bool = False) -> Failure | None:
+    """Return the failure if the agent did less than what its log has, which it replays."""
+    return None if rollout.replay is None else rollout.replay.failure_of_return(rewarded=rewarded)
 
 
 def _call_before_end(rollout: Rollout, run: Run | None) -> None:
@@ -273,8 +281,9 @@ def _time_limit(rollout: Rollout) -> Iterator[None]:
     if seconds is None:
         yield
         return
-    rollout.limit_time(seconds)
-    timer = asyncio.get_running_loop().call_later(seconds, _time_over, rollout, seconds)
+    left = max(0.0, seconds - rollout.earlier_seconds)
+    rollout.limit_time(left)
+    timer = asyncio.get_running_loop().call_later(left, _time_over, rollout, seconds)
     try:
         yield
     finally:

@@ -39,6 +39,10 @@ class RolloutModel:
         options = turn_sampling(Sampling(), sampling, target.dialect)
         request = self._request(messages, options)
         _check_unfinished(context)
+        number, replayed = await context.claim_call(f"model {self._name}", self._conversation)
+        if replayed is not None and isinstance(replayed.record, ModelCalled):
+            self.count(replayed.record.usage)
+            return ModelReply.of(replayed.record)
         self.check_limits()
         self.usage.calls += 1
         clock, turn = context.rollout.clock, context.machine.turn
@@ -56,6 +60,7 @@ class RolloutModel:
             completion.attempts,
             1000 * (clock.monotonic() - began),
             self._conversation.id,
+            number,
         )
         self.usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
@@ -99,6 +104,11 @@ class RolloutModel:
         """Return the failure of a rollout that ends because the model's endpoint failed in a turn."""
         return _failure(self._name, failure, turn)
 
+    def count(self, usage: tuple[int, int] | None) -> None:
+        """Count a call that is not made, because its result was recorded before a restart."""
+        self.usage.calls += 1
+        self.usage.generated_tokens += usage[1] if usage is not None else 0
+
     def check_limits(self) -> None:
         """Raise `AgentMistake` if the rollout is too large, or has used up its calls or tokens of the model."""
         limits, usage = self._context.models.limits, self.usage
@@ -128,13 +138,21 @@ class _ModelSampler:
             answered = await self._sampler.sample(own)
         except RolloutFailed as failed:
             raise RolloutFailed(self._model.failed(failed.failure, request.asked.turn)) from failed
-        generated = len(answered.token_ids or ()) if answered.usage is None else answered.usage[1]
-        usage.generated_tokens += generated
+        usage.generated_tokens += _generated(answered)
         return answered
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """See `Sampler.resume`."""
+        self._model.count((0, _generated(answered)))
+        self._sampler.resume(asked, answered)
 
     def fork(self, fork: Fork) -> Sampler:
         """Return the sampler of a forked conversation, which has the same model."""
         return _ModelSampler(self._model, self._sampler.fork(fork))
+
+
+def _generated(answered: Answered) -> int:
+    return len(answered.token_ids or ()) if answered.usage is None else answered.usage[1]
 
 
 def _endpoint(context: RunContext, name: str) -> ModelEndpoint:

@@ -66,10 +66,10 @@ async def open_for_call(parts: RunParts, opening: Opening) -> RunParts:
     forked = context.machine.fork(
         opening.kind, opening.messages, conversation, role, after_turn=opening.after_turn, parting=opening.parting
     )
-    return open_forked(parts, forked, given)
+    return await open_forked(parts, forked, given)
 
 
-def open_forked(
+async def open_forked(
     parts: RunParts, forked: Forked, tools: tuple[Tool, ...] | None, model: RolloutModel | None = None
 ) -> RunParts:
     """Record that a conversation is opened, and return what its run works with.
@@ -91,9 +91,9 @@ def open_forked(
         earlier = bool(forked.after_turn) and forked.after_turn != parts.conversation.turn
         sampler = parts.sampler.fork(Fork(forked.origin, tools, earlier))
     context = parts.context
-    context.record(replace(forked, tools=tuple(tool.name for tool in offered)))
+    recorded = await context.issue(replace(forked, tools=tuple(tool.name for tool in offered)))
     executor = parts.executor if tools is None else parts.executor.with_tools(tools)
-    return RunParts(context, context.machine.find(forked), sampler, executor, model or parts.model)
+    return RunParts(context, context.machine.find(recorded), sampler, executor, model or parts.model)
 
 
 def turn_after(reply: object, conversation: Conversation) -> int:

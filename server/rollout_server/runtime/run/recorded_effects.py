@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import JSON, MalformedMessage, parse_json
-from rollout_server.core.record import Observed
+from rollout_server.core.record import Observed, Record
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.run.context import RunContext
@@ -26,15 +26,19 @@ MOST_CHARACTERS = 1024 * 1024
 def now(context: RunContext, conversation: Conversation) -> datetime:
     """Return the time of the rollout's clock and record it."""
     time = datetime.fromtimestamp(context.rollout.clock.wall(), UTC)
-    context.record(Observed("now", json.dumps(time.isoformat()), conversation.id))
-    return time
+    recorded = context.record(Observed("now", json.dumps(time.isoformat()), conversation.id))[-1]
+    return datetime.fromisoformat(json.loads(_value(recorded)))
 
 
 def random(context: RunContext, conversation: Conversation) -> Random:
     """Return a random generator with a new seed and record the seed."""
     seed = secrets.randbits(53)  # 53 bits: also JSON readers that use floats read the integer exactly
-    context.record(Observed("random", str(seed), conversation.id))
-    return Random(seed)  # noqa: S311 - for agents, not for secrets
+    recorded = context.record(Observed("random", str(seed), conversation.id))[-1]
+    return Random(int(_value(recorded)))  # noqa: S311 - for agents, not for secrets
+
+
+def _value(recorded: Record) -> str:
+    return recorded.value_json if isinstance(recorded, Observed) else ""
 
 
 async def once(context: RunContext, conversation: Conversation, function: Callable[[], T | Awaitable[T]]) -> T:
@@ -42,6 +46,9 @@ async def once(context: RunContext, conversation: Conversation, function: Callab
 
     Raises what the function raises, and `AgentMistake` for a result that cannot be serialized as JSON.
     """
+    number, replayed = await context.claim_call("once", conversation)
+    if replayed is not None:
+        return cast("T", parse_json(_value(replayed.record)))
     if inspect.iscoroutinefunction(function):
         result = await function()
     else:
@@ -59,5 +66,6 @@ async def once(context: RunContext, conversation: Conversation, function: Callab
     if len(text) > MOST_CHARACTERS:
         reason = f"once: the result has {len(text)} characters as JSON, at most {MOST_CHARACTERS} are allowed"
         raise AgentMistake(f"{reason}{written_at(function)}")
-    context.record(Observed("once", text, conversation.id))
+    context.record(Observed("once", text, conversation.id, number))
+    await context.rollout.stored()
     return cast("T", value)

@@ -20,14 +20,12 @@ from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
 from rollout_server.core.record import Appended, CaptureSettled, GivenUp, Masked, Note, Rewarded
-from rollout_server.core.spec import DriftPolicy, Sampling
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import AgentMistake, PromptRefused, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
-from rollout_server.runtime.policy import SamplingGate
-from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
+from rollout_server.runtime.ports import Sampler, Tool
 from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.read_only import read_only
 from rollout_server.runtime.rollout import RolloutEnding
@@ -41,14 +39,14 @@ from rollout_server.runtime.run.arguments import (
     fork_kind,
     fork_role,
     forkable_tools,
-    turn_sampling,
 )
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.further_model import RolloutModel
-from rollout_server.runtime.run.messages import Reply, checked_messages, drift_failure
+from rollout_server.runtime.run.messages import Reply, checked_messages
 from rollout_server.runtime.run.opening import Opening, RunParts, open_for_call, open_forked, turn_after
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
 from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
+from rollout_server.runtime.run.turn import TurnOptions, take_turn
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
 R = TypeVar("R")
@@ -185,47 +183,7 @@ class Run:
         self, sampling: SamplingOptions, abandon: Callable[[int], None], *, fits_context: bool = False
     ) -> Reply:
         """Request a completion. `abandon` is called with the turn if the caller is cancelled. Raises `RolloutFailed`."""
-        conversation, spec, model = self._conversation, self._rollout.spec, self._model
-        defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
-        effective = turn_sampling(defaults, sampling, target.dialect) if sampling else defaults
-        await self._context.check(conversation)
-        gate = self._rollout.gate if model is None else SamplingGate()
-        if not gate.is_open:
-            with self._context.waiting():
-                await gate.wait()
-            await self._context.check(conversation)
-        if model is not None:
-            model.check_limits()
-        asked = self._machine.request_completion(conversation, None if effective == spec.sampling else effective)
-        if isinstance(asked, LimitReached):
-            self._context.end(asked.stop)
-        rollout, note = self._rollout, partial(self._note, asked.turn)
-        # Read these before `record(asked)`, which updates `turn_messages` for the new turn.
-        last = conversation.last_completion, conversation.turn_messages, conversation.line
-        request = CompletionRequest(
-            asked,
-            conversation.messages,
-            *last,
-            rollout.deadline,
-            rollout.credentials,
-            note,
-            effective,
-            fits_context,
-            gate,
-        )
-        self._context.record(asked)
-        try:
-            with self._context.waiting():
-                answered = await self._sampler.sample(request)
-        except asyncio.CancelledError:
-            abandon(asked.turn)
-            raise
-        logged = self._context.record(answered)
-        source = target.failure_class
-        drift = drift_failure(logged, source) if spec.on_drift is DriftPolicy.FAIL else None
-        if drift is not None:
-            raise RolloutFailed(drift)
-        return Reply.of(answered, source)
+        return await take_turn(self._parts, TurnOptions(sampling, abandon, self._note, fits_context))
 
     async def call(self, calls: Iterable[ToolCall]) -> Sequence[ToolResult]:
         """Run tool calls concurrently and append their results in the order of the calls.
@@ -233,11 +191,13 @@ class Run:
         A tool that fails, or whose call is cancelled by the agent, returns an error text to the model. Raises `RolloutEnded`
         when a limit is met, and `AgentMistake` for a call that the model did not make or that already has its result.
         """
+        await self._context.ready(self._conversation)
         await self._context.check(self._conversation)
         started = self._machine.start_calls(checked_calls(calls, self._conversation), self._conversation)
         if isinstance(started, LimitReached):
             self._context.end(started.stop)
-        return await run_calls(self._context, partial(self._executor.run, context=self), started)
+        repeatable = all(self._executor.may_repeat(intent.call) for intent in started)
+        return await run_calls(self._context, partial(self._executor.run, context=self), started, repeatable=repeatable)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Append messages to the conversation. Their tokens have mask 0.
@@ -247,7 +207,7 @@ class Run:
         await self._check_growth("append")
         added = checked_messages(messages)
         if added:
-            self._context.record(Appended(added, self._conversation.id))
+            await self._context.issue(Appended(added, self._conversation.id))
 
     async def fork(self, messages: Sequence[Mapping[str, JSON]] | None = None, **options: Unpack[ForkOptions]) -> Run:
         """Open another conversation, which becomes a separate training sample. Several can run concurrently.
@@ -273,7 +233,7 @@ class Run:
         further = None if model is None else RolloutModel(self._context, self._conversation, model)
         forked = self._machine.fork(opens, checked_messages(messages or ()), self._conversation, part, after_turn=turn)
         try:
-            run = self._of(open_forked(self._parts, forked, given, further))
+            run = self._of(await open_forked(self._parts, forked, given, further))
         except RolloutFailed as failed:
             self._context.end(failed.failure)
         if opens is SegmentKind.COMPACTION:
@@ -394,6 +354,7 @@ class Run:
 
     async def finish(self, reason: str = "stop") -> NoReturn:
         """End the rollout with a reason that the agent chooses. Raise `AgentMistake` for an invalid reason."""
+        await self._context.finish_replay(self._conversation)
         await self._context.check(self._conversation)
         stop = self._machine.natural_stop()
         self._context.end(Stop(checked_reason(reason, "finish"), stop.truncated))
@@ -452,6 +413,7 @@ class Run:
 
     async def _check_growth(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # an agent that only appends or forks in a loop must not block the event loop
+        await self._context.ready(self._conversation)
         await self._context.check(self._conversation, *states)
         check_room(self._machine, self._conversation, of)
 

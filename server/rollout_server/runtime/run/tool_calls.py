@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.errors import AgentMistake, RolloutFailed
-from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.ports import Content
+from rollout_server.runtime.replay_steps import CANCELLED_CALL, Step
+from rollout_server.runtime.run.context import RunContext, in_tool
 from rollout_server.runtime.tools.executor import ToolResult
 
 Execute: TypeAlias = Callable[[ToolCall], Awaitable[ToolResult]]
@@ -52,36 +54,56 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
     return Counter()
 
 
-async def run_calls(context: RunContext, execute: Execute, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
-    """Run calls that the machine allowed with `execute`. Raise `RolloutEnded` if the rollout ends meanwhile."""
-    await _begin(context, started)
+async def run_calls(
+    context: RunContext, execute: Execute, started: Sequence[ToolStarted], *, repeatable: bool
+) -> Sequence[ToolResult]:
+    """Run calls that the machine allowed with `execute`. Raise `RolloutEnded` if the rollout ends meanwhile.
+
+    `repeatable`: all of them may run again after a crash. Otherwise their starts are stored before one of them runs.
+    """
+    replayed = await _begin(context, started, repeatable=repeatable)
     if len(started) == 1:
-        return [await _call(context, execute, started[0])]
+        return [await _call(context, execute, started[0], replayed[0])]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_call(context, execute, intent)) for intent in started]
+        tasks = [group.create_task(_call(context, execute, *each)) for each in zip(started, replayed, strict=True)]
     return [task.result() for task in tasks]
 
 
-async def _begin(context: RunContext, started: Sequence[ToolStarted]) -> None:
-    """Record the start of all calls, a few per iteration of the event loop.
+async def _begin(context: RunContext, started: Sequence[ToolStarted], *, repeatable: bool) -> Sequence[Step | None]:
+    """Record the start of all calls, a few per iteration of the event loop. Return which of them are replayed.
 
     Cancellation in between records results for the calls that were started: every recorded start needs its result.
     """
-    for number, intent in enumerate(started):
-        if number and number % _AT_ONCE == 0:
-            try:
+    replayed: list[Step | None] = []
+    try:
+        for number, intent in enumerate(started):
+            if number and number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
-            except asyncio.CancelledError:
-                for begun in started[:number]:
-                    _return(context, begun, _cancelled_result(begun), context.rollout.clock.monotonic())
-                raise
-        context.record(intent)
+            replayed.append(await _start(context, intent))
+        if started and not repeatable and None in replayed:
+            await context.rollout.stored()
+    except asyncio.CancelledError:
+        for begun in started[: len(replayed)]:
+            _return(context, begun, _cancelled_result(begun), context.rollout.clock.monotonic())
+        raise
+    return replayed
 
 
-async def _call(context: RunContext, execute: Execute, intent: ToolStarted) -> ToolResult:
+async def _start(context: RunContext, intent: ToolStarted) -> Step | None:
+    step = context.claim(intent)
+    if step is None:
+        await context.issue(intent)
+    return step
+
+
+async def _call(context: RunContext, execute: Execute, intent: ToolStarted, replayed: Step | None) -> ToolResult:
     began = context.rollout.clock.monotonic()
     try:
         with context.waiting():
+            if replayed is not None:
+                recorded = await _recorded_result(context, replayed)
+                if recorded is not None:
+                    return recorded
             # Spread the starts over iterations of the event loop, as in `_begin`.
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
@@ -95,19 +117,32 @@ async def _call(context: RunContext, execute: Execute, intent: ToolStarted) -> T
     return result
 
 
+async def _recorded_result(context: RunContext, started: Step) -> ToolResult | None:
+    """Return the result that the log has for a replayed call, once it is its turn; None if it has none."""
+    replay = context.rollout.replay
+    step = started.result if replay is None else await replay.result_of(started)
+    if step is None or not isinstance(step.record, ToolReturned):
+        return None
+    content = cast("Content", step.record.message.fields().get("content", ""))
+    return ToolResult(step.record.call, content, step.record.failed)
+
+
 async def _run(context: RunContext, execute: Execute, intent: ToolStarted) -> ToolResult:
     limit = context.machine.limits.calls_per_turn
     if limit is not None and intent.index >= limit:
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
         return ToolResult(intent.call, text, failed=True)
+    of_tool = in_tool.set(True)
     try:
         return await execute(intent.call)
     except RolloutFailed as failed:
         context.end(failed.failure)
+    finally:
+        in_tool.reset(of_tool)
 
 
 def _cancelled_result(intent: ToolStarted) -> ToolResult:
-    return ToolResult(intent.call, "Error: The call was cancelled before it returned", failed=True)
+    return ToolResult(intent.call, CANCELLED_CALL, failed=True)
 
 
 def _return(context: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:

@@ -85,6 +85,11 @@ class ToolExecutor:
         other._slots = self._slots
         return other
 
+    def may_repeat(self, call: ToolCall) -> bool:
+        """Return whether a call may run again after a crash: its tool is idempotent, or there is none."""
+        tool = self._tools.get(call.name)
+        return tool is None or (isinstance(tool, ServerRunTool) and tool.policy.idempotent)
+
     async def run(self, call: ToolCall, context: ToolContext | None = None) -> ToolResult:
         """Run one call for the rollout `context`.
 

@@ -1,0 +1,127 @@
+"""One turn of a conversation: its request is recorded and sent, and its completion recorded. In a replay both come from the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rollout_server.core.machine import LimitReached
+from rollout_server.core.record import RESAMPLED, Answered, Asked, Record
+from rollout_server.core.spec import DriftPolicy, Sampling, Target
+from rollout_server.runtime.errors import RolloutFailed
+from rollout_server.runtime.policy import SamplingGate
+from rollout_server.runtime.ports import CompletionRequest
+from rollout_server.runtime.replay_steps import Step
+from rollout_server.runtime.run.arguments import SamplingOptions, turn_sampling
+from rollout_server.runtime.run.messages import Reply, drift_failure
+from rollout_server.runtime.run.opening import RunParts
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOptions:
+    """How a turn is requested.
+
+    Args:
+        sampling: the agent's options for this turn.
+        abandon: called with the turn if the agent stops waiting for the completion.
+        note: appends a note (turn, code, text) to the log.
+        fits_context: see `CompletionRequest`.
+    """
+
+    sampling: SamplingOptions
+    abandon: Callable[[int], None]
+    note: Callable[[int, str, str], None]
+    fits_context: bool = False
+
+
+async def take_turn(parts: RunParts, options: TurnOptions) -> Reply:
+    """Request a completion of a conversation. Raise `RolloutFailed`, and what `Run.sample` raises."""
+    context, conversation, model = parts.context, parts.conversation, parts.model
+    rollout, spec = context.rollout, context.rollout.spec
+    defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
+    effective = turn_sampling(defaults, options.sampling, target.dialect) if options.sampling else defaults
+    replayed = await context.ready(conversation)
+    await context.check(conversation)
+    gate = rollout.gate if model is None else SamplingGate()
+    if not (replayed or gate.is_open):
+        with context.waiting():
+            await gate.wait()
+        await context.check(conversation)
+    if model is not None:
+        model.check_limits()
+    asked = context.machine.request_completion(conversation, None if effective == spec.sampling else effective)
+    if isinstance(asked, LimitReached):
+        context.end(asked.stop)
+    # Read these before `asked` is recorded, which updates `turn_messages` for the new turn.
+    last = conversation.last_completion, conversation.turn_messages
+    step = context.claim(asked)
+    if step is not None and isinstance(step.record, Asked):
+        asked = step.record
+    else:
+        context.record(asked)
+
+    def request() -> CompletionRequest:
+        return CompletionRequest(
+            asked,
+            conversation.messages,
+            *last,
+            conversation.line,
+            rollout.deadline,
+            rollout.credentials,
+            lambda code, text: options.note(asked.turn, code, text),
+            effective,
+            options.fits_context,
+            gate,
+            rollout.created,
+        )
+
+    try:
+        with context.waiting():
+            logged = () if step is None else await _replayed(parts, asked, step)
+            if not logged:
+                if step is None:
+                    await rollout.stored()
+                warnings = () if step is None else _warn_of_repetition(parts, asked, target, options)
+                answered = await parts.sampler.sample(request())
+                logged = context.record(replace(answered, notes=(*warnings, *answered.notes)) if warnings else answered)
+    except asyncio.CancelledError:
+        options.abandon(asked.turn)
+        raise
+    return _reply(logged, target, drift_fails=spec.on_drift is DriftPolicy.FAIL)
+
+
+def _reply(logged: Sequence[Record], target: Target, *, drift_fails: bool) -> Reply:
+    drift = drift_failure(logged, target.failure_class) if drift_fails else None
+    if drift is not None:
+        raise RolloutFailed(drift)
+    answered = logged[-1]
+    if not isinstance(answered, Answered):
+        raise TypeError(f"{answered!r} is no completion")
+    return Reply.of(answered, target.failure_class)
+
+
+async def _replayed(parts: RunParts, asked: Asked, step: Step) -> Sequence[Record]:
+    """Return the recorded completion of a turn and what followed from it; nothing if the log ends before it."""
+    replay = parts.context.rollout.replay
+    result = step.result if replay is None else await replay.result_of(step)
+    if result is None or not isinstance(result.record, Answered):
+        return ()
+    parts.sampler.resume(asked, result.record)
+    return (*result.follows, result.record)
+
+
+def _warn_of_repetition(
+    parts: RunParts, asked: Asked, target: Target, options: TurnOptions
+) -> Sequence[tuple[str, str]]:
+    """Note that a turn is requested again after a restart. Return the warnings for its completion (D8)."""
+    earlier = parts.conversation.resampled
+    warnings = [] if earlier is None else [(earlier.code, earlier.text)]
+    if not target.replays_turn_keys:
+        text = (
+            f"turn {asked.turn}: the server was restarted while the turn was generated; it is requested again, so it may be "
+            "generated twice"
+        )
+        options.note(asked.turn, RESAMPLED, text)
+        warnings.append((RESAMPLED, text))
+    return warnings
