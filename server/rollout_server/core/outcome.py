@@ -300,3 +300,21 @@ def _own_rewards(outcome: Outcome, parts: Sequence[SamplePart]) -> Mapping[Sampl
         if part.segment.role.name in roles:
             given[part].append(roles[part.segment.role.name])
     return given
+
+
+def summary_of(outcome: Outcome) -> str:
+    """Return one line about an outcome, for logs. It contains no messages, tokens or keys."""
+    end, metrics = outcome.end, outcome.metrics
+    what: dict[str, object] = {
+        "end": type(end).__name__.lower(),
+        "turns": metrics.turns,
+        "tool_calls": metrics.tool_calls,
+    }
+    if isinstance(end, Failure):
+        what |= {"category": end.category.value}
+    what |= {
+        "generated_tokens": metrics.generated_tokens,
+        "warnings": len(outcome.warnings),
+        "ms": round(metrics.total_ms),
+    }
+    return " ".join(f"{key}={value}" for key, value in what.items())

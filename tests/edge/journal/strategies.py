@@ -178,7 +178,11 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         report=each_field(CaptureReport, **{field.name: small for field in fields(CaptureReport)}),
     ),
     records.Observed: each_field(
-        records.Observed, what=st.sampled_from(("now", "random", "once")), value_json=any_texts, segment_id=texts
+        records.Observed,
+        what=st.sampled_from(("now", "random", "once")),
+        value_json=any_texts,
+        segment_id=texts,
+        number=small,
     ),
     records.ModelCalled: each_field(
         records.ModelCalled,
@@ -189,6 +193,7 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         attempts=counts,
         elapsed_ms=numbers,
         segment_id=texts,
+        number=small,
     ),
     records.Masked: each_field(records.Masked, turn=small, reason=any_texts),
     records.Rewarded: each_field(records.Rewarded, turn=small, value=numbers),

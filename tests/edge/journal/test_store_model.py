@@ -58,7 +58,7 @@ def a_change(rng: random.Random, model: MODEL, number: int) -> Change:
     changes: list[Change] = [
         appended(uid, entries + 1, entries + rng.randint(1, 4)),
         CredentialsChanged(uid, credentials(rng)),
-        DeliveryChanged(uid, StoredDelivery(delivery, f"key {uid}", uid.encode() * 100, 3.5)),
+        DeliveryChanged(uid, StoredDelivery(delivery, f"key {uid}", 3.5, uid.encode() * 100)),
         OutcomeReceived(uid),
         RolloutDropped(uid),
     ]

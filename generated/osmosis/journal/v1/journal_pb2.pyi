@@ -1001,22 +1001,26 @@ class Observed(_message.Message):
     WHAT_FIELD_NUMBER: _builtins.int
     VALUE_JSON_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     what: _builtins.str
     """"now", "random" or "once"."""
     value_json: _builtins.bytes
     """The result: one JSON value."""
     segment_id: _builtins.str
     """The conversation."""
+    number: _builtins.int
+    """Number of the call of "once" in its conversation, from 1; 0: a call by a tool, or of something else."""
     def __init__(
         self,
         *,
         what: _builtins.str = ...,
         value_json: _builtins.bytes = ...,
         segment_id: _builtins.str = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_id", b"segment_id", "value_json", b"value_json", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "segment_id", b"segment_id", "value_json", b"value_json", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1035,6 +1039,7 @@ class ModelCalled(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     model: _builtins.bytes
     """The name by which the agent called the model."""
     finish_reason: _builtins.bytes
@@ -1045,6 +1050,8 @@ class ModelCalled(_message.Message):
     """Milliseconds from the call to the completion."""
     segment_id: _builtins.str
     """The conversation."""
+    number: _builtins.int
+    """Number of the call among those of the model in its conversation, from 1; 0: a call by a tool."""
     @_builtins.property
     def message(self) -> Global___Message:
         """The assistant message."""
@@ -1063,10 +1070,11 @@ class ModelCalled(_message.Message):
         attempts: _builtins.int = ...,
         elapsed_ms: _builtins.float = ...,
         segment_id: _builtins.str = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "segment_id", b"segment_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "number", b"number", "segment_id", b"segment_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -89,11 +89,12 @@ def write_observed(record: Observed, proto: pb.Observed) -> None:
     proto.what = record.what
     proto.value_json = encode_text(record.value_json)
     proto.segment_id = record.segment_id
+    proto.number = record.number
 
 
 def read_observed(proto: pb.Observed) -> Observed:
     """Return the result of a side effect."""
-    return Observed(proto.what, decode_text(proto.value_json), proto.segment_id)
+    return Observed(proto.what, decode_text(proto.value_json), proto.segment_id, proto.number)
 
 
 def write_model_call(record: ModelCalled, proto: pb.ModelCalled) -> None:
@@ -106,6 +107,7 @@ def write_model_call(record: ModelCalled, proto: pb.ModelCalled) -> None:
     proto.attempts = record.attempts
     proto.elapsed_ms = record.elapsed_ms
     proto.segment_id = record.segment_id
+    proto.number = record.number
 
 
 def read_model_call(proto: pb.ModelCalled) -> ModelCalled:
@@ -118,6 +120,7 @@ def read_model_call(proto: pb.ModelCalled) -> ModelCalled:
         attempts=proto.attempts,
         elapsed_ms=proto.elapsed_ms,
         segment_id=proto.segment_id,
+        number=proto.number,
     )
 
 

@@ -19,7 +19,7 @@ from rollout_server.core.error import (
     Violation,
 )
 from rollout_server.core.fingerprint import fingerprint
-from rollout_server.core.outcome import Cancellation, Category, Failure
+from rollout_server.core.outcome import Cancellation, Category, Failure, summary_of
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
@@ -445,19 +445,7 @@ def _journal_down(text: str) -> Unavailable:
 
 
 def _log_finished(rollout: Rollout) -> None:
-    """Log one line per finished rollout. It contains no messages, tokens or keys."""
-    outcome = rollout.outcome
-    if outcome is None:
-        return
-    end, metrics = outcome.end, outcome.metrics
-    what = {"end": type(end).__name__.lower(), "turns": metrics.turns, "tool_calls": metrics.tool_calls}
-    if isinstance(end, Failure):
-        what |= {"category": end.category.value}
-    what |= {
-        "generated_tokens": metrics.generated_tokens,
-        "warnings": len(outcome.warnings),
-        "ms": round(metrics.total_ms),
-    }
-    text = " ".join(f"{key}={value}" for key, value in what.items())
-    extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
-    _log.info("rollout finished: %s", text, extra=extra)
+    """Log one line per finished rollout."""
+    if rollout.outcome is not None:
+        extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
+        _log.info("rollout finished: %s", summary_of(rollout.outcome), extra=extra)
