@@ -127,7 +127,8 @@ class SpecFields(TypedDict, total=False):
         token_mode: "tokens": the server applies the chat template and sends token ids. "messages": the trainer applies it. None:
             "tokens" for gRPC targets if a tokenizer is given, otherwise "messages".
         on_drift: if the trainer's prompt differs from the ledger, "warn" and continue, or "fail". None: the server's setting.
-        on_interrupt: after a restart of the server, "resume" or "fail". This version refuses "resume".
+        on_interrupt: when a stop of the server interrupts the rollout, "resume" it after the restart, or "fail". None: the server's
+            setting. "resume" is refused if the server has no journal or the agent cannot be replayed.
         cancel_after_detach: seconds without an attached client until the rollout is cancelled; 0: at once. None: never.
         priority: queued rollouts with a higher value start first.
         metadata: mapping or str with a JSON object, for agents and tools.

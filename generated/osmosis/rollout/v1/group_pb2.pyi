@@ -116,7 +116,7 @@ class Group(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id: `RolloutSpec.group_id` of the request, or an id that the server made. The server's ids are made like uids, so
-    their part before the last hyphen identifies the server process.
+    their part before the last hyphen identifies the server.
     """
     min_usable: _builtins.int
     """As requested; 0: all rollouts run to their end."""

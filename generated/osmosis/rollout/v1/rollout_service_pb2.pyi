@@ -198,7 +198,7 @@ class Rollout(_message.Message):
     CALLER_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The server's id of the rollout: 1 to 64 characters of A-Z a-z 0-9 _ -, never reused. The part before the last hyphen
-    identifies the server process: all rollouts of one process share it, and no other process uses it.
+    identifies the server: all its rollouts share it, and no other server uses it. A server with a journal keeps it when it restarts.
     """
     state: Global___RolloutState.ValueType
     """State of the rollout."""

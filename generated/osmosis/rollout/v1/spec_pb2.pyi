@@ -139,19 +139,25 @@ class _InterruptPolicy:
 class _InterruptPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_InterruptPolicy.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     INTERRUPT_POLICY_UNSPECIFIED: _InterruptPolicy.ValueType  # 0
-    """RESUME if the agent is replayable, FAIL otherwise."""
+    """The server's setting: RESUME where that is possible, unless the setting says FAIL."""
     INTERRUPT_POLICY_RESUME: _InterruptPolicy.ValueType  # 1
-    """Replay the agent over the recorded results and continue."""
+    """Replay the agent over the recorded results and continue. A start is refused with FAILED_PRECONDITION if that can never be
+    possible: the server has no durable journal, or the agent is not replayable. If it is not possible at the restart, such as during
+    a call of a tool that is not idempotent, the rollout ends with FAILURE_CATEGORY_INTERRUPTED.
+    """
     INTERRUPT_POLICY_FAIL: _InterruptPolicy.ValueType  # 2
     """End with FAILURE_CATEGORY_INTERRUPTED."""
 
 class InterruptPolicy(_InterruptPolicy, metaclass=_InterruptPolicyEnumTypeWrapper):
-    """What to do with a rollout that a restart of the server interrupted."""
+    """What to do with a rollout that a stop or crash of the server interrupts."""
 
 INTERRUPT_POLICY_UNSPECIFIED: InterruptPolicy.ValueType  # 0
-"""RESUME if the agent is replayable, FAIL otherwise."""
+"""The server's setting: RESUME where that is possible, unless the setting says FAIL."""
 INTERRUPT_POLICY_RESUME: InterruptPolicy.ValueType  # 1
-"""Replay the agent over the recorded results and continue."""
+"""Replay the agent over the recorded results and continue. A start is refused with FAILED_PRECONDITION if that can never be
+possible: the server has no durable journal, or the agent is not replayable. If it is not possible at the restart, such as during
+a call of a tool that is not idempotent, the rollout ends with FAILURE_CATEGORY_INTERRUPTED.
+"""
 INTERRUPT_POLICY_FAIL: InterruptPolicy.ValueType  # 2
 """End with FAILURE_CATEGORY_INTERRUPTED."""
 Global___InterruptPolicy: _TypeAlias = InterruptPolicy  # noqa: Y015
