@@ -6,7 +6,7 @@ used up, the rollout continues live.
 The records are applied to the machine in their order, by a cursor. A result is applied, and handed to the task that waits for it,
 when the cursor reaches it. A command stops the cursor until the agent issues it. So concurrent conversations get their results in
 the recorded order. A command is compared with the next command of its conversation that was not issued yet. Conversations must
-therefore issue their commands in the same order as before, each by itself.
+therefore issue their commands in the same order as before, each by itself. Masks and rewards are compared per turn.
 
 The results of `once` and of further models are found by the number of the call in its conversation, because concurrent calls are
 recorded in the order in which they return. A call that failed, or did not return, is not recorded and is made again.
@@ -19,13 +19,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.outcome import Category, End, Failure, FailureClass
-from rollout_server.core.record import Input, ModelCalled, Note, Observed, Record, ToolReturned
+from rollout_server.core.record import (
+    Forked,
+    Input,
+    Masked,
+    ModelCalled,
+    Note,
+    Observed,
+    Record,
+    Rewarded,
+    ToolReturned,
+)
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.replay_steps import Step, fits, number_of, read_steps, shown, was_cancelled
 
@@ -56,11 +66,10 @@ class Replay:
         self._reach = reach
         self._over = over
         found = read_steps(records)
-        self._steps, self._conversations, self._turns = found.steps, found.conversations, found.turns
+        self._steps, self._conversations = found.steps, found.conversations
         self._lanes: dict[str, deque[Step]] = {}
         self._numbered: dict[tuple[str, str, int], Step] = {}
         self._results: dict[tuple[str, int, int], Step] = {}
-        self._notes = Counter[tuple[int, str, str]]()
         for step in self._steps:
             self._sort(step)
         self._deferred: list[Input] = []
@@ -73,14 +82,12 @@ class Replay:
 
     def _sort(self, step: Step) -> None:
         match step.record:
-            case Note(turn, code, text):
-                self._notes[turn, code, text] += 1
             case ToolReturned(turn=turn, index=index, segment_id=segment_id):
                 self._results[self._conversations[segment_id], turn, index] = step
             case ModelCalled() | Observed(what="once") if step.by_agent:
                 self._numbered[(step.conversation, *number_of(step.record))] = step
             case _ if step.by_agent:
-                self._lanes.setdefault(step.conversation, deque()).append(step)
+                self._lanes.setdefault(self._lane_of(step.record), deque()).append(step)
 
     def has_next(self, segment_id: str) -> bool:
         """Return whether the log has a further command of a conversation, which the agent has not issued yet."""
@@ -97,7 +104,7 @@ class Replay:
 
         Raises `RolloutEnded` if the recorded one differs: the rollout fails.
         """
-        lane = self._lanes.get(self._conversation_of(draft))
+        lane = self._lanes.get(self._lane_of(draft))
         if not lane:
             return None
         if not fits(draft, lane[0].record):
@@ -113,14 +120,9 @@ class Replay:
         """Match a command that does not wait, and return it as it was recorded. Without a record it is kept for the end."""
         step: Step | None = None
         match record:
-            case Note(turn, code, text):
-                known = self._notes[turn, code, text]
-                self._notes[turn, code, text] -= known > 0
-                if known > 0:
-                    return record
             case ToolReturned():
                 step = self._claim_cancelled(record)
-            case ModelCalled() | Observed(what="once"):
+            case Note() | ModelCalled() | Observed(what="once"):
                 pass
             case _:
                 step = self.claim(record)
@@ -142,11 +144,12 @@ class Replay:
             raise self.diverge(f"cancellation of the call {record.index} of turn {record.turn}", step)
         return self._issue(step)
 
-    def _conversation_of(self, record: Input) -> str:
-        named = getattr(record, "of", None) or getattr(record, "segment_id", None)
-        if named is not None:
-            return self._conversations.get(named, "")
-        return self._turns.get(getattr(record, "turn", 0), "")
+    def _lane_of(self, record: Input) -> str:
+        """Return the key of the commands that have an order: those of a conversation, or the masks or the rewards of a turn."""
+        if isinstance(record, Masked | Rewarded):  # any conversation may issue them
+            return f"{type(record).__name__} {record.turn}"
+        named = record.of if isinstance(record, Forked) else getattr(record, "segment_id", "")
+        return self._conversations.get(named, "")
 
     def _issue(self, step: Step) -> Step:
         step.issued = True

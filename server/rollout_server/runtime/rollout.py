@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Protocol
 
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardResult, RewardRule, Stop
-from rollout_server.core.record import Accepted, Answered, Ended, Input, Record
+from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Note, Record
 from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.capture.endpoint import CaptureSlot
@@ -190,6 +191,7 @@ class Rollout:
         self._owner = owner
         self._queued_at = clock.monotonic()
         self._queued_before = self._earlier_seconds = 0.0
+        self._noted = Counter[Note]()
         self._attached = 0
         self._detach_timer: asyncio.TimerHandle | None = None
         if stored is not None:
@@ -325,6 +327,13 @@ class Rollout:
         self._owner.journal.write(EntriesAppended(self.uid, entries), lambda: self._publish(entries))
         return logged
 
+    def is_noted(self, note: Note) -> bool:
+        """Return whether an earlier process has recorded a note that the agent, which runs again, now repeats. Each counts once."""
+        if self._noted[note] <= 0:
+            return False
+        self._noted[note] -= 1
+        return True
+
     async def stored(self) -> None:
         """Wait until the journal has stored everything recorded so far."""
         await self._owner.journal.flush()
@@ -349,6 +358,7 @@ class Rollout:
             began = entries[1].time
             self._queued_before = max(0.0, began - self.created)
             self._earlier_seconds = max(0.0, entries[-1].time - began)
+            self._noted = Counter(record for record in records if isinstance(record, Note) and record.code != RESAMPLED)
             self.replay = Replay(self.machine, records[1:], self.ending.reach, self._on_replayed)
 
     def _on_replayed(self, deferred: Sequence[Input]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End
-from rollout_server.core.record import Input, Record
+from rollout_server.core.record import Input, Note, Record
 from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
@@ -95,21 +95,25 @@ class RunContext:
             return self.wait(self._record_on_loop(record))
         if self.ending.decided is not None:
             raise RolloutEnded(self.ending.decided)
+        if isinstance(record, Note) and self.rollout.is_noted(record):
+            return ()
         if self.rollout.replay is not None:
             self.rollout.replay.end_if_used_up()
         replay = self.rollout.replay
         return self.rollout.record(record) if replay is None else (replay.submit(record),)
 
-    async def ready(self, conversation: Conversation) -> bool:
-        """Return whether the next command of a conversation is one that is replayed.
+    async def ready(self, conversation: Conversation, *allowed: State) -> bool:
+        """Check as `check` does. Return whether the next command of the conversation is one that is replayed.
 
         If the log that is replayed has no further command of the conversation, wait until all of it is used up.
         """
+        await self.check(conversation, *allowed)
         replay = self.rollout.replay
         if replay is None or replay.has_next(conversation.id):
             return replay is not None
         with self.waiting():
             await replay.over()
+        await self.check(conversation, *allowed)
         return False
 
     async def issue(self, draft: Input) -> Input:

@@ -191,9 +191,11 @@ class Run:
         A tool that fails, or whose call is cancelled by the agent, returns an error text to the model. Raises `RolloutEnded`
         when a limit is met, and `AgentMistake` for a call that the model did not make or that already has its result.
         """
+        wanted = list(calls)
+        if not wanted and await self._skips():
+            return []
         await self._context.ready(self._conversation)
-        await self._context.check(self._conversation)
-        started = self._machine.start_calls(checked_calls(calls, self._conversation), self._conversation)
+        started = self._machine.start_calls(checked_calls(wanted, self._conversation), self._conversation)
         if isinstance(started, LimitReached):
             self._context.end(started.stop)
         repeatable = all(self._executor.may_repeat(intent.call) for intent in started)
@@ -204,6 +206,8 @@ class Run:
 
         Raises `AgentMistake` for invalid messages, and if the rollout becomes too large.
         """
+        if not messages and await self._skips():
+            return
         await self._check_growth("append")
         added = checked_messages(messages)
         if added:
@@ -411,10 +415,14 @@ class Run:
         if not (self.ending.is_requested or self.ending.is_reached):
             self._context.record(GivenUp(turn, self._conversation.id))
 
+    async def _skips(self) -> bool:
+        """Return whether a command that records nothing is skipped: in a replay, the log does not say when it was issued."""
+        await asyncio.sleep(0)
+        return self._rollout.replay is not None
+
     async def _check_growth(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # an agent that only appends or forks in a loop must not block the event loop
-        await self._context.ready(self._conversation)
-        await self._context.check(self._conversation, *states)
+        await self._context.ready(self._conversation, *states)
         check_room(self._machine, self._conversation, of)
 
     def _note(self, turn: int, code: str, text: str) -> None:

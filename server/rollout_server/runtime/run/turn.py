@@ -42,7 +42,6 @@ async def take_turn(parts: RunParts, options: TurnOptions) -> Reply:
     defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
     effective = turn_sampling(defaults, options.sampling, target.dialect) if options.sampling else defaults
     replayed = await context.ready(conversation)
-    await context.check(conversation)
     gate = rollout.gate if model is None else SamplingGate()
     if not (replayed or gate.is_open):
         with context.waiting():
