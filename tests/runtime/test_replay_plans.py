@@ -34,16 +34,16 @@ class Act:
 
 _PLAIN = ("sample", "sample", "append", "now", "random", "once", "twice", "broken", "mask", "reward", "note", "idle")
 _LEAVES = st.builds(Act, st.sampled_from(_PLAIN), st.integers(0, 3))
-_ACTS = st.lists(_LEAVES, max_size=5).map(tuple)
+_ACTS = st.lists(_LEAVES, max_size=3).map(tuple)
 _FORKS = st.builds(
     Act, st.sampled_from(("branch", "subagent")), st.integers(0, 3), st.lists(_ACTS, min_size=1, max_size=3).map(tuple)
 )
-_DEEP = st.lists(_LEAVES | _FORKS, max_size=5).map(tuple)
+_DEEP = st.lists(_LEAVES | _FORKS, max_size=3).map(tuple)
 PLANS = st.lists(
     _LEAVES
     | _FORKS
     | st.builds(Act, st.just("branch"), st.integers(0, 3), st.lists(_DEEP, min_size=1, max_size=2).map(tuple)),
-    max_size=6,
+    max_size=4,
 ).map(tuple)
 SAYS = st.lists(
     st.builds(
@@ -130,7 +130,7 @@ async def later(seconds: float, value: Any) -> Any:
     return value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(PLANS, SAYS, st.data())
 def test_random_agents_continue_from_any_point(plan: tuple[Act, ...], says: list[Say], data: st.DataObject) -> None:
     async def run() -> None:

@@ -17,9 +17,12 @@ from rollout_server.core.record import (
     Ended,
     Forked,
     GivenUp,
+    Masked,
     ModelCalled,
+    Note,
     Observed,
     Record,
+    Rewarded,
     SegmentOpened,
     ToolReturned,
 )
@@ -146,7 +149,10 @@ def by_conversation(rollout: Rollout, outcome: Outcome) -> object:
             done[path].append((type(record), number, getattr(record, "prompt_tokens", None)))
         else:
             named = getattr(record, "segment_id", None)
-            done[path if named is None else paths[named]].append(_plain(record, number))
+            key = path if named is None else paths[named]
+            if isinstance(record, ToolReturned | Masked | Rewarded | Note):  # they have no order within a turn
+                key = f"{key} {number}"
+            done[key].append(_plain(record, number))
     metrics = replace(outcome.metrics, total_ms=0.0, queued_ms=0.0, tool_ms=0.0)
     segments = {
         paths[s.id]: (
@@ -159,6 +165,9 @@ def by_conversation(rollout: Rollout, outcome: Outcome) -> object:
     }
     rewards = {turns[reward.turn]: reward.value for reward in outcome.turn_rewards}
     warnings = sorted((w.code, turns[w.turn]) for w in outcome.warnings)
+    for key in done:
+        if " " in key:
+            done[key].sort(key=repr)
     return dict(done), outcome.end, outcome.messages, metrics, segments, rewards, outcome.reward_result, warnings
 
 
