@@ -6,7 +6,7 @@ used up, the rollout continues live.
 The records are applied to the machine in their order, by a cursor. A result is applied, and handed to the task that waits for it,
 when the cursor reaches it. A command stops the cursor until the agent issues it. So concurrent conversations get their results in
 the recorded order. A command is compared with the next command of its conversation that was not issued yet. Conversations must
-therefore issue their commands in the same order as before, each by itself. Those of a turn's masks and rewards that are equal may come in any order.
+therefore issue their commands in the same order as before, each by itself. Masks and rewards are compared per turn, in any order.
 
 The results of `once` and of further models are found by the number of the call in its conversation, because concurrent calls are
 recorded in the order in which they return. A call that failed, or did not return, is not recorded and is made again.
