@@ -37,7 +37,7 @@ from rollout_server.core.record import (
     ToolReturned,
 )
 from rollout_server.runtime.errors import RolloutEnded
-from rollout_server.runtime.replay_steps import Step, fits, number_of, read_steps, shown, was_cancelled
+from rollout_server.runtime.replay_steps import ReplayStep, fits, number_of, read_steps, shown, was_cancelled
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ STALL_SECONDS: Final = 300.0
 """How long the agent may leave out a recorded command while another of its commands waits for it."""
 
 
-class Replay:
+class AgentReplay:
     """The replay of one rollout. Lives on one event loop.
 
     Args:
@@ -67,9 +67,9 @@ class Replay:
         self._over = over
         found = read_steps(records)
         self._steps, self._conversations = found.steps, found.conversations
-        self._lanes: dict[str, deque[Step]] = {}
-        self._numbered: dict[tuple[str, str, int], Step] = {}
-        self._results: dict[tuple[str, int, int], Step] = {}
+        self._lanes: dict[str, deque[ReplayStep]] = {}
+        self._numbered: dict[tuple[str, str, int], ReplayStep] = {}
+        self._results: dict[tuple[str, int, int], ReplayStep] = {}
         for step in self._steps:
             self._sort(step)
         self._deferred: list[Input] = []
@@ -80,7 +80,7 @@ class Replay:
         self._waiting = 0
         self._stalled: asyncio.TimerHandle | None = None
 
-    def _sort(self, step: Step) -> None:
+    def _sort(self, step: ReplayStep) -> None:
         match step.record:
             case ToolReturned(turn=turn, index=index, segment_id=segment_id):
                 self._results[self._conversations[segment_id], turn, index] = step
@@ -99,7 +99,7 @@ class Replay:
         if lane:
             raise self.diverge(issued, lane[0])
 
-    def claim(self, draft: Input) -> Step | None:
+    def claim(self, draft: Input) -> ReplayStep | None:
         """Match a command with the recorded one; None if the log has no further command of its conversation.
 
         Raises `RolloutEnded` if the recorded one differs: the rollout fails.
@@ -114,14 +114,14 @@ class Replay:
         lane.remove(step)
         return self._issue(step)
 
-    def claim_call(self, what: str, segment_id: str, number: int) -> Step | None:
+    def claim_call(self, what: str, segment_id: str, number: int) -> ReplayStep | None:
         """Match a call of `once` or of the model `what` by its number in the conversation; None if it has no recorded result."""
         step = self._numbered.pop((self._conversations.get(segment_id, ""), what, number), None)
         return None if step is None else self._issue(step)
 
     def submit(self, record: Input) -> Input:
         """Match a command that does not wait, and return it as it was recorded. Without a record it is kept for the end."""
-        step: Step | None = None
+        step: ReplayStep | None = None
         match record:
             case ToolReturned():
                 step = self._claim_cancelled(record)
@@ -138,7 +138,7 @@ class Replay:
         """Keep a record until the log is used up."""
         self._deferred.append(record)
 
-    def _claim_cancelled(self, record: ToolReturned) -> Step | None:
+    def _claim_cancelled(self, record: ToolReturned) -> ReplayStep | None:
         """Match the result of a tool call that the agent has cancelled."""
         step = self._results.get((self._conversations.get(record.segment_id, ""), record.turn, record.index))
         if step is None:
@@ -154,7 +154,7 @@ class Replay:
         named = record.of if isinstance(record, Forked) else getattr(record, "segment_id", "")
         return self._conversations.get(named, "")
 
-    def _issue(self, step: Step) -> Step:
+    def _issue(self, step: ReplayStep) -> ReplayStep:
         step.issued = True
         self._apply_issued()
         self.proceed()
@@ -230,14 +230,14 @@ class Replay:
         for step in self._steps[self._at :]:
             step.wake()
 
-    async def applied(self, step: Step) -> None:
+    async def applied(self, step: ReplayStep) -> None:
         """Wait until a record is applied. Raise `RolloutEnded` if the replay has failed."""
         while not step.applied:
             await self._wait(step.waiter())
             if self._failure is not None:
                 raise RolloutEnded(self._failure)
 
-    async def result_of(self, step: Step) -> Step | None:
+    async def result_of(self, step: ReplayStep) -> ReplayStep | None:
         """Wait for the result of a turn or of a tool call; None if the log has none, once the log is used up."""
         if step.result is None:
             await self.over()
@@ -276,7 +276,7 @@ class Replay:
             return
         self.diverge(f"nothing for {STALL_SECONDS:g} s", step)
 
-    def diverge(self, issued: str, step: Step) -> RolloutEnded:
+    def diverge(self, issued: str, step: ReplayStep) -> RolloutEnded:
         """End the rollout, because the agent did something else than what was recorded. Return what to raise.
 
         `issued` describes what it did, `step` is what was recorded.

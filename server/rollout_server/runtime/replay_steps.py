@@ -38,7 +38,7 @@ CANCELLED_CALL: Final = "Error: The call was cancelled before it returned"
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class ReplayStep:
     """One input of the log, with the records that followed from it.
 
     Args:
@@ -56,7 +56,7 @@ class Step:
     sequence: int
     conversation: str
     by_agent: bool
-    result: Step | None = None
+    result: ReplayStep | None = None
     issued: bool = False
     applied: bool = False
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -101,12 +101,12 @@ class StepReader:
     """
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ReplayStep] = []
         self.conversations: dict[str, str] = {FIRST: FIRST}
         self.turns: dict[int, str] = {}
         self.obstacle = ""
-        self._asked: dict[int, Step] = {}
-        self._calls: dict[tuple[str, int, int], Step] = {}
+        self._asked: dict[int, ReplayStep] = {}
+        self._calls: dict[tuple[str, int, int], ReplayStep] = {}
         self._by_tools: dict[str, str] = {}
         self._used_by_tools: set[str] = set()
 
@@ -130,14 +130,14 @@ class StepReader:
             if isinstance(each, SegmentOpened):
                 self.conversations[each.segment_id] = conversation
         by_agent = self._is_command(record) and not self._is_by_tool(record, conversation)
-        step = Step(record, follows, sequence, conversation, by_agent)
+        step = ReplayStep(record, follows, sequence, conversation, by_agent)
         self.steps.append(step)
         self._link(step)
         settled = isinstance(record, CaptureSettled)
         if settled or (isinstance(record, Forked) and record.origin.parting is not None):
             self._refuse("its agent owns its loop")
 
-    def _link(self, step: Step) -> None:
+    def _link(self, step: ReplayStep) -> None:
         """Link results to their requests, and note the conversations that are opened."""
         conversation = step.conversation
         match step.record:

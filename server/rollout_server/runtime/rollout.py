@@ -29,7 +29,7 @@ from rollout_server.runtime.log import Entry, Log
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.policy import AnnouncedPolicy, SamplingGate
 from rollout_server.runtime.ports import Clock, Credentials, Tool
-from rollout_server.runtime.replay import Replay
+from rollout_server.runtime.replay import AgentReplay
 from rollout_server.runtime.start_request import AdmittedStart
 
 
@@ -176,7 +176,7 @@ class Rollout:
         self.gate = SamplingGate()
         self.capture = CaptureSlot(self.ending.requested, self.ending.reached)
         self.group: GroupMembership | None = None
-        self.replay: Replay | None = None
+        self.replay: AgentReplay | None = None
         self.log = Log(stored.entries if stored is not None else ())
         self.created = stored.start.created if stored is not None else clock.wall()
         self._credentials = request.credentials
@@ -329,10 +329,9 @@ class Rollout:
 
     def is_noted(self, note: Note) -> bool:
         """Return whether an earlier process has recorded a note that the agent, which runs again, now repeats. Each counts once."""
-        if self._noted[note] <= 0:
-            return False
-        self._noted[note] -= 1
-        return True
+        known = self._noted[note] > 0
+        self._noted[note] -= known
+        return known
 
     async def stored(self) -> None:
         """Wait until the journal has stored everything recorded so far."""
@@ -347,8 +346,7 @@ class Rollout:
     def _restore(self, stored: StoredRollout) -> None:
         """Take over the state that the journal has."""
         self._received = stored.received
-        entries = stored.entries
-        records = [entry.record for entry in entries]
+        entries, records = stored.entries, [entry.record for entry in stored.entries]
         if self.log.is_over:
             replay(self.machine, records)
             self._finished = entries[-1].time
@@ -359,7 +357,7 @@ class Rollout:
             self._queued_before = max(0.0, began - self.created)
             self._earlier_seconds = max(0.0, entries[-1].time - began)
             self._noted = Counter(record for record in records if isinstance(record, Note) and record.code != RESAMPLED)
-            self.replay = Replay(self.machine, records[1:], self.ending.reach, self._on_replayed)
+            self.replay = AgentReplay(self.machine, records[1:], self.ending.reach, self._on_replayed)
 
     def _on_replayed(self, deferred: Sequence[Input]) -> None:
         """Continue live: the log of the earlier process is used up. `deferred` is what was to be recorded meanwhile."""

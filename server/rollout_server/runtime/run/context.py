@@ -17,7 +17,7 @@ from rollout_server.core.record import Input, Note, Record
 from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
-from rollout_server.runtime.replay_steps import Step
+from rollout_server.runtime.replay_steps import ReplayStep
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
@@ -141,12 +141,12 @@ class RunContext:
         if self.rollout.replay is not None:
             raise self.rollout.replay.refuse(issued)
 
-    def claim(self, draft: Input) -> Step | None:
+    def claim(self, draft: Input) -> ReplayStep | None:
         """Match a command with the log that is replayed. None: it is to be recorded, once that log is used up."""
         replay = self.rollout.replay
         return None if replay is None else replay.claim(draft)
 
-    async def claim_call(self, what: str, conversation: Conversation) -> tuple[int, Step | None]:
+    async def claim_call(self, what: str, conversation: Conversation) -> tuple[int, ReplayStep | None]:
         """Return the number of a call of `once` or of a model, and its recorded result if the log that is replayed has one."""
         if in_tool.get():
             return 0, None

@@ -12,7 +12,7 @@ from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 from rollout_server.runtime.ports import Content
-from rollout_server.runtime.replay_steps import CANCELLED_CALL, Step
+from rollout_server.runtime.replay_steps import CANCELLED_CALL, ReplayStep
 from rollout_server.runtime.run.context import RunContext, in_tool
 from rollout_server.runtime.tools.executor import ToolResult
 
@@ -69,12 +69,14 @@ async def run_calls(
     return [task.result() for task in tasks]
 
 
-async def _begin(context: RunContext, started: Sequence[ToolStarted], *, repeatable: bool) -> Sequence[Step | None]:
+async def _begin(
+    context: RunContext, started: Sequence[ToolStarted], *, repeatable: bool
+) -> Sequence[ReplayStep | None]:
     """Record the start of all calls, a few per iteration of the event loop. Return which of them are replayed.
 
     Cancellation in between records results for the calls that were started: every recorded start needs its result.
     """
-    replayed: list[Step | None] = []
+    replayed: list[ReplayStep | None] = []
     try:
         for number, intent in enumerate(started):
             if number and number % _AT_ONCE == 0:
@@ -89,14 +91,14 @@ async def _begin(context: RunContext, started: Sequence[ToolStarted], *, repeata
     return replayed
 
 
-async def _start(context: RunContext, intent: ToolStarted) -> Step | None:
+async def _start(context: RunContext, intent: ToolStarted) -> ReplayStep | None:
     step = context.claim(intent)
     if step is None:
         await context.issue(intent)
     return step
 
 
-async def _call(context: RunContext, execute: Execute, intent: ToolStarted, replayed: Step | None) -> ToolResult:
+async def _call(context: RunContext, execute: Execute, intent: ToolStarted, replayed: ReplayStep | None) -> ToolResult:
     began = context.rollout.clock.monotonic()
     try:
         with context.waiting():
@@ -117,7 +119,7 @@ async def _call(context: RunContext, execute: Execute, intent: ToolStarted, repl
     return result
 
 
-async def _recorded_result(context: RunContext, started: Step) -> ToolResult | None:
+async def _recorded_result(context: RunContext, started: ReplayStep) -> ToolResult | None:
     """Return the result that the log has for a replayed call, once it is its turn; None if it has none."""
     replay = context.rollout.replay
     step = started.result if replay is None else await replay.result_of(started)

@@ -12,7 +12,7 @@ from rollout_server.core.spec import DriftPolicy, Sampling, Target
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.policy import SamplingGate
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.replay_steps import Step
+from rollout_server.runtime.replay_steps import ReplayStep
 from rollout_server.runtime.run.arguments import SamplingOptions, turn_sampling
 from rollout_server.runtime.run.messages import Reply, drift_failure
 from rollout_server.runtime.run.opening import RunParts
@@ -100,7 +100,7 @@ def _reply(logged: Sequence[Record], target: Target, *, drift_fails: bool) -> Re
     return Reply.of(answered, target.failure_class)
 
 
-async def _replayed(parts: RunParts, asked: Asked, step: Step) -> Sequence[Record]:
+async def _replayed(parts: RunParts, asked: Asked, step: ReplayStep) -> Sequence[Record]:
     """Return the recorded completion of a turn and what followed from it; nothing if the log ends before it."""
     replay = parts.context.rollout.replay
     result = step.result if replay is None else await replay.result_of(step)
