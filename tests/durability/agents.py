@@ -1,0 +1,91 @@
+"""The agents of the crashing server: two tools that write down their side effects and can kill the server.
+
+The environment variable DURABILITY_DIRECTORY names a directory. Its file `effects` has one line per step of a tool. A file `strike`
+with "CASE TOOL MOMENT" kills the server when that tool of that case comes to that moment, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from rollout_server import Agent, Run, tool
+
+DIRECTORY = "DURABILITY_DIRECTORY"
+MOMENTS = ("before", "middle", "after")
+
+
+@tool(idempotent=True)
+async def look(run: Run, case: int, step: int) -> str:
+    """Look at a case."""
+    return _act(run, "look", case, step)
+
+
+@tool
+def note(run: Run, case: int, step: int) -> str:
+    """Add a note to a case."""
+    return _act(run, "note", case, step)
+
+
+def _act(run: Run, name: str, case: int, step: int) -> str:
+    _strike(case, name, "before")
+    _write(f"begun {run.uid} {case} {name} {step}")
+    _strike(case, name, "middle")
+    _write(f"done {run.uid} {case} {name} {step}")
+    _strike(case, name, "after")
+    return f"{name} {1_000_003 * case + step}"
+
+
+def _directory() -> Path:
+    return Path(os.environ[DIRECTORY])
+
+
+def _write(line: str) -> None:
+    with (_directory() / "effects").open("a") as effects:
+        effects.write(line + "\n")
+
+
+def _strike(case: int, name: str, moment: str) -> None:
+    strike = _directory() / "strike"
+    if strike.exists() and strike.read_text().split() == [str(case), name, moment]:
+        strike.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Steps(Agent):
+    """Run the default loop."""
+
+    name = "steps"
+    tools = (look, note)
+
+    async def reward(self, run: Run) -> float:
+        """Count the results of tools."""
+        return float(sum(message["role"] == "tool" for message in run.messages))
+
+
+class Replayable(Steps):
+    """Run a loop of its own that repeats itself."""
+
+    name = "replayable"
+    replayable = True
+
+    async def play(self, run: Run) -> None:
+        """Record a time, a seed and the result of a function, then run the default loop."""
+        began, number = run.now(), run.random().random()
+        drawn = await run.once(lambda: [began.isoformat(), number])
+        assert drawn == [began.isoformat(), number]
+        await super().play(run)
+
+
+class Unrepeatable(Steps):
+    """Run a loop of its own that does not promise to repeat itself."""
+
+    name = "unrepeatable"
+
+    async def play(self, run: Run) -> None:
+        """Run the default loop."""
+        await super().play(run)
+
+
+AGENTS = (Steps(), Replayable(), Unrepeatable())
