@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from tests.support.processes import environment
 from tests.support.server_client import CHANNEL_OPTIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+_LEVEL = re.compile(r" (INFO|WARNING|ERROR) ")
 SERVED = [f"tests.durability.agents:{type(agent).__name__}" for agent in AGENTS]
 
 
@@ -97,6 +99,18 @@ class JournaledServer:
         """What the current process logged."""
         file = self.directory / f"log-{self.starts}"
         return file.read_text() if file.exists() else ""
+
+    def problems(self) -> str:
+        """What all processes logged as warnings and errors, with their tracebacks, and the start of each process."""
+        lines = []
+        for number in range(1, self.starts + 1):
+            lines.append(f"--- process {number}")
+            is_shown = False
+            for line in (self.directory / f"log-{number}").read_text().splitlines():
+                if _LEVEL.search(line):
+                    is_shown = " INFO " not in line
+                lines += [line] if is_shown else []
+        return "\n".join(lines)
 
     @property
     def arguments(self) -> Sequence[str]:
@@ -188,3 +202,4 @@ async def journaled_server(forker: Forker, directory: Path, **variables: str) ->
         yield server
     finally:
         await server.stop()
+        sys.stdout.write(server.problems())  # pytest shows it if the test fails

@@ -18,7 +18,7 @@ from tests.durability.aims import Aim, Generations, Gun, Moment
 from tests.durability.receivers import ReceivedDelivery, Receiver, case_of, receiver
 from tests.durability.server import Forker, JournaledServer, journaled_server
 from tests.durability.trainers import Trainers, trainers
-from tests.durability.trials import KINDS, Clients, Trial, trial
+from tests.durability.trials import KINDS, Clients, Trial, Unavailable, trial
 
 TOOL_MOMENTS = {Moment.TOOL_BEFORE: "before", Moment.TOOL_MIDDLE: "middle", Moment.TOOL_AFTER: "after"}
 WATCHED = 6
@@ -81,7 +81,7 @@ class Stage:
     async def _started(self, each: Trial) -> None:
         try:
             await self.clients.start(each)
-        except (aiohttp.ClientError, ConnectionError):
+        except (aiohttp.ClientError, ConnectionError, Unavailable):
             return
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:

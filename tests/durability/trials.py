@@ -66,6 +66,10 @@ def trial(kind: str, number: int, run: str, agent: str = "steps", steps: tuple[s
     return Trial(kind, agent, case, f"{kind}/{number}/{run}")
 
 
+class Unavailable(Exception):
+    """The server returned 503."""
+
+
 @dataclass
 class Clients:
     """Starts rollouts and watches them. The clients survive the server."""
@@ -102,6 +106,8 @@ class Clients:
 
     async def _post(self, path: str, content: Mapping[str, Any], status: int, trial: Trial) -> dict[str, Any]:
         async with self.http.post(self.server.url + path, json=content) as response:
+            if response.status == 503:
+                raise Unavailable(await response.text())
             assert response.status == status, await response.text()
             if status == 202:
                 trial.uid = response.headers["x-rollout-uid"]
