@@ -69,7 +69,9 @@ def check_result(trial: Trial, rollout: pb.Rollout, reference: Reference, events
         assert rollout.outcome.metrics.turns == reference.turns, where
         return
     failure = rollout.outcome.failure
-    assert failure.category == outcome_pb2.FAILURE_CATEGORY_INTERRUPTED, f"{where}: {failure}{rollout.outcome.cancellation}"
+    assert failure.category == outcome_pb2.FAILURE_CATEGORY_INTERRUPTED, (
+        f"{where}: {failure}{rollout.outcome.cancellation}"
+    )
     assert failure.message, where
     assert not rollout.outcome.HasField("reward"), where
     assert reason_to_end(trial, events), f"{where} could have been resumed: {failure.message}"

@@ -114,7 +114,8 @@ class Stage:
         for rollout in found:
             by_id[rollout.spec.rollout_id].append(rollout)
         keys, deliveries, effects = self.trainers.keys_by_rollout(), self.deliveries(), self.effects()
-        assert self.trainers.refusals([each.rollout_id for each in trials]) == []
+        refusals = self.trainers.refusals([each.rollout_id for each in trials])
+        assert refusals == [], f"trainers refused requests: {refusals}"
         for each in trials:
             rollout = checks.check_one_rollout(each, by_id[each.rollout_id])
             events = await self.clients.events(rollout.uid)

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from tests.durability.stage import Stage
-from tests.durability.trials import Trial, trial
+from tests.durability.trials import Trial, Unavailable, trial
 from tests.support.processes import ANY_PORTS, command, environment
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -30,6 +30,20 @@ def no_room(process: int) -> Iterator[None]:
     finally:
         with suppress(ProcessLookupError):  # the test has killed it
             resource.prlimit(process, resource.RLIMIT_FSIZE, (UNLIMITED, UNLIMITED))
+
+
+async def accepted_again(here: Stage, refused: Sequence[Trial]) -> None:
+    """Send starts as a client does that was told to try later, until they are accepted; they end as any other rollout."""
+
+    async def send(each: Trial) -> None:
+        while True:
+            try:
+                return await here.clients.start(each)
+            except (Unavailable, grpc.aio.AioRpcError):
+                await asyncio.sleep(0.05)
+
+    await asyncio.gather(*map(send, refused))
+    await here.recovered(refused)
 
 
 def starts(run: str) -> list[Trial]:
@@ -61,7 +75,7 @@ async def test_a_full_disk_refuses_new_rollouts_until_there_is_room(here: Stage)
     with no_room(here.server.process):
         await check_refused(here, refused)
         assert here.trainers.keys_by_rollout().keys().isdisjoint(each.rollout_id for each in refused)
-    await here.recovered(refused)  # the same ids are accepted now
+    await accepted_again(here, refused)
     assert "Traceback" not in here.server.log
     here.server.kill()
     await here.server.restart()
@@ -77,7 +91,7 @@ async def test_running_rollouts_wait_for_room(here: Stage) -> None:
     await asyncio.gather(*(here.clients.start(each) for each in trials))
     with no_room(here.server.process):
         await check_refused(here, starts("meanwhile"))
-    await here.recovered(trials)
+    await accepted_again(here, trials)
 
 
 @on_linux
