@@ -1,12 +1,14 @@
 """The agents of the crashing server: two tools that write down their side effects and can kill the server.
 
-The environment variable DURABILITY_DIRECTORY names a directory. Its file `effects` has one line per step of a tool. A file `strike`
-with "CASE TOOL MOMENT" kills the server when that tool of that case comes to that moment, once.
+The environment variable DURABILITY_DIRECTORY names a directory. In its folder `effects` is one empty file per step of a tool: they
+can be created on a full disk, too. A file `strike` with "CASE TOOL MOMENT" kills the server when that tool of that case comes to that
+moment, once.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from pathlib import Path
 
@@ -41,9 +43,10 @@ def _directory() -> Path:
     return Path(os.environ[DIRECTORY])
 
 
-def _write(line: str) -> None:
-    with (_directory() / "effects").open("a") as effects:
-        effects.write(line + "\n")
+def _write(step: str) -> None:
+    effects = _directory() / "effects"
+    effects.mkdir(exist_ok=True)
+    (effects / f"{step} {secrets.token_hex(8)}").touch()
 
 
 def _strike(case: int, name: str, moment: str) -> None:

@@ -64,7 +64,11 @@ def check_result(trial: Trial, rollout: pb.Rollout, reference: Reference, events
     samples = [tokens(sample) for sample in rollout.outcome.samples]
     where = f"{trial.rollout_id} ({rollout.uid}, agent {trial.agent})"
     if rollout.outcome.HasField("stop"):
-        assert samples == reference.samples, f"{where}: the samples differ from those of an undisturbed run"
+        assert len(samples) == len(reference.samples), (
+            f"{where}: {len(samples)} samples instead of {len(reference.samples)}"
+        )
+        for ours, undisturbed in zip(samples, reference.samples, strict=True):
+            check_equal(where, ours, undisturbed)
         assert rollout.outcome.reward == reference.reward, f"{where}: reward {rollout.outcome.reward}"
         assert rollout.outcome.metrics.turns == reference.turns, where
         return
@@ -79,6 +83,14 @@ def check_result(trial: Trial, rollout: pb.Rollout, reference: Reference, events
         assert ours[0] == whole[0], f"{where}: another prompt"
         for name, part, complete in zip(("ids", "mask", "logprobs"), ours[1:], whole[1:], strict=True):
             assert part == complete[: len(part)], f"{where}: {name} are not the beginning of the undisturbed ones"
+
+
+def check_equal(where: str, ours: Tokens, undisturbed: Tokens) -> None:
+    """A sample is that of an undisturbed run."""
+    for name, found, wanted in zip(("prompt", "ids", "mask", "logprobs"), ours, undisturbed, strict=True):
+        same = next((i for i, pair in enumerate(zip(found, wanted, strict=False)) if pair[0] != pair[1]), "their end")
+        counts = f"{len(found)} instead of {len(wanted)} values"
+        assert found == wanted, f"{where}: {name} differ from those of an undisturbed run from {same} on, {counts}"
 
 
 def reason_to_end(trial: Trial, events: Events) -> str:
@@ -133,7 +145,7 @@ def check_effects(trial: Trial, rollout: pb.Rollout, effects: Sequence[str]) -> 
     """No tool that is not idempotent began twice. In a rollout that completed every tool ran."""
     runs: dict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
     for line in effects:
-        phase, uid, case, tool, step = line.split()
+        phase, uid, case, tool, step, _ = line.split()
         if uid == rollout.uid:
             assert int(case) == trial.case.number, f"{trial.rollout_id}: {line}"
             runs[phase][tool, step] += 1

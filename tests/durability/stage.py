@@ -149,8 +149,8 @@ class Stage:
 
     def effects(self) -> list[str]:
         """The steps of tools so far."""
-        file = self.server.directory / "effects"
-        return file.read_text().splitlines() if file.exists() else []
+        folder = self.server.directory / "effects"
+        return [file.name for file in folder.iterdir()] if folder.exists() else []
 
     def trials(self, number: int = 0, agents: Sequence[str] = ("steps",), each: int = 1) -> list[Trial]:
         """New rollouts: `each` of every kind and agent. Their cases begin at `number` and are the same in every round."""
