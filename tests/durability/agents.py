@@ -1,8 +1,8 @@
 """The agents of the crashing server: two tools that write down their side effects and can kill the server.
 
-The environment variable DURABILITY_DIRECTORY names a directory. In its folder `effects` is one empty file per step of a tool, because
-those can be created on a full disk, too. A file `strike` with "CASE TOOL MOMENT" kills the server when that tool of that case comes
-to that moment, once.
+The environment variable DURABILITY_DIRECTORY names a directory. In its folder `effects` is one empty file per step of a tool,
+because those can be created on a full disk, too. A file `strike` with "CASE TOOL MOMENT" kills the server when that tool of that
+case comes to that moment, once.
 """
 
 from __future__ import annotations

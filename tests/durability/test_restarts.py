@@ -62,7 +62,7 @@ async def test_a_rollout_survives_several_crashes(here: Stage) -> None:
     chosen = trial("grpc", 3, "crashes")
     await here.prepare([chosen])
     here.trainers.generations.counts.clear()
-    turns = len(chosen.case.steps) + 1
+    turns = chosen.crashes = len(chosen.case.steps) + 1
     for turn in range(1, turns + 1):
         here.gun.load(Aim(Moment.ASKED, chosen.case.number, turn))
         if turn == 1:

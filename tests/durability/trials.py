@@ -37,6 +37,7 @@ class Trial:
         uid: from the acknowledgement of the start; empty: the start was not acknowledged.
         response: the body of the response to POST /rollout, if it arrived.
         on_interrupt: of the spec, if the start goes over gRPC.
+        crashes: how often the server crashes meanwhile.
         events: the recorded events that a watcher saw before the crash.
     """
 
@@ -47,6 +48,7 @@ class Trial:
     uid: str = ""
     response: dict[str, Any] | None = None
     on_interrupt: spec_pb2.InterruptPolicy.ValueType = spec_pb2.INTERRUPT_POLICY_UNSPECIFIED
+    crashes: int = 1
     events: list[event_pb2.RolloutEvent] = field(default_factory=list)
 
     @property
