@@ -78,7 +78,8 @@ def check_result(trial: Trial, rollout: pb.Rollout, reference: Reference, events
     )
     assert failure.message, where
     assert not rollout.outcome.HasField("reward"), where
-    assert reason_to_end(trial, events), f"{where} could have been resumed: {failure.message}"
+    kinds = " ".join(str(event.WhichOneof("event")) for event in events)
+    assert reason_to_end(trial, events), f"{where} could have been resumed: {failure.message}; its log: {kinds}"
     for ours, whole in zip(samples, reference.samples, strict=False):
         assert ours[0] == whole[0], f"{where}: another prompt"
         for name, part, complete in zip(("ids", "mask", "logprobs"), ours[1:], whole[1:], strict=True):
