@@ -23,9 +23,8 @@ INTERRUPTED = outcome_pb2.FAILURE_CATEGORY_INTERRUPTED
 async def test_a_drained_server_parks_its_rollouts(here: Stage) -> None:
     """SIGTERM without time to finish, in the middle of a turn."""
     here.gun.kill = lambda: here.server.send(signal.SIGTERM)
-    trials = here.trials(agents=("steps", "replayable"))
-    chosen = next(each for each in trials if each.kind == "grpc" and each.agent == "steps")
-    found = await here.round(Aim(Moment.ASKED, chosen.case.number, 1), trials)
+    chosen = trial("grpc", 102, "drained", steps=("look", "look"))
+    found = await here.round(Aim(Moment.ASKED, 102, 1), [chosen, *here.trials(agents=("steps", "replayable"))])
     outcomes = {rollout.spec.rollout_id: rollout.outcome for rollout in found}
     assert outcomes[chosen.rollout_id].HasField("stop")
     assert "Traceback" not in here.server.log

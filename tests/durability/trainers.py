@@ -18,6 +18,7 @@ from tests.durability.aims import Case, Generations
 from tests.support.engine_model import EngineModel
 from tests.support.engines import VllmEngine, serving
 
+SENT_AGAIN = "which is final, but it was sent again"
 TOOLS = [
     {
         "type": "function",
@@ -98,13 +99,17 @@ class Trainers:
         return found
 
     def refusals(self, rollout_ids: Iterable[str]) -> list[str]:
-        """What the strict trainers refused of these rollouts."""
+        """What the strict trainers refused of these rollouts.
+
+        An outcome that is sent again after its acknowledgement is not counted: a crash may lose the acknowledgement.
+        """
         return [
             f"{rollout_id}: {refusal.text}"
             for trainer in (self.masked, self.plain, self.replaying, self.grpc)
             for rollout_id in rollout_ids
             if (verdict := trainer.verdict(rollout_id))
             for refusal in verdict.refusals
+            if SENT_AGAIN not in refusal.text
         ]
 
 
