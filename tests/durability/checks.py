@@ -163,7 +163,7 @@ def check_deliveries(trial: Trial, rollout: pb.Rollout, deliveries: Sequence[Rec
     if trial.kind not in DELIVERED:
         assert deliveries == [], trial.rollout_id
         return
-    # The strict trainer of the asynchronous HTTP API refuses an outcome that is sent again because a crash lost its acknowledgement.
+    # A strict trainer refuses an outcome that it has acknowledged, also if a crash lost the acknowledgement.
     is_sent_again = trial.kind == "plain" and len(deliveries) > 1
     settled = {pb.DELIVERY_STATE_ACKNOWLEDGED, *([pb.DELIVERY_STATE_REFUSED] if is_sent_again else [])}
     assert rollout.delivery.state in settled, f"{trial.rollout_id}: {rollout.delivery}"
