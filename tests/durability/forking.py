@@ -23,6 +23,7 @@ MODULES = (
     "rollout_server.authoring.agent_loader",
     "rollout_server.cli.commands",
     "rollout_server.cli.operate.serve",
+    "rollout_server.edge.journal.journal",
     "rollout_server.embedded_gateway",
     "tests.durability.agents",
     "transformers.models.auto.tokenization_auto",

@@ -79,6 +79,9 @@ async def test_every_accepted_rollout_ends_once(here: Stage, family: str) -> Non
         random = Random(f"{family} {number}")
         trials = here.trials(each=LOAD // len(KINDS)) if family == "load" else here.trials(agents=AGENTS)
         await here.round(choose(random, number, trials), trials)
+    if family == "turns":
+        counts = [count for keys in here.trainers.keys_by_rollout().values() for count in keys.values()]
+        assert max(counts) > 1  # completions in flight were requested again
     here.server.kill()
     await here.server.restart()
     await here.prepare(here.trials(number=1_000))  # what the restart still sends is sent before these have ended

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server.testing.trainer import StrictTrainer
 
 from tests.durability import checks
 from tests.durability.aims import Aim, Moment
 from tests.durability.server import Forker, JournaledServer
 from tests.durability.stage import Stage, stage
+from tests.durability.trainers import TOOLS, StepsModel
 from tests.durability.trials import trial
 from tests.support.processes import COMMAND
 
+SECRET = "the bearer token of a trainer"
 INTERRUPTED = outcome_pb2.FAILURE_CATEGORY_INTERRUPTED
 
 
@@ -120,6 +124,42 @@ async def test_what_to_do_is_set_by_the_request_or_the_server(
             assert rollout.outcome.failure.category == INTERRUPTED
             assert rollout.outcome.metrics.turns == 1
             assert len(samples) == 1  # the first turn
+
+
+async def test_starts_that_race_attach_to_one_rollout(here: Stage) -> None:
+    """Equal starts arrive at once before the crash and after it."""
+    chosen = trial("grpc", 1, "raced")
+    await here.prepare([chosen])
+    here.trainers.generations.counts.clear()
+    here.gun.load(Aim(Moment.ASKED, 1, 1))
+    copies = [replace(chosen) for _ in range(8)]
+    starts = asyncio.gather(*map(here.clients.start, copies), return_exceptions=True)
+    await here.server.restart()
+    await starts
+    await asyncio.gather(*map(here.clients.start, copies))
+    (chosen.uid,) = {each.uid for each in copies}
+    await here.recovered([chosen])
+
+
+async def test_credentials_survive_and_are_not_stored_in_clear(here: Stage) -> None:
+    chosen = trial("grpc", 1, "secret")
+    trainer = StrictTrainer(
+        dialect="plain", model=StepsModel(here.trainers.generations), tools=TOOLS, replays_keys=True, api_key=SECRET
+    )
+    async with trainer:
+        request = here.clients.start_request(chosen)
+        request.spec.completions.url = f"grpc://{trainer.grpc_target}"
+        request.credentials.completions_bearer = SECRET
+        here.gun.load(Aim(Moment.ASKED, 1, 2))
+        await here.server.stub.StartRollout(request)
+        await here.server.ended()
+        stored = b"".join(file.read_bytes() for file in here.server.journal.iterdir())
+        assert chosen.rollout_id.encode() in stored
+        assert SECRET.encode() not in stored
+        await here.server.restart()
+        (rollout,) = await here.clients.settled([chosen.rollout_id])
+    assert rollout.outcome.HasField("stop")
+    assert rollout.outcome.metrics.turns == len(chosen.case.steps) + 1
 
 
 async def test_a_second_server_on_the_journal_is_refused(here: Stage) -> None:
