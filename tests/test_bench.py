@@ -59,6 +59,21 @@ def test_each_form_that_trainers_speak_has_its_rows_and_token_mode_sends_as_much
         assert grown[form] < 1.3
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
+def test_the_benchmark_of_the_journal_measures_each_workload_and_a_restart(tmp_path: Path) -> None:
+    written = tmp_path / "journal.json"
+    command = [sys.executable, "-m", "bench.journal", "--quick", "--directory", str(tmp_path), "--json", str(written)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(written.read_text())
+    assert [len(each["sqlite"]["cpu_us"]) for each in found["cpu"]] == [1, 1]
+    for each in found["latency"]:
+        assert each["written"]["turns"] == len(each["sqlite"]) == len(each["memory"]) == 32
+        assert each["written"]["rows"] >= 32
+    assert (found["recovery"]["finished"], found["recovery"]["unfinished"]) == (20, 4)
+    assert [path.name for path in tmp_path.iterdir()] == ["journal.json"]
+
+
 def _turns_of_the_server() -> int:
     turns = 0
     for workload in QUICK.workloads:
