@@ -24,7 +24,7 @@ from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout
 
-from tests.support.replayed import ByTurn, Recorded
+from tests.support.replayed import ByTurn, Recorded, records_of
 from tests.support.runtime_harness import FOREVER, Say, Script, call, outcome_of, wait
 
 ENGINE = Target("http://engine:8000", Dialect.VLLM, model="m")
@@ -248,7 +248,7 @@ async def test_another_command_ends_the_rollout_and_both_are_shown(does: Mapping
     assert "secret" not in outcome.end.message
     assert outcome.messages == recorded.outcome.messages
     assert outcome.metrics.turns == 2
-    assert [entry.record for entry in rollout.log.entries][:-1] == stored
+    assert records_of(rollout)[:-1] == stored
     assert harness.script(rollout).asks == []
     await harness.close()
 
@@ -289,7 +289,7 @@ async def test_a_rollout_that_is_cancelled_during_its_replay_has_all_that_was_re
     outcome = await outcome_of(rollout)
     assert outcome.end == Cancellation("enough")
     assert outcome.messages == recorded.outcome.messages
-    assert [entry.record for entry in rollout.log.entries][:-1] == stored
+    assert records_of(rollout)[:-1] == stored
     await harness.close()
 
 

@@ -22,6 +22,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Resumed,
     Rewarded,
     SegmentOpened,
     ToolReturned,
@@ -111,7 +112,7 @@ class Recorded:
         """Continue after this many changes, and compare with the undisturbed run."""
         harness, rollout, stored = await self.cut(changes)
         outcome = await outcome_of(rollout)
-        records = [entry.record for entry in rollout.log.entries]
+        records = records_of(rollout)
         assert records[: len(stored)] == stored
         assert by_conversation(rollout, outcome) == by_conversation(self.rollout, self.outcome)
         before, after = Counter(map(type, stored)), Counter(map(type, records))
@@ -119,6 +120,11 @@ class Recorded:
         answered = {record.turn for record in stored if isinstance(record, Answered)}
         assert not answered & {ask.asked.turn for ask in harness.script(rollout).asks}
         await harness.close()
+
+
+def records_of(rollout: Rollout) -> list[Record]:
+    """Return the records of a log, without those that a restart adds."""
+    return [entry.record for entry in rollout.log.entries if not isinstance(entry.record, Resumed)]
 
 
 def by_conversation(rollout: Rollout, outcome: Outcome) -> object:
@@ -130,8 +136,7 @@ def by_conversation(rollout: Rollout, outcome: Outcome) -> object:
     paths, turns, forks = {"0": "0"}, {0: ("0", 0)}, Counter[str]()
     done: defaultdict[str, list[object]] = defaultdict(list)
     counts = Counter[str]()
-    for entry in rollout.log.entries:
-        record = entry.record
+    for record in records_of(rollout):
         turn = getattr(record, "turn", 0)
         if isinstance(record, Asked):
             path = paths[record.segment_id]

@@ -56,6 +56,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Resumed,
     Rewarded,
     SegmentOpened,
     ToolReturned,
@@ -234,8 +235,8 @@ class Machine:
                 self._apply_deed(record)
             case Ended():
                 self._apply_ended(record)
-            case Accepted():
-                self._require(not self._begun, record)
+            case Accepted() | Resumed():
+                self._require(self._begun is isinstance(record, Resumed), record)
             case Note():
                 self._apply_note(record)
             case _:

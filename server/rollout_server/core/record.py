@@ -295,6 +295,13 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The rollout continues after a restart of the server, for the `times`-th time: its agent was replayed up to here."""
+
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The rollout ended. Always the last record. Times are in milliseconds.
 
@@ -321,6 +328,6 @@ class Ended:
 Deed: TypeAlias = "Forked | GivenUp | Observed | ModelCalled | Masked | Rewarded | CaptureSettled"
 """What an agent does besides turns, messages and tool calls."""
 
-Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Ended"
+Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Resumed | Ended"
 Consequence: TypeAlias = "SegmentOpened | DriftFound"
 Record: TypeAlias = "Input | Consequence"

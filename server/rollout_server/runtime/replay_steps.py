@@ -27,6 +27,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Resumed,
     Rewarded,
     SegmentOpened,
     ToolReturned,
@@ -165,7 +166,7 @@ class StepReader:
         return self.turns.get(getattr(record, "turn", 0), FIRST)
 
     def _is_command(self, record: Input) -> bool:
-        return was_cancelled(record) or not isinstance(record, Answered | ToolReturned | Note | Ended)
+        return was_cancelled(record) or not isinstance(record, Answered | ToolReturned | Note | Resumed | Ended)
 
     def _is_by_tool(self, record: Input, conversation: str) -> bool:
         """Return whether a command was issued by a tool; note the conversations whose running tools did so."""

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardResult, RewardRule, Stop
-from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Note, Record
+from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Note, Record, Resumed
 from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.capture.endpoint import CaptureSlot
@@ -309,7 +309,8 @@ class Rollout:
             if not isinstance(record, Ended):
                 self.replay.defer(record)
                 return (record,)
-            self.replay.fast_forward()
+            unused, self.replay = self.replay, None
+            unused.fast_forward()
         if isinstance(record, Ended):
             record = replace(record, policy_step=self.gate.step)
         logged = self.machine.accept(record)
@@ -360,8 +361,10 @@ class Rollout:
             self.replay = AgentReplay(self.machine, records[1:], self.ending.reach, self._on_replayed)
 
     def _on_replayed(self, deferred: Sequence[Input]) -> None:
-        """Continue live: the log of the earlier process is used up. `deferred` is what was to be recorded meanwhile."""
-        self.replay = None
+        """Continue live, or end: the log of the earlier process is used up. `deferred` was to be recorded meanwhile."""
+        ended, self.replay = self.replay is None, None
+        if not ended:
+            self.record(Resumed(1 + sum(isinstance(entry.record, Resumed) for entry in self.log.entries)))
         self._cancel_if_stale()
         self._owner.on_recorded(self, ())
         for record in deferred:

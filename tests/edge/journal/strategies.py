@@ -208,6 +208,7 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         around=excerpts,
     ),
     records.Note: each_field(records.Note, turn=small, code=any_texts, text=any_texts),
+    records.Resumed: each_field(records.Resumed, times=small),
     records.Ended: each_field(
         records.Ended,
         end=ends,

@@ -196,6 +196,7 @@ class Entry(_message.Message):
     DRIFT_FOUND_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    RESUMED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Position in the log, from 1."""
     time: _builtins.float
@@ -272,6 +273,10 @@ class Entry(_message.Message):
     def ended(self) -> Global___Ended:
         """The rollout ended."""
 
+    @_builtins.property
+    def resumed(self) -> Global___Resumed:
+        """The rollout continues after a restart."""
+
     def __init__(
         self,
         *,
@@ -296,12 +301,13 @@ class Entry(_message.Message):
         drift_found: Global___DriftFound | None = ...,
         note: Global___Note | None = ...,
         ended: Global___Ended | None = ...,
+        resumed: Global___Resumed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "capture_settled", b"capture_settled", "drift_found", b"drift_found", "ended", b"ended", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "record", b"record", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "capture_settled", b"capture_settled", "drift_found", b"drift_found", "ended", b"ended", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "record", b"record", "resumed", b"resumed", "rewarded", b"rewarded", "segment_opened", b"segment_opened", "tool_returned", b"tool_returned", "tool_started", b"tool_started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "capture_settled", b"capture_settled", "drift_found", b"drift_found", "ended", b"ended", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "record", b"record", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "answered", b"answered", "appended", b"appended", "asked", b"asked", "capture_settled", b"capture_settled", "drift_found", b"drift_found", "ended", b"ended", "forked", b"forked", "given_up", b"given_up", "masked", b"masked", "model_called", b"model_called", "note", b"note", "observed", b"observed", "record", b"record", "resumed", b"resumed", "rewarded", b"rewarded", "segment_id", b"segment_id", "segment_opened", b"segment_opened", "sequence", b"sequence", "time", b"time", "tool_returned", b"tool_returned", "tool_started", b"tool_started", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["accepted", "asked", "answered", "appended", "tool_started", "tool_returned", "forked", "given_up", "capture_settled", "observed", "model_called", "masked", "rewarded", "segment_opened", "drift_found", "note", "ended"]  # noqa: Y015
+    _WhichOneofReturnType_record: _TypeAlias = _typing.Literal["accepted", "asked", "answered", "appended", "tool_started", "tool_returned", "forked", "given_up", "capture_settled", "observed", "model_called", "masked", "rewarded", "segment_opened", "drift_found", "note", "ended", "resumed"]  # noqa: Y015
     _WhichOneofArgType_record: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_record) -> _WhichOneofReturnType_record | None: ...
 
@@ -1459,6 +1465,28 @@ class RewardResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reward) -> _WhichOneofReturnType__reward | None: ...
 
 Global___RewardResult: _TypeAlias = RewardResult  # noqa: Y015
+
+@_typing.final
+class Resumed(_message.Message):
+    """The rollout continues after a restart of the server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIMES_FIELD_NUMBER: _builtins.int
+    times: _builtins.int
+    """How many times it has been resumed."""
+    def __init__(
+        self,
+        *,
+        times: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["times", b"times"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Resumed: _TypeAlias = Resumed  # noqa: Y015
 
 @_typing.final
 class Ended(_message.Message):

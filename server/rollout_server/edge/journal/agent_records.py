@@ -5,7 +5,7 @@ from __future__ import annotations
 from osmosis.journal.v1 import journal_pb2 as pb
 
 from rollout_server.core.outcome import Cancellation, End, Failure, RewardResult, Stop
-from rollout_server.core.record import Accepted, CaptureSettled, Ended, Forked, ModelCalled, Note, Observed
+from rollout_server.core.record import Accepted, CaptureSettled, Ended, Forked, ModelCalled, Note, Observed, Resumed
 from rollout_server.edge.journal.values import (
     decode_text,
     encode_text,
@@ -134,6 +134,16 @@ def write_note(record: Note, proto: pb.Note) -> None:
 def read_note(proto: pb.Note) -> Note:
     """Return a note."""
     return Note(proto.turn, decode_text(proto.code), decode_text(proto.text))
+
+
+def write_resumed(record: Resumed, proto: pb.Resumed) -> None:
+    """Write that a rollout continues after a restart."""
+    proto.times = record.times
+
+
+def read_resumed(proto: pb.Resumed) -> Resumed:
+    """Return that a rollout continues after a restart."""
+    return Resumed(proto.times)
 
 
 def write_end(record: Ended, proto: pb.Ended) -> None:

@@ -25,6 +25,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Resumed,
     Rewarded,
     SegmentOpened,
     ToolReturned,
@@ -67,6 +68,7 @@ CODECS: Final[Mapping[type, RecordCodec]] = MappingProxyType(
         SegmentOpened: RecordCodec("segment_opened", turn_records.write_segment, turn_records.read_segment),
         DriftFound: RecordCodec("drift_found", turn_records.write_drift, turn_records.read_drift),
         Note: RecordCodec("note", agent_records.write_note, agent_records.read_note),
+        Resumed: RecordCodec("resumed", agent_records.write_resumed, agent_records.read_resumed),
         Ended: RecordCodec("ended", agent_records.write_end, agent_records.read_end),
     }
 )

@@ -25,6 +25,7 @@ from rollout_server.core.record import (
     ModelCalled,
     Note,
     Observed,
+    Resumed,
     Rewarded,
     SegmentOpened,
     ToolReturned,
@@ -100,6 +101,8 @@ class _View:
                 self._fill_agent_record(proto, record)
             case Note(_, code, text):
                 proto.note.CopyFrom(event_pb2.Note(code=utf8(code), text=utf8(text)))
+            case Resumed(times):
+                proto.resumed.CopyFrom(event_pb2.Resumed(times=times))
             case Ended():
                 self._fill_outcome(proto)
 
