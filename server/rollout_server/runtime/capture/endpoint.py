@@ -100,6 +100,9 @@ class AgentEndpoint(Protocol):
         """
 
 
+_DEFAULTS = CaptureOptions()  # checks its values, which every new rollout would do again
+
+
 class CaptureSlot:
     """Where the calls for a rollout find its endpoint. Calls that arrive before its agent has opened it wait.
 
@@ -112,7 +115,7 @@ class CaptureSlot:
     """
 
     def __init__(self, requested: asyncio.Future[Any], reached: asyncio.Future[Any]) -> None:
-        self.options = CaptureOptions()
+        self.options = _DEFAULTS
         self._requested = requested
         self._reached = reached
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
