@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from rollout_server.core.error import Conflict, NotPossible, Unavailable
-from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Stop
+from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Ended
 from rollout_server.core.spec import InterruptPolicy, Target
 from rollout_server.runtime.outcome_delivery import DeliveryState
@@ -82,10 +82,16 @@ async def test_a_journal_that_cannot_be_written_refuses_starts_and_loses_nothing
     journal.paused = False
     journal.fail("")
     assert isinstance((await outcome_of(running)).end, Stop)
-    assert isinstance((await outcome_of(second)).end, Cancellation)
     again, found = harness.wish(request)
     assert not found
     assert isinstance((await outcome_of(again)).end, Stop)
+    assert second.outcome is None
+    assert [rollout for _, rollout in harness.roster.select(Selection(ME))] == [again, running]
+    await until(lambda: harness.roster.running == 0)
+    assert (harness.roster.queued, harness.roster.active_bytes) == (0, 0)
+    await harness.roster.journal.flush()
+    stored = await harness.roster.journal.after_crash().load()  # type: ignore[attr-defined]
+    assert [each.start.uid for each in stored] == [running.uid, again.uid]
 
 
 async def test_the_next_process_has_the_finished_rollouts() -> None:

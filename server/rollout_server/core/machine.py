@@ -10,8 +10,7 @@ segments, or by a turn. Several conversations may wait for completions at the sa
 The outcome's messages are those of the main conversation: the first one, or its compaction, or the one that `CaptureSettled` names.
 
 Laws (docs/design.md; tested in tests/core/test_machine.py): an intent accepts its own result and nothing else; no new intent once
-a limit is met; exactly one outcome, which always has the messages, ledger and metrics so far; the same records give the same
-outcome.
+a limit is met; exactly one outcome, always with the messages, ledger and metrics so far; the same records give the same one.
 
 A record that does not fit the state raises `IllegalRecord`. It is always a bug of this server, never of a trainer or an author.
 """

@@ -34,11 +34,9 @@ from rollout_server.runtime.start_request import AdmittedStart
 
 
 class RolloutOwner(Protocol):
-    """The object that keeps rollouts, in practice the registry."""
+    """The object that keeps rollouts, in practice the registry. `journal` stores them."""
 
-    @property
-    def journal(self) -> Journal:
-        """The journal that stores the rollouts."""
+    journal: Journal
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """Called for new entries right after they were added to a rollout's log."""

@@ -62,6 +62,17 @@ class Outbox:
         rollout.update_delivery(Delivery())
         self._begin(rollout, target)
 
+    def resume(self, rollout: Rollout, target: Target, stored: StoredDelivery | None) -> None:
+        """Take over the delivery that an earlier process began, and continue it unless it is over. None: it began none."""
+        if stored is None:
+            self.send(rollout, target)
+            return
+        rollout.update_delivery(stored.delivery)
+        if rollout.owes or rollout.undelivered:
+            self._stored[rollout] = stored
+        if rollout.owes:
+            self._begin(rollout, target)
+
     def resend(self, rollout: Rollout) -> bool:
         """Send the outcome again, unless it was acknowledged. Return whether it is sent.
 

@@ -49,8 +49,6 @@ Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
 """Inspects the rollouts found for a group of requests (None: will be started) and raises if they cannot be used."""
 
 _log = logging.getLogger(__name__)
-_RESTORED_AT_ONCE = 100
-"""Rollouts that are restored in one iteration of the event loop."""
 _LAST_DELIVERIES = 5.0
 """Seconds for deliveries at the end of a drain, even if its grace time is used up."""
 
@@ -174,29 +172,26 @@ class RolloutRegistry:
 
         Unfinished rollouts continue if they can, and end as interrupted otherwise. Deliveries of outcomes go on.
         """
-        for number, stored in enumerate(await self.journal.load(), start=1):
+        for stored in await self.journal.load():
             if stored.entries:
                 self._restore(stored)
             else:  # its acceptance was not stored completely, so nobody was told of it
                 self.journal.write(RolloutDropped(stored.start.uid))
-            if number % _RESTORED_AT_ONCE == 0:
-                await asyncio.sleep(0)
         self.forget()
         self._fill()
 
     async def accept(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until rollouts that were started or found are stored. Nobody may be told of their start before that.
 
-        Raises `Unavailable` if the journal cannot be written. Then rollouts that are not stored yet are cancelled, and their
-        request ids become free: for their callers they were never accepted.
+        Raises `Unavailable` if the journal cannot be written. Then rollouts that are not stored yet are forgotten without an
+        outcome: for their callers they were never accepted.
         """
         try:
             await self.journal.flush(patient=False)
         except JournalUnavailable as error:
             for rollout in rollouts:
-                if not rollout.log.last_sequence:
-                    self._index.free_request(rollout.uid)
-                    rollout.ending.request(Cancellation("not accepted: the journal could not be written"))
+                if not rollout.log.last_sequence and not rollout.is_suspended:
+                    self._refuse(rollout)
             raise _journal_down(str(error)) from None
 
     def start_group(self, admitted: Sequence[AdmittedStart]) -> Sequence[Rollout]:
@@ -265,17 +260,13 @@ class RolloutRegistry:
     def forget(self) -> None:
         """Drop finished rollouts that exceed the limits of age, number or size, the oldest first."""
         for uid in self._retention.surplus():
-            dropped = self._index.drop(uid)
-            self.journal.write(RolloutDropped(uid))
-            if dropped.group is not None:
-                dropped.group.on_dropped()
+            self._discard(self._index.drop(uid))
 
     async def drain(self, grace: float) -> None:
         """Refuse new rollouts, let running ones finish for `grace` seconds, then stop the others.
 
-        With a durable journal, those that the next process can continue are suspended. The others end as interrupted. Agents get a
-        few seconds to end, and the time limit of their `cleanup`. Deliveries of outcomes get the rest of the grace time, and at
-        least 5 seconds.
+        With a durable journal, those that the next process can continue are suspended. The others end as interrupted. Agents get
+        a few seconds to end, and the time limit of their `cleanup`. Deliveries get the rest of the grace, at least 5 seconds.
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
@@ -286,6 +277,25 @@ class RolloutRegistry:
                 self._interrupt(rollout)
         await self._idle(max(seconds_to_end(agent) for agent in self.agents.values()))
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
+
+    def _refuse(self, rollout: Rollout) -> None:
+        """Forget a rollout whose acceptance could not be stored. It stops without an outcome."""
+        self._queue.withdraw(rollout)
+        rollout.suspend()
+        self.policies.remove(rollout)
+        self._index.drop(rollout.uid)
+        if not rollout.running:
+            self._forget_refused(rollout)
+
+    def _forget_refused(self, rollout: Rollout) -> None:
+        self._queue.forget(rollout)
+        self._discard(rollout)
+
+    def _discard(self, rollout: Rollout) -> None:
+        """Let journal and group forget a rollout that is not in the index any more."""
+        self.journal.write(RolloutDropped(rollout.uid))
+        if rollout.group is not None:
+            rollout.group.on_dropped()
 
     def _interrupt(self, rollout: Rollout) -> None:
         """Suspend a rollout for the next process, or request its end."""
@@ -356,11 +366,8 @@ class RolloutRegistry:
             self._put(rollout, number)
 
     def _restore_finished(self, rollout: Rollout, stored: StoredRollout) -> None:
-        target = rollout.spec.outcome
-        if target is not None and stored.stored_delivery is not None:
-            self._outbox.resume(rollout, target, stored.stored_delivery)
-        elif target is not None:
-            self._outbox.send(rollout, target)
+        if rollout.spec.outcome is not None:
+            self._outbox.resume(rollout, rollout.spec.outcome, stored.stored_delivery)
         self._settle(rollout)
 
     def _put(self, rollout: Rollout, number: int) -> None:
@@ -390,6 +397,8 @@ class RolloutRegistry:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
         if rollout.outcome is not None:
             self._keep(rollout)
+        elif rollout.uid not in self._index:
+            self._forget_refused(rollout)
         self._fill()
 
     def _end_queued(self, rollout: Rollout) -> None:

@@ -76,6 +76,9 @@ class RolloutIndex:
             self._requests[key] = rollout.uid
         return entry.number
 
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._entries
+
     def drop(self, uid: str) -> Rollout:
         """Remove a rollout and its request id, and return it. Raise KeyError for an unknown uid."""
         self.free_request(uid)
