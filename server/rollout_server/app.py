@@ -147,7 +147,7 @@ class Server:
         socket = self._stack.enter_context(own_socket())
         self.address = f"unix:{socket}"
         addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
-        facts = server_facts(settings, rules, keys)
+        facts = server_facts(settings, rules, keys, self._registry.journal)
         self._rpc = RpcServer(
             RolloutService(self._registry, facts, self._tokenizers),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._registry.capacity.total),

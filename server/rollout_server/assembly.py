@@ -328,14 +328,14 @@ def naming_journal() -> Iterator[None]:
         raise WrongSettings(f"ROLLOUT_JOURNAL: {error}") from None
 
 
-def server_facts(settings: Settings, rules: TargetRules, keys: Keyring) -> ServerFacts:
+def server_facts(settings: Settings, rules: TargetRules, keys: Keyring, journal: Journal) -> ServerFacts:
     """Return what the server reports about itself, and its check of requests against the server's settings."""
     from rollout_server import __version__
 
     limit = settings.max_request_bytes
     return ServerFacts(
         __version__,
-        FEATURES,
+        (*FEATURES, "journal") if journal.is_durable else FEATURES,
         limit,
         time.time(),
         lambda request: violations(request, rules, models=settings.models_by_request),
