@@ -9,6 +9,7 @@ from rollout_server.core.error import Conflict, NotPossible, Unavailable
 from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Ended
 from rollout_server.core.spec import InterruptPolicy, Target
+from rollout_server.runtime.groups.state import GroupResult
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.rollout_index import Selection
@@ -17,6 +18,7 @@ from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.outcome_receivers import DOWN, YES, Receiver, owing, until
+from tests.support.group_harness import GroupHarness, Ranked, items
 from tests.support.journal import KeptJournal
 from tests.support.machine_records import shown_outcome
 from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, a_wish, call, outcome_of
@@ -215,20 +217,13 @@ async def test_a_drain_suspends_what_the_next_process_can_continue() -> None:
     assert not any(isinstance(entry.record, Ended) for entry in stored[resumed.uid].entries)
 
 
-async def test_a_demand_to_be_resumed_is_refused_where_it_could_never_be_met() -> None:
-    class Own(Looping):
-        name = "own"
-
-        async def play(self, run: Run) -> None:  # type: ignore[override]
-            await run.sample()
-
-    resume = {"on_interrupt": InterruptPolicy.RESUME}
-    for harness, text in (
-        (RuntimeHarness(), "this server has no journal"),
-        (RuntimeHarness(Own(), journal=KeptJournal()), "play of agent 'own' cannot be replayed"),
-    ):
-        with pytest.raises(NotPossible) as refused:
-            harness.start(**resume)  # type: ignore[arg-type]
-        assert refused.value.reason == "RESUME_UNSUPPORTED"
-        assert text in refused.value.message
-    RuntimeHarness(journal=KeptJournal()).start(**resume)  # type: ignore[arg-type]
+async def test_a_group_ends_after_the_outcomes_of_its_members_are_stored() -> None:
+    journal = KeptJournal()
+    harness = GroupHarness(Ranked(), journal=journal)
+    group = harness.start_group(2)
+    followed = asyncio.create_task(items(group))
+    await asyncio.sleep(10)
+    *members, result = await followed
+    assert [index for _, index, _, _ in members] == [0, 1]  # type: ignore[misc]
+    assert isinstance(result, GroupResult)
+    await harness.close()

@@ -70,6 +70,7 @@ class RolloutGroup:
         self._has_reward = admitted.agent.overrides("reward_group")
         self._none_held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rewarding = False
+        self._ended = 0
         self._grown: asyncio.Event | None = None
         self._watchers: list[ExitStack] = []
         self._rollouts: list[Rollout] = []
@@ -157,9 +158,9 @@ class RolloutGroup:
         if outcome is None:
             return
         replaced = self._step(rollout, outcome.end, has_outcome=True)
+        self._ended += not replaced
         self._add(FinishedMember(rollout, self.plan.is_usable(outcome.end), replaced))
-        if self._state.is_complete and not (self._held or self._rewarding):
-            self._finish()
+        self._finish_if_over()
 
     def _step(self, rollout: Rollout, end: End, *, has_outcome: bool = False) -> bool:
         """Apply the end of a rollout. Return whether another one was started in its place."""
@@ -193,7 +194,7 @@ class RolloutGroup:
                 reward = rewards if isinstance(rewards, Failure) else rewards[place]
                 self._record_held(self._index(each.rollout), _with_reward(each, reward))
             self._rewarding = False
-            self._finish()
+            self._finish_if_over()
 
     def _end_early(self, index: int) -> None:
         """Record the requested end of a rollout that was held."""
@@ -211,7 +212,10 @@ class RolloutGroup:
             self._none_held.set_result(None)
         self._registry.end_parked(each.rollout, ended)
 
-    def _finish(self) -> None:
+    def _finish_if_over(self) -> None:
+        """Set the result once all outcomes are published: that may be later than they are recorded."""
+        if self._held or self._rewarding or self._ended < self.plan.count:
+            return
         self.result = self._state.result()
         self._add(self.result)
         self._set_credentials(Credentials())
