@@ -14,8 +14,12 @@ from tests.simulator.runner import Report, digest, failure_text, run_parallel, r
 
 def main() -> int:
     """Run what the command line names. Return 1 if a law was broken or something was never reached."""
-    parser = argparse.ArgumentParser("tests.simulator", description="Run simulated worlds of the server with faults and crashes.")
-    parser.add_argument("--seeds", default="0-1999", help="first and last seed, as in 0-49999; a digit range or one number")
+    parser = argparse.ArgumentParser(
+        "tests.simulator", description="Run simulated worlds of the server with faults and crashes."
+    )
+    parser.add_argument(
+        "--seeds", default="0-1999", help="first and last seed, as in 0-49999; a digit range or one number"
+    )
     parser.add_argument("--seed", type=int, help="run one seed, twice, and print its trace")
     parser.add_argument("--planted", choices=sorted(PLANTED), help="plant this fault in the server first")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -35,7 +39,10 @@ def _run(options: argparse.Namespace) -> int:
     for part in run_parallel(seeds, 1 if options.planted else options.jobs):
         report.add(part)
         _print(failure_text(part.broken))
-        _print(f"{report.seeds} of {len(seeds)} seeds, {len(report.broken)} broken, {time.monotonic() - began:.0f} s", sys.stderr)
+        _print(
+            f"{report.seeds} of {len(seeds)} seeds, {len(report.broken)} broken, {time.monotonic() - began:.0f} s",
+            sys.stderr,
+        )
     _print(table(report.cells, report.faults))
     _print("outcomes: " + ", ".join(f"{count} {end}" for end, count in report.ends.most_common()))
     never = [*missing(report.cells, report.faults)]
@@ -48,7 +55,9 @@ def _run_one(seed: int) -> int:
     _print("\n".join(world.trace))
     _print("\n".join(f"BROKEN: {text}" for text in world.laws.broken))
     same = digest(world) == digest(again)
-    _print(f"seed {seed}: {len(world.trace)} lines, digest {digest(world)}, {'equal' if same else 'DIFFERENT'} when it ran again")
+    _print(
+        f"seed {seed}: {len(world.trace)} lines, digest {digest(world)}, {'equal' if same else 'DIFFERENT'} when it ran again"
+    )
     return int(bool(world.laws.broken) or not same)
 
 

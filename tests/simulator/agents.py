@@ -26,9 +26,10 @@ _USER = {"role": "user", "content": "and then?"}
 
 
 class SimulatedAgent(Agent):
-    """An agent with the default loop, and the base of the others."""
+    """An agent with the default loop, whose tools know the last completion; the base of the others."""
 
     name = "default loop"
+    replayable = True
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -44,6 +45,11 @@ class SimulatedAgent(Agent):
             return False
         self.world.faults.count(fault)
         return True
+
+    async def play(self, run: Run) -> None:
+        while calls := (reply := await run.sample()).tool_calls:
+            run.state["reply"] = reply
+            await run.call(calls)
 
     async def reward(self, run: Run) -> float | RewardResult | None:
         draw = self.draw_of(run, 99)
@@ -122,6 +128,7 @@ class Unruly(SimulatedAgent):
     """An agent that misbehaves, and that cannot be replayed."""
 
     name = "unruly"
+    replayable = False
 
     async def play(self, run: Run) -> None:
         draw = self.draw_of(run)
@@ -188,7 +195,7 @@ class Unruly(SimulatedAgent):
         await asyncio.sleep(0.01)
         run.now()
         run.mask(reply, "meddled")
-        branch.give_reward(0.5)
+        run.give_reward(0.5)
         await run.fork([_USER])
         run.note("meddle", "during a turn")
 

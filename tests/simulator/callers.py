@@ -156,7 +156,9 @@ class Client:
 
     def _conflict(self) -> None:
         request = self._job.request
-        other = replace(request, spec=replace(request.spec, messages=(Message.write({"role": "user", "content": "?"}),)))
+        other = replace(
+            request, spec=replace(request.spec, messages=(Message.write({"role": "user", "content": "?"}),))
+        )
         uids = [*self._job.uids]
         found = self._life.registry.agents  # the registry of this process, whatever it has
         if not request.request_id or not found or not uids:
@@ -191,7 +193,9 @@ class Client:
                     self._callers.see_outcome(item.rollout)
                     ended += not item.replaced
         self._world.note(f"group {group.id}: {group.result}")
-        self._world.laws.require(ended == group.plan.count, f"group {group.id} ended with {ended} of {group.plan.count} members")
+        self._world.laws.require(
+            ended == group.plan.count, f"group {group.id} ended with {ended} of {group.plan.count} members"
+        )
 
     async def _follow(self, uid: str) -> None:
         """Follow the events of a rollout to its end, and acknowledge the outcome."""

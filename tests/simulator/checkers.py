@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import IllegalRecord, Machine, replay
 from rollout_server.core.outcome import Cancellation, Failure, Outcome
-from rollout_server.core.record import Answered, Asked, Ended, Masked, Record, SegmentOpened, ToolStarted
+from rollout_server.core.record import Answered, Asked, Ended, Forked, Masked, Record, SegmentOpened, ToolStarted
 from rollout_server.core.spec import Spec, StaleAction
 from rollout_server.runtime.outcome_delivery import DeliveryState
 
@@ -34,7 +35,9 @@ def check_world(world: World) -> None:
             if outcome is not None:
                 _check_outcome(world, uid, stored, outcome, trained)
     twice = sorted(token for token, count in trained.items() if count > 1)
-    world.laws.require(not twice, f"tokens trained twice: {[(each, world.trainer.sampled.get(each)) for each in twice[:3]]}")
+    world.laws.require(
+        not twice, f"tokens trained twice: {[(each, world.trainer.sampled.get(each)) for each in twice[:3]]}"
+    )
 
 
 def _check_known(world: World) -> None:
@@ -107,7 +110,8 @@ def _trained_tokens(world: World, uid: str, outcome: Outcome) -> Iterator[tuple[
 def _turns_without_tokens(records: Sequence[Record]) -> set[int]:
     """Return the turns that the ledger cannot hold: without ids, or after such a turn without the whole prompt."""
     conversations: dict[str, str] = {}
-    gaps: dict[str, bool] = defaultdict(bool)
+    gaps: dict[str, bool] = defaultdict(bool)  # by conversation: tokens are missing
+    after: dict[int, bool] = {}  # the same, right after a turn
     turns: dict[int, str] = {}
     missing: set[int] = set()
     for record in records:
@@ -116,13 +120,13 @@ def _turns_without_tokens(records: Sequence[Record]) -> set[int]:
                 turns[turn] = conversations.get(segment_id, segment_id)
             case SegmentOpened(turn=turn, segment_id=segment_id):
                 conversations[segment_id] = turns[turn]
+            case Forked(segment_id=segment_id, of=of) if record.origin.kind is SegmentKind.BRANCH:
+                gaps[segment_id] = after.get(record.after_turn, gaps[conversations.get(of, of)])
             case Answered(turn=turn):
                 where = turns[turn]
                 if record.token_ids is None or (record.reported is None and gaps[where]):
                     missing.add(turn)
-                    gaps[where] = True
-                elif record.reported is not None:
-                    gaps[where] = False
+                gaps[where] = after[turn] = turn in missing
     return missing
 
 
@@ -140,7 +144,10 @@ def _check_limits(world: World, uid: str, spec: Spec, records: Sequence[Record])
                 turns += 1
                 tokens = limits.generated_tokens
                 require(tokens is None or generated < tokens, f"{uid}: turn {record.turn} is over the token limit")
-                require(limits.turns is None or turns <= limits.turns, f"{uid}: turn {record.turn} is over the limit of turns")
+                require(
+                    limits.turns is None or turns <= limits.turns,
+                    f"{uid}: turn {record.turn} is over the limit of turns",
+                )
             case Answered():
                 generated += len(record.token_ids) if record.token_ids is not None else (record.usage or (0, 0))[1]
             case ToolStarted():

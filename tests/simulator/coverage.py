@@ -25,10 +25,16 @@ _RESULTS = ("Answered", "GivenUp", "SegmentOpened", "DriftFound")
 
 UNREACHABLE: Final[dict[tuple[State, tuple[str, ...]], str]] = {
     (State.ENDED, KINDS): "nothing is recorded after the end",
-    (State.ASKING, ("Accepted", *_COMMANDS, "ToolStarted", "ToolReturned")): "the conversation waits for its completion",
+    (
+        State.ASKING,
+        ("Accepted", *_COMMANDS, "ToolStarted", "ToolReturned"),
+    ): "the conversation waits for its completion",
     (State.CALLING, ("Accepted", *_COMMANDS, *_RESULTS)): "the conversation waits for its tools",
     (State.OPEN, (*_RESULTS, "ToolReturned")): "the conversation waits for nothing",
-    (State.CLOSED, ("Accepted", *_COMMANDS, *_RESULTS, "ToolStarted", "ToolReturned")): "a closed conversation does not go on",
+    (
+        State.CLOSED,
+        ("Accepted", *_COMMANDS, *_RESULTS, "ToolStarted", "ToolReturned"),
+    ): "a closed conversation does not go on",
 }
 """Records that cannot come in a state, with the reason."""
 

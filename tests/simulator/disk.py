@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from rollout_server.core.record import Answered, Asked, Ended, ToolStarted
+from rollout_server.core.record import Answered, Asked, Ended, ToolReturned, ToolStarted
 from rollout_server.runtime.journal import (
     AcceptedStart,
     Change,
@@ -32,7 +32,8 @@ from tests.simulator.laws import Laws
 class StoredRecords:
     """A rollout on the disk, also after the server has dropped it.
 
-    `asked` and `answered` are turns; `ended`: its end is stored; `over`: its delivery needs no further attempt.
+    `asked` and `answered` are turns, `calls` the ids of the tool calls that run. `ended`: its end is stored. `over`: its delivery
+    needs no further attempt.
     """
 
     start: AcceptedStart
@@ -42,6 +43,7 @@ class StoredRecords:
     dropped: bool = False
     asked: set[int] = field(default_factory=set)
     answered: set[int] = field(default_factory=set)
+    calls: set[str] = field(default_factory=set)
     ended: bool = False
 
     def has_started(self, key: str) -> bool:
@@ -105,6 +107,10 @@ class Disk:
                     rollout.asked.add(turn)
                 case Answered(turn=turn):
                     rollout.answered.add(turn)
+                case ToolStarted(call=call):
+                    rollout.calls.add(call.id)
+                case ToolReturned(call=call):
+                    rollout.calls.discard(call.id)
                 case Ended():
                     rollout.ended = True
 

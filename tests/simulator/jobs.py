@@ -11,7 +11,8 @@ from rollout_server.core.spec import Dialect, DriftPolicy, InterruptPolicy, Spec
 from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.start_request import StartRequest
 
-AGENTS = ("default loop", "default loop", "forking", "forking", "unruly", "tidy", "ranked")
+AGENTS = (*("default loop",) * 3, *("forking",) * 4, "unruly", "unruly", "tidy", "tidy", "ranked")
+_INTERRUPT_POLICIES = (*(InterruptPolicy.RESUME,) * 5, InterruptPolicy.UNSET, InterruptPolicy.FAIL)
 _MESSAGE = Message.write({"role": "user", "content": "begin"})
 
 
@@ -64,7 +65,7 @@ def _spec(draw: Random, number: int, agent: str) -> Spec:
         tool_turns=draw.choice((None, None, 2)),
         bytes=draw.choice((None, None, 1500)),
     )
-    engine, replays = draw.random() < 0.3, draw.random() < 0.6
+    engine, replays = draw.random() < 0.3, draw.random() < 0.8
     trainer = Target("grpc://trainer:1", Dialect.GRPC, replays_turn_keys=replays)
     stale = Staleness(draw.randint(0, 2), draw.choice([*StaleAction])) if draw.random() < 0.3 else None
     return Spec(
@@ -75,7 +76,9 @@ def _spec(draw: Random, number: int, agent: str) -> Spec:
         outcome=Target("http://receiver:1", Dialect.HTTP_PLAIN) if draw.random() < 0.6 else None,
         limits=limits,
         on_drift=draw.choice((DriftPolicy.WARN, DriftPolicy.WARN, DriftPolicy.FAIL)),
-        on_interrupt=draw.choice((InterruptPolicy.UNSET, InterruptPolicy.FAIL)),
+        on_interrupt=draw.choice(
+            (InterruptPolicy.UNSET, InterruptPolicy.RESUME, InterruptPolicy.RESUME, InterruptPolicy.FAIL)
+        ),
         cancel_after_detach=draw.choice((None, None, None, 15.0)),
         priority=draw.choice((0, 0, 5)),
         staleness=stale,

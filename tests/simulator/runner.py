@@ -78,6 +78,7 @@ def run_parallel(seeds: range, jobs: int) -> Iterator[Report]:
 def failure_text(broken: dict[int, list[str]]) -> str:
     """Return the violations, each with the command that shows how it came to them."""
     lines: Sequence[str] = [
-        f"seed {seed}: {text}\n    python -m tests.simulator --seed {seed}" for seed, (text, *_) in sorted(broken.items())
+        f"seed {seed}: {text}\n    python -m tests.simulator --seed {seed}"
+        for seed, (text, *_) in sorted(broken.items())
     ]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """An event loop with virtual time that runs the same steps in the same order whenever it is given the same seed.
 
-Three things would differ between two processes otherwise. Sets of tasks are iterated in the order of their hashes, which are addresses:
-tasks and futures are numbered here, and the number is the hash. The clock jumps to the next timer when nothing is ready. There are no
-sockets and no threads.
+Three things would differ between two processes otherwise. Sets of tasks are iterated in the order of their hashes, which are
+addresses: tasks and futures are numbered here, and the number is the hash. The clock jumps to the next timer when nothing is ready.
+There are no sockets and no threads.
 """
 
 from __future__ import annotations
@@ -86,13 +86,14 @@ class SeededLoop(asyncio.BaseEventLoop):
     def create_future(self) -> NumberedFuture:
         return NumberedFuture(self)
 
-    def run_steps(self, until: Callable[[], bool], most: int | None = None) -> bool:
-        """Run until the condition holds or `steps` has reached `most`. Return whether the condition holds. Raise `Stuck`."""
+    def run_steps(self, until: Callable[[], bool], most: Callable[[], int | None]) -> bool:
+        """Run until the condition holds or `steps` has reached `most()`. Return whether the condition holds. Raise `Stuck`."""
         events._set_running_loop(self)
         self._thread_id = get_ident()  # type: ignore[attr-defined]
         try:
             while not until():
-                if most is not None and self.steps >= most:
+                last = most()
+                if last is not None and self.steps >= last:
                     return False
                 self._step()
             return True
@@ -150,9 +151,11 @@ class SeededLoop(asyncio.BaseEventLoop):
         return task
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        task = context.get("task") or context.get("future")
-        code = getattr(task.get_coro(), "cr_code", None) if isinstance(task, NumberedTask) else None
-        if code is None or not code.co_filename.endswith("agents.py"):  # what an agent's own tasks raise is its own matter
+        future = context.get("task") or context.get("future")
+        code = getattr(future.get_coro(), "cr_code", None) if isinstance(future, NumberedTask) else None
+        # What the agents' own tasks raise is their own matter. Only agents use `gather`.
+        gathered = type(future).__name__ == "_GatheringFuture"
+        if not gathered and (code is None or not code.co_filename.endswith("agents.py")):
             self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
 
     def _process_events(self, event_list: Any) -> None:

@@ -57,17 +57,11 @@ class CountedTool:
         if not self.policy.idempotent:
             world.laws.require(self.executions[key] == 1, f"{self.name} ran twice for {key} of {run.uid}")
             begun = stored is not None and stored.has_started(key)
-            from tests.simulator import world as w
-            if w.STORED_FIRST:
-                world.laws.require(begun, f"{self.name} ran for {key} of {run.uid} before the start of the call was committed")
+            world.laws.require(
+                begun, f"{self.name} ran for {key} of {run.uid} before the start of the call was committed"
+            )
         await asyncio.sleep(draw.uniform(1, 20) if faults.happens(Fault.TOOL_SLOW) else draw.uniform(0, 0.3))
-        match draw.randrange(6):
-            case 0:
-                run.now()
-            case 1:
-                run.give_reward(0.25)
-            case 2:
-                run.note("tool", "a note of a tool")
+        await self._use(run)
         if faults.happens(Fault.TOOL_HANGS, 0.3):
             await asyncio.get_running_loop().create_future()
         if faults.happens(Fault.TOOL_STUBBORN, 0.3):
@@ -75,6 +69,20 @@ class CountedTool:
         if faults.happens(Fault.TOOL_FAILS):
             raise draw.choice((ToolError("no"), ValueError("no"), SystemExit(3)))
         return f"done {key}"
+
+    async def _use(self, run: Run) -> None:
+        """Use what a tool may use of its rollout."""
+        match self._world.draw.randrange(12):
+            case 0 | 1:
+                run.now()
+            case 2 | 3:
+                run.give_reward(0.25)
+            case 4 | 5:
+                run.note("tool", "a note of a tool")
+            case 6:
+                await run.fork([{"role": "user", "content": "a task of a tool"}])
+            case 7 if "reply" in run.state:
+                run.mask(run.state["reply"], "by a tool")
 
 
 def tools_of(world: World) -> tuple[CountedTool, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from rollout_server.core.ledger import PolicyRun, Prediction, pack_logprobs, pac
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import RESAMPLED, Answered
-from rollout_server.core.spec import Spec
+from rollout_server.core.spec import ENGINES, Spec
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
 
@@ -50,28 +51,45 @@ class FakeTrainer:
         self._calls = 0
         self._completions: dict[str, Answered] = {}
         self._requested: dict[str, int] = {}
+        self._opened: Counter[str] = Counter()
 
     def opener(self, life: Life) -> Any:
         """Return the function with which a server opens a sampler for a rollout."""
 
         def open_sampler(uid: str, spec: Spec, tools: Sequence[Tool]) -> FakeSampler:
+            self._count_resumption(uid)
             return FakeSampler(self, life, uid, spec, [tool.name for tool in tools])
 
         return open_sampler
+
+    def _count_resumption(self, uid: str) -> None:
+        stored, faults = self._world.disk.rollouts.get(uid), self._world.faults
+        self._opened[uid] += 1
+        if self._opened[uid] == 1 or stored is None:
+            return
+        faults.count(Fault.RESUMED)
+        if self._opened[uid] > 2:
+            faults.count(Fault.RESUMED_AGAIN)
+        if stored.asked - stored.answered:
+            faults.count(Fault.RESUMED_TURN)
+        if stored.calls:
+            faults.count(Fault.RESUMED_CALL)
 
     def receive(self, life: Life, uid: str, spec: Spec, request: CompletionRequest) -> None:
         """Check that this turn may be requested now."""
         world, asked = self._world, request.asked
         require, key, stored = world.laws.require, asked.turn_key, world.disk.rollouts.get(uid)
         world.note(f"request {key}")
-        from tests.simulator import world as w
-        if w.STORED_FIRST:
-            require(stored is not None and asked.turn in stored.asked, f"{key} was requested before its record was committed")
+        require(
+            stored is not None and asked.turn in stored.asked, f"{key} was requested before its record was committed"
+        )
         if stored is not None:
             require(asked.turn not in stored.answered, f"{key} was requested again although its completion is stored")
             require(not stored.ended, f"{key} was requested after the end of its rollout")
         earlier = self._requested.setdefault(key, life.number)
-        may_repeat = earlier == life.number or spec.completions.replays_turn_keys
+        target = spec.completions
+        # An engine knows no rollouts, so it may generate a turn again that nobody has seen.
+        may_repeat = earlier == life.number or target.replays_turn_keys or target.dialect in ENGINES
         require(may_repeat, f"{key} was requested by another process, and its trainer does not replay keys")
 
     def generate(self, uid: str, spec: Spec, request: CompletionRequest, tools: Sequence[str]) -> Answered:
@@ -166,7 +184,9 @@ class FakeSampler:
                 if not self._spec.completions.replays_turn_keys:
                     request.note(RESAMPLED, "the response of the trainer was lost")
             await asyncio.sleep(draw.uniform(0.1, 2))
-        raise RolloutFailed(Failure(Category.NETWORK, "the trainer cannot be reached", request.asked.turn, source=source))
+        raise RolloutFailed(
+            Failure(Category.NETWORK, "the trainer cannot be reached", request.asked.turn, source=source)
+        )
 
     async def _delay(self) -> None:
         draw, faults = self._life.world.draw, self._life.world.faults

@@ -67,7 +67,8 @@ class World:
         self.expiry = self.draw.choice((10.0, 1000.0))
         self.tools = tools_of(self)
         self.cells: Counter[Cell] = Counter()
-        self.crashes = self.draw.choice((0, 1, 1, 2, 3))
+        self.resumes = self.draw.random() < 0.5
+        self.crashes = self.draw.choice((0, 1, 2, 2, 3))
         self.now = 1000.0
         self.life: Life = None  # type: ignore[assignment]
         self._numbers = 0
@@ -115,7 +116,7 @@ class Life:
         self.registry: RolloutRegistry = None  # type: ignore[assignment]
         self.groups: GroupRegistry = None  # type: ignore[assignment]
         self._is_last = is_last
-        self._crash_at = None if is_last else int(2 ** draw.uniform(0, 11))
+        self._crash_at = None if is_last else draw.randint(1, draw.choice((30, 300, 300, 800)))
         self._drain_at = draw.uniform(0, 30) if not is_last and draw.random() < 0.3 else None
         self._restoring = True
         self._draining = False
@@ -123,7 +124,7 @@ class Life:
     def run(self) -> None:
         """Run the process to its end."""
         main = self.loop.create_task(self._main())
-        if not self.loop.run_steps(main.done, self._crash_at):
+        if not self.loop.run_steps(main.done, lambda: self._crash_at):
             self._count_crash()
         self.world.note("crash" if not main.done() else "end")
         if main.done() and main.exception() is not None:
@@ -174,7 +175,7 @@ class Life:
                 FakeReporter(world.receiver, self),
                 DeliveryRetryPolicy(expiry=world.expiry),
                 journal=self.journal,
-                resume_by_default=RESUMES,
+                resume_by_default=world.resumes,
             ),
         )
         self.groups = GroupRegistry(self.registry)
@@ -183,6 +184,8 @@ class Life:
         self.world.faults.count(Fault.DRAIN)
         self._draining = True
         grace = self.world.draw.choice((0.0, 5.0, 40.0))
+        if self.world.draw.random() < 0.3:
+            self._crash_at = self.loop.steps + self.world.draw.randint(1, 60)
         self.world.note(f"drain {grace}")
         await self.registry.drain(grace)
         self._draining = False
@@ -231,8 +234,3 @@ def _quiet() -> Iterator[None]:
         logging.disable(disabled)
         if collects:
             gc.enable()
-
-
-RESUMES = False
-STORED_FIRST = False
-"""Whether rollouts whose request does not say are continued by the next process."""
