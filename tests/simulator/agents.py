@@ -69,7 +69,7 @@ class Forking(SimulatedAgent):
     async def play(self, run: Run) -> None:
         draw = self.draw_of(run)
         await run.append(_USER)
-        for step in range(draw.randint(1, 4)):
+        for step in range(draw.randint(2, 7)):
             match draw.randrange(5):
                 case 0:
                     await self._conversations(run, draw, step)
@@ -132,7 +132,7 @@ class Unruly(SimulatedAgent):
 
     async def play(self, run: Run) -> None:
         draw = self.draw_of(run)
-        if draw.random() < 0.3:
+        if draw.random() < 0.7:
             await self._give_up(run, draw)
         if self.happens(Fault.AGENT_LEAVES_TASKS, draw, 0.3):
             leftover = asyncio.create_task(self._leave(run))

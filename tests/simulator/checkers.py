@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import IllegalRecord, Machine, replay
-from rollout_server.core.outcome import Cancellation, Failure, Outcome
+from rollout_server.core.outcome import Category, Failure, FailureClass, Outcome
 from rollout_server.core.record import Answered, Asked, Ended, Forked, Masked, Record, SegmentOpened, ToolStarted
 from rollout_server.core.spec import Spec, StaleAction
 from rollout_server.runtime.outcome_delivery import DeliveryState
@@ -77,6 +77,7 @@ def _outcome(world: World, uid: str, stored: StoredRecords) -> Outcome | None:
 def _check_outcome(world: World, uid: str, stored: StoredRecords, outcome: Outcome, trained: Counter[int]) -> None:
     spec, records = stored.start.request.spec, [entry.record for entry in stored.entries]
     _check_limits(world, uid, spec, records)
+    _check_end(world, uid, outcome)
     turns = {record.turn: record for record in records if isinstance(record, Answered)}
     found = dict.fromkeys(turns, 0)
     for token, turn in _trained_tokens(world, uid, outcome):
@@ -90,6 +91,16 @@ def _check_outcome(world: World, uid: str, stored: StoredRecords, outcome: Outco
         size = len(answered.token_ids or ())
         fits = found[turn] == (0 if turn in excluded | unknown else size)
         world.laws.require(fits or stale, f"{uid}: {found[turn]} of the {size} tokens of turn {turn} train")
+
+
+def _check_end(world: World, uid: str, outcome: Outcome) -> None:
+    """No agent of a world does something else when it runs again, and no failure is the server's, but that of an interruption."""
+    end = outcome.end
+    if isinstance(end, Failure) and end.category is not Category.INTERRUPTED:
+        world.laws.require(end.category is not Category.NOT_REPLAYABLE, f"{uid}: {end.message}")
+        world.laws.require(
+            end.failure_class is not FailureClass.SERVER, f"{uid}: a failure of the server: {end.message}"
+        )
 
 
 def _trained_tokens(world: World, uid: str, outcome: Outcome) -> Iterator[tuple[int, int]]:
@@ -169,5 +180,4 @@ def summary(world: World) -> dict[str, int]:
             kind = type(last.end).__name__.lower()
             ends[f"{kind} {last.end.category.value}" if isinstance(last.end, Failure) else kind] += 1
             ends["rollouts"] += 1
-            ends["cancelled"] += isinstance(last.end, Cancellation)
     return dict(ends)

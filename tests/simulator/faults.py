@@ -78,7 +78,7 @@ class Faults:
         self.calm = False
         self.hits: Counter[Fault] = Counter()
         self._draw = draw
-        self._rates = {fault: draw.choice((0.0, 0.0, 0.03, 0.1, 0.3)) for fault in Fault}
+        self._rates = {fault: draw.choice((0.0, 0.0, 0.02, 0.06, 0.25)) for fault in Fault}
 
     def happens(self, fault: Fault, scale: float = 1.0) -> bool:
         """Draw whether a fault happens now, and count it."""

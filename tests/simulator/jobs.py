@@ -38,8 +38,8 @@ class Job:
 
 
 def draw_jobs(draw: Random) -> list[Job]:
-    """Draw one to five jobs."""
-    return [_job(draw, number) for number in range(draw.randint(1, 5))]
+    """Draw two to six jobs."""
+    return [_job(draw, number) for number in range(draw.randint(2, 6))]
 
 
 def _job(draw: Random, number: int) -> Job:
@@ -58,12 +58,12 @@ def _job(draw: Random, number: int) -> Job:
 
 def _spec(draw: Random, number: int, agent: str) -> Spec:
     limits = Limits(
-        turns=draw.randint(1, 7),
-        generated_tokens=draw.choice((None, None, 12)),
+        turns=draw.randint(1, 12),
+        generated_tokens=draw.choice((None, None, None, 20)),
         seconds=draw.choice((20.0, 60.0)),
         calls_per_turn=draw.choice((None, 2)),
-        tool_turns=draw.choice((None, None, 2)),
-        bytes=draw.choice((None, None, 1500)),
+        tool_turns=draw.choice((None, None, None, 2)),
+        bytes=draw.choice((None, None, None, 2500)),
     )
     engine, replays = draw.random() < 0.3, draw.random() < 0.8
     trainer = Target("grpc://trainer:1", Dialect.GRPC, replays_turn_keys=replays)

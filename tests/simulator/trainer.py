@@ -143,12 +143,12 @@ class FakeTrainer:
 
     def _tool_calls(self, tools: Sequence[str]) -> list[dict[str, JSON]]:
         draw = self._world.draw
-        if not tools or draw.random() < 0.4:
+        if not tools or draw.random() < 0.25:
             return []
         calls: list[dict[str, JSON]] = []
-        for _ in range(draw.randint(1, 3)):
+        for _ in range(draw.choice((1, 1, 2, 3))):
             self._calls += 1
-            name = "nothing" if self._world.faults.happens(Fault.TOOL_UNKNOWN) else draw.choice(tools)
+            name = "nothing" if self._world.faults.happens(Fault.TOOL_UNKNOWN) else draw.choice((*tools, "look"))
             key = f"call {self._calls}"
             function: dict[str, JSON] = {"name": name, "arguments": json.dumps({"key": key})}
             calls.append({"id": key, "type": "function", "function": function})

@@ -16,8 +16,9 @@ from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.registry.dependencies import Attempt, DeliveryRetryPolicy, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Capacity, Quota
+from rollout_server.runtime.start_request import Caller, Capacity, Quota
 
 from tests.simulator.agents import agents_of
 from tests.simulator.callers import Callers, Client, pause_policies
@@ -31,6 +32,9 @@ from tests.simulator.scheduler import SeededLoop
 from tests.simulator.tools import tools_of
 from tests.simulator.trainer import FakeTrainer
 
+_ADMIN = Caller("admin", admin=True)
+_BUGS = ("rollout_server.runtime.registry.registry", "rollout_server.runtime.replay")
+"""Loggers that log an error only for a bug of the server."""
 EPOCH = 1_700_000_000.0
 _FAULTS_END = 120.0
 """Seconds after which the last process of a world has no faults any more."""
@@ -85,7 +89,7 @@ class World:
 
     def run(self) -> World:
         """Run all processes of the server, one after the other."""
-        with _quiet(), patch("rollout_server.runtime.run.recorded_effects.secrets", self):
+        with _watched(self.laws), patch("rollout_server.runtime.run.recorded_effects.secrets", self):
             for number in range(self.crashes + 1):
                 self.life = Life(self, number, is_last=number == self.crashes)
                 self.life.run()
@@ -116,7 +120,7 @@ class Life:
         self.registry: RolloutRegistry = None  # type: ignore[assignment]
         self.groups: GroupRegistry = None  # type: ignore[assignment]
         self._is_last = is_last
-        self._crash_at = None if is_last else draw.randint(1, draw.choice((30, 300, 300, 800)))
+        self._crash_at = None if is_last else draw.randint(1, draw.choice((4, 30, 300, 600, 600)))
         self._drain_at = draw.uniform(0, 30) if not is_last and draw.random() < 0.3 else None
         self._restoring = True
         self._draining = False
@@ -189,6 +193,10 @@ class Life:
         self.world.note(f"drain {grace}")
         await self.registry.drain(grace)
         self._draining = False
+        await self.journal.flush()
+        for _, rollout in self.registry.select(Selection(_ADMIN)):
+            stopped = rollout.outcome is not None or rollout.is_suspended
+            self.world.laws.require(stopped, f"{rollout.uid} has neither ended nor is it suspended after a drain")
 
     async def _check_quiet(self, clients: Sequence[asyncio.Task[None]]) -> None:
         """Check that everything has ended and nothing is held any more."""
@@ -222,15 +230,40 @@ class Life:
             self.world.note(f"{rollout.uid} delivery {attempt.value}")
 
 
+class _Bugs(logging.Handler):
+    """Notes bugs that the server has logged."""
+
+    def __init__(self, laws: Laws) -> None:
+        super().__init__(logging.ERROR)
+        self._laws = laws
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._laws.require(False, f"logged: {record.getMessage()}: {error!r}")
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Disable logging, and the collector of cycles: it would run destructors at steps that the seed does not determine."""
-    disabled, collects = logging.root.manager.disable, gc.isenabled()
-    logging.disable(logging.CRITICAL)
+def _watched(laws: Laws) -> Iterator[None]:
+    """Silence all loggers but those of bugs, and the collector of cycles.
+
+    The collector would run destructors at steps that the seed does not determine.
+    """
+    package, bugs, collects = logging.getLogger("rollout_server"), _Bugs(laws), gc.isenabled()
+    before = package.level
+    package.setLevel(logging.CRITICAL + 1)
+    watched = [logging.getLogger(name) for name in _BUGS]
+    for logger in watched:
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
+        logger.addHandler(bugs)
     gc.disable()
     try:
         yield
     finally:
-        logging.disable(disabled)
+        package.setLevel(before)
+        for logger in watched:
+            logger.removeHandler(bugs)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
         if collects:
             gc.enable()
