@@ -227,3 +227,13 @@ async def test_a_group_ends_after_the_outcomes_of_its_members_are_stored() -> No
     assert [index for _, index, _, _ in members] == [0, 1]  # type: ignore[misc]
     assert isinstance(result, GroupResult)
     await harness.close()
+
+
+async def test_a_rollout_that_fails_with_the_reward_of_its_group_is_not_started_anew() -> None:
+    agent = Ranked()
+    agent.failing = ValueError("no ranks")
+    harness = GroupHarness(agent, journal=KeptJournal())
+    *members, result = await items(harness.start_group(2, refill=1))
+    assert len(members) == 2
+    assert result == GroupResult(asked=2, usable=0, refilled=0, completed=0, failed=2, cancelled=0, early_stop=False)
+    await harness.close()

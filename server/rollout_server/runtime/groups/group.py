@@ -69,7 +69,7 @@ class RolloutGroup:
         self._held: dict[int, HeldEnd] = {}
         self._has_reward = admitted.agent.overrides("reward_group")
         self._none_held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._rewarding = False
+        self._rewarding = self._reward_begun = False
         self._ended = 0
         self._grown: asyncio.Event | None = None
         self._watchers: list[ExitStack] = []
@@ -165,7 +165,8 @@ class RolloutGroup:
     def _step(self, rollout: Rollout, end: End, *, has_outcome: bool = False) -> bool:
         """Apply the end of a rollout. Return whether another one was started in its place."""
         before, index = self._state, self._index(rollout)
-        may_refill = has_outcome and not (self._rewarding or self._registry.draining or _is_cancelled(rollout))
+        # The reward covers the rollouts that it found. What fails with it, or is published after it, is not started anew.
+        may_refill = has_outcome and not (self._reward_begun or self._registry.draining or _is_cancelled(rollout))
         self._state = state = before.after(index, end, may_refill=may_refill)
         if state.refilled > before.refilled:
             self.members[index] = self._registry.start_anew(rollout, self._member(index, state.refilled))
@@ -176,7 +177,7 @@ class RolloutGroup:
                 if other.ending.decided is None:
                     other.ending.request(Cancellation(EARLY_STOP))
         if state.is_complete and self._held and not self._rewarding:
-            self._rewarding = True
+            self._rewarding = self._reward_begun = True
             self._registry.spawn(self._reward(), f"reward of group {self.id}")
         return False
 
