@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects bench-journal test-clients mutants mutants-tokens hostile hostile-templates check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -107,6 +107,9 @@ hostile: setup ## Run all attacks of tests/hostile/attacks on a new server, then
 
 hostile-templates: setup ## Test the renderer with random chat templates and conversations (SEED=, BOUNDARIES=)
 	$(BIN)/python -m tests.hostile.templates --boundaries $(or $(BOUNDARIES),20000) --seed $(or $(SEED),1) --jobs 2
+
+simulate: setup ## Run 50,000 simulated worlds with faults and crashes on all processors (SEEDS=0-1999)
+	$(BIN)/python -m tests.simulator --seeds $(or $(SEEDS),0-49999)
 
 format: setup ## Check the formatting of Python and protos
 	$(BIN)/ruff format --check .

@@ -38,7 +38,7 @@ THOROUGH = re.compile(
     | exact/test_first_prompts\.py::test_(?:tokenizers\w+\[(?!toy\])|templates_of\w+)    # large tokenizers
     | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
-    | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
+    | simulator/test_worlds\.py::\w+\[[1-7]\]                                     # 250 simulated worlds each
     | test_bench\.py
     )""",
     re.VERBOSE,

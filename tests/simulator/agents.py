@@ -39,10 +39,11 @@ class SimulatedAgent(Agent):
         """Return the choices of a part of a rollout: the same ones whenever it runs."""
         return Random(f"{self.world.seed} {run.rollout_id} {part}")
 
-    def happens(self, fault: Fault, draw: Random, rate: float) -> bool:
-        """Draw a misbehaviour, and count it."""
+    def happens(self, run: Run, fault: Fault, draw: Random, rate: float) -> bool:
+        """Draw a misbehaviour in a rollout, and count it."""
         if draw.random() >= rate:
             return False
+        self.world.excused.add(run.uid)
         self.world.faults.count(fault)
         return True
 
@@ -54,7 +55,7 @@ class SimulatedAgent(Agent):
     async def reward(self, run: Run) -> float | RewardResult | None:
         draw = self.draw_of(run, 99)
         await asyncio.sleep(draw.choice((0, 0, 1)))
-        if self.happens(Fault.AGENT_RAISES, draw, 0.03):
+        if self.happens(run, Fault.AGENT_RAISES, draw, 0.03):
             raise ValueError("no reward")
         return draw.choice((None, 1.0, RewardResult(reward=0.5, scores={"a": 1.0})))
 
@@ -132,21 +133,22 @@ class Unruly(SimulatedAgent):
 
     async def play(self, run: Run) -> None:
         draw = self.draw_of(run)
+        self.world.excused.add(run.uid)
         if draw.random() < 0.7:
             await self._give_up(run, draw)
-        if self.happens(Fault.AGENT_LEAVES_TASKS, draw, 0.3):
+        if self.happens(run, Fault.AGENT_LEAVES_TASKS, draw, 0.3):
             leftover = asyncio.create_task(self._leave(run))
             await asyncio.sleep(0.1)
             del leftover
             return
-        if self.happens(Fault.AGENT_RAISES, draw, 0.2):
+        if self.happens(run, Fault.AGENT_RAISES, draw, 0.2):
             await asyncio.sleep(draw.choice((0, 1)))
             raise draw.choice((ValueError("oh"), KeyboardInterrupt(), SystemExit(2), asyncio.CancelledError()))
-        if self.happens(Fault.AGENT_SWALLOWS, draw, 0.4):
+        if self.happens(run, Fault.AGENT_SWALLOWS, draw, 0.4):
             await self._swallow(run, draw)
         else:
             await super().play(run)
-        if self.happens(Fault.AGENT_STUBBORN, draw, 0.5):
+        if self.happens(run, Fault.AGENT_STUBBORN, draw, 0.5):
             await stubborn(self.world, draw.choice((3.0, 12.0)))
 
     async def _leave(self, run: Run) -> None:
@@ -212,7 +214,7 @@ class Tidy(SimulatedAgent):
         self.world.life.sandboxes.append(run.uid)
         await asyncio.sleep(draw.choice((0, 0.5, 2)))
         run.note("setup", "done")
-        if self.happens(Fault.AGENT_RAISES, draw, 0.1):
+        if self.happens(run, Fault.AGENT_RAISES, draw, 0.1):
             raise ValueError("no sandbox")
 
     async def cleanup(self, run: Run) -> None:
@@ -220,7 +222,7 @@ class Tidy(SimulatedAgent):
         self.world.laws.require(run.uid in sandboxes, f"{run.uid}: cleanup without setup, or twice")
         sandboxes.remove(run.uid)
         await asyncio.sleep(draw.choice((0, 0.5)))
-        if self.happens(Fault.CLEANUP_FAILS, draw, 0.2):
+        if self.happens(run, Fault.CLEANUP_FAILS, draw, 0.2):
             await asyncio.sleep(draw.choice((0, 60)))
             raise ValueError("the sandbox is gone")
 
@@ -234,7 +236,8 @@ class Ranked(SimulatedAgent):
     async def reward_group(self, runs: Sequence[Run]) -> list[float | None]:
         draw = self.draw_of(runs[0], 60)
         await asyncio.sleep(draw.choice((0, 1, 5)))
-        if self.happens(Fault.GROUP_REWARD_FAILS, draw, 0.3):
+        if self.happens(runs[0], Fault.GROUP_REWARD_FAILS, draw, 0.3):
+            self.world.excused |= {run.uid for run in runs}
             await asyncio.sleep(draw.choice((0, 60)))
             raise ValueError("no ranks")
         return [draw.choice((None, float(index))) for index, _ in enumerate(runs)]

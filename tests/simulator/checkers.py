@@ -98,6 +98,8 @@ def _check_end(world: World, uid: str, outcome: Outcome) -> None:
     end = outcome.end
     if isinstance(end, Failure) and end.category is not Category.INTERRUPTED:
         world.laws.require(end.category is not Category.NOT_REPLAYABLE, f"{uid}: {end.message}")
+        internal = end.category is Category.INTERNAL and uid not in world.excused
+        world.laws.require(not internal, f"{uid}: an agent failed that did nothing wrong: {end.message}")
         world.laws.require(
             end.failure_class is not FailureClass.SERVER, f"{uid}: a failure of the server: {end.message}"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_server.core.ledger import PolicyRun, Prediction, pack_logprobs, pack_tokens
 from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.core.record import RESAMPLED, Answered
+from rollout_server.core.record import RESAMPLED, Answered, Asked
 from rollout_server.core.spec import ENGINES, Spec
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
@@ -129,11 +129,12 @@ class FakeTrainer:
         if len(ids) > 1 and completion.policy_step and faults.happens(Fault.TRAINER_TWO_POLICIES):
             runs = (PolicyRun(1, "", max(0, self.step - 1)), PolicyRun(len(ids) - 1, "", self.step))
             completion = replace(completion, runs=runs)
-        return self._lie(completion)
+        return self._lie(uid, completion)
 
-    def _lie(self, completion: Answered) -> Answered:
+    def _lie(self, uid: str, completion: Answered) -> Answered:
         faults, ids = self._world.faults, completion.token_ids
         if ids is not None and faults.happens(Fault.TRAINER_WRONG_LENGTH, 0.3):
+            self._world.excused.add(uid)
             return replace(completion, logprobs=pack_logprobs(-0.5 for _ in range(len(ids) + 1)))
         if faults.happens(Fault.TRAINER_NO_IDS, 0.5):
             return replace(completion, token_ids=None, logprobs=None, runs=(), usage=(3, 3))
@@ -164,11 +165,23 @@ class FakeSampler:
         self._uid = uid
         self._spec = spec
         self._tools = tools
+        self._last = 0
+
+    def resume(self, asked: Asked, answered: Answered) -> None:
+        """Take over a turn that an earlier process has completed."""
+        self._check_last(answered.turn, asked.turn == answered.turn)
+        self._last = answered.turn
+
+    def _check_last(self, turn: int, fits: bool) -> None:
+        self._life.world.laws.require(
+            fits, f"{self._uid}: the sampler had turn {self._last} last, and now gets turn {turn}"
+        )
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Return a completion. Raise `RolloutFailed`."""
         draw, faults, life = self._life.world.draw, self._life.world.faults, self._life
-        source = self._spec.completions.failure_class
+        source, last = self._spec.completions.failure_class, request.last
+        self._check_last(request.asked.turn, not self._last or (last is not None and last.turn == self._last))
         for attempt in range(_ATTEMPTS):
             await request.gate.wait()
             self._trainer.receive(life, self._uid, self._spec, request)
@@ -180,6 +193,7 @@ class FakeSampler:
                 life.world.note(f"generated {request.asked.turn_key} {completion.message.text} {completion.token_ids}")
                 await asyncio.sleep(draw.uniform(0, 0.2))
                 if not faults.happens(Fault.TRAINER_RESPONSE_LOST):
+                    self._last = request.asked.turn
                     return replace(completion, attempts=attempt + 1)
                 if not self._spec.completions.replays_turn_keys:
                     request.note(RESAMPLED, "the response of the trainer was lost")
@@ -193,6 +207,7 @@ class FakeSampler:
         if faults.happens(Fault.TRAINER_HANGS, 0.2):
             await asyncio.get_running_loop().create_future()
         if faults.happens(Fault.TRAINER_BUG, 0.2):
+            self._life.world.excused.add(self._uid)
             raise LookupError("a bug of the sampler")
         if faults.happens(Fault.TRAINER_TIMES_OUT, 0.2):
             await asyncio.sleep(_SECONDS)

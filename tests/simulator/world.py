@@ -47,6 +47,7 @@ class World:
 
     Attributes:
         trace: what happened, a line each.
+        excused: the rollouts in which agent or sampler raised an exception on purpose.
         life: the process of the server that runs now.
     """
 
@@ -70,6 +71,7 @@ class World:
         )
         self.expiry = self.draw.choice((10.0, 1000.0))
         self.tools = tools_of(self)
+        self.excused: set[str] = set()
         self.cells: Counter[Cell] = Counter()
         self.resumes = self.draw.random() < 0.5
         self.crashes = self.draw.choice((0, 1, 2, 2, 3))
