@@ -203,11 +203,15 @@ class Unruly(SimulatedAgent):
 
 
 class Tidy(SimulatedAgent):
-    """An agent whose `setup` opens what its `cleanup` closes."""
+    """An agent whose `setup` opens what its `cleanup` closes, and whose tools may be called again."""
 
     name = "tidy"
     replayable = True
     cleanup_seconds = 3.0
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.tools = [tool for tool in world.tools if tool.policy.idempotent]
 
     async def setup(self, run: Run) -> None:
         draw = self.draw_of(run, 50)
@@ -236,7 +240,7 @@ class Ranked(SimulatedAgent):
     async def reward_group(self, runs: Sequence[Run]) -> list[float | None]:
         draw = self.draw_of(runs[0], 60)
         await asyncio.sleep(draw.choice((0, 1, 5)))
-        if self.happens(runs[0], Fault.GROUP_REWARD_FAILS, draw, 0.3):
+        if self.happens(runs[0], Fault.GROUP_REWARD_FAILS, draw, 0.4):
             self.world.excused |= {run.uid for run in runs}
             await asyncio.sleep(draw.choice((0, 60)))
             raise ValueError("no ranks")

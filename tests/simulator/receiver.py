@@ -74,9 +74,9 @@ class FakeReporter:
         await asyncio.sleep(draw.uniform(0, 0.3))
         if faults.happens(Fault.RECEIVER_DOWN):
             return DeliveryUnsettled("nobody there", draw.choice((None, 5.0)))
-        if faults.happens(Fault.RECEIVER_BUG, 0.2):
+        if faults.happens(Fault.RECEIVER_BUG, 0.4):
             raise LookupError("a bug of the reporter")
-        if faults.happens(Fault.RECEIVER_REFUSES, 0.3):
+        if faults.happens(Fault.RECEIVER_REFUSES, 0.5):
             self._settled.add(packed.key)
             return DeliveryRefused("no such rollout")
         if faults.happens(Fault.RECEIVER_HANGS, 0.5):

@@ -123,7 +123,7 @@ class Life:
         self.groups: GroupRegistry = None  # type: ignore[assignment]
         self._is_last = is_last
         self._crash_at = None if is_last else draw.randint(1, draw.choice((4, 30, 300, 600, 600)))
-        self._drain_at = draw.uniform(0, 30) if not is_last and draw.random() < 0.3 else None
+        self._drain_at = draw.uniform(0, 15) if not is_last and draw.random() < 0.4 else None
         self._restoring = True
         self._draining = False
 
@@ -190,7 +190,7 @@ class Life:
         self.world.faults.count(Fault.DRAIN)
         self._draining = True
         grace = self.world.draw.choice((0.0, 5.0, 40.0))
-        if self.world.draw.random() < 0.3:
+        if self.world.draw.random() < 0.5:
             self._crash_at = self.loop.steps + self.world.draw.randint(1, 60)
         self.world.note(f"drain {grace}")
         await self.registry.drain(grace)
