@@ -102,6 +102,9 @@ class Client:
         while self._watches:
             await asyncio.wait([*self._watches.values()])
             self._watches = {uid: task for uid, task in self._watches.items() if not task.done()}
+        if self._world.faults.happens(Fault.CALLER_RESENDS):
+            await asyncio.sleep(self._world.draw.uniform(0, 20))
+            self._resend()
 
     async def _accepted(self) -> None:
         """Send the request until it is accepted."""
@@ -171,6 +174,13 @@ class Client:
         except (Conflict, Busy, Draining, Unavailable):
             return
         self._world.laws.require(False, f"{uids[-1]}: its request id was accepted for another payload")
+
+    def _resend(self) -> None:
+        try:
+            uids = self._life.registry.redeliver(Selection(self._caller, uids=tuple(self._job.uids)))
+        except Draining:
+            return
+        self._life.reporter.refused -= {f"{uid}/outcome" for uid in uids}
 
     def _find(self, uid: str) -> Rollout | None:
         try:

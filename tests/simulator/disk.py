@@ -118,13 +118,10 @@ class Disk:
         before = rollout.delivery
         self._laws.require(rollout.ended, f"{uid}: a delivery before the end")
         if before is not None:
-            self._laws.require(stored.key == before.key, f"{uid}: another key")
-            self._laws.require(
-                stored.body in (None, b"", before.body), f"{uid}: the outcome was packed again with other bytes"
-            )
-            self._laws.require(not rollout.over, f"{uid}: a delivery that was over changed")
-        body = before.body if stored.body is None and before is not None else stored.body
-        rollout.delivery = StoredDelivery(stored.delivery, stored.key, stored.expires, body)
+            same = (before.key, before.body) == (stored.key, stored.body)
+            self._laws.require(same, f"{uid}: the outcome was packed again with other bytes")
+            self._laws.require(not rollout.acknowledged, f"{uid}: a delivery changed after its acknowledgement")
+        rollout.delivery = stored
 
     def _drop(self, uid: str, rollout: StoredRecords) -> None:
         if rollout.entries:

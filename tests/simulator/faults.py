@@ -45,6 +45,7 @@ class Fault(Enum):
     CALLER_CONFLICTS = "caller: the same request id for another payload"
     CALLER_CANCELS = "caller: cancels"
     CALLER_ACKNOWLEDGES = "caller: acknowledges"
+    CALLER_RESENDS = "caller: has an outcome sent again"
     CALLER_DETACHES = "caller: detaches"
     CALLER_PAUSES = "caller: pauses its policy"
     AGENT_RAISES = "agent: raises"

@@ -50,16 +50,21 @@ class FakeReceiver:
             return
         laws.require(not stored.acknowledged, f"{packed.key}: sent after its acknowledgement was stored")
         held = stored.delivery is not None and stored.delivery.body == packed.body
-        laws.require(held or stored.acknowledged, f"{packed.key}: sent before its bytes were committed")
+        laws.require(held, f"{packed.key}: sent before its bytes were committed")
 
 
 class FakeReporter:
-    """The connection of one process to the receiver. It remembers which acknowledgements it returned."""
+    """The connection of one process to the receiver.
+
+    Attributes:
+        refused: the keys whose refusal it returned, and that no caller wants to be sent again.
+    """
 
     def __init__(self, receiver: FakeReceiver, life: Life) -> None:
         self._receiver = receiver
         self._life = life
-        self._settled: set[str] = set()
+        self._acknowledged: set[str] = set()
+        self.refused: set[str] = set()
 
     def pack(self, rollout: Rollout, target: Target, key: str) -> bytes:
         """Return bytes that differ each time, so that packing an outcome twice becomes visible."""
@@ -70,14 +75,15 @@ class FakeReporter:
         """Make one attempt."""
         world = self._life.world
         faults, draw = world.faults, world.draw
-        world.laws.require(packed.key not in self._settled, f"{packed.key}: sent after it was acknowledged or refused")
+        settled = packed.key in self._acknowledged | self.refused
+        world.laws.require(not settled, f"{packed.key}: sent after it was acknowledged or refused")
         await asyncio.sleep(draw.uniform(0, 0.3))
         if faults.happens(Fault.RECEIVER_DOWN):
             return DeliveryUnsettled("nobody there", draw.choice((None, 5.0)))
         if faults.happens(Fault.RECEIVER_BUG, 0.4):
             raise LookupError("a bug of the reporter")
         if faults.happens(Fault.RECEIVER_REFUSES, 0.5):
-            self._settled.add(packed.key)
+            self.refused.add(packed.key)
             return DeliveryRefused("no such rollout")
         if faults.happens(Fault.RECEIVER_HANGS, 0.5):
             await asyncio.sleep(30)
@@ -85,5 +91,5 @@ class FakeReporter:
         receipt = self._receiver.receive(packed)
         await asyncio.sleep(draw.uniform(0, 0.3))
         if isinstance(receipt, DeliveryAcknowledged):
-            self._settled.add(packed.key)
+            self._acknowledged.add(packed.key)
         return receipt

@@ -119,6 +119,7 @@ class Life:
         self.sandboxes: list[str] = []
         self.loop = SeededLoop(world.now, Random(draw.getrandbits(32)) if draw.random() < 0.5 else None)
         self.journal = DiskJournal(world.disk, draw, world.faults)
+        self.reporter = FakeReporter(world.receiver, self)
         self.registry: RolloutRegistry = None  # type: ignore[assignment]
         self.groups: GroupRegistry = None  # type: ignore[assignment]
         self._is_last = is_last
@@ -178,7 +179,7 @@ class Life:
             dependencies=RegistryDependencies(
                 Clock(lambda: EPOCH + loop.time(), loop.time),
                 self,
-                FakeReporter(world.receiver, self),
+                self.reporter,
                 DeliveryRetryPolicy(expiry=world.expiry),
                 journal=self.journal,
                 resume_by_default=world.resumes,
