@@ -129,8 +129,12 @@ def _published_early() -> Sequence[Any]:
     record = Rollout.record
 
     def record_and_publish(self: Rollout, what: Input) -> tuple[Record, ...]:
+        before = len(self.log.entries)
         logged = record(self, what)
         self.log.publish(len(self.log.entries))
+        self._owner.on_published(
+            self, [entry for entry in self.log.entries[before:] if not isinstance(entry.record, Ended)]
+        )
         return logged
 
     return (patch.object(Rollout, "record", record_and_publish),)
@@ -140,25 +144,31 @@ def _owed_outcome_dropped() -> Sequence[Any]:
     return (patch.object(Outbox, "holds", lambda self, rollout: False),)
 
 
-PLANTED: Final[dict[str, Plant]] = {
-    "an outcome is sent before it is committed": _outcome_sent_early,
-    "an acceptance is reported before it is committed": _accepted_early,
-    "an acknowledgement is not stored": _acknowledgement_not_stored,
-    "a turn is requested again although the trainer does not replay keys": _turn_requested_again,
-    "two rollouts for one request id": _two_for_one_request,
-    "a slot is not released after a cancellation": _slot_lost,
-    "a token of the environment trains": _environment_trained,
-    "an outcome is packed again after a restart": _packed_again,
-    "a record is published before it is committed": _published_early,
-    "a rollout is dropped whose outcome is owed": _owed_outcome_dropped,
+PLANTED: Final[dict[str, tuple[Plant, str]]] = {
+    "an outcome is sent before it is committed": (_outcome_sent_early, "sent before the outcome was committed"),
+    "an acceptance is reported before it is committed": (
+        _accepted_early,
+        "accepted before its acceptance was committed",
+    ),
+    "an acknowledgement is not stored": (_acknowledgement_not_stored, "its delivery is not over"),
+    "a turn is requested again although the trainer does not replay keys": (
+        _turn_requested_again,
+        "was requested by another process",
+    ),
+    "two rollouts for one request id": (_two_for_one_request, "have one request id"),
+    "a slot is not released after a cancellation": (_slot_lost, "still held at the end"),
+    "a token of the environment trains": (_environment_trained, "of None trains"),
+    "an outcome is packed again after a restart": (_packed_again, "packed again with other bytes"),
+    "a record is published before it is committed": (_published_early, "was published before its commit"),
+    "a rollout is dropped whose outcome is owed": (_owed_outcome_dropped, "dropped while its outcome was owed"),
 }
-"""The faults by name."""
+"""The faults by name, each with words of the law that it breaks."""
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Plant a fault in the server."""
     with ExitStack() as stack:
-        for each in PLANTED[name]():
+        for each in PLANTED[name][0]():
             stack.enter_context(each)
         yield

@@ -19,6 +19,10 @@ STEPS_WITHOUT_TIME = 20_000
 """Steps at one moment of virtual time after which the world counts as an endless loop."""
 
 
+MOST_STEPS = 100_000
+"""Steps after which a process counts as one that never ends. Hardly any needs 10,000."""
+
+
 class Stuck(AssertionError):
     """Nothing is ready and no timer is set, or time does not advance."""
 
@@ -130,8 +134,8 @@ class SeededLoop(asyncio.BaseEventLoop):
         handle = ready.popleft()
         self.steps += 1
         self._since_jump += 1
-        if self._since_jump > STEPS_WITHOUT_TIME:
-            raise Stuck("time does not advance")
+        if self._since_jump > STEPS_WITHOUT_TIME or self.steps > MOST_STEPS:
+            raise Stuck("the process does not end" if self.steps > MOST_STEPS else "time does not advance")
         if not handle._cancelled:
             handle._run()
 

@@ -42,6 +42,7 @@ class FakeTrainer:
     Attributes:
         sampled: the origin of every sampled id.
         step: the step of its policy.
+        opened: how many processes have opened a sampler for a rollout.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,7 +52,7 @@ class FakeTrainer:
         self._calls = 0
         self._completions: dict[str, Answered] = {}
         self._requested: dict[str, int] = {}
-        self._opened: Counter[str] = Counter()
+        self.opened: Counter[str] = Counter()
 
     def opener(self, life: Life) -> Any:
         """Return the function with which a server opens a sampler for a rollout."""
@@ -64,11 +65,11 @@ class FakeTrainer:
 
     def _count_resumption(self, uid: str) -> None:
         stored, faults = self._world.disk.rollouts.get(uid), self._world.faults
-        self._opened[uid] += 1
-        if self._opened[uid] == 1 or stored is None:
+        self.opened[uid] += 1
+        if self.opened[uid] == 1 or stored is None:
             return
         faults.count(Fault.RESUMED)
-        if self._opened[uid] > 2:
+        if self.opened[uid] > 2:
             faults.count(Fault.RESUMED_AGAIN)
         if stored.asked - stored.answered:
             faults.count(Fault.RESUMED_TURN)

@@ -131,16 +131,18 @@ class Life:
     def run(self) -> None:
         """Run the process to its end."""
         main = self.loop.create_task(self._main())
-        if not self.loop.run_steps(main.done, lambda: self._crash_at):
-            self._count_crash()
-        self.world.note("crash" if not main.done() else "end")
-        if main.done() and main.exception() is not None:
-            raise main.exception()  # type: ignore[misc]
-        self.dead = True
-        self.journal.die()
-        self.loop.abandon()
-        for error in self.loop.errors:
-            self.world.laws.require(False, f"unhandled: {error}")
+        try:
+            if not self.loop.run_steps(main.done, lambda: self._crash_at):
+                self._count_crash()
+            self.world.note("crash" if not main.done() else "end")
+            if main.done():
+                main.result()
+        finally:
+            self.dead = True
+            self.journal.die()
+            self.loop.abandon()
+            for error in self.loop.errors:
+                self.world.laws.require(False, f"unhandled: {error}")
 
     def _count_crash(self) -> None:
         faults = self.world.faults
