@@ -112,6 +112,8 @@ class Server:
         try:
             await self._start()
         except BaseException:
+            if self.grpc_port:  # callers may have started rollouts before it failed
+                await self._registry.drain(0)
             await self._stack.aclose()
             raise
         return self
@@ -141,7 +143,7 @@ class Server:
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
         with naming_journal():
-            await self._registry.restore()
+            await self._registry.load()
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
@@ -161,6 +163,7 @@ class Server:
         self._stack.push_async_callback(self._rpc.stop, 1.0)
         if settings.http:
             await self._start_http(socket, keys)
+        self._registry.resume()  # not before the ports are open: if one cannot be opened, nothing has run and nothing was sent
         self._repeat(self._registry.forget, settings.cleanup_seconds)
 
         def refresh_keys() -> None:

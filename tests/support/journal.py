@@ -83,6 +83,12 @@ class KeptJournal:
                 waiter.set_exception(JournalUnavailable(problem))
 
 
+class LateJournal(KeptJournal):
+    """Commits later than a change is written, as a durable journal does; rollouts end with the process, as with memory."""
+
+    is_durable = False
+
+
 def apply(found: dict[str, StoredRollout], change: Change) -> None:
     """Apply a change to the stored rollouts by uid."""
     match change:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
-from rollout_server.core.error import Gone
+from rollout_server.core.error import Gone, RolloutError
 from rollout_server.core.record import Ended, Record
 
 
@@ -39,6 +39,7 @@ class Log:
         self._published = len(self._entries)
         self._grown: asyncio.Event | None = None
         self._ended: asyncio.Event | None = None
+        self._problem: RolloutError | None = None
 
     @property
     def last_sequence(self) -> int:
@@ -49,6 +50,11 @@ class Log:
     def is_over(self) -> bool:
         """Whether the rollout's last entry is published."""
         return self._published > 0 and isinstance(self._entries[self._published - 1].record, Ended)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether it never gets a last entry."""
+        return self._problem is not None
 
     @property
     def entries(self) -> Sequence[Entry]:
@@ -65,11 +71,19 @@ class Log:
     def publish(self, last_sequence: int) -> None:
         """Publish the entries up to a sequence number, and wake the readers."""
         self._published = last_sequence
+        self._wake()
+
+    def abandon(self, problem: RolloutError) -> None:
+        """Raise `problem` to all readers: the rollout is forgotten without an end."""
+        self._problem = problem
+        self._wake()
+
+    def _wake(self) -> None:
         # Each wake-up uses up its event: readers that wait again create another one, so an old reader never sees a stale event.
         if self._grown is not None:
             self._grown.set()
             self._grown = None
-        if self._ended is not None and self.is_over:
+        if self._ended is not None and (self.is_over or self.is_abandoned):
             self._ended.set()
 
     def check(self, after: int) -> None:
@@ -78,16 +92,21 @@ class Log:
             raise Gone(f"there is no event {after} yet", oldest=1, newest=self.last_sequence)
 
     async def final_entry(self) -> Entry:
-        """Wait for the rollout's last entry. Uses its own event, so intermediate entries do not wake the caller."""
-        if not self.is_over:
+        """Wait for the rollout's last entry. Uses its own event, so intermediate entries do not wake the caller.
+
+        Raises the problem of `abandon`.
+        """
+        if not (self.is_over or self.is_abandoned):
             self._ended = self._ended or asyncio.Event()
             await self._ended.wait()
+        if self._problem is not None:
+            raise self._problem
         return self._entries[-1]
 
     async def follow(self, after: int) -> AsyncIterator[Entry]:
         """Yield the entries after a sequence number, up to the rollout's last record.
 
-        Raises `Gone` for a number that the log has not reached yet.
+        Raises `Gone` for a number that the log has not reached yet, and the problem of `abandon`.
         """
         self.check(after)
         position = after
@@ -100,5 +119,7 @@ class Log:
                     return
             if self.is_over:
                 return
+            if self._problem is not None:
+                raise self._problem
             self._grown = self._grown or asyncio.Event()
             await self._grown.wait()

@@ -188,7 +188,7 @@ class Rollout:
         self._deadline: float | None = None
         self._owner = owner
         self._queued_at = clock.monotonic()
-        self._queued_before = self._earlier_seconds = 0.0
+        self._queued_before, self._earlier_seconds = max(0.0, clock.wall() - self.created), 0.0
         self._noted = Counter[Note]()
         self._attached = 0
         self._detach_timer: asyncio.TimerHandle | None = None
@@ -231,8 +231,8 @@ class Rollout:
 
     @property
     def finished(self) -> float | None:
-        """When it ended, in seconds since 1970."""
-        return self._finished
+        """When it ended, in seconds since 1970; None until its end is published."""
+        return self._finished if self.log.is_over else None
 
     @property
     def credentials(self) -> Credentials:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,8 @@ from rollout_server.edge.journal.schema import (
 )
 from rollout_server.edge.journal.stored import StoredReader
 from rollout_server.runtime.journal import Change, JournalUnavailable, JournalUnusable, StoredRollout
+
+_log = logging.getLogger(__name__)
 
 _BUSY_SECONDS: Final = 1.0
 """How long a commit waits for another program that has the database locked, such as a person's SQLite shell."""
@@ -82,6 +85,7 @@ class Database:
         self._given_key = key
         self._migrations = migrations
         self._open: _OpenDatabase | None = None
+        self._is_logged = False
 
     def open(self) -> str:
         """Lock the directory, open or create the database, and return the server's id. Raises `JournalUnusable`."""
@@ -215,7 +219,12 @@ class Database:
             raise JournalUnavailable(text)
 
     def _failure(self, error: SQLAlchemyError) -> str:
-        advice = _ADVICE.get(_primary_code(error) or 0, "see the server's log")
+        advice = _ADVICE.get(_primary_code(error) or 0)
+        if advice is None:
+            advice = "see the server's log"
+            if not self._is_logged:  # once: the commit is tried again every few seconds
+                self._is_logged = True
+                _log.error("the journal %s cannot be written", self._files.database, exc_info=error)
         return f"the journal {self._files.database} cannot be written ({_cause(error)}): {advice}"
 
 

@@ -84,10 +84,10 @@ class SqliteJournal:
 
     async def close(self) -> None:
         """Commit what is pending, close the database, and release the lock. Takes a few seconds at most."""
-        queue, self._queue = self._queue, None
-        if queue is None:
+        if self._queue is None:
             return
-        await queue.close(_CLOSE_SECONDS)
+        await self._queue.close(_CLOSE_SECONDS)
+        self._queue = None
         try:
             async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._in_thread(self._database.close)

@@ -87,7 +87,8 @@ class CommitQueue(Generic[_T]):
             self._submit()
         try:
             async with asyncio.timeout(seconds):
-                await self.flush(patient=True)
+                while self._written > self._committed:  # what is published by a commit may write more
+                    await self.flush(patient=True)
         except TimeoutError:
             lost = self._written - self._committed
             _log.error("closing the journal without %d changes: %s", lost, self.problem or "the disk is too slow")

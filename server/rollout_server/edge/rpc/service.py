@@ -76,8 +76,9 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         detail = wire.valid_enum_value(request.detail, event_pb2.EventDetail, "detail")
         if not request.HasField("start"):
             raise InvalidRequest(Violation("start", "is missing: request_id, spec and credentials belong in it"))
-        rollout, attached = await self._start(request.start)
-        with rollout.attached():
+        rollout, attached = await self._take(request.start)
+        with rollout.attached():  # also while its acceptance is stored: `cancel_after_detach` may be shorter
+            await self._registry.accept([rollout])
             yield pb.RunRolloutResponse(started=started(rollout, self._access(rollout), attached=attached))
             async for shown in _events(rollout, request.after_sequence, detail):
                 yield pb.RunRolloutResponse(event=shown)
@@ -239,12 +240,16 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         )
 
     async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
+        """Start a rollout, or find it, and wait until it is stored."""
+        rollout, attached = await self._take(request)
+        await self._registry.accept([rollout])
+        return rollout, attached
+
+    async def _take(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""
         who = caller()
         admitted = await self._admit(lambda: wire.start_request(request, who), request.ByteSize())
-        rollout, attached = self._registry.start(admitted)
-        await self._registry.accept([rollout])
-        return rollout, attached
+        return self._registry.start(admitted)
 
     async def _admit(self, convert: Callable[[], StartRequest], size: int) -> AdmittedStart:
         """Convert a request of `size` bytes and validate it."""

@@ -170,7 +170,9 @@ class Dispatcher:
             await self.registry.accept([rollout for rollout, _ in taken])
         except RolloutError as error:
             for item in started:
-                self.streams.remove(item.stream_rollout, error.message)
+                # The others are stored: a repeated start finds them.
+                if item.stream_rollout.rollout.log.is_abandoned:
+                    self.streams.remove(item.stream_rollout, error.message)
             stream.reply(RefusedItem(sequence, error))
             return
         for item in started:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Protocol
 
+from rollout_server.core.error import RolloutError
 from rollout_server.core.outcome import Category
 from rollout_server.core.record import RESAMPLED, Note
 from rollout_server.edge.stream.pending_requests import LedgerRead, PendingCompletion
@@ -135,8 +136,9 @@ class StreamRollout:
             self.stream.on_activity()
 
     async def _follow(self) -> None:
-        async for _ in self.rollout.log.follow(0):
-            if self.stream is not None:
-                self.stream.log_grew(self)
+        with suppress(RolloutError):  # the rollout was forgotten without an end, and has left its stream
+            async for _ in self.rollout.log.follow(0):
+                if self.stream is not None:
+                    self.stream.log_grew(self)
         if self.stream is None:
             self._ended(self)

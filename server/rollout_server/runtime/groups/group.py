@@ -215,7 +215,7 @@ class RolloutGroup:
 
     def _finish_if_over(self) -> None:
         """Set the result once all outcomes are published: that may be later than they are recorded."""
-        if self._held or self._rewarding or self._ended < self.plan.count:
+        if self._held or self._rewarding or self._ended < self.plan.count or self.result is not None:
             return
         self.result = self._state.result()
         self._add(self.result)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rollout_server.core.error import Conflict, NotFound, Violation
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.state import GroupPlan
+from rollout_server.runtime.registry.interruption import check_resumable
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import AdmittedStart, Caller, StartRequest
 
@@ -22,7 +24,10 @@ class GroupRegistry:
     def admit(self, request: StartRequest, plan: GroupPlan, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
         """Validate the request for a group once, for all its rollouts. Any thread may call it. See `RolloutRegistry.admit`."""
         largest = self._registry.capacity.largest_group
-        return self._registry.admit(request, [*also_wrong, *plan.violations(request.spec, largest)])
+        admitted = self._registry.admit(request, [*also_wrong, *plan.violations(request.spec, largest)])
+        durable = self._registry.journal.is_durable
+        check_resumable(replace(admitted.request.spec, group_index=0), admitted.agent, durable=durable)
+        return admitted
 
     def start(self, admitted: AdmittedStart, plan: GroupPlan) -> tuple[RolloutGroup, bool]:
         """Start the rollouts of a group, all or none, or find the group that was started under the same request id.

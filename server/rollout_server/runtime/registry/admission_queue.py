@@ -69,7 +69,7 @@ class RolloutQueue:
         use = self._use(rollout.caller)
         heapq.heappush(use.line, (-rollout.spec.priority, number, rollout.uid))
         use.queued += 1
-        use.starts -= 1
+        use.starts -= not rollout.is_restored  # it was charged for when it was accepted
         self._waiting[rollout.uid] = rollout
 
     def next(self) -> Rollout | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from random import random
@@ -10,6 +10,8 @@ from typing import Protocol
 
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.spec import Spec, Target
+from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.capture.endpoint import ModelAccess, no_later_system, no_model_access
 from rollout_server.runtime.journal import Journal, MemoryJournal
 from rollout_server.runtime.log import Entry
@@ -99,7 +101,7 @@ class RegistryDependencies:
     """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models.
 
     `model_access` and `later_system` are for the model endpoints of rollouts (`CapturePorts`). `resume_by_default`: unfinished
-    rollouts whose spec does not say are continued after a restart.
+    rollouts whose `on_interrupt` is unset are continued after a restart.
     """
 
     clock: Clock = Clock()
@@ -112,3 +114,14 @@ class RegistryDependencies:
     later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
     journal: Journal = field(default_factory=MemoryJournal)
     resume_by_default: bool = True
+
+
+def by_name(agents: Sequence[AgentProtocol]) -> Mapping[str, AgentProtocol]:
+    """Return the agents by name. Raise ValueError if two have the same name; the text says where they are defined."""
+    found: dict[str, AgentProtocol] = {}
+    for agent in agents:
+        if agent.name in found:
+            locations = "; ".join(defined_at(type(each)) for each in agents if each.name == agent.name)
+            raise ValueError(f"two agents have the name {agent.name!r}: {locations}")
+        found[agent.name] = agent
+    return found

@@ -11,11 +11,11 @@ from rollout_server.core.outcome import Category, Failure, RewardResult, RewardR
 from rollout_server.core.record import Answered, Asked, Ended, GivenUp, Record, ToolReturned, ToolStarted
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
 from rollout_server.runtime.agent_protocol import AgentProtocol, Request
-from rollout_server.runtime.journal import StoredRollout
+from rollout_server.runtime.journal import JournalUnusable, StoredRollout
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.ports import Clock, Tool
 from rollout_server.runtime.replay_steps import replay_obstacle
-from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart
 from rollout_server.runtime.tools.protocols import ServerRunTool
 
@@ -70,7 +70,8 @@ class MissingAgent:
 def interrupted(rollout: Rollout, obstacle: str) -> Ended:
     """Return the end of an unfinished rollout that cannot be continued, for the reason that `obstacle` gives."""
     failure = Failure(Category.INTERRUPTED, interrupted_text(obstacle), rollout.machine.turn)
-    return Ended(failure, queued_ms=rollout.queued_ms(), reward_rule=rollout.reward_rule)
+    ran, queued = 1000 * rollout.earlier_seconds, rollout.queued_ms()
+    return Ended(failure, total_ms=ran, queued_ms=queued, reward_rule=rollout.reward_rule)
 
 
 def interrupted_text(obstacle: str) -> str:
@@ -86,6 +87,20 @@ def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool) -> None:
     if obstacle:
         text = f"on_interrupt is RESUME, but {obstacle}; leave on_interrupt unset"
         raise NotPossible(text, reason="RESUME_UNSUPPORTED")
+
+
+def interrupt(rollout: Rollout, *, durable: bool, resume_by_default: bool) -> None:
+    """Suspend an unfinished rollout for the next process of a server that stops, or request its end."""
+    text = "the server stopped while the rollout ran; start it again"
+    if durable and not rollout.ending.is_requested:
+        spec, agent, log = rollout.spec, rollout.agent, rollout.log.entries
+        never_ran = rollout.state is RolloutState.QUEUED
+        obstacle = obstacle_to_resume(spec, agent, log, resume_by_default=resume_by_default, never_ran=never_ran)
+        if not obstacle:
+            rollout.suspend()
+            return
+        text = interrupted_text(obstacle)
+    rollout.ending.request(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +122,54 @@ def restored_start(
     if isinstance(stored.entries[-1].record, Ended):
         return RestoredStart(admitted)
     if isinstance(agent, MissingAgent):
-        return f"this server has no agent {agent.name!r} any more"
-    if agent.version != version:
-        return f"agent {agent.name!r} had version {version!r} then and has {agent.version!r} now"
-    return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _log_obstacle(spec, agent, records)
+        return RestoredStart(admitted, obstacle=f"this server has no agent {agent.name!r} any more")
+    if agent.version != start.agent_version:
+        text = f"agent {agent.name!r} had version {start.agent_version!r} then and has {agent.version!r} now"
+        return RestoredStart(admitted, obstacle=text)
+    never_ran = len(stored.entries) == 1
+    obstacle = obstacle_to_resume(spec, agent, stored.entries, resume_by_default=resume_by_default, never_ran=never_ran)
+    if obstacle:
+        return RestoredStart(admitted, obstacle=obstacle)
+    try:
+        return RestoredStart(admitted, admitted.tools())
+    except RolloutError as error:
+        return RestoredStart(admitted, obstacle=error.message)
 
 
-def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool) -> str:
+def rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: RolloutOwner) -> Rollout:
+    """Return a rollout of an earlier process. Raises `JournalUnusable` if its records contradict each other."""
+    uid = stored.start.uid
+    try:
+        return Rollout(uid, start.admitted, start.tools, clock, owner, stored)
+    except Exception as error:  # whatever records that no server has written make the machine raise
+        text = (
+            f"rollout {uid} cannot be rebuilt, because its records contradict each other ({type(error).__name__}): restore the "
+            "journal from a backup, or move its directory away to start without its rollouts"
+        )
+    # Outside of the `except`: the error has what callers and models sent, and must not get into a log.
+    raise JournalUnusable(text)
+
+
+def obstacle_to_resume(
+    spec: Spec, agent: AgentProtocol, log: Iterable[Entry], *, resume_by_default: bool, never_ran: bool
+) -> str:
+    """Return why a later process cannot continue an unfinished rollout, as part of a sentence; empty if it can.
+
+    Args:
+        resume_by_default: a rollout is continued if `on_interrupt` of its spec is unset.
+        never_ran: it waits for its first slot, so there is nothing to replay.
+    """
+    records = [entry.record for entry in log]
+    policy = _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
+    return policy or _log_obstacle(spec, agent, records)
+
+
+def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool, never_ran: bool = False) -> str:
     if spec.on_interrupt is InterruptPolicy.FAIL or (
         spec.on_interrupt is InterruptPolicy.UNSET and not resume_by_default
     ):
         return "it was not to be resumed (on_interrupt)"
-    if not agent.replayable:
+    if not agent.replayable and (agent.external or not never_ran):
         return f"the play of agent {agent.name!r} cannot be replayed (replayable = True declares that it can)"
     if spec.completions.dialect is Dialect.STREAM:
         return "the stream of its trainer ended with the server"

@@ -48,6 +48,7 @@ class Outbox:
         self._journal = dependencies.journal
         self._settled = settled
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._restored: list[Rollout] = []
         self._pauses: dict[str, asyncio.Future[None]] = {}
         # Serialized once, and kept while the outcome may be sent again: until it is acknowledged or its rollout is dropped.
         self._packed: WeakKeyDictionary[Rollout, PackedOutcome] = WeakKeyDictionary()
@@ -62,16 +63,20 @@ class Outbox:
         rollout.update_delivery(Delivery())
         self._begin(rollout, target)
 
-    def resume(self, rollout: Rollout, target: Target, stored: StoredDelivery | None) -> None:
-        """Take over the delivery that an earlier process began, and continue it unless it is over. None: it began none."""
-        if stored is None:
-            self.send(rollout, target)
-            return
-        rollout.update_delivery(stored.delivery)
-        if rollout.owes or rollout.undelivered:
+    def restore(self, rollout: Rollout, stored: StoredDelivery | None) -> None:
+        """Take over the delivery that an earlier process began; None: it began none. `resume` continues it."""
+        rollout.update_delivery(Delivery() if stored is None else stored.delivery)
+        if stored is not None and (rollout.owes or rollout.undelivered):
             self._stored[rollout] = stored
         if rollout.owes:
-            self._begin(rollout, target)
+            self._restored.append(rollout)
+
+    def resume(self) -> None:
+        """Continue the deliveries that were taken over and are not over."""
+        restored, self._restored = self._restored, []
+        for rollout in restored:
+            if rollout.owes and rollout.delivery is not None and rollout.spec.outcome is not None:
+                self._begin(rollout, rollout.spec.outcome, rollout.delivery.attempts)
 
     def resend(self, rollout: Rollout) -> bool:
         """Send the outcome again, unless it was acknowledged. Return whether it is sent.
@@ -87,8 +92,9 @@ class Outbox:
             self._begin(rollout, target)
         return rollout.owes
 
-    def _begin(self, rollout: Rollout, target: Target) -> None:
-        task = asyncio.create_task(self._deliver(rollout, target), name=f"deliver {rollout.uid}")
+    def _begin(self, rollout: Rollout, target: Target, counted: int = 0) -> None:
+        """Begin or continue a delivery. `counted`: attempts of earlier processes that count towards its retries."""
+        task = asyncio.create_task(self._deliver(rollout, target, counted), name=f"deliver {rollout.uid}")
         self._tasks[rollout.uid] = task
         task.add_done_callback(lambda done: self._over(done, rollout))
 
@@ -133,18 +139,16 @@ class Outbox:
                 task.cancel()
             await asyncio.wait([task for _, task in left], timeout=_CANCEL_SECONDS)
 
-    async def _deliver(self, rollout: Rollout, target: Target) -> None:
-        policy, wait = self._retry_policy, self._retry_policy.first
-        expires = self._clock.monotonic() + policy.expiry
-        packed = self._pack(rollout, target)
-        earlier = rollout.delivery.attempts if rollout.delivery is not None else 0
+    async def _deliver(self, rollout: Rollout, target: Target, counted: int) -> None:
+        stored = self._stored.get(rollout) or self._pack(rollout, target)
+        earlier = rollout.delivery.attempts - counted if rollout.delivery is not None else 0
         if rollout.delivery is not None and rollout.delivery.next_attempt is not None:  # of an earlier process
             await self._pause(rollout, max(rollout.delivery.next_attempt - self._clock.wall(), 0.0))
         # The bytes are stored before they are sent for the first time, so that every attempt sends the same.
         await self._journal.flush()
         packed = PackedOutcome(target, stored.key, stored.body)
         expires = stored.expires - self._clock.wall() + self._clock.monotonic()
-        policy, attempts = self._retry_policy, 0
+        policy, attempts = self._retry_policy, counted
         while True:
             attempts += 1
             receipt = await self._attempt(rollout, packed, earlier + attempts)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,26 +16,26 @@ from rollout_server.core.error import (
     InvalidRequest,
     NotFound,
     NotPossible,
+    RolloutError,
     Unavailable,
     Violation,
 )
 from rollout_server.core.fingerprint import fingerprint
-from rollout_server.core.outcome import Cancellation, Category, Failure, summary_of
+from rollout_server.core.outcome import Cancellation, summary_of
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
-from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.capture.endpoint import CapturePorts
-from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped, StoredRollout
+from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped, StoredDelivery
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
-from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.dependencies import RegistryDependencies, by_name
 from rollout_server.runtime.registry.interruption import (
     check_resumable,
+    interrupt,
     interrupted,
-    interrupted_text,
-    obstacle_to_resume,
+    rebuilt,
     restored_start,
 )
 from rollout_server.runtime.registry.outcome_outbox import Outbox
@@ -50,7 +51,7 @@ Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
 
 _log = logging.getLogger(__name__)
 _LAST_DELIVERIES = 5.0
-"""Seconds for deliveries at the end of a drain, even if its grace time is used up."""
+"""Seconds for deliveries at the end of a drain, even if its grace time is used up; and before that, for the last commit."""
 
 
 class RolloutRegistry:
@@ -70,12 +71,7 @@ class RolloutRegistry:
         dependencies: RegistryDependencies = RegistryDependencies(),
     ) -> None:
         self._resume_by_default = dependencies.resume_by_default
-        self.agents = {agent.name: agent for agent in agents}
-        names = [agent.name for agent in agents]
-        doubled = [name for name in self.agents if names.count(name) > 1]
-        if doubled:
-            locations = "; ".join(defined_at(type(agent)) for agent in agents if agent.name == doubled[0])
-            raise ValueError(f"two agents have the name {doubled[0]!r}: {locations}")
+        self.agents = by_name(agents)
         self.default_agent = agents[0].name
         self.capacity = capacity
         self.bounds = bounds
@@ -97,6 +93,7 @@ class RolloutRegistry:
         self._queue = RolloutQueue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._retention = Retention(capacity, self._clock)
+        self._is_held_back, self._unresumable = False, list[tuple[Rollout, str]]()
 
     @property
     def running(self) -> int:
@@ -168,20 +165,48 @@ class RolloutRegistry:
         return taken
 
     async def restore(self) -> None:
+        """Take over the rollouts of earlier processes, and continue them."""
+        await self.load()
+        self.resume()
+
+    async def load(self) -> None:
         """Take over the rollouts of earlier processes from the journal. Called once, before the first start.
 
-        Unfinished rollouts continue if they can, and end as interrupted otherwise. Deliveries of outcomes go on.
+        Nothing runs and nothing is delivered before `resume`. Raises `JournalUnusable`.
         """
+        self._is_held_back = True
+        finished: list[tuple[Rollout, StoredDelivery | None]] = []
         for stored in await self.journal.load():
-            if stored.entries:
-                self._restore(stored)
-            else:  # its acceptance was not stored completely, so nobody was told of it
+            if not stored.entries:  # its acceptance was not stored completely, so its start was not acknowledged
                 self.journal.write(RolloutDropped(stored.start.uid))
-        self.forget()
+                continue
+            start = restored_start(stored, self.agents, resume_by_default=self._resume_by_default)
+            rollout = rebuilt(stored, start, self._clock, self)
+            number = self._index.add(rollout, start.admitted)
+            self._queue.measure(rollout)
+            if rollout.outcome is not None:
+                finished.append((rollout, stored.stored_delivery))
+            elif start.obstacle:
+                self._unresumable.append((rollout, start.obstacle))
+            else:
+                self._put(rollout, number)
+        # The retention drops what it got first.
+        for rollout, delivery in sorted(finished, key=lambda each: each[0].finished or 0.0):
+            if rollout.spec.outcome is not None:
+                self._outbox.restore(rollout, delivery)
+            self._settle(rollout)
+
+    def resume(self) -> None:
+        """Continue the rollouts that `load` took over, or end them as interrupted, and continue the deliveries of outcomes."""
+        self._is_held_back = False
+        unresumable, self._unresumable = self._unresumable, []
+        for rollout, obstacle in unresumable:
+            rollout.record(interrupted(rollout, obstacle))
+        self._outbox.resume()
         self._fill()
 
     async def accept(self, rollouts: Sequence[Rollout]) -> None:
-        """Wait until rollouts that were started or found are stored. Nobody may be told of their start before that.
+        """Wait until rollouts that were started or found are stored. Their start must not be acknowledged before that.
 
         Raises `Unavailable` if the journal cannot be written. Then rollouts that are not stored yet are forgotten without an
         outcome: for their callers they were never accepted.
@@ -191,7 +216,7 @@ class RolloutRegistry:
         except JournalUnavailable as error:
             for rollout in rollouts:
                 if not rollout.log.last_sequence and not rollout.is_suspended:
-                    self._refuse(rollout)
+                    self._refuse(rollout, _journal_down(str(error)))
             raise _journal_down(str(error)) from None
 
     def start_group(self, admitted: Sequence[AdmittedStart]) -> Sequence[Rollout]:
@@ -274,16 +299,19 @@ class RolloutRegistry:
             await self._idle(grace)
         for rollout in self._index.rollouts():
             if rollout.machine.outcome is None:
-                self._interrupt(rollout)
+                interrupt(rollout, durable=self.journal.is_durable, resume_by_default=self._resume_by_default)
         await self._idle(max(seconds_to_end(agent) for agent in self.agents.values()))
+        with suppress(JournalUnavailable, TimeoutError):  # deliveries of these ends begin once they are stored
+            await asyncio.wait_for(self.journal.flush(), _LAST_DELIVERIES)
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
-    def _refuse(self, rollout: Rollout) -> None:
+    def _refuse(self, rollout: Rollout, problem: RolloutError) -> None:
         """Forget a rollout whose acceptance could not be stored. It stops without an outcome."""
         self._queue.withdraw(rollout)
         rollout.suspend()
         self.policies.remove(rollout)
         self._index.drop(rollout.uid)
+        rollout.log.abandon(problem)
         if not rollout.running:
             self._forget_refused(rollout)
 
@@ -296,19 +324,6 @@ class RolloutRegistry:
         self.journal.write(RolloutDropped(rollout.uid))
         if rollout.group is not None:
             rollout.group.on_dropped()
-
-    def _interrupt(self, rollout: Rollout) -> None:
-        """Suspend a rollout for the next process, or request its end."""
-        text = "the server stopped while the rollout ran; start it again"
-        if self.journal.is_durable and not rollout.ending.is_requested:
-            obstacle = obstacle_to_resume(
-                rollout.spec, rollout.agent, rollout.log.entries, resume_by_default=self._resume_by_default
-            )
-            if not obstacle:
-                rollout.suspend()
-                return
-            text = interrupted_text(obstacle)
-        rollout.ending.request(Failure(Category.INTERRUPTED, text, rollout.machine.turn))
 
     async def _idle(self, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
@@ -353,23 +368,6 @@ class RolloutRegistry:
         self._fill()
         return rollout
 
-    def _restore(self, stored: StoredRollout) -> None:
-        start = restored_start(stored, self.agents, resume_by_default=self._resume_by_default)
-        rollout = Rollout(stored.start.uid, start.admitted, start.tools, self._clock, self, stored)
-        number = self._index.add(rollout, start.admitted)
-        self._queue.measure(rollout)
-        if rollout.outcome is not None:
-            self._restore_finished(rollout, stored)
-        elif start.obstacle:
-            rollout.record(interrupted(rollout, start.obstacle))
-        else:
-            self._put(rollout, number)
-
-    def _restore_finished(self, rollout: Rollout, stored: StoredRollout) -> None:
-        if rollout.spec.outcome is not None:
-            self._outbox.resume(rollout, rollout.spec.outcome, stored.stored_delivery)
-        self._settle(rollout)
-
     def _put(self, rollout: Rollout, number: int) -> None:
         """Put a rollout into the queue."""
         self.policies.add(rollout)
@@ -377,7 +375,7 @@ class RolloutRegistry:
         self._queue.put(rollout, number)
 
     def _fill(self) -> None:
-        while (rollout := self._queue.next()) is not None:
+        while not self._is_held_back and (rollout := self._queue.next()) is not None:
             self._run(rollout)
 
     def _run(self, rollout: Rollout) -> None:
@@ -395,10 +393,10 @@ class RolloutRegistry:
         rollout.leave_slot()
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
-        if rollout.outcome is not None:
-            self._keep(rollout)
-        elif rollout.uid not in self._index:
+        if rollout.log.is_abandoned:
             self._forget_refused(rollout)
+        elif rollout.outcome is not None:
+            self._keep(rollout)
         self._fill()
 
     def _end_queued(self, rollout: Rollout) -> None:
@@ -410,12 +408,15 @@ class RolloutRegistry:
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """See `RolloutOwner`."""
-        self._queue.measure(rollout)
+        if not rollout.log.is_abandoned:
+            self._queue.measure(rollout)
         if rollout.machine.outcome is not None:
             self.policies.remove(rollout)
 
     def on_published(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """See `RolloutOwner`."""
+        if rollout.log.is_abandoned:
+            return
         if rollout.outcome is not None and rollout.spec.outcome is not None:
             # Send it now and not when the driver returns: an agent that ignores its cancellation must not delay the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
@@ -425,7 +426,7 @@ class RolloutRegistry:
 
     def on_released(self, rollout: Rollout) -> None:
         """See `RolloutOwner`."""
-        if rollout.outcome is not None:
+        if rollout.outcome is not None and not rollout.log.is_abandoned:
             self._settle(rollout)
 
     def _keep(self, rollout: Rollout) -> None:

@@ -93,8 +93,8 @@ class RunContext:
         """Append a record to the log, from any thread. Raise `RolloutEnded` after the end."""
         if get_ident() != self._thread:
             return self.wait(self._record_on_loop(record))
-        if self.ending.decided is not None:
-            raise RolloutEnded(self.ending.decided)
+        if self.ending.decided is not None or self.rollout.is_suspended:
+            raise RolloutEnded(self.ending.decided or self.ending.requested.result())
         if isinstance(record, Note) and self.rollout.is_noted(record):
             return ()
         if self.rollout.replay is not None:

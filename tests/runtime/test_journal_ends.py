@@ -1,0 +1,318 @@
+"""A durable journal at the edges: refused starts, the end of a process, and what a restart counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from rollout_server.core.error import Busy, NotPossible, Unavailable
+from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
+from rollout_server.core.record import Asked
+from rollout_server.core.spec import Dialect, InterruptPolicy, Target
+from rollout_server.runtime.errors import RolloutEnded
+from rollout_server.runtime.groups.state import GroupPlan
+from rollout_server.runtime.journal import EntriesAppended, JournalUnusable
+from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
+from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.run.run import Run
+from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
+
+from tests.runtime.outcome_receivers import DOWN, RECEIVER, Receiver
+from tests.support.group_harness import GroupHarness, Ranked
+from tests.support.journal import KeptJournal
+from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, Script, a_spec, a_wish, call
+
+REPLAYS = Target("grpc://trainer:50051", Dialect.GRPC, replays_turn_keys=True)
+HANGS = Say("a", seconds=FOREVER)
+
+
+class Own(Looping):
+    """An agent that cannot be replayed."""
+
+    name = "own"
+
+    async def play(self, run: Run) -> None:
+        await super().play(run)
+
+
+def next_process(journal: KeptJournal, *agents: Looping, **settings: object) -> RuntimeHarness:
+    """The next process after a crash, before it restores. Its trainer never answers."""
+    harness = RuntimeHarness(*agents, journal=journal.after_crash(), **settings)  # type: ignore[arg-type]
+    harness.scripts = {f"r{number}": Script(HANGS) for number in range(1, 20)}
+    return harness
+
+
+def known(harness: RuntimeHarness) -> Sequence[Rollout]:
+    """The rollouts of a harness, the oldest first."""
+    return [rollout for _, rollout in harness.roster.select(Selection(ME))][::-1]
+
+
+def failure_of(rollout: Rollout) -> Failure:
+    """The failure with which a rollout has ended."""
+    assert rollout.outcome is not None
+    assert isinstance(rollout.outcome.end, Failure)
+    return rollout.outcome.end
+
+
+async def test_a_drain_waits_for_the_commit_of_the_ends_that_it_causes() -> None:
+    journal, receiver = KeptJournal(), Receiver(seconds=2)
+    harness = RuntimeHarness(journal=journal, reporter=receiver)
+    rollout = harness.start(HANGS, outcome=RECEIVER, on_interrupt=InterruptPolicy.FAIL)
+    await asyncio.sleep(1)
+    journal.paused = True
+    asyncio.get_running_loop().call_later(3, journal.commit)
+    asyncio.get_running_loop().call_later(3, setattr, journal, "paused", False)
+    await harness.roster.drain(0)
+    assert failure_of(rollout).category is Category.INTERRUPTED
+    assert len(receiver.parcels) == 1
+    assert not rollout.owes
+
+
+async def test_a_drain_ends_although_the_journal_cannot_be_written() -> None:
+    journal = KeptJournal()
+    harness = RuntimeHarness(journal=journal)
+    rollout = harness.start(HANGS, on_interrupt=InterruptPolicy.FAIL)
+    await asyncio.sleep(1)
+    journal.paused = True
+    async with asyncio.timeout(60):
+        await harness.roster.drain(0)
+    assert rollout.outcome is None
+
+
+async def refused(journal: KeptJournal, accepted: asyncio.Task[None]) -> None:
+    """Let the disk be full while a start waits for its commit."""
+    await asyncio.sleep(0)
+    journal.fail("the disk is full")
+    with pytest.raises(Unavailable):
+        await accepted
+
+
+async def test_a_refused_rollout_whose_end_was_recorded_is_forgotten() -> None:
+    journal, receiver = KeptJournal(), Receiver()
+    journal.paused = True
+    harness = RuntimeHarness(journal=journal, reporter=receiver, capacity=Capacity(finished=0))
+    rollout = harness.start(HANGS, outcome=RECEIVER)
+    accepted = asyncio.create_task(harness.roster.accept([rollout]))
+    await asyncio.sleep(1)
+    rollout.ending.request(Cancellation("by a caller"))
+    await asyncio.sleep(1)
+    assert rollout.machine.outcome is not None
+    await refused(journal, accepted)
+    journal.paused = False
+    journal.fail("")
+    await asyncio.sleep(100)
+    assert (receiver.parcels, known(harness), harness.roster.active_bytes) == ([], [], 0)
+    assert (harness.roster.running, harness.roster.owed, harness.roster.finished) == (0, 0, 0)
+
+
+async def test_who_watches_a_refused_rollout_gets_the_refusal() -> None:
+    journal = KeptJournal()
+    journal.paused = True
+    harness = RuntimeHarness(journal=journal)
+    rollout = harness.start(HANGS)
+    accepted = asyncio.create_task(harness.roster.accept([rollout]))
+
+    async def watch() -> None:
+        async for _ in rollout.log.follow(0):
+            pass
+
+    watching = asyncio.create_task(watch())
+    waiting = asyncio.create_task(rollout.log.final_entry())
+    await refused(journal, accepted)
+    for reader in (watching, waiting, asyncio.create_task(watch()), asyncio.create_task(rollout.log.final_entry())):
+        with pytest.raises(Unavailable, match="the disk is full"):
+            await reader  # type: ignore[misc]
+
+
+async def test_a_restart_does_not_charge_the_starts_per_minute_again() -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal)
+    for _ in range(6):
+        first.start(HANGS, completions=REPLAYS)
+    await asyncio.sleep(1)
+    capacity = Capacity(per_caller=Quota(starts_per_minute=2), shared=True)
+    second = next_process(journal, capacity=capacity)
+    await second.roster.restore()
+    for name in ("r7", "r8"):
+        second.wish(StartRequest(a_spec(rollout_id=name), "me"))
+    with pytest.raises(Busy, match="may start 2 rollouts a minute"):
+        second.wish(StartRequest(a_spec(rollout_id="r9"), "me"))
+
+
+async def test_a_log_that_contradicts_itself_is_named_without_its_contents() -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal)
+    rollout = first.start(Say("the secret of the model"))
+    await asyncio.sleep(1)
+    entries = [entry for entry in rollout.log.entries if not isinstance(entry.record, Asked)]
+    entries = [replace(entry, sequence=number) for number, entry in enumerate(entries, start=1)]
+    others = [change for change in journal.committed if not isinstance(change, EntriesAppended)]
+    damaged = KeptJournal([others[0], EntriesAppended(rollout.uid, entries), *others[1:]])
+    with pytest.raises(JournalUnusable, match=f"rollout {rollout.uid} cannot be rebuilt") as caught:
+        await RuntimeHarness(journal=damaged).roster.load()
+    assert "secret" not in str(caught.value)
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+
+
+async def test_nothing_runs_and_nothing_is_sent_before_the_server_is_open() -> None:
+    journal, receiver = KeptJournal(), Receiver()
+    first = RuntimeHarness(journal=journal, reporter=Receiver(DOWN))
+    first.start(Say("done"), outcome=RECEIVER)
+    first.start(HANGS, completions=REPLAYS)
+    first.start(HANGS, on_interrupt=InterruptPolicy.FAIL, outcome=RECEIVER)
+    await asyncio.sleep(10)
+    second = next_process(journal, reporter=receiver)
+    await second.roster.load()
+    await asyncio.sleep(10)
+    assert (second.opened, receiver.parcels, second.roster.running, second.roster.queued) == ([], [], 0, 1)
+    done, running, interrupted = known(second)
+    assert interrupted.outcome is None
+    second.roster.acknowledge(done.uid, ME)
+    second.roster.resume()
+    await asyncio.sleep(10)
+    assert (second.opened, running.running) == (["r2"], True)
+    assert failure_of(interrupted).category is Category.INTERRUPTED
+    assert [parcel.key for parcel in receiver.parcels] == [f"{interrupted.uid}/outcome"]
+
+
+async def test_a_start_that_fails_before_the_server_is_open_changes_nothing() -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal)
+    first.start(HANGS, completions=REPLAYS)
+    first.start(HANGS, on_interrupt=InterruptPolicy.FAIL)
+    await asyncio.sleep(10)
+    second = next_process(journal)
+    before = [*second.roster.journal.committed]  # type: ignore[attr-defined]
+    await second.roster.load()
+    await second.roster.drain(0)
+    assert second.roster.journal.committed == before  # type: ignore[attr-defined]
+
+
+async def test_after_a_restart_the_rollout_that_finished_first_is_dropped_first() -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal)
+    slow, _ = first.start(Say("a", seconds=30)), first.start(Say("b"))
+    await asyncio.sleep(60)
+    second = next_process(journal, capacity=Capacity(finished=1))
+    await second.roster.restore()
+    assert [rollout.uid for rollout in known(second)] == [slow.uid]
+
+
+@pytest.mark.parametrize("crash", [True, False])
+async def test_a_rollout_that_never_ran_is_queued_again_whatever_its_agent(crash: bool) -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(Own(), journal=journal, capacity=Capacity(running=1, queued=5))
+    first.start(HANGS)
+    first.start(HANGS)
+    first.start(HANGS, on_interrupt=InterruptPolicy.FAIL)
+    await asyncio.sleep(10)
+    if not crash:
+        await first.roster.drain(0)
+    second = next_process(journal, Own())
+    second.scripts["r2"] = Script(Say("done"))
+    await second.roster.restore()
+    await asyncio.sleep(10)
+    ran, waited, forbidden = known(second)
+    assert "cannot be replayed" in failure_of(ran).message
+    assert waited.outcome is not None
+    assert isinstance(waited.outcome.end, Stop)
+    assert "on_interrupt" in failure_of(forbidden).message
+
+
+async def test_a_group_with_a_reward_of_its_own_cannot_demand_to_be_resumed() -> None:
+    request = StartRequest(a_spec(completions=REPLAYS, on_interrupt=InterruptPolicy.RESUME), "me")
+    with pytest.raises(NotPossible, match="the reward of its group cannot be computed") as caught:
+        GroupHarness(Ranked(), journal=KeptJournal()).start_request(request, GroupPlan(2))
+    assert caught.value.reason == "RESUME_UNSUPPORTED"
+    GroupHarness(journal=KeptJournal()).start_request(request, GroupPlan(2))
+
+
+async def test_the_time_of_an_end_is_published_with_it() -> None:
+    journal = KeptJournal()
+    rollout = RuntimeHarness(journal=journal).start(Say("a", seconds=5))
+    await asyncio.sleep(1)
+    journal.paused = True
+    rollout.ending.request(Cancellation("now"))
+    await asyncio.sleep(5)
+    assert rollout.machine.outcome is not None
+    assert rollout.finished is None
+    journal.commit()
+    assert rollout.finished is not None
+
+
+async def test_an_interrupted_rollout_has_the_times_of_its_earlier_process() -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal, capacity=Capacity(running=1, queued=5))
+    first.start(Say(calls=(call("none"),), seconds=20), HANGS, on_interrupt=InterruptPolicy.FAIL)
+    first.start(HANGS, on_interrupt=InterruptPolicy.FAIL)
+    await asyncio.sleep(50)
+    second = next_process(journal)
+    await second.roster.restore()
+    await asyncio.sleep(1)
+    ran, waited = (rollout.outcome.metrics for rollout in known(second) if rollout.outcome is not None)
+    assert (ran.total_ms, ran.queued_ms) == (pytest.approx(20_000, abs=100), pytest.approx(0, abs=100))
+    assert (waited.total_ms, waited.queued_ms) == (0, pytest.approx(50_000, abs=100))
+
+
+async def test_the_retries_of_a_delivery_do_not_begin_anew_with_a_restart() -> None:
+    journal, policy = KeptJournal(), DeliveryRetryPolicy(first=10, most=10, retries=2)
+    first = RuntimeHarness(journal=journal, reporter=Receiver(DOWN), patience=policy)
+    first.start(Say("a"), outcome=RECEIVER)
+    await asyncio.sleep(15)  # two attempts
+    receiver = Receiver(DOWN)
+    second = next_process(journal, reporter=receiver, patience=policy)
+    await second.roster.restore()
+    await asyncio.sleep(100)
+    (rollout,) = known(second)
+    assert len(receiver.parcels) == 1
+    assert rollout.undelivered
+    assert second.roster.redeliver(Selection(ME)) == [rollout.uid]
+    await asyncio.sleep(100)
+    assert len(receiver.parcels) == 4
+    assert rollout.delivery is not None
+    assert rollout.delivery.attempts == 6
+
+
+async def test_a_suspended_agent_records_nothing_more() -> None:
+    class Stubborn(Looping):
+        name = "stubborn"
+        replayable = True
+
+        def __init__(self) -> None:
+            self.raised: list[BaseException] = []
+
+        async def play(self, run: Run) -> None:
+            try:
+                await run.sample()
+            except asyncio.CancelledError:
+                for _ in range(2):
+                    try:
+                        run.note("late", "after the server began to stop")
+                    except RolloutEnded as error:
+                        self.raised.append(error)
+                raise
+
+    agent = Stubborn()
+    harness = RuntimeHarness(agent, journal=KeptJournal())
+    rollout = harness.start(HANGS, completions=REPLAYS)
+    await asyncio.sleep(1)
+    before = len(rollout.log.entries)
+    await harness.roster.drain(0)
+    assert rollout.is_suspended
+    assert len(agent.raised) == 2
+    assert len(rollout.log.entries) == before
+
+
+async def test_a_request_that_was_refused_starts_anew() -> None:
+    journal = KeptJournal()
+    journal.paused = True
+    harness = RuntimeHarness(journal=journal)
+    rollout, _ = harness.wish(a_wish("id"))
+    await refused(journal, asyncio.create_task(harness.roster.accept([rollout])))
+    journal.paused = False
+    journal.fail("")
+    again, found = harness.wish(a_wish("id"))
+    assert (found, again is rollout) == (False, False)
