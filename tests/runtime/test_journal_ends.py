@@ -277,33 +277,26 @@ async def test_the_retries_of_a_delivery_do_not_begin_anew_with_a_restart() -> N
 
 
 async def test_a_suspended_agent_records_nothing_more() -> None:
-    class Stubborn(Looping):
-        name = "stubborn"
+    class Waiting(Looping):
+        name = "waiting"
         replayable = True
-
-        def __init__(self) -> None:
-            self.raised: list[BaseException] = []
+        run: Run
 
         async def play(self, run: Run) -> None:
-            try:
-                await run.sample()
-            except asyncio.CancelledError:
-                for _ in range(2):
-                    try:
-                        run.note("late", "after the server began to stop")
-                    except RolloutEnded as error:
-                        self.raised.append(error)
-                raise
+            self.run = run
+            await run.sample()
+            await asyncio.Event().wait()
 
-    agent = Stubborn()
-    harness = RuntimeHarness(agent, journal=KeptJournal())
-    rollout = harness.start(HANGS, completions=REPLAYS)
+    agent = Waiting()
+    rollout = RuntimeHarness(agent, journal=KeptJournal()).start(Say("a"), completions=REPLAYS)
     await asyncio.sleep(1)
     before = len(rollout.log.entries)
-    await harness.roster.drain(0)
-    assert rollout.is_suspended
-    assert len(agent.raised) == 2
+    rollout.suspend()
+    with pytest.raises(RolloutEnded):  # before the driver has cancelled the agent
+        await agent.run.append({"role": "user", "content": "more"})
     assert len(rollout.log.entries) == before
+    await asyncio.sleep(1)
+    assert not rollout.running
 
 
 async def test_a_request_that_was_refused_starts_anew() -> None:
