@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rollout_server.edge.journal import SqliteJournal
 from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped
+from rollout_server.runtime.ports import Credentials
 
 from tests.edge.journal.store import accepted, appended, query, stored
 
@@ -171,3 +172,33 @@ async def test_a_journal_that_is_closed_when_an_outage_is_over_loses_nothing(dir
         await fail(journal, "a")
         elsewhere.rename(path)
     assert [rollout.start.uid for rollout in await stored(directory)] == ["a"]
+
+
+async def test_what_the_last_commit_publishes_may_write_more(directory: Path) -> None:
+    async with SqliteJournal(directory) as journal:
+        await journal.load()
+
+        def write(uid: str, following: str) -> None:
+            more = (lambda: write(following[0], following[1:])) if following else None
+            journal.write(accepted(uid), more)
+
+        write("a", "bcd")
+    assert [each.start.uid for each in await stored(directory)] == ["a", "b", "c", "d"]
+
+
+async def test_an_error_without_advice_is_in_the_log_once(
+    journal: SqliteJournal, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal.write(accepted("a", Credentials("sk-secret")))
+    await journal.flush()
+    with closing(sqlite3.connect(directory / "journal.sqlite3")) as connection:
+        connection.execute("ALTER TABLE entries RENAME TO others")
+    journal.write(appended("a", 1, 1, text="the text of a model"))
+    for _ in range(2):
+        with pytest.raises(JournalUnavailable, match="see the server's log"):
+            await journal.flush(patient=False)
+    with closing(sqlite3.connect(directory / "journal.sqlite3")) as connection:
+        connection.execute("ALTER TABLE others RENAME TO entries")
+    await journal.flush()
+    assert [record.exc_info is not None for record in caplog.records].count(True) == 1
+    assert "the text of a model" not in caplog.text

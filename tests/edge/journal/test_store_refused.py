@@ -100,6 +100,14 @@ async def test_a_directory_that_is_a_file_or_below_one(written: Path) -> None:
     assert len(await stored(written)) == 2
 
 
+async def test_a_directory_that_everybody_may_write(written: Path) -> None:
+    os.chmod(written, 0o757)
+    with pytest.raises(JournalUnusable, match=r"has mode 0757, .* chmod 0700 it"):
+        await SqliteJournal(written).start()
+    os.chmod(written, 0o770)  # as volumes of Kubernetes have it
+    assert len(await stored(written)) == 2
+
+
 async def test_a_directory_that_may_not_be_written(unprivileged: Path) -> None:
     os.chmod(unprivileged, 0o500)
     for path in (unprivileged, unprivileged / "below"):

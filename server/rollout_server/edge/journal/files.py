@@ -6,6 +6,7 @@ Nothing that is already in the directory is ever overwritten or repaired: a jour
 from __future__ import annotations
 
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -47,6 +48,7 @@ class JournalDirectory:
             if not self.path.exists():
                 self.path.mkdir(mode=0o700, parents=True)
                 _sync_directory(self.path.parent)
+            self._check_mode()
             self._lock.acquire()
         except Timeout:
             text = (
@@ -60,6 +62,16 @@ class JournalDirectory:
                 f"server's user may write, {ELSEWHERE}"
             )
             raise JournalUnusable(text) from error
+
+    def _check_mode(self) -> None:
+        """Raise `JournalUnusable` if everybody may write to the directory. Its group may: volumes of Kubernetes allow it."""
+        mode = stat.S_IMODE(self.path.stat().st_mode)
+        if mode & stat.S_IWOTH:
+            text = (
+                f"the journal's directory {self.path} has mode {mode:04o}, so every user of the machine may replace what is in it: "
+                f"chmod 0700 it, {ELSEWHERE}"
+            )
+            raise JournalUnusable(text)
 
     def close(self) -> None:
         """Release the lock."""
