@@ -50,7 +50,7 @@ async def test_records_are_seen_once_they_are_stored() -> None:
     assert harness.roster.finished == 1
 
 
-async def test_nobody_is_told_of_a_start_before_it_is_stored() -> None:
+async def test_a_start_is_acknowledged_once_it_is_stored() -> None:
     journal = KeptJournal()
     journal.paused = True
     harness = RuntimeHarness(journal=journal)

@@ -38,8 +38,8 @@ class JournalSettings(BaseSettings):
     on_interrupt: Literal["resume", "end"] = Field(
         "resume",
         validation_alias=env_names("ROLLOUT_ON_INTERRUPT"),
-        description="What happens to rollouts that a stop or crash of the server interrupts, if the request does not say: resume "
-        "continues them after the restart where that is possible, end gives them the outcome `interrupted`.",
+        description="What happens to rollouts that a stop or crash of the server interrupts, if the request leaves `on_interrupt` "
+        "unset: resume continues them after the restart where that is possible, end gives them the outcome `interrupted`.",
     )
 
     @field_validator("journal")

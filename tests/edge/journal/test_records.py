@@ -141,7 +141,7 @@ def damaged(**fields: object) -> bytes:
         (damaged(tool_started=pb.ToolStarted()), "a tool call has no arguments"),
         (damaged(tool_started=pb.ToolStarted(call=pb.ToolCall(object_json=b"[]"))), "not a JSON object"),
         (damaged(tool_started=pb.ToolStarted(call=pb.ToolCall(object_json=b"{"))), "JSONDecodeError"),
-        (damaged(ended=pb.Ended(reward_rule=1)), "does not say how it ended"),
+        (damaged(ended=pb.Ended(reward_rule=1)), "the record of an end has no end"),
         (damaged(ended=pb.Ended(reward_rule=99, stop=pb.Stop())), "KeyError(99)"),
         (damaged(segment_opened=pb.SegmentOpened()), "KeyError(0)"),
     ],

@@ -198,7 +198,7 @@ def _read_how(proto: pb.Ended) -> End:
         case "cancellation":
             return Cancellation(decode_text(proto.cancellation.reason))
         case _:
-            raise ValueError("the end of a rollout does not say how it ended")
+            raise ValueError("the record of an end has no end")
 
 
 def _read_failure(proto: pb.Failure) -> Failure:

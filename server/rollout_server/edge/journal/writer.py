@@ -126,7 +126,7 @@ class CommitQueue(Generic[_T]):
             if not self.problem:
                 _log.exception("the journal failed unexpectedly")
             problem = f"the journal failed unexpectedly ({type(error).__name__}); the server's log has the reason"
-        with suppress(RuntimeError):  # the loop was closed, and nobody is left to hear of it
+        with suppress(RuntimeError):  # the loop was closed, and nothing waits for the commit any more
             self._loop.call_soon_threadsafe(self._finish, problem)
 
     def _finish(self, problem: str) -> None:
