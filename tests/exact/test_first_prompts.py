@@ -39,7 +39,7 @@ from tests.support.grpc_trainer import GrpcTrainer, serving
 from tests.support.start_requests import settings
 from tests.support.trl_templates import trl_templates
 
-RANDOM_TEMPLATES = 12
+RANDOM_TEMPLATES = 8
 REFUSING = """{% for message in messages %}{% if message.role == "tool" %}{{ raise_exception("no tool results") }}{% endif %}
 <|im_start|>{{ message.role }}: {{ message.content }}<|im_end|>{% endfor %}<|im_start|>assistant:"""
 QUESTION = {"role": "user", "content": "What is 5 + 3?"}

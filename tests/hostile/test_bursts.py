@@ -21,7 +21,7 @@ from tests.support.processes import Serving, serve
 from tests.support.server_client import CHANNEL_OPTIONS, until
 from tests.support.start_requests import HELLO, NOWHERE, start
 
-MANY = 2000
+MANY = 1000
 AGENT = Path(__file__).with_name("bursts_agent.py")
 MESSAGES = [json.loads(HELLO)]
 BODIES: dict[str, dict[str, Any]] = {
