@@ -293,6 +293,12 @@ async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[
             _log.info("stopped by a signal before the server had started")
             return
         ports = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
+        if settings.journal == MEMORY:
+            _log.info(
+                "rollouts are kept in memory and end with this process; ROLLOUT_JOURNAL names a directory for them"
+            )
+        else:
+            _log.info("rollouts are kept in the journal %s", settings.journal)
         _log.info("serving %s of %s (started in %.2f s)", ports, settings.host, time.monotonic() - began)
         if serving is not None:
             serving(server)

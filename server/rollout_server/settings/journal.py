@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from base64 import urlsafe_b64decode
 from pathlib import Path
@@ -13,7 +12,6 @@ from pydantic_settings import BaseSettings
 
 from rollout_server.settings.types import WrongSettings, env_names
 
-_log = logging.getLogger(__name__)
 MEMORY = "memory"
 """In place of a directory: rollouts are kept in memory only. A directory of this name is written `./memory`."""
 _KEY_BYTES = 32
@@ -80,9 +78,6 @@ def journal_directory(setting: str | None, grpc_port: int, *, durable_by_default
             return None
         if grpc_port == 0:
             # Each start gets another port, so no later start would find the rollouts of this one.
-            _log.info(
-                "rollouts are kept in memory and end with this process: the gRPC port is 0; ROLLOUT_JOURNAL names a directory"
-            )
             return None
         return _state_home() / "rollout-server" / str(grpc_port)
     except RuntimeError:
