@@ -49,8 +49,8 @@ def _check_known(world: World) -> None:
     for uid, stored in world.disk.rollouts.items():
         owes = stored.ended and stored.start.request.spec.outcome is not None
         require(not owes or stored.over, f"{uid}: its delivery is not over")
-        known = uid in world.callers.accepted or not stored.entries or stored.ended
-        require(known, f"{uid} was stored and has no outcome")
+        # A start that could not be stored in time was refused, and is forgotten.
+        require(stored.dropped or not stored.entries or stored.ended, f"{uid} was stored and has no outcome")
         state = stored.delivery.delivery.state if stored.delivery is not None else None
         if state is DeliveryState.ACKNOWLEDGED and uid not in world.receiver.acknowledged:
             received = f"{uid}/outcome" in world.receiver.bodies or stored.received

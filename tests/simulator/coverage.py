@@ -35,6 +35,7 @@ UNREACHABLE: Final[dict[tuple[State, tuple[str, ...]], str]] = {
         State.CLOSED,
         ("Accepted", *_COMMANDS, *_RESULTS, "ToolStarted", "ToolReturned"),
     ): "a closed conversation does not go on",
+    (State.CLOSED, ("Resumed",)): "only agents that cannot be replayed give up their main conversation",
 }
 """Records that cannot come in a state, with the reason."""
 
