@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 from rollout_server.core.error import Conflict, NotPossible, Unavailable
+from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Ended
-from rollout_server.core.spec import InterruptPolicy, Target
+from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.groups.state import GroupResult
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
@@ -21,7 +22,7 @@ from tests.runtime.outcome_receivers import DOWN, YES, Receiver, owing, until
 from tests.support.group_harness import GroupHarness, Ranked, items
 from tests.support.journal import KeptJournal
 from tests.support.machine_records import shown_outcome
-from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, a_wish, call, outcome_of
+from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, Script, a_wish, call, outcome_of
 
 ENDS = {"on_interrupt": InterruptPolicy.FAIL}
 
@@ -237,3 +238,38 @@ async def test_a_rollout_that_fails_with_the_reward_of_its_group_is_not_started_
     assert len(members) == 2
     assert result == GroupResult(asked=2, usable=0, refilled=0, completed=0, failed=2, cancelled=0, early_stop=False)
     await harness.close()
+
+
+async def test_a_demand_to_be_resumed_is_refused_where_it_could_never_be_met() -> None:
+    class Own(Looping):
+        name = "own"
+
+        async def play(self, run: Run) -> None:  # type: ignore[override]
+            await run.sample()
+
+    resume = {"on_interrupt": InterruptPolicy.RESUME}
+    for harness, text in (
+        (RuntimeHarness(), "this server has no journal"),
+        (RuntimeHarness(Own(), journal=KeptJournal()), "play of agent 'own' cannot be replayed"),
+    ):
+        with pytest.raises(NotPossible) as refused:
+            harness.start(**resume)  # type: ignore[arg-type]
+        assert refused.value.reason == "RESUME_UNSUPPORTED"
+        assert text in refused.value.message
+    RuntimeHarness(journal=KeptJournal()).start(**resume)  # type: ignore[arg-type]
+
+
+async def test_the_downtime_between_earlier_processes_is_not_time_of_the_rollout() -> None:
+    target = Target("grpc://trainer:1", Dialect.GRPC, replays_turn_keys=True)
+    harness = RuntimeHarness(journal=KeptJournal())
+    called, hangs = Say(calls=(call("none"),)), Say(seconds=FOREVER)
+    harness.start(called, hangs, rollout_id="r", completions=target, limits=Limits(seconds=50))
+    for say in hangs, hangs, Say("done"):
+        await asyncio.sleep(10)
+        crashed = harness.roster.journal.after_crash()  # type: ignore[attr-defined]
+        await asyncio.sleep(100)
+        harness = await restored(crashed)
+        harness.scripts["r"] = Script(say)
+    outcome = await outcome_of(harness.rollouts[0])
+    assert isinstance(outcome.end, Stop)
+    assert outcome.metrics.total_ms < 50_000

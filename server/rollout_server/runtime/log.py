@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from rollout_server.core.error import Gone, RolloutError
-from rollout_server.core.record import Ended, Record
+from rollout_server.core.error import Gone
+from rollout_server.core.record import Ended, Record, Resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,12 @@ class Entry:
     record: Record
     turn: int = 0
     segment_id: str = ""
+
+
+def running_seconds(entries: Iterable[Entry]) -> float:
+    """Return the seconds from the first entry to the last one, without the downtime of the server before each `Resumed`."""
+    pairs = ((before, after) for before, after in pairwise(entries) if not isinstance(after.record, Resumed))
+    return sum(max(0.0, after.time - before.time) for before, after in pairs)
 
 
 class Log:

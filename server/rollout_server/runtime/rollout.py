@@ -25,7 +25,7 @@ from rollout_server.runtime.journal import (
     RolloutAccepted,
     StoredRollout,
 )
-from rollout_server.runtime.log import Entry, Log
+from rollout_server.runtime.log import Entry, Log, running_seconds
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.policy import AnnouncedPolicy, SamplingGate
 from rollout_server.runtime.ports import Clock, Credentials, Tool
@@ -354,7 +354,7 @@ class Rollout:
         if len(entries) > 1:
             began = entries[1].time
             self._queued_before = max(0.0, began - self.created)
-            self._earlier_seconds = max(0.0, entries[-1].time - began)
+            self._earlier_seconds = running_seconds(entries[1:])
             self._noted = Counter(record for record in records if isinstance(record, Note) and record.code != RESAMPLED)
             self.replay = AgentReplay(self.machine, records[1:], self.ending.reach, self._on_replayed)
 
