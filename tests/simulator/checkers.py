@@ -167,12 +167,8 @@ def _check_limits(world: World, uid: str, spec: Spec, records: Sequence[Record])
                 executed = any(tool.executions[record.call.id] for tool in world.tools)
                 calls[record.segment_id, record.turn] += executed
             case Ended():
-                # A rollout that was resumed twice counts the downtime between its earlier processes, too, so it is not judged.
                 late = record.total_ms / 1000 - (limits.seconds or 0)
-                require(
-                    late <= GRACE_SECONDS or world.trainer.opened[uid] > 2,
-                    f"{uid}: it ended {late:.1f} s after its time limit",
-                )
+                require(late <= GRACE_SECONDS, f"{uid}: it ended {late:.1f} s after its time limit")
     most = max(calls.values(), default=0)
     require(limits.calls_per_turn is None or most <= limits.calls_per_turn, f"{uid}: {most} tool calls ran in one turn")
 
