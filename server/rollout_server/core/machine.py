@@ -265,7 +265,8 @@ class Machine:
     def _apply_asked(self, record: Asked) -> None:
         conversation = self._named_conversation(record.segment_id, record)
         self._require(
-            conversation.state is State.OPEN and record == self.request_completion(conversation, record.sampling),
+            conversation.state is State.OPEN
+            and replace(record, by_tool="") == self.request_completion(conversation, record.sampling),
             record,
             conversation,
         )

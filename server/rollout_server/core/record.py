@@ -2,6 +2,9 @@
 
 An event is a view of a record. Its sequence number is the record's position in the log, from 1. `Asked` and `ToolStarted` are also
 intents: they wait for their result.
+
+A tool may use its rollout. `by_tool` of a record is then the `key` of the call that issued it; it is empty for what the agent's own
+methods issue.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class Asked:
         turn_key: the idempotency key of the turn, `uid/segment/turn`; equal for all attempts.
         messages: the number of messages in the conversation.
         sampling: all sampling parameters of this turn; None uses those of the spec.
+        by_tool: see the module.
     """
 
     turn: int
@@ -52,6 +56,7 @@ class Asked:
     turn_key: str
     messages: int
     sampling: Sampling | None = None
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +129,41 @@ class Appended:
 
     messages: tuple[Message, ...]
     segment_id: str = FIRST
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """A tool call starts. `index` is its position among the calls of the turn, from 0."""
+    """A tool call starts.
+
+    Args:
+        turn: the turn that called it, from 1.
+        index: its position among the calls of the turn, from 0.
+        call: the call.
+        segment_id: the conversation.
+        by_tool: see the module.
+        repeatable: whether it may run again if the server stops before it has returned.
+    """
 
     turn: int
     index: int
     call: ToolCall
     segment_id: str = FIRST
+    by_tool: str = ""
+    repeatable: bool = False
+
+    @property
+    def key(self) -> str:
+        """What identifies the call in its rollout."""
+        return f"{self.segment_id}/{self.turn}/{self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolReturned:
-    """A tool call returned a message for the model. If `failed`, its content is an error text."""
+    """A tool call returned a message for the model. If `failed`, its content is an error text.
+
+    `cancelled`: the agent cancelled the call. `used_state`: the tool used the agent's `run.state`.
+    """
 
     turn: int
     index: int
@@ -147,6 +172,8 @@ class ToolReturned:
     failed: bool
     elapsed_ms: float = 0.0
     segment_id: str = FIRST
+    cancelled: bool = False
+    used_state: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +191,7 @@ class Forked:
         role: the part that the new conversation plays, and its further model. A compaction keeps the role of the conversation it
             replaces, a branch the model of its parent.
         after_turn: for a branch that begins after an earlier turn of `of`, that turn; 0: after all messages so far.
+        by_tool: see the module.
     """
 
     segment_id: str
@@ -174,6 +202,7 @@ class Forked:
     tools: tuple[str, ...] = ()
     role: Role = AGENT
     after_turn: int = 0
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +214,7 @@ class GivenUp:
 
     turn: int
     segment_id: str
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,12 +234,18 @@ class Observed:
         value_json: the result as JSON: a time in ISO 8601, a seed, or what the agent's function returned.
         segment_id: the conversation of the `Run` that was called.
         number: number of the call of `once` in its conversation, from 1; 0 for a call by a tool, and for clock and randomness.
+        after: number of records in the log when a call with a number began.
+        concurrent: whether another call of `once` in the conversation was under way at the same time.
+        by_tool: see the module.
     """
 
     what: str
     value_json: str
     segment_id: str = FIRST
     number: int = 0
+    after: int = 0
+    concurrent: bool = False
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +260,9 @@ class ModelCalled:
         attempts: number of requests that were sent.
         elapsed_ms: milliseconds from the call to the completion.
         segment_id: the conversation of the `Run` that was called.
-        number: number of the call among those of the same model in its conversation, from 1; 0 for a call by a tool.
+        number: number of the call among those with the same `digest` in its conversation, from 1; 0 for a call by a tool.
+        digest: of the model, the messages and the sampling parameters; empty for a call by a tool.
+        by_tool: see the module.
     """
 
     model: str
@@ -235,6 +273,8 @@ class ModelCalled:
     elapsed_ms: float = 0.0
     segment_id: str = FIRST
     number: int = 0
+    digest: str = ""
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +283,7 @@ class Masked:
 
     turn: int
     reason: str
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +293,12 @@ class Rewarded:
     Args:
         turn: the turn, from 1.
         value: from -`LARGEST_TURN_REWARD` to `LARGEST_TURN_REWARD`. A turn gets at most `MOST_REWARDS_OF_A_TURN`.
+        by_tool: see the module.
     """
 
     turn: int
     value: float
+    by_tool: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,12 @@ when the cursor reaches it. A command stops the cursor until the agent issues it
 the recorded order. A command is compared with the next command of its conversation that was not issued yet. Conversations must
 therefore issue their commands in the same order as before, each by itself. Masks and rewards are compared per turn, in any order.
 
-The results of `once` and of further models are found by the number of the call in its conversation, because concurrent calls are
-recorded in the order in which they return. A call that failed, or did not return, is not recorded and is made again.
+Concurrent calls of `once` and of further models are recorded in the order in which they return. Those of `once` are found by the
+number of the call in its conversation, and the cursor also stops where one began. Those of further models are found by what was
+asked. A call that failed, or did not return, is not recorded and is made again.
+
+A command that cannot be recorded, because a limit forbids it, has no record in the log. It then fails or ends the rollout as soon
+as the records that were applied show this.
 
 A tool that returned is not called again. What it did with the rollout itself (rewards, conversations) is applied without a command.
 `replay_obstacle` finds the logs in which this cannot be told apart from what the agent did.
@@ -26,7 +30,9 @@ from typing import Final
 from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.outcome import Category, End, Failure, FailureClass
 from rollout_server.core.record import (
+    Asked,
     Forked,
+    GivenUp,
     Input,
     Masked,
     ModelCalled,
@@ -37,7 +43,7 @@ from rollout_server.core.record import (
     ToolReturned,
 )
 from rollout_server.runtime.errors import RolloutEnded
-from rollout_server.runtime.replay_steps import ReplayStep, fits, number_of, read_steps, shown, was_cancelled
+from rollout_server.runtime.replay_steps import ReplayStep, fits, number_of, read_steps, shown
 
 _log = logging.getLogger(__name__)
 
@@ -69,9 +75,12 @@ class AgentReplay:
         self._steps, self._conversations = found.steps, found.conversations
         self._lanes: dict[str, deque[ReplayStep]] = {}
         self._numbered: dict[tuple[str, str, int], ReplayStep] = {}
+        self._effects: dict[tuple[str, int], ReplayStep] = {}
         self._results: dict[tuple[str, int, int], ReplayStep] = {}
         for step in self._steps:
             self._sort(step)
+        self._turns = {step.record.turn: step for step in self._steps if isinstance(step.record, Asked)}
+        self._last_play = max((at for at, step in enumerate(self._steps) if step.by_play or step.is_result), default=-1)
         self._deferred: list[Input] = []
         self._at = 0
         self._ended = self._scheduled = False
@@ -79,11 +88,24 @@ class AgentReplay:
         self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = 0
         self._stalled: asyncio.TimerHandle | None = None
+        self._at_stops: list[asyncio.Future[None]] = []
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the rollout cannot be replayed; None as long as it can."""
+        return self._failure
+
+    @property
+    def is_played(self) -> bool:
+        """Whether the rest of the log has only what a reward may do, too, such as giving rewards."""
+        return self._at > self._last_play
 
     def _sort(self, step: ReplayStep) -> None:
         match step.record:
             case ToolReturned(turn=turn, index=index, segment_id=segment_id):
                 self._results[self._conversations[segment_id], turn, index] = step
+            case Observed(what="once") if step.by_agent and not step.is_start:
+                self._effects[step.conversation, step.record.number] = step
             case ModelCalled() | Observed(what="once") if step.by_agent:
                 self._numbered[(step.conversation, *number_of(step.record))] = step
             case _ if step.by_agent:
@@ -116,8 +138,14 @@ class AgentReplay:
 
     def claim_call(self, what: str, segment_id: str, number: int) -> ReplayStep | None:
         """Match a call of `once` or of the model `what` by its number in the conversation; None if it has no recorded result."""
-        step = self._numbered.pop((self._conversations.get(segment_id, ""), what, number), None)
-        return None if step is None else self._issue(step)
+        conversation = self._conversations.get(segment_id, "")
+        step = self._numbered.pop((conversation, what, number), None)
+        if step is None:
+            return None
+        result = self._effects[conversation, number] if step.is_start else step
+        result.issued = True
+        self._issue(step)
+        return result
 
     def submit(self, record: Input) -> Input:
         """Match a command that does not wait, and return it as it was recorded. Without a record it is kept for the end."""
@@ -125,6 +153,8 @@ class AgentReplay:
         match record:
             case ToolReturned():
                 step = self._claim_cancelled(record)
+            case GivenUp(turn=turn) if (asked := self._turns.get(turn)) is not None and asked.result is not None:
+                raise self.diverge(shown(record), asked.result)
             case Note() | ModelCalled() | Observed(what="once"):
                 pass
             case _:
@@ -143,7 +173,7 @@ class AgentReplay:
         step = self._results.get((self._conversations.get(record.segment_id, ""), record.turn, record.index))
         if step is None:
             return None
-        if not was_cancelled(step.record):
+        if not (isinstance(step.record, ToolReturned) and step.record.cancelled):
             raise self.diverge(f"cancellation of the call {record.index} of turn {record.turn}", step)
         return self._issue(step)
 
@@ -180,6 +210,11 @@ class AgentReplay:
         self.end_if_used_up()
         if not self._stops:
             self.proceed()
+            return
+        for waiter in self._at_stops:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._at_stops.clear()
 
     def _apply_issued(self) -> None:
         """Apply the commands at the cursor that the agent has issued."""
@@ -198,6 +233,7 @@ class AgentReplay:
         """Apply the record at the cursor. Return whether a task was waiting for it."""
         step = self._steps[self._at]
         self._at += 1
+        self._restart_watch()
         try:
             step.apply(self._machine)
         except IllegalRecord:
@@ -221,12 +257,19 @@ class AgentReplay:
         self._ended = True
         if self._stalled is not None:
             self._stalled.cancel()
-        self._over(deferred)
+        try:
+            self._over(deferred)
+        except IllegalRecord:
+            _log.exception("what the agent of rollout %s did does not fit its log", self._machine.uid)
+            self._fail("what the agent did does not fit the log")
         self._release()
 
     def _release(self) -> None:
         if not self._ending.done():
             self._ending.set_result(None)
+        for waiter in self._at_stops:
+            if not waiter.done():
+                waiter.set_result(None)
         for step in self._steps[self._at :]:
             step.wake()
 
@@ -245,10 +288,15 @@ class AgentReplay:
         await self.applied(step.result)
         return step.result
 
-    async def over(self) -> None:
-        """Wait until the log is used up. Raise `RolloutEnded` if the replay has failed."""
-        if not self._ending.done():
-            await self._wait(asyncio.shield(self._ending))
+    async def over(self, enough: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the log is used up, or `enough` returns True or raises; it is asked whenever the cursor has stopped.
+
+        Raise `RolloutEnded` if the replay has failed.
+        """
+        while not (self._ending.done() or (self._stops and enough())):
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._at_stops.append(waiter)
+            await self._wait(waiter)
         if self._failure is not None:
             raise RolloutEnded(self._failure)
 
@@ -260,21 +308,26 @@ class AgentReplay:
         finally:
             self._waiting -= 1
 
+    def _restart_watch(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        if self._waiting:
+            self._watch()
+
     def _watch(self) -> None:
         """Fail if the cursor stands at the same command for a long time, while commands wait for it."""
-        if self._stalled is None and not self._ended:
-            loop, at = asyncio.get_running_loop(), self._at
-            self._stalled = loop.call_later(STALL_SECONDS, lambda: self._check_progress(at))
+        if self._stalled is not None or self._ended or self._at == len(self._steps):
+            return
+        step, seconds = self._steps[self._at], STALL_SECONDS
+        if isinstance(step.record, ToolReturned):  # the agent lets the call run as long as before, and then cancels it
+            seconds += step.record.elapsed_ms / 1000
+        self._stalled = asyncio.get_running_loop().call_later(seconds, self._check_progress, step, seconds)
 
-    def _check_progress(self, before: int) -> None:
+    def _check_progress(self, step: ReplayStep, seconds: float) -> None:
         self._stalled = None
-        if self._ended or self._failure is not None or not self._waiting:
-            return
-        step = self._steps[self._at] if self._at < len(self._steps) else None
-        if step is None or before != self._at or was_cancelled(step.record):
-            self._watch()
-            return
-        self.diverge(f"nothing for {STALL_SECONDS:g} s", step)
+        if not self._ended and self._failure is None and self._waiting and not step.applied:
+            self.diverge(f"nothing for {seconds:g} s", step)
 
     def diverge(self, issued: str, step: ReplayStep) -> RolloutEnded:
         """End the rollout, because the agent did something else than what was recorded. Return what to raise.

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Final
 
 from rollout_server.core.machine import IllegalRecord, Machine
 from rollout_server.core.message import Message
@@ -34,9 +33,6 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 
-CANCELLED_CALL: Final = "Error: The call was cancelled before it returned"
-"""Result of a tool call that the agent cancelled."""
-
 
 @dataclass(slots=True, eq=False)
 class ReplayStep:
@@ -50,6 +46,7 @@ class ReplayStep:
         by_agent: whether the agent has to issue it again, before it is applied. Results and notes are applied by themselves, and so
             is what a tool did that is not called again.
         result: of a request for a completion or a tool call: the step with its result; None if the log has none.
+        is_start: whether it stands for the start of a call of `once`, of which `record` is the result. It has no record of its own.
     """
 
     record: Input
@@ -58,9 +55,26 @@ class ReplayStep:
     conversation: str
     by_agent: bool
     result: ReplayStep | None = None
+    is_start: bool = False
     issued: bool = False
     applied: bool = False
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Its place in the order of the steps."""
+        record = self.record
+        return (record.after, record.number) if self.is_start and isinstance(record, Observed) else (self.sequence, 0)
+
+    @property
+    def is_result(self) -> bool:
+        """Whether it ends a turn or a tool call."""
+        return isinstance(self.record, Answered | GivenUp | ToolReturned)
+
+    @property
+    def is_cancellation(self) -> bool:
+        """Whether the agent cancelled a tool call, which is a command."""
+        return isinstance(self.record, ToolReturned) and self.record.cancelled
 
     @property
     def by_play(self) -> bool:
@@ -69,7 +83,7 @@ class ReplayStep:
 
     def apply(self, machine: Machine) -> None:
         """Apply it to the machine. Raises `IllegalRecord`, also if the machine derives other records than before."""
-        if machine.accept(self.record) != (*self.follows, self.record):
+        if not self.is_start and machine.accept(self.record) != (*self.follows, self.record):
             raise IllegalRecord(f"the log says {self.follows!r} before {self.record!r}")
         self.applied = True
 
@@ -91,8 +105,7 @@ class ReplayStep:
 class StepReader:
     """Reads a log from its second record on.
 
-    A conversation is known by its first segment. A command in a conversation whose tools run is one of those tools', and so is
-    everything in the conversations that they open. The same holds for numbered calls without a number.
+    A conversation is known by its first segment.
 
     Attributes:
         steps: the inputs.
@@ -107,9 +120,8 @@ class StepReader:
         self.turns: dict[int, str] = {}
         self.obstacle = ""
         self._asked: dict[int, ReplayStep] = {}
-        self._calls: dict[tuple[str, int, int], ReplayStep] = {}
-        self._by_tools: dict[str, str] = {}
-        self._used_by_tools: set[str] = set()
+        self._calls: dict[str, ReplayStep] = {}
+        self._callers: set[str] = set()
 
     def read(self, records: Iterable[Record], first: int = 2) -> StepReader:
         """Read records, of which the first one has this sequence number. Returns this object."""
@@ -121,6 +133,7 @@ class StepReader:
             self._add(record, tuple(follows), sequence)
             follows.clear()
         self._check_end(follows)
+        self.steps.sort(key=lambda step: step.place)
         return self
 
     def _add(self, record: Input, follows: tuple[Consequence, ...], sequence: int) -> None:
@@ -130,7 +143,7 @@ class StepReader:
         for each in follows:
             if isinstance(each, SegmentOpened):
                 self.conversations[each.segment_id] = conversation
-        by_agent = self._is_command(record) and not self._is_by_tool(record, conversation)
+        by_agent = self._is_command(record) and not self._is_by_tool(record)
         step = ReplayStep(record, follows, sequence, conversation, by_agent)
         self.steps.append(step)
         self._link(step)
@@ -140,24 +153,27 @@ class StepReader:
 
     def _link(self, step: ReplayStep) -> None:
         """Link results to their requests, and note the conversations that are opened."""
-        conversation = step.conversation
         match step.record:
             case Forked(segment_id=opened) if opened not in self.conversations:
                 self.conversations[opened] = opened
-                if not step.by_agent:
-                    self._by_tools[opened] = self._by_tools.get(conversation, conversation)
+            case Observed(what="once") if step.by_agent:
+                if step.record.concurrent:
+                    self._refuse(
+                        "calls of `once` in one conversation were concurrent, and a replay cannot tell them apart"
+                    )
+                self.steps.append(replace(step, follows=(), is_start=True))
             case Asked(turn=turn):
                 self._asked[turn] = step
             case Answered(turn=turn):
                 self._asked.pop(turn).result = step
             case GivenUp(turn=turn):
                 self._asked.pop(turn)
-            case ToolStarted(turn, index, _, _):
-                self._calls[conversation, turn, index] = step
-            case ToolReturned(turn=turn, index=index):
-                self._calls.pop((conversation, turn, index)).result = step
-                if not any(caller == conversation for caller, _, _ in self._calls):
-                    self._used_by_tools.discard(conversation)
+            case ToolStarted():
+                self._calls[step.record.key] = step
+            case ToolReturned(turn=turn, index=index, segment_id=segment_id):
+                self._calls.pop(f"{segment_id}/{turn}/{index}").result = step
+                if step.record.used_state:
+                    self._refuse(f"tool {step.record.call.name} used run.state, which a replay cannot restore")
 
     def _conversation_of(self, record: Input) -> str:
         named = record.of if isinstance(record, Forked) else getattr(record, "segment_id", None)
@@ -166,32 +182,31 @@ class StepReader:
         return self.turns.get(getattr(record, "turn", 0), FIRST)
 
     def _is_command(self, record: Input) -> bool:
-        return was_cancelled(record) or not isinstance(record, Answered | ToolReturned | Note | Resumed | Ended)
+        if isinstance(record, ToolReturned):
+            return record.cancelled
+        return not isinstance(record, Answered | Note | Resumed | Ended)
 
-    def _is_by_tool(self, record: Input, conversation: str) -> bool:
-        """Return whether a command was issued by a tool; note the conversations whose running tools did so."""
-        caller = self._by_tools.get(conversation, conversation)
-        calling = any(each == caller for each, _, _ in self._calls)
-        if conversation in self._by_tools:
-            if not calling:
-                self._refuse("a conversation that a tool opened went on after the tool had returned")
-            return True
-        if isinstance(record, ToolStarted | ToolReturned):
-            return False
-        if _is_numbered(record) and not number_of(record)[1] and not calling:
-            self._refuse("a tool used a conversation other than the one that called it")
-        if calling:
-            self._used_by_tools.add(conversation)
-        return calling
+    def _is_by_tool(self, record: Input) -> bool:
+        """Return whether a command was issued by a tool; note the calls that did so."""
+        start: Input | None = record
+        if isinstance(record, ToolReturned):
+            start = self._calls[f"{record.segment_id}/{record.turn}/{record.index}"].record
+        caller = by_tool = getattr(start, "by_tool", "")
+        while caller:
+            self._callers.add(caller)
+            if caller not in self._calls:
+                self._refuse("a tool used the rollout after it had returned")
+                break
+            caller = getattr(self._calls[caller].record, "by_tool", "")
+        return bool(by_tool)
 
     def _check_end(self, follows: Sequence[Consequence]) -> None:
         if follows:
             self._refuse("its log is incomplete")
-        for caller, _, _ in self._calls:
-            if self._by_tools.get(caller, caller) in self._used_by_tools:
-                self._refuse("a tool that uses the rollout itself was running")
-        if any(step.conversation in self._by_tools for step in self._asked.values()):
+        if not self._callers.isdisjoint(self._calls):
             self._refuse("a tool that uses the rollout itself was running")
+        if any(getattr(step.record, "by_tool", "") for step in self._asked.values()):
+            self._refuse("a completion that a tool had requested was being generated")
 
     def _refuse(self, why: str) -> None:
         self.obstacle = self.obstacle or why
@@ -207,22 +222,11 @@ def replay_obstacle(records: Sequence[Record]) -> str:
     return read_steps(records[1:]).obstacle
 
 
-def _is_numbered(record: Input) -> bool:
-    return isinstance(record, ModelCalled) or (isinstance(record, Observed) and record.what == "once")
-
-
 def number_of(record: Input) -> tuple[str, int]:
-    """Return what was called, "once" or a model as "model NAME", and the number of the call in its conversation."""
+    """Return what was called, "once" or the digest of a call of a model, and the number of the call in its conversation."""
     if isinstance(record, ModelCalled):
-        return f"model {record.model}", record.number
+        return record.digest, record.number
     return "once", getattr(record, "number", 0)
-
-
-def was_cancelled(record: Input) -> bool:
-    """Return whether a record is the result of a tool call that the agent cancelled: a command of the agent."""
-    if not (isinstance(record, ToolReturned) and record.failed):
-        return False
-    return record.message.fields().get("content") == CANCELLED_CALL
 
 
 def fits(draft: Input, recorded: Input) -> bool:
@@ -233,10 +237,16 @@ def fits(draft: Input, recorded: Input) -> bool:
     match draft, recorded:
         case Asked(), Asked():
             return replace(draft, turn=recorded.turn, turn_key=recorded.turn_key) == recorded
+        case ToolStarted(), ToolStarted():
+            return replace(draft, repeatable=recorded.repeatable) == recorded
         case Forked(), Forked():
             return replace(draft, segment_id=recorded.segment_id) == recorded
         case Observed(), Observed():
-            return (draft.what, draft.segment_id) == (recorded.what, recorded.segment_id)
+            return (draft.what, draft.segment_id, draft.by_tool) == (
+                recorded.what,
+                recorded.segment_id,
+                recorded.by_tool,
+            )
         case _:
             return draft == recorded
 
@@ -250,7 +260,7 @@ def shown(record: Input) -> str:
             text = f"sample with {record.messages} messages{options or ''}"
         case Appended(messages):
             text = f"append of {_messages(messages)}"
-        case ToolStarted(turn, index, call, _):
+        case ToolStarted(turn, index, call):
             text = f"call {index} of turn {turn}: tool {call.name}, arguments {_digest(str(call.arguments))}"
         case Forked(origin=origin, messages=messages, after_turn=after):
             text = f"fork ({origin.kind.value}) with {_messages(messages)}{f' after turn {after}' if after else ''}"

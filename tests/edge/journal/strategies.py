@@ -122,6 +122,7 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         turn_key=texts,
         messages=counts,
         sampling=st.none() | samplings,
+        by_tool=texts,
     ),
     records.Answered: each_field(
         records.Answered,
@@ -148,8 +149,16 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         policy_step=steps,
         runs=st.lists(each_field(PolicyRun, tokens=counts, version=any_texts, step=steps), max_size=3).map(tuple),
     ),
-    records.Appended: each_field(records.Appended, messages=many_messages, segment_id=texts),
-    records.ToolStarted: each_field(records.ToolStarted, turn=small, index=small, call=calls, segment_id=texts),
+    records.Appended: each_field(records.Appended, messages=many_messages, segment_id=texts, by_tool=texts),
+    records.ToolStarted: each_field(
+        records.ToolStarted,
+        turn=small,
+        index=small,
+        call=calls,
+        segment_id=texts,
+        by_tool=texts,
+        repeatable=st.booleans(),
+    ),
     records.ToolReturned: each_field(
         records.ToolReturned,
         turn=small,
@@ -159,6 +168,8 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         failed=st.booleans(),
         elapsed_ms=numbers,
         segment_id=texts,
+        cancelled=st.booleans(),
+        used_state=st.booleans(),
     ),
     records.Forked: each_field(
         records.Forked,
@@ -170,8 +181,9 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         tools=st.lists(any_texts, max_size=3).map(tuple),
         role=roles,
         after_turn=small,
+        by_tool=texts,
     ),
-    records.GivenUp: each_field(records.GivenUp, turn=small, segment_id=texts),
+    records.GivenUp: each_field(records.GivenUp, turn=small, segment_id=texts, by_tool=texts),
     records.CaptureSettled: each_field(
         records.CaptureSettled,
         segment_id=texts,
@@ -183,6 +195,9 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         value_json=any_texts,
         segment_id=texts,
         number=small,
+        after=counts,
+        concurrent=st.booleans(),
+        by_tool=texts,
     ),
     records.ModelCalled: each_field(
         records.ModelCalled,
@@ -194,9 +209,11 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         elapsed_ms=numbers,
         segment_id=texts,
         number=small,
+        digest=texts,
+        by_tool=texts,
     ),
-    records.Masked: each_field(records.Masked, turn=small, reason=any_texts),
-    records.Rewarded: each_field(records.Rewarded, turn=small, value=numbers),
+    records.Masked: each_field(records.Masked, turn=small, reason=any_texts, by_tool=texts),
+    records.Rewarded: each_field(records.Rewarded, turn=small, value=numbers, by_tool=texts),
     records.SegmentOpened: each_field(
         records.SegmentOpened, turn=small, segment_id=texts, origin=origins, prompt_tokens=counts
     ),

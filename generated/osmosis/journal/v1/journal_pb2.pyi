@@ -582,6 +582,7 @@ class Asked(_message.Message):
     TURN_KEY_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     segment_id: _builtins.str
@@ -590,6 +591,8 @@ class Asked(_message.Message):
     """The idempotency key of the turn."""
     messages: _builtins.int
     """Number of messages of the conversation."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     @_builtins.property
     def sampling(self) -> _spec_pb2.Sampling:
         """Sampling parameters of this turn; unset: those of the spec."""
@@ -602,10 +605,11 @@ class Asked(_message.Message):
         turn_key: _builtins.str = ...,
         messages: _builtins.int = ...,
         sampling: _spec_pb2.Sampling | None = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "sampling", b"sampling", "segment_id", b"segment_id", "turn", b"turn", "turn_key", b"turn_key"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_tool", b"by_tool", "messages", b"messages", "sampling", b"sampling", "segment_id", b"segment_id", "turn", b"turn", "turn_key", b"turn_key"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -750,8 +754,11 @@ class Appended(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """The conversation."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
         """The messages."""
@@ -761,10 +768,11 @@ class Appended(_message.Message):
         *,
         messages: _abc.Iterable[Global___Message] | None = ...,
         segment_id: _builtins.str = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "segment_id", b"segment_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_tool", b"by_tool", "messages", b"messages", "segment_id", b"segment_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -780,12 +788,18 @@ class ToolStarted(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     CALL_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
+    REPEATABLE_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     index: _builtins.int
     """Position among the calls of the turn, from 0."""
     segment_id: _builtins.str
     """The conversation."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
+    repeatable: _builtins.bool
+    """It may run again if the server stops before it has returned."""
     @_builtins.property
     def call(self) -> Global___ToolCall:
         """The call."""
@@ -797,10 +811,12 @@ class ToolStarted(_message.Message):
         index: _builtins.int = ...,
         call: Global___ToolCall | None = ...,
         segment_id: _builtins.str = ...,
+        by_tool: _builtins.str = ...,
+        repeatable: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "index", b"index", "segment_id", b"segment_id", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_tool", b"by_tool", "call", b"call", "index", b"index", "repeatable", b"repeatable", "segment_id", b"segment_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -819,6 +835,8 @@ class ToolReturned(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
+    USED_STATE_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     index: _builtins.int
@@ -829,6 +847,10 @@ class ToolReturned(_message.Message):
     """Milliseconds that the call took."""
     segment_id: _builtins.str
     """The conversation."""
+    cancelled: _builtins.bool
+    """The agent cancelled the call."""
+    used_state: _builtins.bool
+    """The tool used the agent's `run.state`."""
     @_builtins.property
     def call(self) -> Global___ToolCall:
         """The call."""
@@ -847,10 +869,12 @@ class ToolReturned(_message.Message):
         failed: _builtins.bool = ...,
         elapsed_ms: _builtins.float = ...,
         segment_id: _builtins.str = ...,
+        cancelled: _builtins.bool = ...,
+        used_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "elapsed_ms", b"elapsed_ms", "failed", b"failed", "index", b"index", "message", b"message", "segment_id", b"segment_id", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "cancelled", b"cancelled", "elapsed_ms", b"elapsed_ms", "failed", b"failed", "index", b"index", "message", b"message", "segment_id", b"segment_id", "turn", b"turn", "used_state", b"used_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -900,6 +924,7 @@ class Forked(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     AFTER_TURN_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.str
     """The first segment of the new conversation."""
     of_segment_id: _builtins.str
@@ -908,6 +933,8 @@ class Forked(_message.Message):
     """Number of messages that the new conversation starts with."""
     after_turn: _builtins.int
     """The turn after which a branch begins; 0: after all messages so far."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
         """Origin of the new segment, as far as it is known before its first prompt."""
@@ -935,10 +962,11 @@ class Forked(_message.Message):
         tools: _abc.Iterable[_builtins.bytes] | None = ...,
         role: Global___Role | None = ...,
         after_turn: _builtins.int = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["origin", b"origin", "role", b"role"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_turn", b"after_turn", "count", b"count", "messages", b"messages", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "segment_id", b"segment_id", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_turn", b"after_turn", "by_tool", b"by_tool", "count", b"count", "messages", b"messages", "of_segment_id", b"of_segment_id", "origin", b"origin", "role", b"role", "segment_id", b"segment_id", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -952,19 +980,23 @@ class GivenUp(_message.Message):
 
     TURN_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     segment_id: _builtins.str
     """The conversation."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     def __init__(
         self,
         *,
         turn: _builtins.int = ...,
         segment_id: _builtins.str = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_id", b"segment_id", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_tool", b"by_tool", "segment_id", b"segment_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1008,6 +1040,9 @@ class Observed(_message.Message):
     VALUE_JSON_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    CONCURRENT_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     what: _builtins.str
     """"now", "random" or "once"."""
     value_json: _builtins.bytes
@@ -1016,6 +1051,12 @@ class Observed(_message.Message):
     """The conversation."""
     number: _builtins.int
     """Number of the call of "once" in its conversation, from 1; 0: a call by a tool, or of something else."""
+    after: _builtins.int
+    """Number of records in the log when the call of "once" began."""
+    concurrent: _builtins.bool
+    """Another call of "once" in the conversation was under way at the same time."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     def __init__(
         self,
         *,
@@ -1023,10 +1064,13 @@ class Observed(_message.Message):
         value_json: _builtins.bytes = ...,
         segment_id: _builtins.str = ...,
         number: _builtins.int = ...,
+        after: _builtins.int = ...,
+        concurrent: _builtins.bool = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "segment_id", b"segment_id", "value_json", b"value_json", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "by_tool", b"by_tool", "concurrent", b"concurrent", "number", b"number", "segment_id", b"segment_id", "value_json", b"value_json", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1046,6 +1090,8 @@ class ModelCalled(_message.Message):
     ELAPSED_MS_FIELD_NUMBER: _builtins.int
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     model: _builtins.bytes
     """The name by which the agent called the model."""
     finish_reason: _builtins.bytes
@@ -1057,7 +1103,11 @@ class ModelCalled(_message.Message):
     segment_id: _builtins.str
     """The conversation."""
     number: _builtins.int
-    """Number of the call among those of the model in its conversation, from 1; 0: a call by a tool."""
+    """Number of the call among those with the same digest in its conversation, from 1; 0: a call by a tool."""
+    digest: _builtins.str
+    """Of the model, the messages and the sampling parameters; empty: a call by a tool."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     @_builtins.property
     def message(self) -> Global___Message:
         """The assistant message."""
@@ -1077,10 +1127,12 @@ class ModelCalled(_message.Message):
         elapsed_ms: _builtins.float = ...,
         segment_id: _builtins.str = ...,
         number: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "number", b"number", "segment_id", b"segment_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "by_tool", b"by_tool", "digest", b"digest", "elapsed_ms", b"elapsed_ms", "finish_reason", b"finish_reason", "message", b"message", "model", b"model", "number", b"number", "segment_id", b"segment_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1094,19 +1146,23 @@ class Masked(_message.Message):
 
     TURN_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     reason: _builtins.bytes
     """For people."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     def __init__(
         self,
         *,
         turn: _builtins.int = ...,
         reason: _builtins.bytes = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_tool", b"by_tool", "reason", b"reason", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1120,19 +1176,23 @@ class Rewarded(_message.Message):
 
     TURN_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    BY_TOOL_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     value: _builtins.float
     """The reward, a finite number."""
+    by_tool: _builtins.str
+    """The tool call that issued it, as "SEGMENT/TURN/INDEX"; empty: the agent itself."""
     def __init__(
         self,
         *,
         turn: _builtins.int = ...,
         value: _builtins.float = ...,
+        by_tool: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["turn", b"turn", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_tool", b"by_tool", "turn", b"turn", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

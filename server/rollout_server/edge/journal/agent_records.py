@@ -57,6 +57,7 @@ def write_fork(record: Forked, proto: pb.Forked) -> None:
     proto.tools.extend(map(encode_text, record.tools))
     write_role(record.role, proto.role)
     proto.after_turn = record.after_turn
+    proto.by_tool = record.by_tool
 
 
 def read_fork(proto: pb.Forked) -> Forked:
@@ -70,6 +71,7 @@ def read_fork(proto: pb.Forked) -> Forked:
         tools=tuple(map(decode_text, proto.tools)),
         role=read_role(proto.role),
         after_turn=proto.after_turn,
+        by_tool=proto.by_tool,
     )
 
 
@@ -90,11 +92,22 @@ def write_observed(record: Observed, proto: pb.Observed) -> None:
     proto.value_json = encode_text(record.value_json)
     proto.segment_id = record.segment_id
     proto.number = record.number
+    proto.after = record.after
+    proto.concurrent = record.concurrent
+    proto.by_tool = record.by_tool
 
 
 def read_observed(proto: pb.Observed) -> Observed:
     """Return the result of a side effect."""
-    return Observed(proto.what, decode_text(proto.value_json), proto.segment_id, proto.number)
+    return Observed(
+        what=proto.what,
+        value_json=decode_text(proto.value_json),
+        segment_id=proto.segment_id,
+        number=proto.number,
+        after=proto.after,
+        concurrent=proto.concurrent,
+        by_tool=proto.by_tool,
+    )
 
 
 def write_model_call(record: ModelCalled, proto: pb.ModelCalled) -> None:
@@ -108,6 +121,8 @@ def write_model_call(record: ModelCalled, proto: pb.ModelCalled) -> None:
     proto.elapsed_ms = record.elapsed_ms
     proto.segment_id = record.segment_id
     proto.number = record.number
+    proto.digest = record.digest
+    proto.by_tool = record.by_tool
 
 
 def read_model_call(proto: pb.ModelCalled) -> ModelCalled:
@@ -121,6 +136,8 @@ def read_model_call(proto: pb.ModelCalled) -> ModelCalled:
         elapsed_ms=proto.elapsed_ms,
         segment_id=proto.segment_id,
         number=proto.number,
+        digest=proto.digest,
+        by_tool=proto.by_tool,
     )
 
 

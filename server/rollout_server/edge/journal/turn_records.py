@@ -49,6 +49,7 @@ def write_request(record: Asked, proto: pb.Asked) -> None:
     proto.segment_id = record.segment_id
     proto.turn_key = record.turn_key
     proto.messages = record.messages
+    proto.by_tool = record.by_tool
     if record.sampling is not None:
         proto.sampling.CopyFrom(sampling_to_proto(record.sampling))
 
@@ -56,7 +57,7 @@ def write_request(record: Asked, proto: pb.Asked) -> None:
 def read_request(proto: pb.Asked) -> Asked:
     """Return the request of a completion."""
     sampling = sampling_from_proto(proto.sampling) if proto.HasField("sampling") else None
-    return Asked(proto.turn, proto.segment_id, proto.turn_key, proto.messages, sampling)
+    return Asked(proto.turn, proto.segment_id, proto.turn_key, proto.messages, sampling, proto.by_tool)
 
 
 def write_completion(record: Answered, proto: pb.Answered) -> None:
@@ -135,11 +136,12 @@ def write_appended(record: Appended, proto: pb.Appended) -> None:
     """Write messages that the agent added."""
     write_messages(record.messages, proto.messages)
     proto.segment_id = record.segment_id
+    proto.by_tool = record.by_tool
 
 
 def read_appended(proto: pb.Appended) -> Appended:
     """Return messages that the agent added."""
-    return Appended(read_messages(proto.messages), proto.segment_id)
+    return Appended(read_messages(proto.messages), proto.segment_id, proto.by_tool)
 
 
 def write_tool_started(record: ToolStarted, proto: pb.ToolStarted) -> None:
@@ -148,11 +150,20 @@ def write_tool_started(record: ToolStarted, proto: pb.ToolStarted) -> None:
     proto.index = record.index
     write_call(record.call, proto.call)
     proto.segment_id = record.segment_id
+    proto.by_tool = record.by_tool
+    proto.repeatable = record.repeatable
 
 
 def read_tool_started(proto: pb.ToolStarted) -> ToolStarted:
     """Return the start of a tool call."""
-    return ToolStarted(proto.turn, proto.index, read_call(proto.call), proto.segment_id)
+    return ToolStarted(
+        turn=proto.turn,
+        index=proto.index,
+        call=read_call(proto.call),
+        segment_id=proto.segment_id,
+        by_tool=proto.by_tool,
+        repeatable=proto.repeatable,
+    )
 
 
 def write_tool_returned(record: ToolReturned, proto: pb.ToolReturned) -> None:
@@ -164,45 +175,59 @@ def write_tool_returned(record: ToolReturned, proto: pb.ToolReturned) -> None:
     proto.failed = record.failed
     proto.elapsed_ms = record.elapsed_ms
     proto.segment_id = record.segment_id
+    proto.cancelled = record.cancelled
+    proto.used_state = record.used_state
 
 
 def read_tool_returned(proto: pb.ToolReturned) -> ToolReturned:
     """Return the result of a tool call."""
-    call, message = read_call(proto.call), read_message(proto.message)
-    return ToolReturned(proto.turn, proto.index, call, message, proto.failed, proto.elapsed_ms, proto.segment_id)
+    return ToolReturned(
+        turn=proto.turn,
+        index=proto.index,
+        call=read_call(proto.call),
+        message=read_message(proto.message),
+        failed=proto.failed,
+        elapsed_ms=proto.elapsed_ms,
+        segment_id=proto.segment_id,
+        cancelled=proto.cancelled,
+        used_state=proto.used_state,
+    )
 
 
 def write_given_up(record: GivenUp, proto: pb.GivenUp) -> None:
     """Write the end of a turn without a completion."""
     proto.turn = record.turn
     proto.segment_id = record.segment_id
+    proto.by_tool = record.by_tool
 
 
 def read_given_up(proto: pb.GivenUp) -> GivenUp:
     """Return the end of a turn without a completion."""
-    return GivenUp(proto.turn, proto.segment_id)
+    return GivenUp(proto.turn, proto.segment_id, proto.by_tool)
 
 
 def write_masked(record: Masked, proto: pb.Masked) -> None:
     """Write that a completion was masked out."""
     proto.turn = record.turn
     proto.reason = encode_text(record.reason)
+    proto.by_tool = record.by_tool
 
 
 def read_masked(proto: pb.Masked) -> Masked:
     """Return that a completion was masked out."""
-    return Masked(proto.turn, decode_text(proto.reason))
+    return Masked(proto.turn, decode_text(proto.reason), proto.by_tool)
 
 
 def write_rewarded(record: Rewarded, proto: pb.Rewarded) -> None:
     """Write the reward of a turn."""
     proto.turn = record.turn
     proto.value = record.value
+    proto.by_tool = record.by_tool
 
 
 def read_rewarded(proto: pb.Rewarded) -> Rewarded:
     """Return the reward of a turn."""
-    return Rewarded(proto.turn, proto.value)
+    return Rewarded(proto.turn, proto.value, proto.by_tool)
 
 
 def write_segment(record: SegmentOpened, proto: pb.SegmentOpened) -> None:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import Category, Failure, RewardResult, RewardRule
-from rollout_server.core.record import Answered, Asked, Ended, GivenUp, Record, ToolReturned, ToolStarted
+from rollout_server.core.record import (
+    Answered,
+    Asked,
+    Ended,
+    Forked,
+    GivenUp,
+    Record,
+    SegmentOpened,
+    ToolReturned,
+    ToolStarted,
+)
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
 from rollout_server.runtime.agent_protocol import AgentProtocol, Request
 from rollout_server.runtime.journal import JournalUnusable, StoredRollout
@@ -17,7 +27,6 @@ from rollout_server.runtime.ports import Clock, Tool
 from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart
-from rollout_server.runtime.tools.protocols import ServerRunTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +169,7 @@ def obstacle_to_resume(
         never_ran: it waits for its first slot, so there is nothing to replay.
     """
     records = [entry.record for entry in log]
-    policy = _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
-    return policy or _log_obstacle(spec, agent, records)
+    return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _log_obstacle(spec, records)
 
 
 def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool, never_ran: bool = False) -> str:
@@ -178,29 +186,33 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
     return ""
 
 
-def _log_obstacle(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
-    return _open_work(spec, agent, records) or replay_obstacle(records)
+def _log_obstacle(spec: Spec, records: Sequence[Record]) -> str:
+    return _open_work(spec, records) or replay_obstacle(records)
 
 
-def _open_work(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
+def _open_work(spec: Spec, records: Sequence[Record]) -> str:
     """Return which call was under way at the end of the log that cannot be made again."""
     turns: set[int] = set()
-    calls: dict[tuple[str, int, int], str] = {}
+    calls: dict[tuple[str, int, int], ToolStarted] = {}
+    of_models: set[str | int] = set()  # segments and turns of further models, which any engine generates again
     for record in records:
         match record:
-            case Asked(turn=turn):
-                turns.add(turn)
+            case Forked(segment_id=opened) if record.role.model:
+                of_models.add(opened)
+            case SegmentOpened(turn=turn, segment_id=opened) if turn in of_models:
+                of_models.add(opened)
+            case Asked(turn=turn, segment_id=segment_id):
+                (of_models if segment_id in of_models else turns).add(turn)
             case Answered(turn=turn) | GivenUp(turn=turn):
                 turns.discard(turn)
-            case ToolStarted(turn, index, call, segment_id):
-                calls[segment_id, turn, index] = call.name
+            case ToolStarted(turn, index, _, segment_id):
+                calls[segment_id, turn, index] = record
             case ToolReturned(turn=turn, index=index, segment_id=segment_id):
                 calls.pop((segment_id, turn, index), None)
     target = spec.completions
     if turns and not target.replays_turn_keys and target.dialect not in ENGINES:
         return f"turn {min(turns)} was being generated, and its trainer does not replay turn keys (replays_turn_keys)"
-    idempotent = {tool.name for tool in agent.tools if isinstance(tool, ServerRunTool) and tool.policy.idempotent}
-    unsafe = [name for name in calls.values() if name not in idempotent]
+    unsafe = [started.call.name for started in calls.values() if not started.repeatable]
     return (
         f"tool {unsafe[0]} was running and must not run twice (idempotent = True declares that it may)"
         if unsafe

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from threading import get_ident
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -24,8 +25,14 @@ from rollout_server.runtime.tools.task import ToolTask
 
 _T = TypeVar("_T")
 
-in_tool: ContextVar[bool] = ContextVar("in a tool", default=False)
-"""Whether the current task or thread belongs to a tool call, and not to the agent's own methods."""
+calling_tool: ContextVar[str] = ContextVar("calling tool", default="")
+"""The key of the tool call that the current task or thread belongs to; empty in the agent's own methods."""
+
+
+def issued(draft: Input) -> Input:
+    """Return a command with the tool call that issues it."""
+    caller = calling_tool.get()
+    return replace(draft, by_tool=caller) if caller and hasattr(draft, "by_tool") else draft
 
 
 class RunContext:
@@ -39,7 +46,6 @@ class RunContext:
         capture_ports: what the model endpoint of the rollout needs from the outside.
 
     Attributes:
-        state: the agent's own data about this rollout.
         model_usage: what the rollout has used of each further model.
         before_end: functions to call right before the end of the rollout is decided.
     """
@@ -58,7 +64,8 @@ class RunContext:
         self.models = models
         self.capture_ports = capture_ports
         self.model_usage: dict[str, ModelUsage] = {}
-        self.state: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+        self._used_state: set[str] = set()
         self.before_end: list[Callable[[], None]] = []
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
@@ -66,8 +73,19 @@ class RunContext:
         self._cleanup_threads = cleanup_threads
         self._ignored = 0
         self._numbers = Counter[tuple[Conversation, str]]()
+        self._effects: dict[Conversation, dict[object, bool]] = {}
         self._waiting: set[asyncio.Task[object]] = set()
         self._abandoned: list[ToolTask] = []
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The agent's own data about this rollout."""
+        self._used_state.add(calling_tool.get())
+        return self._state
+
+    def has_used_state(self, tool_call: str) -> bool:
+        """Return whether a tool call, given by its key, has used `state`."""
+        return tool_call in self._used_state
 
     async def check(self, conversation: Conversation, *allowed: State) -> None:
         """Raise `RolloutEnded` after the end, and `AgentMistake` if the conversation is in none of the given states."""
@@ -92,9 +110,10 @@ class RunContext:
     def record(self, record: Input) -> tuple[Record, ...]:
         """Append a record to the log, from any thread. Raise `RolloutEnded` after the end."""
         if get_ident() != self._thread:
-            return self.wait(self._record_on_loop(record))
-        if self.ending.decided is not None or self.rollout.is_suspended:
-            raise RolloutEnded(self.ending.decided or self.ending.requested.result())
+            return self.wait(self._record_on_loop(issued(record)))
+        record = issued(record)
+        if self.ending.decided is not None:
+            raise RolloutEnded(self.ending.decided)
         if isinstance(record, Note) and self.rollout.is_noted(record):
             return ()
         if self.rollout.replay is not None:
@@ -102,17 +121,20 @@ class RunContext:
         replay = self.rollout.replay
         return self.rollout.record(record) if replay is None else (replay.submit(record),)
 
-    async def ready(self, conversation: Conversation, *allowed: State) -> bool:
+    async def ready(
+        self, conversation: Conversation, *allowed: State, ends: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Check as `check` does. Return whether the next command of the conversation is one that is replayed.
 
-        If the log that is replayed has no further command of the conversation, wait until all of it is used up.
+        If the log that is replayed has no further command of the conversation, wait until all of it is used up, or until the
+        command cannot lead to a record: until `ends` raises, or returns True and all that is left are rewards and the like.
         """
         await self.check(conversation, *allowed)
         replay = self.rollout.replay
         if replay is None or replay.has_next(conversation.id):
             return replay is not None
         with self.waiting():
-            await replay.over()
+            await replay.over(lambda: ends() and replay.is_played)
         await self.check(conversation, *allowed)
         return False
 
@@ -134,7 +156,7 @@ class RunContext:
         if replay is not None:
             replay.check_used_up(conversation.id, "finish")
             with self.waiting():
-                await replay.over()
+                await replay.over(lambda: replay.is_played)
 
     def refuse_replay(self, issued: str) -> None:
         """Let the rollout fail if it is replayed, because the agent issued something that cannot be replayed."""
@@ -144,19 +166,35 @@ class RunContext:
     def claim(self, draft: Input) -> ReplayStep | None:
         """Match a command with the log that is replayed. None: it is to be recorded, once that log is used up."""
         replay = self.rollout.replay
-        return None if replay is None else replay.claim(draft)
+        return None if replay is None else replay.claim(issued(draft))
 
     async def claim_call(self, what: str, conversation: Conversation) -> tuple[int, ReplayStep | None]:
-        """Return the number of a call of `once` or of a model, and its recorded result if the log that is replayed has one."""
-        if in_tool.get():
+        """Return the number of a call, and its recorded result if the log that is replayed has one.
+
+        `what` is "once" or the digest of a call of a model.
+        """
+        if calling_tool.get():
             return 0, None
         replay, key = self.rollout.replay, (conversation, what)
         self._numbers[key] += 1
-        step = None if replay is None else replay.claim_call(what, conversation.id, self._numbers[key])
+        number = self._numbers[key]
+        step = None if replay is None else replay.claim_call(what, conversation.id, number)
         if replay is not None and step is not None:
             with self.waiting():
                 await replay.applied(step)
-        return self._numbers[key], step
+        return number, step
+
+    @contextmanager
+    def effect(self, conversation: Conversation) -> Iterator[Callable[[], bool]]:
+        """Note that the agent's call of `once` is under way. Yields whether another one of the conversation was meanwhile."""
+        calls, own = self._effects.setdefault(conversation, {}), object()
+        if calls:
+            calls.update(dict.fromkeys(calls, True))
+        calls[own] = bool(calls)
+        try:
+            yield lambda: calls[own]
+        finally:
+            del calls[own]
 
     def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Return the result of a coroutine to a thread other than the event loop's.

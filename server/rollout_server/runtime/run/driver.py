@@ -189,9 +189,11 @@ async def _run_reward(
     await _first_of(judge, rollout.ending.requested)
     if rollout.ending.requested.done():
         return _early_end(rollout, "reward", judge), RewardResult()
-    if _has_failed(judge):
+    replay = rollout.replay
+    failure = replay.failure if replay is not None else None
+    if failure is None and _has_failed(judge):
         return _agent_failure(rollout, "reward", judge), RewardResult()
-    failure = _replay_failure(rollout, rewarded=True)
+    failure = failure or _replay_failure(rollout, rewarded=True)
     return (stop, judge.result()) if failure is None else (failure, RewardResult())
 
 
@@ -291,7 +293,7 @@ def _time_limit(rollout: Rollout) -> Iterator[None]:
 
 
 def _time_over(rollout: Rollout, seconds: float) -> None:
-    turn = rollout.machine.turn
+    turn = max(rollout.machine.turn, *(entry.turn for entry in rollout.log.entries))  # of the log, also in a replay
     text = f"timeout: the rollout's time limit of {seconds:g} s expired in turn {turn}; request a longer limit if it needs more"
     rollout.ending.request(Failure(Category.TIMEOUT, text, turn, source=FailureClass.DEADLINE))
 

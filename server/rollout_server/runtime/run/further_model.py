@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import sha256
 from typing import Unpack
 
 from rollout_server.core.conversation import Conversation
@@ -15,7 +17,7 @@ from rollout_server.runtime.errors import AgentMistake, ModelFailed, RolloutEnde
 from rollout_server.runtime.models import ModelEndpoint, ModelReply, ModelUsage
 from rollout_server.runtime.ports import CompletionRequest, Credentials, Fork, Sampler, Tool
 from rollout_server.runtime.run.arguments import SamplingOptions, check_room, turn_sampling
-from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.context import RunContext, calling_tool, issued
 from rollout_server.runtime.run.messages import checked_messages
 
 _ENGINES = (Category.ENGINE_SERVER, Category.ENGINE_CLIENT)
@@ -39,7 +41,8 @@ class RolloutModel:
         options = turn_sampling(Sampling(), sampling, target.dialect)
         request = self._request(messages, options)
         _check_unfinished(context)
-        number, replayed = await context.claim_call(f"model {self._name}", self._conversation)
+        digest = "" if calling_tool.get() else _digest(self._name, request)
+        number, replayed = await context.claim_call(digest, self._conversation)
         if replayed is not None and isinstance(replayed.record, ModelCalled):
             self.count(replayed.record.usage)
             return ModelReply.of(replayed.record)
@@ -49,6 +52,7 @@ class RolloutModel:
         began = clock.monotonic()
         try:
             with context.waiting():
+                await context.rollout.stored()  # what led to this call
                 completion = await context.models.complete(target, request)
         except RolloutFailed as failed:
             raise ModelFailed(_failure(self._name, failed.failure, turn)) from failed
@@ -61,11 +65,14 @@ class RolloutModel:
             1000 * (clock.monotonic() - began),
             self._conversation.id,
             number,
+            digest,
         )
         self.usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
         if context.machine.outcome is None:
-            context.rollout.record(called)  # a coroutine, so always on the event loop; also once the end is decided
+            context.rollout.record(
+                issued(called)
+            )  # a coroutine, so always on the event loop; also once the end is decided
         return ModelReply.of(called)
 
     def _request(self, messages: Sequence[Mapping[str, JSON]], sampling: Sampling) -> CompletionRequest:
@@ -149,6 +156,11 @@ class _ModelSampler:
     def fork(self, fork: Fork) -> Sampler:
         """Return the sampler of a forked conversation, which has the same model."""
         return _ModelSampler(self._model, self._sampler.fork(fork))
+
+
+def _digest(name: str, request: CompletionRequest) -> str:
+    texts = [name, repr(request.sampling), *(message.text for message in request.messages)]
+    return sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def _generated(answered: Answered) -> int:

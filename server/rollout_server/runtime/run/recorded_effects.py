@@ -49,6 +49,21 @@ async def once(context: RunContext, conversation: Conversation, function: Callab
     number, replayed = await context.claim_call("once", conversation)
     if replayed is not None:
         return cast("T", parse_json(_value(replayed.record)))
+    if not number:  # a call by a tool
+        text = await _result_of(context, function)
+        context.record(Observed("once", text, conversation.id))
+    else:
+        after = len(context.rollout.log.entries)
+        with context.effect(conversation) as concurrent:
+            text = await _result_of(context, function)
+            context.record(Observed("once", text, conversation.id, number, after, concurrent()))
+    await context.rollout.stored()
+    return cast("T", parse_json(text))
+
+
+async def _result_of(context: RunContext, function: Callable[[], JSON | Awaitable[JSON]]) -> str:
+    """Call a function and return its result as JSON. What led to the call is stored before: a replay then comes to it again."""
+    await context.rollout.stored()
     if inspect.iscoroutinefunction(function):
         result = await function()
     else:
@@ -59,13 +74,11 @@ async def once(context: RunContext, conversation: Conversation, function: Callab
             result = await result
     try:
         text = json.dumps(result, ensure_ascii=False, allow_nan=False)
-        value = parse_json(text)
+        parse_json(text)
     except (TypeError, ValueError, RecursionError, MalformedMessage) as error:
         where = written_at(function)
         raise AgentMistake(f"once: the function's result cannot be serialized as JSON: {error}{where}") from error
     if len(text) > MOST_CHARACTERS:
         reason = f"once: the result has {len(text)} characters as JSON, at most {MOST_CHARACTERS} are allowed"
         raise AgentMistake(f"{reason}{written_at(function)}")
-    context.record(Observed("once", text, conversation.id, number))
-    await context.rollout.stored()
-    return cast("T", value)
+    return text

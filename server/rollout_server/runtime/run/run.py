@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from random import Random
@@ -194,12 +195,16 @@ class Run:
         wanted = list(calls)
         if not wanted and await self._skips():
             return []
-        await self._context.ready(self._conversation)
+
+        def ends() -> bool:
+            return isinstance(self._machine.start_calls((), self._conversation), LimitReached)
+
+        await self._context.ready(self._conversation, ends=ends)
         started = self._machine.start_calls(checked_calls(wanted, self._conversation), self._conversation)
         if isinstance(started, LimitReached):
             self._context.end(started.stop)
-        repeatable = all(self._executor.may_repeat(intent.call) for intent in started)
-        return await run_calls(self._context, partial(self._executor.run, context=self), started, repeatable=repeatable)
+        started = tuple(replace(each, repeatable=self._executor.may_repeat(each.call)) for each in started)
+        return await run_calls(self._context, partial(self._executor.run, context=self), started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Append messages to the conversation. Their tokens have mask 0.
@@ -422,8 +427,13 @@ class Run:
 
     async def _check_growth(self, of: str, *states: State) -> None:
         await asyncio.sleep(0)  # an agent that only appends or forks in a loop must not block the event loop
-        await self._context.ready(self._conversation, *states)
-        check_room(self._machine, self._conversation, of)
+
+        def has_room() -> bool:
+            check_room(self._machine, self._conversation, of)
+            return False
+
+        await self._context.ready(self._conversation, *states, ends=has_room)
+        has_room()
 
     def _note(self, turn: int, code: str, text: str) -> None:
         with suppress(RolloutEnded):

@@ -12,14 +12,15 @@ from rollout_server.core.message import MalformedMessage, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.errors import AgentMistake, RolloutFailed
 from rollout_server.runtime.ports import Content
-from rollout_server.runtime.replay_steps import CANCELLED_CALL, ReplayStep
-from rollout_server.runtime.run.context import RunContext, in_tool
+from rollout_server.runtime.replay_steps import ReplayStep
+from rollout_server.runtime.run.context import RunContext, calling_tool
 from rollout_server.runtime.tools.executor import ToolResult
 
 Execute: TypeAlias = Callable[[ToolCall], Awaitable[ToolResult]]
 
 _AT_ONCE = 16
 """Calls that start in one iteration of the event loop, so that other rollouts run in between."""
+_CANCELLED = "Error: The call was cancelled before it returned"
 
 
 def checked_calls(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
@@ -54,14 +55,12 @@ def _open_calls(conversation: Conversation) -> Counter[str]:
     return Counter()
 
 
-async def run_calls(
-    context: RunContext, execute: Execute, started: Sequence[ToolStarted], *, repeatable: bool
-) -> Sequence[ToolResult]:
+async def run_calls(context: RunContext, execute: Execute, started: Sequence[ToolStarted]) -> Sequence[ToolResult]:
     """Run calls that the machine allowed with `execute`. Raise `RolloutEnded` if the rollout ends meanwhile.
 
-    `repeatable`: all of them may run again after a crash. Otherwise their starts are stored before one of them runs.
+    The starts are stored before one of the calls runs, unless all of them may run again after a crash.
     """
-    replayed = await _begin(context, started, repeatable=repeatable)
+    replayed = await _begin(context, started)
     if len(started) == 1:
         return [await _call(context, execute, started[0], replayed[0])]
     async with asyncio.TaskGroup() as group:
@@ -69,9 +68,7 @@ async def run_calls(
     return [task.result() for task in tasks]
 
 
-async def _begin(
-    context: RunContext, started: Sequence[ToolStarted], *, repeatable: bool
-) -> Sequence[ReplayStep | None]:
+async def _begin(context: RunContext, started: Sequence[ToolStarted]) -> Sequence[ReplayStep | None]:
     """Record the start of all calls, a few per iteration of the event loop. Return which of them are replayed.
 
     Cancellation in between records results for the calls that were started: every recorded start needs its result.
@@ -82,11 +79,11 @@ async def _begin(
             if number and number % _AT_ONCE == 0:
                 await asyncio.sleep(0)
             replayed.append(await _start(context, intent))
-        if started and not repeatable and None in replayed:
+        if not all(intent.repeatable for intent in started) and None in replayed:
             await context.rollout.stored()
     except asyncio.CancelledError:
         for begun in started[: len(replayed)]:
-            _return(context, begun, _cancelled_result(begun), context.rollout.clock.monotonic())
+            _return(context, begun, None, context.rollout.clock.monotonic())
         raise
     return replayed
 
@@ -113,7 +110,7 @@ async def _call(context: RunContext, execute: Execute, intent: ToolStarted, repl
     except RolloutFailed as failed:
         context.end(failed.failure)
     except asyncio.CancelledError:
-        _return(context, intent, _cancelled_result(intent), began)
+        _return(context, intent, None, began)
         raise
     _return(context, intent, result, began)
     return result
@@ -134,24 +131,29 @@ async def _run(context: RunContext, execute: Execute, intent: ToolStarted) -> To
     if limit is not None and intent.index >= limit:
         text = f"Error: Too many tool calls in one turn; the first {limit} ran"
         return ToolResult(intent.call, text, failed=True)
-    of_tool = in_tool.set(True)
+    caller = calling_tool.set(intent.key)
     try:
         return await execute(intent.call)
     except RolloutFailed as failed:
         context.end(failed.failure)
     finally:
-        in_tool.reset(of_tool)
+        calling_tool.reset(caller)
 
 
-def _cancelled_result(intent: ToolStarted) -> ToolResult:
-    return ToolResult(intent.call, CANCELLED_CALL, failed=True)
-
-
-def _return(context: RunContext, intent: ToolStarted, result: ToolResult, began: float) -> None:
-    """Record a result, unless the end of the rollout was decided: then its messages are final."""
+def _return(context: RunContext, intent: ToolStarted, result: ToolResult | None, began: float) -> None:
+    """Record a result, or that the call was cancelled, unless the end of the rollout was decided: then its messages are final."""
     if context.ending.decided is not None:
         return
-    elapsed, message = 1000 * (context.rollout.clock.monotonic() - began), result.message()
-    context.record(
-        ToolReturned(intent.turn, intent.index, intent.call, message, result.failed, elapsed, intent.segment_id)
+    shown = result or ToolResult(intent.call, _CANCELLED, failed=True)
+    returned = ToolReturned(
+        intent.turn,
+        intent.index,
+        intent.call,
+        shown.message(),
+        shown.failed,
+        1000 * (context.rollout.clock.monotonic() - began),
+        intent.segment_id,
+        cancelled=result is None,
+        used_state=context.has_used_state(intent.key),
     )
+    context.record(returned)

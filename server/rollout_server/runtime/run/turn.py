@@ -41,7 +41,13 @@ async def take_turn(parts: RunParts, options: TurnOptions) -> Reply:
     rollout, spec = context.rollout, context.rollout.spec
     defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
     effective = turn_sampling(defaults, options.sampling, target.dialect) if options.sampling else defaults
-    replayed = await context.ready(conversation)
+
+    def ends() -> bool:
+        if model is not None:
+            model.check_limits()
+        return isinstance(context.machine.request_completion(conversation), LimitReached)
+
+    replayed = await context.ready(conversation, ends=ends)
     gate = rollout.gate if model is None else SamplingGate()
     if not (replayed or gate.is_open):
         with context.waiting():
