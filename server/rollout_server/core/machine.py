@@ -264,12 +264,8 @@ class Machine:
 
     def _apply_asked(self, record: Asked) -> None:
         conversation = self._named_conversation(record.segment_id, record)
-        self._require(
-            conversation.state is State.OPEN
-            and replace(record, by_tool="") == self.request_completion(conversation, record.sampling),
-            record,
-            conversation,
-        )
+        fits = replace(record, by_tool="") == self.request_completion(conversation, record.sampling)
+        self._require(conversation.state is State.OPEN and fits, record, conversation)
         self.turn = record.turn
         self._turns[record.turn] = conversation
         conversation.begin_turn(record.turn)

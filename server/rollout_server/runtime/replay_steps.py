@@ -61,8 +61,8 @@ class ReplayStep:
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
     @property
-    def place(self) -> tuple[int, int]:
-        """Its place in the order of the steps."""
+    def position(self) -> tuple[int, int]:
+        """Where it is in the order of the steps."""
         record = self.record
         return (record.after, record.number) if self.is_start and isinstance(record, Observed) else (self.sequence, 0)
 
@@ -133,7 +133,7 @@ class StepReader:
             self._add(record, tuple(follows), sequence)
             follows.clear()
         self._check_end(follows)
-        self.steps.sort(key=lambda step: step.place)
+        self.steps.sort(key=lambda step: step.position)
         return self
 
     def _add(self, record: Input, follows: tuple[Consequence, ...], sequence: int) -> None:

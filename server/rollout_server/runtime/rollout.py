@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from itertools import pairwise
 from typing import Protocol
 
 from rollout_server.core.machine import Machine, replay
@@ -138,15 +137,6 @@ class RolloutEnding:
     def decide(self, end: End, reward: RewardResult) -> None:
         """Set the end and the reward of the outcome. Called once, by the driver."""
         self.decided, self.reward = end, reward
-
-
-def _running_seconds(entries: Sequence[Entry]) -> float:
-    """Return the seconds between entries, without the downtime before each restart."""
-    return sum(
-        max(0.0, after.time - before.time)
-        for before, after in pairwise(entries)
-        if not isinstance(after.record, Resumed)
-    )
 
 
 class Rollout:
@@ -364,7 +354,7 @@ class Rollout:
         if len(entries) > 1:
             began = entries[1].time
             self._queued_before = max(0.0, began - self.created)
-            self._earlier_seconds = _running_seconds(entries[1:])
+            self._earlier_seconds = running_seconds(entries[1:])
             self._noted = Counter(record for record in records if isinstance(record, Note) and record.code != RESAMPLED)
             self.replay = AgentReplay(self.machine, records[1:], self.ending.reach, self._on_replayed)
 

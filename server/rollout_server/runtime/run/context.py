@@ -32,7 +32,7 @@ calling_tool: ContextVar[str] = ContextVar("calling tool", default="")
 def issued(draft: Input) -> Input:
     """Return a command with the tool call that issues it."""
     caller = calling_tool.get()
-    return replace(draft, by_tool=caller) if caller and hasattr(draft, "by_tool") else draft
+    return cast("Input", replace(cast("Any", draft), by_tool=caller)) if caller and hasattr(draft, "by_tool") else draft
 
 
 class RunContext:
