@@ -509,3 +509,26 @@ async def restored(agent: Agent, journal: KeptJournal, *says: Say) -> Rollout:
     await harness.roster.restore()
     (rollout,) = (rollout for _, rollout in harness.roster.select(Selection(ME)))
     return rollout
+
+
+class TwoTurns(Agent):
+    """Samples twice."""
+
+    name = "two_turns"
+    replayable = True
+
+    async def play(self, run: Run) -> None:
+        await run.sample()
+        await run.sample()
+
+
+async def test_a_deferred_record_that_does_not_fit_ends_the_rollout() -> None:
+    recorded = Recorded(TwoTurns, Say("a", seconds=1))
+    await recorded.run()
+    _, rollout, _ = await recorded.cut(recorded.cut_after(Answered))
+    assert rollout.replay is not None
+    rollout.replay.defer(Answered(9, Message.write({"role": "assistant", "content": "b"}), "", None))
+    outcome = await outcome_of(rollout)
+    assert category_of(outcome) is Category.NOT_REPLAYABLE
+    assert isinstance(outcome.end, Failure)
+    assert "does not fit the log" in outcome.end.message

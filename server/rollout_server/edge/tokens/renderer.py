@@ -196,6 +196,11 @@ class Renderer:
         """
         return await self.loaded.run(self._counts, TurnToRender(tuple(messages), last, last_messages))
 
+    @property
+    def is_taught(self) -> bool:
+        """Whether nothing is left to learn from what a trainer reports."""
+        return self._taught
+
     def adopt(self, form: RenderingForm) -> None:
         """Use this form from now on, because the trainer was found to render and count this way."""
         self.form, self._taught = form, True

@@ -11,10 +11,14 @@ from rollout_server.edge.tokens.renderer import Renderer
 
 
 class ResumedTurns:
-    """The replayed turns of one conversation, oldest first."""
+    """The replayed turns of one conversation, oldest first.
 
-    def __init__(self, turns: Sequence[tuple[Asked, Answered]] = ()) -> None:
+    `masks`: whether the trainer gets response masks, whose lengths tell how it counts.
+    """
+
+    def __init__(self, turns: Sequence[tuple[Asked, Answered]] = (), *, masks: bool = False) -> None:
         self._turns = list(turns)
+        self._masks = masks
 
     def add(self, asked: Asked, answered: Answered) -> None:
         """Add the next turn."""
@@ -22,7 +26,7 @@ class ResumedTurns:
 
     def fork(self) -> ResumedTurns:
         """Return the turns for a branch of the conversation. It may begin after an earlier turn; `teach` finds out."""
-        return ResumedTurns(self._turns)
+        return ResumedTurns(self._turns, masks=self._masks)
 
     async def teach(self, renderer: Renderer, messages: Sequence[Message]) -> None:
         """Show a new renderer what the trainer reported in these turns, and how it counted. Called once, before its first turn.
@@ -35,9 +39,11 @@ class ResumedTurns:
         for asked, answered in self._turns:
             if messages[asked.messages : asked.messages + 1] != (answered.message,):
                 break  # a branch that begins before this turn
+            if renderer.is_taught and not self._masks:
+                break
             prompt = messages[: asked.messages]
             rendered = await renderer.predict(prompt, last, answered_at)
-            if last is not None and (rendered.mask_length or None) != answered.mask_length:
+            if self._masks and last is not None and (rendered.mask_length or None) != answered.mask_length:
                 counts = await renderer.counts(prompt, last, answered_at)
                 form = next((form for form, count in counts.items() if (count or None) == answered.mask_length), None)
                 if form is not None:

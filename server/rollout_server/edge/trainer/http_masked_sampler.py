@@ -52,7 +52,7 @@ class MaskedSampler:
         self._renderer: Renderer | None = None
         self._form = trainers.forms.of(spec) or trainers.form
         self._requested = False
-        self._resumed = ResumedTurns()
+        self._resumed = ResumedTurns(masks=True)
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Render, post and check one turn. Raises `RolloutFailed`."""
