@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 from rollout_server import Agent, Limits, Run, tool
@@ -20,6 +21,8 @@ from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelL
 from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.run.context import calling_tool
+from rollout_server.runtime.tools.process_context import context_json
 
 from tests.runtime.test_model_forks import HELP, ScriptedModels
 from tests.support.journal import KeptJournal
@@ -532,3 +535,26 @@ async def test_a_deferred_record_that_does_not_fit_ends_the_rollout() -> None:
     assert category_of(outcome) is Category.NOT_REPLAYABLE
     assert isinstance(outcome.end, Failure)
     assert "does not fit the log" in outcome.end.message
+
+
+async def test_a_tool_that_gets_a_copy_of_the_state_has_not_used_it() -> None:
+    context = RunningContext()
+    caller = calling_tool.set("0/1/0")
+    try:
+        context_json("whose", cast("Any", context))
+    finally:
+        calling_tool.reset(caller)
+    assert context.callers == [""]
+
+
+class RunningContext(SimpleNamespace):
+    """A tool context that notes who uses its state."""
+
+    def __init__(self) -> None:
+        super().__init__(uid="u1", rollout_id="r1", metadata={}, callers=[])
+
+    @property
+    def state(self) -> Any:
+        """The state."""
+        self.callers.append(calling_tool.get())
+        return {}

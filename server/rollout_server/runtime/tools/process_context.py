@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -64,10 +65,12 @@ class ProcessContext:
 
 def context_json(tool: str, context: ToolContext) -> str:
     """Serialise a rollout for the process of this tool. Raise `ToolFailed` if JSON cannot hold its state."""
+    # Read outside of the tool call: the process gets a copy, so the call does not count as one that may have changed the state.
+    given = Context().run(lambda: context.state)
     try:
-        state = json.dumps(context.state, allow_nan=False)
+        state = json.dumps(given, allow_nan=False)
     except _NOT_JSON:
-        raise _unsuitable(tool, _first_error(context.state)) from None
+        raise _unsuitable(tool, _first_error(given)) from None
     if len(state) > MOST_BYTES:
         raise _unsuitable(tool, f"it has {len(state):,} bytes as JSON, at most {MOST_BYTES:,} can be sent")
     rest = json.dumps({"uid": context.uid, "rollout_id": context.rollout_id, "metadata": context.metadata})
