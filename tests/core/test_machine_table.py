@@ -32,6 +32,7 @@ from rollout_server.core.record import (
     Note,
     Observed,
     Record,
+    Resumed,
     Rewarded,
     SegmentOpened,
     ToolReturned,
@@ -78,6 +79,7 @@ Masked            . . . x x x x x x x .
 Rewarded          . . . x x x x x x x .
 CaptureSettled    x x x x x x x x x x .
 Note              x x x x x x x x x x .
+Resumed           . x x x x x x x x x .
 Ended             x x x x x x x x x x .
 SegmentOpened     . . . . . . . . . . .
 DriftFound        . . . . . . . . . . .
@@ -126,6 +128,7 @@ FITTING: dict[str, Callable[[Machine, int], Record]] = {
     "Rewarded": lambda machine, at: Rewarded(1, 0.5),
     "CaptureSettled": lambda machine, at: CaptureSettled("0", CaptureReport(continued=1)),
     "Note": lambda machine, at: Note(machine.turn, "word", "text"),
+    "Resumed": lambda machine, at: Resumed(1),
     "Ended": lambda machine, at: ROLLOUT[-1],
     "SegmentOpened": lambda machine, at: SegmentOpened(machine.turn, "0", Origin(SegmentKind.MAIN), 1),
     "DriftFound": lambda machine, at: DriftFound(machine.turn, "0", Drift(DriftKind.PROMPT, 0, 1, 1)),

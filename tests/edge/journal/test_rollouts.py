@@ -196,7 +196,7 @@ def test_a_rollout_with_records_of_nearly_every_kind() -> None:
     assert outcome.end == Stop("stop")
     assert outcome.reward_result.scores == {"b": 1.0, "a": 1 / 3}
     assert len(outcome.segments) >= 4
-    assert CODECS.keys() - kinds == {records.CaptureSettled}
+    assert CODECS.keys() - kinds == {records.CaptureSettled, records.Resumed}
 
 
 def test_an_agent_that_owns_its_loop() -> None:
