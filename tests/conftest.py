@@ -39,6 +39,7 @@ THOROUGH = re.compile(
     | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
     | simulator/test_worlds\.py::\w+\[[1-7]\]                                     # 250 simulated worlds each
+    | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | test_bench\.py
     )""",
     re.VERBOSE,

@@ -76,9 +76,8 @@ def _spec(draw: Random, number: int, agent: str) -> Spec:
         outcome=Target("http://receiver:1", Dialect.HTTP_PLAIN) if draw.random() < 0.6 else None,
         limits=limits,
         on_drift=draw.choice((DriftPolicy.WARN, DriftPolicy.WARN, DriftPolicy.FAIL)),
-        on_interrupt=draw.choice(
-            (InterruptPolicy.UNSET, InterruptPolicy.RESUME, InterruptPolicy.RESUME, InterruptPolicy.FAIL)
-        ),
+        # Only what can be resumed at all may demand it.
+        on_interrupt=InterruptPolicy.UNSET if agent in ("unruly", "ranked") else draw.choice(_INTERRUPT_POLICIES),
         cancel_after_detach=draw.choice((None, None, None, 15.0)),
         priority=draw.choice((0, 0, 5)),
         staleness=stale,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from rollout_server.core.error import Gone
+from rollout_server.core.error import Gone, RolloutError
 from rollout_server.core.record import Ended, Record, Resumed
 
 
@@ -26,13 +26,10 @@ class Entry:
     segment_id: str = ""
 
 
-def running_seconds(entries: Sequence[Entry]) -> float:
-    """Return the seconds between entries, without the downtime before each restart."""
-    return sum(
-        max(0.0, after.time - before.time)
-        for before, after in pairwise(entries)
-        if not isinstance(after.record, Resumed)
-    )
+def running_seconds(entries: Iterable[Entry]) -> float:
+    """Return the seconds from the first entry to the last one, without the downtime of the server before each `Resumed`."""
+    pairs = ((before, after) for before, after in pairwise(entries) if not isinstance(after.record, Resumed))
+    return sum(max(0.0, after.time - before.time) for before, after in pairs)
 
 
 class Log:

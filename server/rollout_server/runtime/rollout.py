@@ -404,13 +404,13 @@ class Rollout:
     def update_credentials(self, by: Credentials) -> None:
         """Take over the tokens of `by`, unless no endpoint will be called any more."""
         if self.outcome is None or self.owes:
-            self._credentials = self._credentials.updated(by)
+            self._set_credentials(self._credentials.updated(by))
         elif self.undelivered:
-            self._credentials = Credentials(outcome=by.outcome or self._credentials.outcome)
+            self._set_credentials(Credentials(outcome=by.outcome or self._credentials.outcome))
 
     def drop_credentials(self) -> None:
         """Delete the credentials, except for that of an outcome that was not delivered: it may be sent again."""
-        self._credentials = Credentials(outcome=self._credentials.outcome if self.undelivered else "")
+        self._set_credentials(Credentials(outcome=self._credentials.outcome if self.undelivered else ""))
 
     def update_delivery(self, delivery: Delivery) -> None:
         """Set the state of the outcome's delivery."""

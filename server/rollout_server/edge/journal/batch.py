@@ -10,8 +10,9 @@ from cryptography.fernet import Fernet
 from sqlalchemy import Connection, Executable, bindparam, delete, insert, update
 from sqlalchemy.dialects import sqlite
 
-from rollout_server.edge.journal.codec import Codec
+from rollout_server.edge.journal.records import encode_entries
 from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, OUTCOMES, ROLLOUTS
+from rollout_server.edge.journal.starts import encode_credentials, encode_start
 from rollout_server.runtime.journal import (
     AcceptedStart,
     Change,
@@ -57,13 +58,11 @@ class Batch:
     """The changes of one commit. Only the state after all of them is written, since nobody can see one in between.
 
     Args:
-        changes: each with the number of its rollout; None is nothing to write.
-        codec: the encoding of the journal.
+        changes: each with the number of its rollout.
         key: encrypts credentials.
     """
 
-    def __init__(self, changes: Sequence[tuple[int, Change] | None], codec: Codec, key: Fernet) -> None:
-        self._codec = codec
+    def __init__(self, changes: Sequence[tuple[int, Change]], key: Fernet) -> None:
         self._key = key
         self._uids: dict[int, str] = {}
         self._accepted: dict[int, AcceptedStart] = {}
@@ -74,9 +73,8 @@ class Batch:
         self._dropped: set[int] = set()
         self.unencodable: set[int] = set()
         """Numbers of rollouts that have something that cannot be encoded. Nothing of them is written any more."""
-        for change in changes:
-            if change is not None and change[0] not in self._dropped:
-                self._add(*change)
+        for number, change in changes:
+            self._add(number, change)
         self._statements = self._encode()
 
     def write(self, connection: Connection) -> None:
@@ -142,14 +140,14 @@ class Batch:
         if start is None:
             return ()
         encrypted = self._encrypted(start.request.credentials)
-        payload = self._codec.encode_start(start)
+        payload = encode_start(start)
         return ({"number": number, "uid": start.uid, "start": payload, "credentials": encrypted, "received": False},)
 
     def _entry_rows(self, number: int) -> Sequence[Row]:
         entries = self._entries.get(number)
         if not entries:
             return ()
-        payload = self._codec.encode_entries(entries)
+        payload = encode_entries(entries)
         first, last = entries[0].sequence, entries[-1].sequence
         return ({"rollout": number, "first_sequence": first, "last_sequence": last, "payload": payload},)
 
@@ -160,7 +158,7 @@ class Batch:
     def _encrypted(self, credentials: Credentials) -> bytes | None:
         if not credentials.secrets():
             return None
-        return self._key.encrypt(self._codec.encode_credentials(credentials))
+        return self._key.encrypt(encode_credentials(credentials))
 
 
 def _delivery_row(number: int, stored: StoredDelivery) -> Row:

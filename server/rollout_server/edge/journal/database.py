@@ -16,7 +16,6 @@ from sqlalchemy import Connection, NullPool, create_engine, func, select
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from rollout_server.edge.journal.batch import Batch
-from rollout_server.edge.journal.codec import Codec
 from rollout_server.edge.journal.files import (
     APPLICATION_ID,
     ELSEWHERE,
@@ -72,16 +71,12 @@ class Database:
 
     Args:
         files: the directory.
-        codec: the encoding of rows.
         key: the Fernet key of the credentials; None: the one in the directory.
         migrations: how tables of older versions become those of the newest one.
     """
 
-    def __init__(
-        self, files: JournalDirectory, codec: Codec, key: str | None, migrations: Sequence[Migration] = MIGRATIONS
-    ) -> None:
+    def __init__(self, files: JournalDirectory, key: str | None, migrations: Sequence[Migration] = MIGRATIONS) -> None:
         self._files = files
-        self._codec = codec
         self._given_key = key
         self._migrations = migrations
         self._open: _OpenDatabase | None = None
@@ -115,13 +110,13 @@ class Database:
         with _unusable(self._files.database), opened.connection.begin(), _without_collector():
             return [*reader.rollouts(opened.connection)]
 
-    def commit(self, changes: Sequence[tuple[int, Change] | None]) -> set[int]:
+    def commit(self, changes: Sequence[tuple[int, Change]]) -> set[int]:
         """Commit changes, all or none of them. Raises `JournalUnavailable`.
 
         Returns the numbers of rollouts that cannot be encoded. The journal does not have them any more.
         """
         opened = self._opened()
-        batch = Batch(changes, self._codec, opened.key)
+        batch = Batch(changes, opened.key)
         self._check_identity(opened)
         try:
             with opened.connection.begin():

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TypeVar
 
-from rollout_server.edge.journal.codec import Codec
 from rollout_server.edge.journal.database import Database
 from rollout_server.edge.journal.files import JournalDirectory
 from rollout_server.edge.journal.schema import MIGRATIONS, Migration
@@ -43,7 +42,6 @@ class SqliteJournal:
 
     Args:
         directory: created if there is none.
-        codec: the encoding of what is stored.
         key: a Fernet key that encrypts credentials. None: a key in the directory, created if there is none.
         migrations: how tables of older versions become those of the newest one.
     """
@@ -51,9 +49,9 @@ class SqliteJournal:
     is_durable = True
 
     def __init__(
-        self, directory: Path, codec: Codec, key: str | None = None, *, migrations: Sequence[Migration] = MIGRATIONS
+        self, directory: Path, key: str | None = None, *, migrations: Sequence[Migration] = MIGRATIONS
     ) -> None:
-        self._database = Database(JournalDirectory(directory), codec, key, migrations)
+        self._database = Database(JournalDirectory(directory), key, migrations)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._queue: CommitQueue[tuple[int, Change] | None] | None = None
         self._server_id = ""

@@ -40,7 +40,6 @@ class StoredReader:
     """Decodes what the database at `path` has. Raises `JournalUnusable` if a rollout is damaged or the key is another one."""
 
     path: Path
-    codec: Codec
     key: Fernet
 
     def rollouts(self, connection: Connection) -> Iterator[tuple[int, StoredRollout]]:
@@ -53,7 +52,7 @@ class StoredReader:
 
     def _rollout(self, row: Row[Any], payloads: Sequence[bytes]) -> StoredRollout:
         try:
-            entries = [*chain.from_iterable(map(self.codec.decode_entries, payloads))]
+            entries = [*chain.from_iterable(map(decode_entries, payloads))]
             start = self._start(row)
             delivery = _delivery(row)
         except InvalidToken:
@@ -69,10 +68,10 @@ class StoredReader:
         return StoredRollout(start, entries, bool(row.received), delivery)
 
     def _start(self, row: Row[Any]) -> AcceptedStart:
-        start = self.codec.decode_start(row.start)
+        start = decode_start(row.start)
         if row.credentials is None:
             return start
-        credentials = self.codec.decode_credentials(self.key.decrypt(row.credentials))
+        credentials = decode_credentials(self.key.decrypt(row.credentials))
         return replace(start, request=replace(start.request, credentials=credentials))
 
     def _check_log(self, uid: str, entries: Sequence[Entry]) -> None:

@@ -169,7 +169,8 @@ def obstacle_to_resume(
         never_ran: it waits for its first slot, so there is nothing to replay.
     """
     records = [entry.record for entry in log]
-    return _policy_obstacle(spec, agent, resume_by_default=resume_by_default) or _log_obstacle(spec, records)
+    policy = _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
+    return policy or _log_obstacle(spec, records)
 
 
 def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool, never_ran: bool = False) -> str:

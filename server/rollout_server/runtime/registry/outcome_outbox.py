@@ -51,7 +51,7 @@ class Outbox:
         self._restored: list[Rollout] = []
         self._pauses: dict[str, asyncio.Future[None]] = {}
         # Serialized once, and kept while the outcome may be sent again: until it is acknowledged or its rollout is dropped.
-        self._packed: WeakKeyDictionary[Rollout, PackedOutcome] = WeakKeyDictionary()
+        self._stored: WeakKeyDictionary[Rollout, StoredDelivery] = WeakKeyDictionary()
 
     @property
     def pending(self) -> int:
@@ -81,14 +81,17 @@ class Outbox:
     def resend(self, rollout: Rollout) -> bool:
         """Send the outcome again, unless it was acknowledged. Return whether it is sent.
 
-        A delivery that waits for its next attempt makes it now. One that was given up begins again with a new time limit. Bytes and
-        key stay the same, and `attempts` continues.
+        A delivery that waits for its next attempt makes it now. One that was given up begins again with a new time limit. Bytes
+        and key stay the same, and `attempts` continues.
         """
         pause, target = self._pauses.get(rollout.uid), rollout.spec.outcome
         if rollout.owes and pause is not None and not pause.done():
             pause.set_result(None)
         if rollout.undelivered and rollout.delivery is not None and target is not None:
-            rollout.update_delivery(Delivery(attempts=rollout.delivery.attempts, error=rollout.delivery.error))
+            stored = self._stored.get(rollout)
+            if stored is not None:
+                self._stored[rollout] = replace(stored, expires=self._clock.wall() + self._retry_policy.expiry)
+            self._update(rollout, Delivery(attempts=rollout.delivery.attempts, error=rollout.delivery.error))
             self._begin(rollout, target)
         return rollout.owes
 
@@ -114,7 +117,6 @@ class Outbox:
             if task is not None:
                 task.cancel()
             else:  # `drain` stopped the delivery
-                self._stored.pop(rollout.uid, None)
                 self._settled(rollout)
         elif rollout.undelivered:
             self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
@@ -163,18 +165,16 @@ class Outbox:
             if exhausted or self._clock.monotonic() + pause >= expires:
                 return self._end(rollout, DeliveryState.EXPIRED, receipt.text)
             next_attempt = self._clock.wall() + pause
-            rollout.update_delivery(
-                Delivery(attempts=earlier + attempts, error=receipt.text, next_attempt=next_attempt)
-            )
+            self._update(rollout, Delivery(attempts=earlier + attempts, error=receipt.text, next_attempt=next_attempt))
             await self._pause(rollout, pause)
-            wait = min(2 * wait, policy.most)
 
-    def _pack(self, rollout: Rollout, target: Target) -> PackedOutcome:
-        packed = self._packed.get(rollout)
-        if packed is None:
-            key = f"{rollout.uid}/outcome"
-            packed = self._packed[rollout] = PackedOutcome(target, key, self._reporter.pack(rollout, target, key))
-        return packed
+    def _pack(self, rollout: Rollout, target: Target) -> StoredDelivery:
+        key = f"{rollout.uid}/outcome"
+        body = self._reporter.pack(rollout, target, key)
+        expires = self._clock.wall() + self._retry_policy.expiry
+        stored = self._stored[rollout] = StoredDelivery(rollout.delivery or Delivery(), key, expires, body)
+        self._journal.write(DeliveryChanged(rollout.uid, stored))
+        return stored
 
     async def _pause(self, rollout: Rollout, seconds: float) -> None:
         """Wait until the next attempt is due, or until `resend` asks for it."""
@@ -194,9 +194,7 @@ class Outbox:
 
     def _end(self, rollout: Rollout, state: DeliveryState, error: str) -> None:
         before = rollout.delivery or Delivery()
-        rollout.update_delivery(Delivery(state, before.attempts, error, ended=self._clock.wall()))
-        if state is DeliveryState.ACKNOWLEDGED:
-            self._packed.pop(rollout, None)
+        self._update(rollout, Delivery(state, before.attempts, error, ended=self._clock.wall()))
         if state is not DeliveryState.ACKNOWLEDGED:
             extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id}
             # The receiver's text is only in the delivery state: in the log it could forge lines.
@@ -220,5 +218,4 @@ class Outbox:
             if rollout.owes:
                 self._end(rollout, DeliveryState.EXPIRED, "internal error of the server; its log has the reason")
         if not rollout.owes:
-            self._stored.pop(rollout.uid, None)
             self._settled(rollout)

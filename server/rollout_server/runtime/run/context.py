@@ -112,8 +112,8 @@ class RunContext:
         if get_ident() != self._thread:
             return self.wait(self._record_on_loop(issued(record)))
         record = issued(record)
-        if self.ending.decided is not None:
-            raise RolloutEnded(self.ending.decided)
+        if self.ending.decided is not None or self.rollout.is_suspended:
+            raise RolloutEnded(self.ending.decided or self.ending.requested.result())
         if isinstance(record, Note) and self.rollout.is_noted(record):
             return ()
         if self.rollout.replay is not None:
