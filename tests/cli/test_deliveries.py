@@ -68,7 +68,7 @@ async def test_refused_outcomes_are_listed_and_sent_again(invoke: Invoke) -> Non
 
 
 async def test_a_pending_one_is_listed_with_its_next_attempt_and_tried_at_once(invoke: Invoke) -> None:
-    async with world(DOWN, Answer(), retry_base_seconds=3000, retry_max_seconds=3000) as (caller, trainer, receiver):
+    async with world(DOWN, Answer(), retry_base_seconds=1000, retry_max_seconds=1000) as (caller, trainer, receiver):
         uid = (await caller.start(asked(trainer, receiver.url))).rollout.uid
 
         async def waits() -> bool:

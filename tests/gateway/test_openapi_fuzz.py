@@ -37,7 +37,7 @@ MARKS = (SECRET, CALLER, ADMIN)
 NOWHERE = "http://127.0.0.1:9"
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 BOUNDED = settings(
-    max_examples=6, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=4, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 NOT_OURS = {"cookie": f"session={SECRET}", "x-api-key": SECRET, "proxy-authorization": f"Basic {SECRET}"}
 """Headers that carry secrets for other services."""

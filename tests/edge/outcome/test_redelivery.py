@@ -31,7 +31,7 @@ async def test_a_receiver_that_works_again_gets_the_same_outcome(answer: Answer)
 
 
 async def test_a_pending_delivery_does_not_wait_for_its_next_attempt() -> None:
-    async with world(DOWN, Answer(), retry_base_seconds=3000, retry_max_seconds=3000) as (caller, trainer, receiver):
+    async with world(DOWN, Answer(), retry_base_seconds=1000, retry_max_seconds=1000) as (caller, trainer, receiver):
         uid = (await caller.start(asked(trainer, receiver.url))).rollout.uid
 
         async def waits() -> bool:
