@@ -10,15 +10,21 @@ from random import Random
 from rollout_server.core.record import Answered, Asked, Ended, ToolReturned, ToolStarted
 from rollout_server.runtime.journal import (
     AcceptedStart,
+    CancelRequested,
     Change,
     CredentialsChanged,
     DeliveryChanged,
     EntriesAppended,
+    GroupDropped,
+    GroupFormed,
+    GroupGrew,
     JournalUnavailable,
+    KeyMinted,
     OutcomeReceived,
     RolloutAccepted,
     RolloutDropped,
     StoredDelivery,
+    StoredGroup,
     StoredRollout,
 )
 from rollout_server.runtime.log import Entry
@@ -26,6 +32,7 @@ from rollout_server.runtime.outcome_delivery import DeliveryState
 
 from tests.simulator.faults import Fault, Faults
 from tests.simulator.laws import Laws
+from tests.support.journal import apply_to_groups
 
 
 @dataclass(slots=True)
@@ -41,6 +48,8 @@ class StoredRecords:
     received: bool = False
     delivery: StoredDelivery | None = None
     dropped: bool = False
+    cancelled: str | None = None
+    key_digest: bytes = b""
     asked: set[int] = field(default_factory=set)
     answered: set[int] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
@@ -64,6 +73,7 @@ class Disk:
 
     def __init__(self, laws: Laws) -> None:
         self.rollouts: dict[str, StoredRecords] = {}
+        self.groups: dict[str, StoredGroup] = {}
         self._laws = laws
 
     def apply(self, change: Change) -> None:
@@ -82,11 +92,19 @@ class Disk:
                 self.rollouts[uid].received = True
             case RolloutDropped(uid):
                 self._drop(uid, self.rollouts[uid])
+            case CancelRequested(uid, reason):
+                self.rollouts[uid].cancelled = reason
+            case KeyMinted(uid, digest):
+                self.rollouts[uid].key_digest = digest
+            case GroupFormed() | GroupGrew() | GroupDropped():
+                apply_to_groups(self.groups, change)
 
     def load(self) -> Sequence[StoredRollout]:
         """Return the rollouts that were not dropped."""
         return [
-            StoredRollout(each.start, tuple(each.entries), each.received, each.delivery)
+            StoredRollout(
+                each.start, tuple(each.entries), each.received, each.delivery, each.cancelled, each.key_digest
+            )
             for each in self.rollouts.values()
             if not each.dropped
         ]
@@ -153,6 +171,11 @@ class DiskJournal:
         """Return what earlier processes committed."""
         await asyncio.sleep(0)
         return self._disk.load()
+
+    async def load_groups(self) -> Sequence[StoredGroup]:
+        """Return the groups that earlier processes committed."""
+        await asyncio.sleep(0)
+        return list(self._disk.groups.values())
 
     def write(self, change: Change, committed: Callable[[], None] | None = None) -> None:
         """Take a change. A dead process writes nothing."""

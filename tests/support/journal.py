@@ -7,14 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rollout_server.runtime.journal import (
+    CancelRequested,
     Change,
     CredentialsChanged,
     DeliveryChanged,
     EntriesAppended,
+    GroupDropped,
+    GroupFormed,
+    GroupGrew,
     JournalUnavailable,
+    KeyMinted,
     OutcomeReceived,
     RolloutAccepted,
     RolloutDropped,
+    StoredGroup,
     StoredRollout,
 )
 
@@ -42,6 +48,13 @@ class KeptJournal:
         found: dict[str, StoredRollout] = {}
         for change in self.committed:
             apply(found, change)
+        return list(found.values())
+
+    async def load_groups(self) -> Sequence[StoredGroup]:
+        """Return the groups of the committed changes."""
+        found: dict[str, StoredGroup] = {}
+        for change in self.committed:
+            apply_to_groups(found, change)
         return list(found.values())
 
     def write(self, change: Change, committed: Callable[[], None] | None = None) -> None:
@@ -102,7 +115,22 @@ def apply(found: dict[str, StoredRollout], change: Change) -> None:
             found[uid] = replace(found[uid], start=start)
         case DeliveryChanged(uid, stored):
             found[uid] = replace(found[uid], stored_delivery=stored)
+        case CancelRequested(uid, reason):
+            found[uid] = replace(found[uid], cancelled=reason)
+        case KeyMinted(uid, digest):
+            found[uid] = replace(found[uid], key_digest=digest)
         case OutcomeReceived(uid):
             found[uid] = replace(found[uid], received=True)
         case RolloutDropped(uid):
+            del found[uid]
+
+
+def apply_to_groups(found: dict[str, StoredGroup], change: Change) -> None:
+    """Apply a change to the stored groups by uid."""
+    match change:
+        case GroupFormed(group):
+            found[group.uid] = StoredGroup(group)
+        case GroupGrew(uid, _, index, member):
+            found[uid] = replace(found[uid], refills=(*found[uid].refills, (index, member)))
+        case GroupDropped(uid):
             del found[uid]

@@ -2,6 +2,8 @@
 
 A change is written in two steps. `Journal.write` takes it at once and without blocking; a commit makes it durable later, together
 with other changes. What the outside may rely on waits for the commit: an acceptance, an event, an outcome, a request to a trainer.
+
+Changes that are written without an `await` in between share a commit: all of them are stored, or none.
 """
 
 from __future__ import annotations
@@ -58,6 +60,30 @@ class StoredDelivery:
 
 
 @dataclass(frozen=True, slots=True)
+class FormedGroup:
+    """A group of rollouts as it was formed. Its request is that of its members, with the ids that it has here.
+
+    Args:
+        uid: the server's id of the group.
+        group_id: the callers' name of the group.
+        request_id: the idempotency key of its request; empty: none.
+        rollout_id: the rollout id of its request, from which those of its members are made.
+        min_usable, refill: see `runtime.groups.state.GroupPlan`, whose other values the members have.
+        is_listed: callers can find it by its id. Groups of trainer streams are not listed.
+        members: uids of its rollouts, by `group_index`.
+    """
+
+    uid: str
+    group_id: str
+    request_id: str
+    rollout_id: str
+    min_usable: int
+    refill: int
+    is_listed: bool
+    members: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutAccepted:
     """A rollout was accepted. The first change of each rollout."""
 
@@ -78,6 +104,22 @@ class CredentialsChanged:
 
     uid: str
     credentials: Credentials
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """A caller has cancelled the rollout, for this reason."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyMinted:
+    """The model endpoint of the rollout has a key, of which only this digest is stored; an empty one deletes it."""
+
+    uid: str
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,19 +144,65 @@ class RolloutDropped:
     uid: str
 
 
-Change: TypeAlias = (
-    "RolloutAccepted | EntriesAppended | CredentialsChanged | DeliveryChanged | OutcomeReceived | RolloutDropped"
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """A group was formed of rollouts that were just accepted."""
+
+    group: FormedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class GroupGrew:
+    """A rollout was started in place of one that failed.
+
+    `number` counts these rollouts of the group from 1; `index` is the `group_index` of both.
+    """
+
+    uid: str
+    number: int
+    index: int
+    member: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDropped:
+    """The server has forgotten the group. Its rollouts are dropped one by one."""
+
+    uid: str
+
+
+GroupChange: TypeAlias = GroupFormed | GroupGrew | GroupDropped
+
+RolloutChange: TypeAlias = (
+    "RolloutAccepted | EntriesAppended | CredentialsChanged | CancelRequested | KeyMinted | DeliveryChanged | OutcomeReceived"
+    " | RolloutDropped"
 )
+
+Change: TypeAlias = "RolloutChange | GroupChange"
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRollout:
-    """A rollout as the journal has it: `start.request` has its credentials, and `entries` its whole log."""
+    """A rollout as the journal has it: `start.request` has its credentials, and `entries` its whole log.
+
+    `cancelled` is the reason of a caller that has cancelled it; None: nobody has. `key_digest` is that of the key of its model
+    endpoint; empty: it has none.
+    """
 
     start: AcceptedStart
     entries: Sequence[Entry]
     received: bool = False
     stored_delivery: StoredDelivery | None = None
+    cancelled: str | None = None
+    key_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A group as the journal has it. `refills` are (index, uid of the rollout) in the order of `GroupGrew`."""
+
+    group: FormedGroup
+    refills: Sequence[tuple[int, str]] = ()
 
 
 class Journal(Protocol):
@@ -134,6 +222,12 @@ class Journal(Protocol):
 
     async def load(self) -> Sequence[StoredRollout]:
         """Return the rollouts of earlier processes in the order in which they were accepted. Called once, before any `write`.
+
+        Raises `JournalUnusable`.
+        """
+
+    async def load_groups(self) -> Sequence[StoredGroup]:
+        """Return the groups of earlier processes in the order in which they were formed. Called once, after `load`.
 
         Raises `JournalUnusable`.
         """
@@ -158,6 +252,10 @@ class MemoryJournal:
         self.server_id = secrets.token_hex(5)
 
     async def load(self) -> Sequence[StoredRollout]:
+        """Return nothing."""
+        return ()
+
+    async def load_groups(self) -> Sequence[StoredGroup]:
         """Return nothing."""
         return ()
 

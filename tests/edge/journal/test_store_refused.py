@@ -14,7 +14,7 @@ import pytest
 from cryptography.fernet import Fernet
 from rollout_server.edge.journal import SqliteJournal
 from rollout_server.edge.journal.schema import MIGRATIONS
-from rollout_server.runtime.journal import JournalUnusable
+from rollout_server.runtime.journal import CancelRequested, JournalUnusable
 from rollout_server.runtime.ports import Credentials
 from sqlalchemy import Connection
 
@@ -172,7 +172,7 @@ async def test_a_database_of_another_application(directory: Path) -> None:
 async def test_a_newer_server_wrote_it(written: Path) -> None:
     execute(written, "PRAGMA user_version = 7")
     text = await refused(written)
-    assert "was written by a newer server: it has version 7, and this server knows versions up to 1" in text
+    assert "was written by a newer server: it has version 7, and this server knows versions up to 2" in text
     assert "Run the newer server" in text
 
 
@@ -273,15 +273,33 @@ async def test_migrations_run_once_and_in_order(written: Path) -> None:
     for migrations in ((add_notes,), (add_notes, rename), (add_notes, rename)):
         async with SqliteJournal(written, migrations=[*MIGRATIONS, *migrations]) as journal:
             assert len(await journal.load()) == 2
-    assert query(written, "PRAGMA user_version") == [(3,)]
+    assert query(written, "PRAGMA user_version") == [(4,)]
     assert query(written, "SELECT remarks FROM rollouts") == [("from a",), ("from b",)]
-    assert "knows versions up to 1" in await refused(written)
+    assert "knows versions up to 2" in await refused(written)
+
+
+async def test_a_journal_of_version_1_is_migrated(written: Path) -> None:
+    before = await stored(written)
+    version_1 = (
+        "DROP TABLE groups",
+        "DROP TABLE refills",
+        "ALTER TABLE rollouts DROP COLUMN cancelled",
+        "ALTER TABLE rollouts DROP COLUMN key_digest",
+        "PRAGMA user_version = 1",
+    )
+    execute(written, *version_1)
+    async with SqliteJournal(written) as journal:
+        assert await journal.load() == before
+        assert await journal.load_groups() == []
+        journal.write(CancelRequested("a", "enough"))
+    assert [each.cancelled for each in await stored(written)] == ["enough", None]
+    assert query(written, "PRAGMA user_version") == [(2,)]
 
 
 async def test_a_migration_that_fails_changes_nothing(written: Path) -> None:
     with pytest.raises(JournalUnusable, match="no such table: missing"):
         await SqliteJournal(written, migrations=[*MIGRATIONS, add_notes, fail]).start()
-    assert query(written, "PRAGMA user_version") == [(1,)]
+    assert query(written, "PRAGMA user_version") == [(2,)]
     assert query(written, "SELECT name FROM sqlite_master WHERE name = 'half'") == []
     assert len(await stored(written)) == 2
 

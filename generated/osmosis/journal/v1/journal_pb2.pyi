@@ -122,6 +122,58 @@ class AcceptedStart(_message.Message):
 Global___AcceptedStart: _TypeAlias = AcceptedStart  # noqa: Y015
 
 @_typing.final
+class FormedGroup(_message.Message):
+    """A group of rollouts as it was formed. Its request is that of its members, with the ids that it has here."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ROLLOUT_ID_FIELD_NUMBER: _builtins.int
+    MIN_USABLE_FIELD_NUMBER: _builtins.int
+    REFILL_FIELD_NUMBER: _builtins.int
+    IS_LISTED_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    """The server's id of the group."""
+    group_id: _builtins.str
+    """The callers' name of the group."""
+    request_id: _builtins.str
+    """The idempotency key of the group's request; empty: none."""
+    rollout_id: _builtins.str
+    """The rollout id of the group's request, from which those of its members are made."""
+    min_usable: _builtins.int
+    """Once this many rollouts are usable, the others are cancelled; 0: never."""
+    refill: _builtins.int
+    """How many rollouts may be started anew."""
+    is_listed: _builtins.bool
+    """Callers can find the group by its id."""
+    @_builtins.property
+    def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Uids of the rollouts, by group_index."""
+
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        rollout_id: _builtins.str = ...,
+        min_usable: _builtins.int = ...,
+        refill: _builtins.int = ...,
+        is_listed: _builtins.bool = ...,
+        members: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "is_listed", b"is_listed", "members", b"members", "min_usable", b"min_usable", "refill", b"refill", "request_id", b"request_id", "rollout_id", b"rollout_id", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FormedGroup: _TypeAlias = FormedGroup  # noqa: Y015
+
+@_typing.final
 class StoredCredentials(_message.Message):
     """Credentials of a rollout. They are encrypted before they are stored."""
 

@@ -1,4 +1,4 @@
-"""Changes of one commit as rows. All changes of one rollout become at most one row of each table."""
+"""Changes of one commit as rows. All changes of one rollout become at most one row of each of its tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,21 @@ from sqlalchemy import Connection, Executable, bindparam, delete, insert, update
 from sqlalchemy.dialects import sqlite
 
 from rollout_server.edge.journal.records import encode_entries
-from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, OUTCOMES, ROLLOUTS
-from rollout_server.edge.journal.starts import encode_credentials, encode_start
+from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, GROUPS, OUTCOMES, REFILLS, ROLLOUTS
+from rollout_server.edge.journal.starts import encode_credentials, encode_group, encode_start
+from rollout_server.edge.journal.values import encode_text
 from rollout_server.runtime.journal import (
     AcceptedStart,
+    CancelRequested,
     Change,
     CredentialsChanged,
     DeliveryChanged,
     EntriesAppended,
+    FormedGroup,
+    GroupDropped,
+    GroupFormed,
+    GroupGrew,
+    KeyMinted,
     OutcomeReceived,
     RolloutAccepted,
     RolloutDropped,
@@ -42,7 +49,16 @@ _APPEND: Final = insert(ENTRIES)
 _CREDENTIALS: Final = (
     update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(credentials=bindparam("encrypted"))
 )
+_CANCELLED: Final = (
+    update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(cancelled=bindparam("reason"))
+)
+_KEY: Final = update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(key_digest=bindparam("digest"))
 _RECEIVED: Final = update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(received=True)
+_DROP_GROUP: Final = tuple(
+    delete(column.table).where(column == bindparam(_NUMBER)) for column in (GROUPS.c.number, REFILLS.c.group_number)
+)
+_FORM: Final = insert(GROUPS)
+_REFILL: Final = insert(REFILLS)
 _inserted = sqlite.insert(DELIVERIES)
 _DELIVERY: Final = _inserted.on_conflict_do_update(
     index_elements=[DELIVERIES.c.rollout],
@@ -58,7 +74,7 @@ class Batch:
     """The changes of one commit. Only the state after all of them is written, since nobody can see one in between.
 
     Args:
-        changes: each with the number of its rollout.
+        changes: each with the number of its rollout or group.
         key: encrypts credentials.
     """
 
@@ -69,8 +85,13 @@ class Batch:
         self._entries: dict[int, list[Entry]] = {}
         self._credentials: dict[int, Credentials] = {}
         self._deliveries: dict[int, StoredDelivery] = {}
+        self._cancelled: dict[int, str] = {}
+        self._keys: dict[int, bytes] = {}
         self._received: set[int] = set()
         self._dropped: set[int] = set()
+        self._formed: dict[int, FormedGroup] = {}
+        self._refills: list[tuple[int, GroupGrew]] = []
+        self._dropped_groups: set[int] = set()
         self.unencodable: set[int] = set()
         """Numbers of rollouts that have something that cannot be encoded. Nothing of them is written any more."""
         for number, change in changes:
@@ -94,15 +115,32 @@ class Batch:
             case CredentialsChanged():
                 self._uids[number] = change.uid
                 self._credentials[number] = change.credentials
+            case CancelRequested():
+                self._cancelled[number] = change.reason
+            case KeyMinted():
+                self._keys[number] = change.digest
             case DeliveryChanged():
                 self._deliveries[number] = change.stored
             case OutcomeReceived():
                 self._received.add(number)
             case RolloutDropped():
                 self._drop(number)
+            case GroupFormed():
+                self._formed[number] = change.group
+            case GroupGrew():
+                self._refills.append((number, change))
+            case GroupDropped():
+                self._dropped_groups.add(number)
 
     def _drop(self, number: int) -> None:
-        for changes in (self._accepted, self._entries, self._credentials, self._deliveries):
+        for changes in (
+            self._accepted,
+            self._entries,
+            self._credentials,
+            self._deliveries,
+            self._cancelled,
+            self._keys,
+        ):
             changes.pop(number, None)
         self._received.discard(number)
         self._dropped.add(number)
@@ -130,9 +168,23 @@ class Batch:
             (_ACCEPT, accepted),
             (_APPEND, entries),
             (_CREDENTIALS, credentials),
+            (
+                _CANCELLED,
+                [{_NUMBER: number, "reason": encode_text(reason)} for number, reason in self._cancelled.items()],
+            ),
+            (_KEY, [{_NUMBER: number, "digest": digest or None} for number, digest in self._keys.items()]),
             (_RECEIVED, [{_NUMBER: number} for number in self._received]),
             (_DELIVERY, [_delivery_row(number, stored) for number, stored in self._deliveries.items()]),
             (_OUTCOME, [_outcome_row(number, stored) for number, stored in self._deliveries.items()]),
+            *self._encode_groups(),
+        )
+
+    def _encode_groups(self) -> Sequence[tuple[Executable, Sequence[Row]]]:
+        """Return the statements of groups. A group may be formed and dropped in the same commit."""
+        return (
+            (_FORM, [{"number": number, "payload": encode_group(group)} for number, group in self._formed.items()]),
+            (_REFILL, [_refill_row(number, grew) for number, grew in self._refills]),
+            *((statement, [{_NUMBER: number} for number in self._dropped_groups]) for statement in _DROP_GROUP),
         )
 
     def _accepted_rows(self, number: int) -> Sequence[Row]:
@@ -177,3 +229,7 @@ def _delivery_row(number: int, stored: StoredDelivery) -> Row:
 
 def _outcome_row(number: int, stored: StoredDelivery) -> Row:
     return {"rollout": number, "key": stored.key, "body": stored.body}
+
+
+def _refill_row(number: int, grew: GroupGrew) -> Row:
+    return {"group_number": number, "number": grew.number, "group_index": grew.index, "member": grew.member}

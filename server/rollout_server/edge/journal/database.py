@@ -33,7 +33,7 @@ from rollout_server.edge.journal.schema import (
     migrate,
 )
 from rollout_server.edge.journal.stored import StoredReader
-from rollout_server.runtime.journal import Change, JournalUnavailable, JournalUnusable, StoredRollout
+from rollout_server.runtime.journal import Change, JournalUnavailable, JournalUnusable, StoredGroup, StoredRollout
 
 _log = logging.getLogger(__name__)
 
@@ -109,6 +109,13 @@ class Database:
         reader = StoredReader(self._files.database, opened.key)
         with _unusable(self._files.database), opened.connection.begin(), _without_collector():
             return [*reader.rollouts(opened.connection)]
+
+    def load_groups(self) -> Sequence[tuple[int, StoredGroup]]:
+        """Return all groups with their numbers, in the order in which they were formed. Raises `JournalUnusable`."""
+        opened = self._opened()
+        reader = StoredReader(self._files.database, opened.key)
+        with _unusable(self._files.database), opened.connection.begin():
+            return [*reader.groups(opened.connection)]
 
     def commit(self, changes: Sequence[tuple[int, Change]]) -> set[int]:
         """Commit changes, all or none of them. Raises `JournalUnavailable`.

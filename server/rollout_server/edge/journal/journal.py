@@ -15,7 +15,17 @@ from rollout_server.edge.journal.database import Database
 from rollout_server.edge.journal.files import JournalDirectory
 from rollout_server.edge.journal.schema import MIGRATIONS, Migration
 from rollout_server.edge.journal.writer import CommitQueue
-from rollout_server.runtime.journal import Change, EntriesAppended, RolloutAccepted, RolloutDropped, StoredRollout
+from rollout_server.runtime.journal import (
+    Change,
+    EntriesAppended,
+    GroupChange,
+    GroupDropped,
+    GroupFormed,
+    RolloutAccepted,
+    RolloutDropped,
+    StoredGroup,
+    StoredRollout,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +66,7 @@ class SqliteJournal:
         self._queue: CommitQueue[tuple[int, Change] | None] | None = None
         self._server_id = ""
         self._positions: dict[str, _JournalPosition] = {}
+        self._groups: dict[str, int] = {}
         self._is_loaded = False
         self._last_number = 0
         # Written by the journal's thread, which replaces it, and read on the event loop.
@@ -111,6 +122,14 @@ class SqliteJournal:
             self._last_number = number
         return [rollout for _, rollout in stored]
 
+    async def load_groups(self) -> Sequence[StoredGroup]:
+        """Return the groups of earlier processes. Raises `JournalUnusable` if one is damaged."""
+        stored = await self._in_thread(self._database.load_groups)
+        for number, each in stored:
+            self._groups[each.group.uid] = number
+            self._last_number = max(self._last_number, number)
+        return [group for _, group in stored]
+
     def write(self, change: Change, committed: Callable[[], None] | None = None) -> None:
         """Store a change with the next commit.
 
@@ -131,6 +150,8 @@ class SqliteJournal:
 
     def _numbered(self, change: Change) -> tuple[int, Change] | None:
         """Return the change with the number of its rollout; None if there is nothing to store."""
+        if isinstance(change, GroupChange):
+            return self._numbered_group(change)
         if isinstance(change, RolloutAccepted):
             position = self._accept(change.start.uid)
         else:
@@ -145,12 +166,25 @@ class SqliteJournal:
                 del self._positions[change.uid]
         return None if position.number in self._unencodable else (position.number, change)
 
+    def _numbered_group(self, change: GroupChange) -> tuple[int, Change] | None:
+        """Return the change with the number of its group; None if the group was dropped."""
+        if isinstance(change, GroupFormed):
+            number = self._groups[change.group.uid] = self._next_number()
+        elif isinstance(change, GroupDropped):
+            number = self._groups.pop(change.uid, 0)
+        else:
+            number = self._groups.get(change.uid, 0)
+        return (number, change) if number else None
+
     def _accept(self, uid: str) -> _JournalPosition:
         if uid in self._positions:
             raise ValueError(f"rollout {uid} is in the journal already")
-        self._last_number += 1
-        self._positions[uid] = _JournalPosition(self._last_number)
+        self._positions[uid] = _JournalPosition(self._next_number())
         return self._positions[uid]
+
+    def _next_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
 
     def _commit(self, changes: Sequence[tuple[int, Change] | None]) -> None:
         # A change may have been written before it was known that its rollout cannot be encoded.

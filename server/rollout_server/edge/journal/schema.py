@@ -45,8 +45,14 @@ ROLLOUTS: Final = Table(
     Column("start", LargeBinary, nullable=False),
     Column("credentials", LargeBinary),
     Column("received", Boolean, nullable=False),
+    Column("cancelled", LargeBinary),
+    Column("key_digest", LargeBinary),
 )
-"""Accepted rollouts. `credentials` are encrypted, NULL if there are none. `received`: the outcome was acknowledged."""
+"""Accepted rollouts.
+
+`credentials` are encrypted, NULL if there are none. `received`: the outcome was acknowledged. `cancelled` is the reason of a caller
+that has cancelled the rollout, in UTF-8. `key_digest` is that of the key of its model endpoint.
+"""
 
 ENTRIES: Final = Table(
     "entries",
@@ -81,9 +87,42 @@ OUTCOMES: Final = Table(
 )
 """What the deliveries send. Apart from `deliveries`, so that an attempt does not write a large body again."""
 
+GROUPS: Final = Table(
+    "groups",
+    _metadata,
+    # From the same count as the numbers of rollouts.
+    Column("number", _Number, primary_key=True, autoincrement=False),
+    Column("payload", LargeBinary, nullable=False),
+)
+"""Groups of rollouts as they were formed."""
+
+REFILLS: Final = Table(
+    "refills",
+    _metadata,
+    Column("group_number", _Number, nullable=False),
+    Column("number", _Number, nullable=False),
+    Column("group_index", _Number, nullable=False),
+    Column("member", Text, nullable=False),
+    PrimaryKeyConstraint("group_number", "number"),
+)
+"""Rollouts of a group that were started in place of others."""
+
 Migration = Callable[[Connection], None]
 
-MIGRATIONS: Final[Sequence[Migration]] = ()
+
+def _add_groups(connection: Connection) -> None:
+    """Version 2: groups, cancels that were answered, and keys of model endpoints."""
+    for table in (GROUPS, REFILLS):
+        table.create(connection)
+    for column in ("cancelled", "key_digest"):
+        connection.exec_driver_sql(f"ALTER TABLE rollouts ADD COLUMN {column} {_bytes(connection)}")
+
+
+def _bytes(connection: Connection) -> str:
+    return str(LargeBinary().compile(connection.dialect))
+
+
+MIGRATIONS: Final[Sequence[Migration]] = (_add_groups,)
 """Migrations in order. The first one turns version 1 into version 2."""
 
 

@@ -1,4 +1,4 @@
-"""The journal's encoding of accepted starts and of credentials, without loss."""
+"""The journal's encoding of accepted starts, groups and credentials, without loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollout_server.core.spec import Spec
 from rollout_server.edge.journal.values import read_messages, write_messages
 from rollout_server.edge.wire.request import credentials_from_proto, credentials_to_proto
 from rollout_server.edge.wire.spec import spec_from_proto, spec_to_proto
-from rollout_server.runtime.journal import AcceptedStart
+from rollout_server.runtime.journal import AcceptedStart, FormedGroup
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.start_request import StartRequest
 
@@ -69,6 +69,39 @@ def _read_spec(proto: pb.AcceptedStart) -> Spec:
         cancel_after_detach=detached,
         labels={name: spec.labels[name] for name in proto.label_names},
         models={name: spec.models[name] for name in proto.model_names},
+    )
+
+
+def encode_group(group: FormedGroup) -> bytes:
+    """Return a group as bytes."""
+    proto = pb.FormedGroup(
+        uid=group.uid,
+        group_id=group.group_id,
+        request_id=group.request_id,
+        rollout_id=group.rollout_id,
+        min_usable=group.min_usable,
+        refill=group.refill,
+        is_listed=group.is_listed,
+        members=group.members,
+    )
+    return proto.SerializeToString()
+
+
+def decode_group(data: bytes) -> FormedGroup:
+    """Return the group of `encode_group`. Raises ValueError for other bytes."""
+    try:
+        proto = pb.FormedGroup.FromString(data)
+    except DecodeError as error:
+        raise ValueError(f"these bytes are not a group that this version can read: {error!r}") from error
+    return FormedGroup(
+        proto.uid,
+        proto.group_id,
+        proto.request_id,
+        proto.rollout_id,
+        proto.min_usable,
+        proto.refill,
+        proto.is_listed,
+        tuple(proto.members),
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads the rollouts of earlier processes."""
+"""Reads the rollouts and groups of earlier processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from sqlalchemy import Connection, Row, select
 
 from rollout_server.edge.journal.files import RESTORE
 from rollout_server.edge.journal.records import decode_entries
-from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, OUTCOMES, ROLLOUTS
-from rollout_server.edge.journal.starts import decode_credentials, decode_start
-from rollout_server.runtime.journal import AcceptedStart, JournalUnusable, StoredDelivery, StoredRollout
+from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, GROUPS, OUTCOMES, REFILLS, ROLLOUTS
+from rollout_server.edge.journal.starts import decode_credentials, decode_group, decode_start
+from rollout_server.edge.journal.values import decode_text
+from rollout_server.runtime.journal import AcceptedStart, JournalUnusable, StoredDelivery, StoredGroup, StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 
@@ -50,11 +51,25 @@ class StoredReader:
             for row in chunk:
                 yield row.number, self._rollout(row, logs[row.number])
 
+    def groups(self, connection: Connection) -> Iterator[tuple[int, StoredGroup]]:
+        """Yield each group with its number, in the order in which they were formed."""
+        refills: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for row in connection.execute(select(REFILLS).order_by(REFILLS.c.number)):
+            refills[row.group_number].append((row.group_index, row.member))
+        for row in connection.execute(select(GROUPS).order_by(GROUPS.c.number)):
+            try:
+                group = decode_group(row.payload)
+            except ValueError as error:
+                text = f"{self.path} is damaged: group {row.number} cannot be decoded ({error}). Please {RESTORE}"
+                raise JournalUnusable(text) from error
+            yield row.number, StoredGroup(group, refills[row.number])
+
     def _rollout(self, row: Row[Any], payloads: Sequence[bytes]) -> StoredRollout:
         try:
             entries = [*chain.from_iterable(map(decode_entries, payloads))]
             start = self._start(row)
             delivery = _delivery(row)
+            cancelled = None if row.cancelled is None else decode_text(row.cancelled)
         except InvalidToken:
             text = (
                 f"the credentials in {self.path} were encrypted with another key: set ROLLOUT_JOURNAL_KEY to the key with which "
@@ -65,7 +80,8 @@ class StoredReader:
             text = f"{self.path} is damaged: rollout {row.uid} cannot be decoded ({type(error).__name__}: {error})"
             raise JournalUnusable(f"{text}. Please {RESTORE}") from error
         self._check_log(row.uid, entries)
-        return StoredRollout(start, entries, bool(row.received), delivery)
+        digest = row.key_digest or b""
+        return StoredRollout(start, entries, bool(row.received), delivery, cancelled, digest)
 
     def _start(self, row: Row[Any]) -> AcceptedStart:
         start = decode_start(row.start)
