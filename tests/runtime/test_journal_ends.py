@@ -71,6 +71,24 @@ async def test_a_drain_waits_for_the_commit_of_the_ends_that_it_causes() -> None
     assert not rollout.owes
 
 
+async def test_a_cancel_that_was_answered_holds_after_a_crash() -> None:
+    journal = KeptJournal()
+    harness = RuntimeHarness(journal=journal)
+    running, other = harness.start(HANGS), harness.start(HANGS, completions=REPLAYS)
+    await asyncio.sleep(1)
+    journal.paused = True  # so the end of the rollout is not stored
+    assert harness.roster.cancel(Selection(ME, uids=(running.uid,)), "enough") == [running.uid]
+    journal.commit()
+    second = next_process(journal)
+    await second.roster.restore()
+    restored, continued = known(second)
+    assert (restored.uid, continued.uid) == (running.uid, other.uid)
+    await second.roster.journal.flush()
+    assert restored.outcome is not None
+    assert restored.outcome.end == Cancellation("enough")
+    assert continued.outcome is None
+
+
 async def test_a_drain_ends_although_the_journal_cannot_be_written() -> None:
     journal = KeptJournal()
     harness = RuntimeHarness(journal=journal)

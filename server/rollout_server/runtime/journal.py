@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from rollout_server.core.error import Unavailable
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.outcome_delivery import Delivery
 from rollout_server.runtime.ports import Credentials
@@ -25,6 +26,11 @@ class JournalUnusable(Exception):
 
 class JournalUnavailable(Exception):
     """The journal cannot be written now. The text says which file and why, and what to do."""
+
+
+def journal_down(text: str) -> Unavailable:
+    """Return the error of a request that the journal cannot store now. `text` is that of a `JournalUnavailable`."""
+    return Unavailable(text, retry_after=5.0, reason="JOURNAL_UNAVAILABLE")
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,8 @@ class RolloutServiceServicer(object):
     def CancelRollouts(self, request, context):
         """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
+        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. UNAVAILABLE: the rollouts are being cancelled, but the
+        journal cannot store it, so a restart may continue them. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -80,7 +80,8 @@ class RolloutServiceStub:
     CancelRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutsRequest, _rollout_service_pb2.CancelRolloutsResponse]
     """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
+    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. UNAVAILABLE: the rollouts are being cancelled, but the
+    journal cannot store it, so a restart may continue them. Retry freely.
     """
     AcknowledgeOutcome: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]
     """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
@@ -191,7 +192,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     CancelRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutsRequest, _rollout_service_pb2.CancelRolloutsResponse]  # type: ignore[assignment]
     """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
+    INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. UNAVAILABLE: the rollouts are being cancelled, but the
+    journal cannot store it, so a restart may continue them. Retry freely.
     """
     AcknowledgeOutcome: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]  # type: ignore[assignment]
     """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
@@ -341,7 +343,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_service_pb2.CancelRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.CancelRolloutsResponse]]:
         """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
 
-        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. Retry freely.
+        INVALID_ARGUMENT: the selection is empty. NOT_FOUND: a uid does not exist. UNAVAILABLE: the rollouts are being cancelled, but the
+        journal cannot store it, so a restart may continue them. Retry freely.
         """
 
     @_abc_1.abstractmethod

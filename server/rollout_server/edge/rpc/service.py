@@ -134,7 +134,9 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         selection = wire.selection(request.selection, caller())
         for uid in selection.uids:
             self._registry.get(uid, caller())
-        return pb.CancelRolloutsResponse(uids=self._registry.cancel(selection, request.reason or "cancelled"))
+        uids = self._registry.cancel(selection, request.reason or "cancelled")
+        await self._registry.accept(())  # a restart must not continue what a caller knows to be cancelled
+        return pb.CancelRolloutsResponse(uids=uids)
 
     async def AcknowledgeOutcome(
         self, request: pb.AcknowledgeOutcomeRequest, context: _Context

@@ -22,6 +22,13 @@ GRACE_SECONDS = 2.0
 """How long tasks may take to end once the program's main coroutine has returned."""
 
 
+async def until_done(tasks: Collection[asyncio.Task[Any]], seconds: float) -> None:
+    """Wait until a collection that its tasks leave at their end is empty, at most `seconds`. Tasks may be added meanwhile."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
+        await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+
+
 def run(main: Coroutine[Any, Any, _T], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> _T:
     """Run a coroutine like `asyncio.run`, but with a shutdown that cannot hang. Raise what `main` raises."""
     runner = asyncio.Runner(loop_factory=loop_factory)

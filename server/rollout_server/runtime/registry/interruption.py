@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
-from rollout_server.core.outcome import Category, Failure, RewardResult, RewardRule
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, RewardResult, RewardRule
 from rollout_server.core.record import (
     Answered,
     Asked,
@@ -76,11 +76,10 @@ class MissingAgent:
         """Do nothing."""
 
 
-def interrupted(rollout: Rollout, obstacle: str) -> Ended:
-    """Return the end of an unfinished rollout that cannot be continued, for the reason that `obstacle` gives."""
-    failure = Failure(Category.INTERRUPTED, interrupted_text(obstacle), rollout.machine.turn)
+def unresumed(rollout: Rollout, end: End) -> Ended:
+    """Return the record of the end of an unfinished rollout of an earlier process that is not continued."""
     ran, queued = 1000 * rollout.earlier_seconds, rollout.queued_ms()
-    return Ended(failure, total_ms=ran, queued_ms=queued, reward_rule=rollout.reward_rule)
+    return Ended(end, total_ms=ran, queued_ms=queued, reward_rule=rollout.reward_rule)
 
 
 def interrupted_text(obstacle: str) -> str:
@@ -121,7 +120,35 @@ class RestoredStart:
     obstacle: str = ""
 
 
-def restored_start(
+@dataclass(frozen=True, slots=True)
+class RestoredRollout:
+    """A rollout of an earlier process. `end`: it is unfinished and to be ended with this; None: it has finished, or continues."""
+
+    rollout: Rollout
+    admitted: AdmittedStart
+    end: End | None
+
+
+def restored(
+    stored: StoredRollout,
+    agents: Mapping[str, AgentProtocol],
+    clock: Clock,
+    owner: RolloutOwner,
+    *,
+    resume_by_default: bool,
+) -> RestoredRollout:
+    """Return a rollout of an earlier process. Raises `JournalUnusable` if its records contradict each other."""
+    start = _restored_start(stored, agents, resume_by_default=resume_by_default)
+    rollout = _rebuilt(stored, start, clock, owner)
+    end: End | None = None
+    if rollout.outcome is None and stored.cancelled is not None:
+        end = Cancellation(stored.cancelled)
+    elif start.obstacle:
+        end = Failure(Category.INTERRUPTED, interrupted_text(start.obstacle), stored.entries[-1].turn)
+    return RestoredRollout(rollout, start.admitted, end)
+
+
+def _restored_start(
     stored: StoredRollout, agents: Mapping[str, AgentProtocol], *, resume_by_default: bool
 ) -> RestoredStart:
     """Return how a stored rollout starts. A finished one, and one that cannot be continued, has no tools."""
@@ -145,7 +172,7 @@ def restored_start(
         return RestoredStart(admitted, obstacle=error.message)
 
 
-def rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: RolloutOwner) -> Rollout:
+def _rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: RolloutOwner) -> Rollout:
     """Return a rollout of an earlier process. Raises `JournalUnusable` if its records contradict each other."""
     uid = stored.start.uid
     try:

@@ -17,16 +17,22 @@ from rollout_server.core.error import (
     NotFound,
     NotPossible,
     RolloutError,
-    Unavailable,
     Violation,
 )
 from rollout_server.core.fingerprint import fingerprint
-from rollout_server.core.outcome import Cancellation, summary_of
+from rollout_server.core.outcome import Cancellation, End, summary_of
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.aio.event_loop import until_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
-from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped, StoredDelivery
+from rollout_server.runtime.journal import (
+    CancelRequested,
+    JournalUnavailable,
+    RolloutDropped,
+    StoredDelivery,
+    journal_down,
+)
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
@@ -34,9 +40,8 @@ from rollout_server.runtime.registry.dependencies import RegistryDependencies, b
 from rollout_server.runtime.registry.interruption import (
     check_resumable,
     interrupt,
-    interrupted,
-    rebuilt,
-    restored_start,
+    restored,
+    unresumed,
 )
 from rollout_server.runtime.registry.outcome_outbox import Outbox
 from rollout_server.runtime.registry.policies import AnnouncedPolicies
@@ -93,7 +98,7 @@ class RolloutRegistry:
         self._queue = RolloutQueue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._retention = Retention(capacity, self._clock)
-        self._is_held_back, self._unresumable = False, list[tuple[Rollout, str]]()
+        self._is_held_back, self._unresumable = False, list[tuple[Rollout, End]]()
 
     @property
     def running(self) -> int:
@@ -180,14 +185,13 @@ class RolloutRegistry:
             if not stored.entries:  # its acceptance was not stored completely, so its start was not acknowledged
                 self.journal.write(RolloutDropped(stored.start.uid))
                 continue
-            start = restored_start(stored, self.agents, resume_by_default=self._resume_by_default)
-            rollout = rebuilt(stored, start, self._clock, self)
-            number = self._index.add(rollout, start.admitted)
+            found = restored(stored, self.agents, self._clock, self, resume_by_default=self._resume_by_default)
+            rollout, number = found.rollout, self._index.add(found.rollout, found.admitted)
             self._queue.measure(rollout)
             if rollout.outcome is not None:
                 finished.append((rollout, stored.stored_delivery))
-            elif start.obstacle:
-                self._unresumable.append((rollout, start.obstacle))
+            elif found.end is not None:
+                self._unresumable.append((rollout, found.end))
             else:
                 self._put(rollout, number)
         # The retention drops what it got first.
@@ -200,8 +204,8 @@ class RolloutRegistry:
         """Continue the rollouts that `load` took over, or end them as interrupted, and continue the deliveries of outcomes."""
         self._is_held_back = False
         unresumable, self._unresumable = self._unresumable, []
-        for rollout, obstacle in unresumable:
-            rollout.record(interrupted(rollout, obstacle))
+        for rollout, end in unresumable:
+            rollout.record(unresumed(rollout, end))
         self._outbox.resume()
         self._fill()
 
@@ -216,8 +220,8 @@ class RolloutRegistry:
         except JournalUnavailable as error:
             for rollout in rollouts:
                 if not rollout.log.last_sequence and not rollout.is_suspended:
-                    self._refuse(rollout, _journal_down(str(error)))
-            raise _journal_down(str(error)) from None
+                    self._refuse(rollout, journal_down(str(error)))
+            raise journal_down(str(error)) from None
 
     def start_group(self, admitted: Sequence[AdmittedStart]) -> Sequence[Rollout]:
         """Start rollouts with the same agent and tools, all or none, whatever their request ids. Raise what `start` raises."""
@@ -260,7 +264,8 @@ class RolloutRegistry:
         """Request the end of the selected rollouts. Return the uids of those that had not finished."""
         chosen = [rollout for _, rollout in self.select(selection) if rollout.state is not RolloutState.FINISHED]
         for rollout in chosen:
-            rollout.ending.request(Cancellation(reason))
+            if rollout.ending.request(Cancellation(reason)):
+                self.journal.write(CancelRequested(rollout.uid, reason))
         return [rollout.uid for rollout in chosen]
 
     def acknowledge(self, uid: str, caller: Caller) -> None:
@@ -295,12 +300,11 @@ class RolloutRegistry:
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
-        if self._tasks:
-            await self._idle(grace)
+        await until_done(self._tasks, grace)
         for rollout in self._index.rollouts():
             if rollout.machine.outcome is None:
                 interrupt(rollout, durable=self.journal.is_durable, resume_by_default=self._resume_by_default)
-        await self._idle(max(seconds_to_end(agent) for agent in self.agents.values()))
+        await until_done(self._tasks, max(seconds_to_end(agent) for agent in self.agents.values()))
         with suppress(JournalUnavailable, TimeoutError):  # deliveries of these ends begin once they are stored
             await asyncio.wait_for(self.journal.flush(), _LAST_DELIVERIES)
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
@@ -324,11 +328,6 @@ class RolloutRegistry:
         self.journal.write(RolloutDropped(rollout.uid))
         if rollout.group is not None:
             rollout.group.on_dropped()
-
-    async def _idle(self, seconds: float) -> None:
-        deadline = asyncio.get_running_loop().time() + seconds
-        while self._tasks and (left := deadline - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait(self._tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
     def admit(self, request: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
         """Validate a request and fill in defaults. Changes no state, so any thread may call it. Raise `RolloutError`.
@@ -355,7 +354,7 @@ class RolloutRegistry:
         if self.draining:
             raise Draining("the server is stopping and takes no new rollouts", retry_after=1.0)
         if self.journal.problem:
-            raise _journal_down(self.journal.problem)
+            raise journal_down(self.journal.problem)
         self._queue.check(admitted[0].request.caller, [each.size for each in admitted])
         most = max(self.capacity.finished, 1)
         if self.owed >= most and any(each.request.spec.outcome is not None for each in admitted):
@@ -448,10 +447,6 @@ class RolloutRegistry:
             self._queue.forget(rollout)
             self._retention.add(rollout)
             self.forget()
-
-
-def _journal_down(text: str) -> Unavailable:
-    return Unavailable(text, retry_after=5.0, reason="JOURNAL_UNAVAILABLE")
 
 
 def _log_finished(rollout: Rollout) -> None:
