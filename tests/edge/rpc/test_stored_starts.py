@@ -1,4 +1,4 @@
-"""A server with a journal on the disk: starts that wait for their commit, and starts and ends of the server itself."""
+"""A server with a journal on the disk: starts and cancels that wait for their commit, starts and ends of the server itself."""
 
 from __future__ import annotations
 
@@ -55,6 +55,19 @@ async def test_a_watcher_of_a_start_that_is_refused_gets_the_refusal(tmp_path: P
             watching = asyncio.create_task(refusal(caller.events(listed.rollouts[0].uid)))
             for refused in (await starting, await watching):
                 assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE")
+
+
+async def test_a_cancel_is_answered_once_it_is_stored(tmp_path: Path, gated: Gated) -> None:
+    async with serving(gated, journal=str(tmp_path / "j")) as caller:
+        uid = (await caller.start(start("id"))).rollout.uid
+        cancel = pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid]), reason="enough")
+        with locked(tmp_path / "j"):
+            refused = await refusal(caller.stub.CancelRollouts(cancel))
+        assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE")
+        await caller.finished(uid)  # which is published after its commit
+        with closing(sqlite3.connect(tmp_path / "j" / "journal.sqlite3")) as connection:
+            assert connection.execute("SELECT cancelled FROM rollouts").fetchall() == [(b"enough",)]
+        assert (await caller.finished(uid)).outcome.cancellation.reason == "enough"
 
 
 class Counted(Idle):
