@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias, Unpack, cast
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.adapters.dataset_rows import Conversation, DatasetRows, dataset_message
-from rollout_client.adapters.trl_sampler import SEPARATOR, check_sampling, draw_key, sample_from_model, sort_key
 from rollout_client.adapters.trl_tools import tool_environment
 from rollout_client.export import TrlOutput, to_trl
 from rollout_client.spec import Tokenizer
@@ -34,6 +33,8 @@ Sample: TypeAlias = Callable[[Sequence[Turn], "GRPOTrainer"], Sequence[Generated
 
 _AT_ONCE: Final = 512
 """Maximum number of rollouts that run at the same time."""
+_SEPARATOR: Final = ":"
+"""Between the parts of a group's id. The first part is unique to its `TrlRollouts`; the others are the same in each run."""
 _log = logging.getLogger(__name__)
 
 
@@ -126,11 +127,11 @@ class TrlRollouts:
         size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         groups = whole_groups(prompts, size)
         metadata_of = self._metadata_of or self._rows_of(mode, trainer).columns
-        name = SEPARATOR.join((self._run, self._step(mode, trainer)))
+        name = _SEPARATOR.join((self._run, self._step(mode, trainer)))
         given = [
             Prompt(
                 [dataset_message(each) for each in prompt],
-                group_id=f"{name}{SEPARATOR}{number}",
+                group_id=f"{name}{_SEPARATOR}{number}",
                 metadata=metadata_of(prompt),
             )
             for number, prompt in enumerate(groups)
@@ -167,7 +168,7 @@ class TrlRollouts:
         if self._link is None:
             _check_options(trainer)
             if self._sample is None:
-                check_sampling(trainer, self._sampling)
+                _check_sampling(trainer, self._sampling)
             tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
             decode = self._decode or (lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
             link = SyncTrainer(
@@ -185,16 +186,16 @@ class TrlRollouts:
 
     def _step(self, mode: str, trainer: GRPOTrainer) -> str:
         """Return a name of this call that is the same in each run: several calls of a mode may belong to one training step."""
-        step = SEPARATOR.join((mode, str(trainer.state.global_step), str(trainer.accelerator.process_index)))
+        step = _SEPARATOR.join((mode, str(trainer.state.global_step), str(trainer.accelerator.process_index)))
         self._calls = (step, self._calls[1] + 1 if self._calls[0] == step else 0)
-        return SEPARATOR.join((step, str(self._calls[1])))
+        return _SEPARATOR.join((step, str(self._calls[1])))
 
     def _generate_batch(self, turns: Sequence[Turn]) -> Sequence[Generated | Exception]:
         """Sample turns in the same order in each run, because their order in the batch may change a model's rounding."""
         trainer = cast("GRPOTrainer", self._trainer)
-        order = sorted(range(len(turns)), key=lambda at: sort_key(turns[at]))
+        order = sorted(range(len(turns)), key=lambda at: _sort_key(turns[at]))
         try:
-            results = (self._sample or sample_from_model)([turns[at] for at in order], trainer)
+            results = (self._sample or _sample_from_model)([turns[at] for at in order], trainer)
             found = dict(zip(order, (_versioned(each, trainer.state.global_step) for each in results), strict=True))
         except TryAgainLater:
             raise
@@ -257,3 +258,43 @@ def _check_options(trainer: GRPOTrainer) -> None:
         raise ValueError(
             "GRPOTrainer(tools=...) ignores the mask of a rollout_func; give the tools to the server's agent"
         )
+
+
+def _sort_key(turn: Turn) -> tuple[object, ...]:
+    """Return a key that puts the turns of a step in the same order in each run."""
+    number = turn.group_id.rpartition(_SEPARATOR)[2]
+    return (int(number) if number.isdecimal() else 0, turn.index, turn.segment_id, turn.turn)
+
+
+def draw_key(turn: Turn, seed: int) -> str:
+    """Return a text that identifies a turn of a `TrlRollouts`: the same in each run with this seed, and unique in the run."""
+    where = turn.group_id.partition(_SEPARATOR)[2]
+    return f"{seed}/{where}/{turn.index}/{turn.segment_id}/{turn.turn}"
+
+
+def _check_sampling(trainer: GRPOTrainer, sampling: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of the trainer, or a parameter in `sampling`, that `_sample_from_model` cannot serve."""
+    unset = {"top_k": (None, 0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0), "use_vllm": (False,)}
+    names = [name for name, values in unset.items() if getattr(trainer, name) not in values]
+    if trainer.args.generation_kwargs:
+        names.append("generation_kwargs")
+    names += [f"sampling[{name!r}]" for name in ("stop", "extra") if sampling.get(name)]
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        names.append("FSDP or DeepSpeed")
+    if names:
+        raise ValueError(f"the built-in sampler does not support {names[0]}; pass TrlRollouts(sample=...)")
+
+
+def _sample_from_model(turns: Sequence[Turn], trainer: GRPOTrainer) -> Sequence[Generated | Exception]:
+    """Sample a batch of turns from the trainer's model as it is. Returns one result per turn, in order; see `sample_batch`."""
+    from rollout_client.adapters.sampling import sample_batch  # imports torch
+
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    return sample_batch(
+        trainer.accelerator.unwrap_model(trainer.model),
+        turns,
+        [draw_key(turn, trainer.args.seed) for turn in turns],
+        end_ids=trainer.eos_token_ids,
+        pad_id=tokenizer.pad_token_id,
+        max_tokens=trainer.max_completion_length,
+    )

@@ -30,7 +30,7 @@ from rollout_client.errors import RolloutFailed
 from rollout_client.retry import DEFAULT_RETRY, Retry
 from rollout_client.samples import TrainingSample
 from rollout_client.spec import Tokenizer
-from rollout_client.trainer.parsers.by_name import parser_by_name
+from rollout_client.trainer.parsers import parser_by_name
 from rollout_client.trainer.results import Finished, Prompt
 from rollout_client.trainer.trainer import Trainer
 

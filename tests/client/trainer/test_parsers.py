@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_client.trainer import Parse, ParsedCompletion, ToolCall
 from rollout_client.trainer.completion import to_message
-from rollout_client.trainer.parsers import hermes, llama, mistral, plain, thinking
-from rollout_client.trainer.parsers.by_name import parser_by_name
+from rollout_client.trainer.parsers import hermes, llama, mistral, parser_by_name, plain, thinking
 
 ADD = ToolCall("add", '{"a": 1}')
 SUB = ToolCall("sub", "{}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
-from rollout_server.core.outcome import Cancellation, Category, End, Failure, RewardResult, RewardRule
+from rollout_server.core.outcome import Category, Failure, RewardRule
 from rollout_server.core.record import (
     Answered,
     Asked,
@@ -20,7 +21,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
-from rollout_server.runtime.agent_protocol import AgentProtocol, Request
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.journal import JournalUnusable, StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Clock, Tool
@@ -45,35 +46,13 @@ class MissingAgent:
     reward_group_seconds: float = 0.0
 
     def overrides(self, method: str) -> bool:
-        """Return False."""
+        """Return False, so that no part of it is called when the rollout ends."""
         return False
 
-    def tools_for(self, request: Request) -> Sequence[Tool]:
-        """Return no tools."""
-        return ()
+    def _never(self, *_: object) -> NoReturn:
+        raise AssertionError(f"agent {self.name!r} is not on this server and cannot run")
 
-    def start(self) -> object:
-        """Do nothing."""
-
-    def stop(self) -> object:
-        """Do nothing."""
-
-    async def run_setup(self, run: object) -> None:
-        """Do nothing."""
-
-    async def perform(self, run: object) -> None:
-        """Do nothing."""
-
-    async def judge(self, run: object) -> RewardResult:
-        """Return no reward."""
-        return RewardResult()
-
-    async def judge_group(self, runs: Sequence[object]) -> Sequence[RewardResult | None]:
-        """Return no rewards."""
-        return [None] * len(runs)
-
-    async def run_cleanup(self, run: object) -> None:
-        """Do nothing."""
+    tools_for = start = stop = run_setup = perform = judge = judge_group = run_cleanup = _never
 
 
 def unresumed(rollout: Rollout, end: End) -> Ended:
