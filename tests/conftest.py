@@ -17,6 +17,9 @@ from rollout_server.edge.tokens.template_probe import TemplateTraits
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
+# Collection creates objects that stay. Scanning them again and again would take a quarter of its time.
+gc.disable()
+
 # Silence library warnings on stderr that are unrelated to test failures: PyTorch is not installed, a connection was closed.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -92,9 +95,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze imported objects so that the garbage collector does not scan them again and again."""
+    """Freeze what collection created, so that the garbage collector never scans it, and enable the collector."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -140,8 +140,9 @@ async def test_a_server_with_the_settings_of_its_manifest_answers_its_probes(
     keys = tmp_path / "keys"
     keys.write_text(secret["stringData"]["keys"])
     settings = settings_of(path, workload)
-    # Metrics also use port 0, because tests run in parallel.
-    settings |= {"ROLLOUT_API_KEYS_FILE": str(keys), "ROLLOUT_METRICS_PORT": "0"}
+    # Metrics also use port 0, and the journal is the test's own, because tests run in parallel.
+    own = {"ROLLOUT_METRICS_PORT": "0", "ROLLOUT_JOURNAL": str(tmp_path / "journal")}
+    settings |= {"ROLLOUT_API_KEYS_FILE": str(keys), **own}
     async with serve(cwd=tmp_path, **settings) as serving:
         for probe in PROBES:
             if "grpc" in container[probe]:

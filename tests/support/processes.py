@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from tests.support.forking import Forked, forker
+
 COMMAND = (sys.executable, "-m", "rollout_server.cli")
 ANY_PORTS = ("--host", "127.0.0.1", "--http-port", "0", "--grpc-port", "0", "--tokenizer", "toy=toy")
 _SERVING = re.compile(r"serving gRPC on port (\d+)(?:, HTTP on port (\d+))?")
@@ -58,7 +60,7 @@ async def command(*arguments: str, cwd: Path, env: Mapping[str, str] | None = No
 class Logged:
     """A running process, and its log so far."""
 
-    process: asyncio.subprocess.Process
+    process: asyncio.subprocess.Process | Forked
     log: list[str] = field(default_factory=list)
     _reading: asyncio.Task[None] | None = None
 
@@ -122,14 +124,7 @@ Running = TypeVar("Running", bound=Logged)
 @contextlib.asynccontextmanager
 async def started(kind: type[Running], *arguments: str, cwd: Path, env: Mapping[str, str]) -> AsyncIterator[Running]:
     """Run `rollout ARGUMENTS` and yield once it is ready. The process is killed at the end of the block if it still runs."""
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND,
-        *arguments,
-        cwd=cwd,
-        env=env,
-        stdin=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    process = await forker().fork(*arguments, cwd=cwd, env=env)
     running = kind(process)
     try:
         await running.start()
