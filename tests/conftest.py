@@ -33,7 +33,7 @@ THOROUGH = re.compile(
     | clients/test_programs\.py::test_a_program\w+\[(?:langgraph|openai|pydantic_ai)_agents?[\w-]*\]  # slow imports
     | clients/test_(?:programs\.py::test_(?:smolagents|two_processes)\w* | heartbeats\.py)
     | system/test_own_loop_docs\.py::test_functions_with\w*
-    | system/test_captured_agents\.py::test_(?:a_hundred|large_calls)\w* | .*::test_(?:many_programs|fifty)_at_once
+    | system/test_captured_agents\.py::test_(?:many|large_calls)\w* | .*::test_(?:many_programs|fifty)_at_once
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes

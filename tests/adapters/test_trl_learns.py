@@ -23,15 +23,13 @@ def learn(results: Path, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-@pytest.mark.timeout(600)  # 40 s of CPU, most of them to load libraries and to start servers
+@pytest.mark.timeout(600)  # 30 s of CPU, most of them to load libraries and to start servers
 def test_every_mask_equals_the_ledger_and_a_run_repeats_exactly(tmp_path: Path) -> None:
-    first, late = learn(tmp_path / "first.jsonl", "--masks", "right", "late")
-    [again] = learn(tmp_path / "again.jsonl")
-    assert {run["rows"] for run in (first, late, again)} == {2 * 8 * 8}
+    [first], [again] = learn(tmp_path / "first.jsonl"), learn(tmp_path / "again.jsonl")
+    assert first["rows"] == again["rows"] == 2 * 8 * 8
     # There are tool results in the rows, so the masks that were compared are not all ones.
     assert first["environment_tokens"] > 0
     assert first["digest"] == again["digest"]
-    assert first["digest"] != late["digest"]
 
 
 def test_the_picture_and_the_table_are_those_of_the_results(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ CALLING = {
         {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": '{"value": 8.0, "x":[1,2]}'}}
     ],
 }
-RANDOM = 2
+RANDOM = 1
 """Random conversations per template, besides the written one."""
 
 

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.support.processes import Serving, serve
 from tests.support.server_client import CHANNEL_OPTIONS, until
 from tests.support.start_requests import HELLO, NOWHERE, start
 
-MANY = 1000
+MANY = 500
 AGENT = Path(__file__).with_name("bursts_agent.py")
 MESSAGES = [json.loads(HELLO)]
 BODIES: dict[str, dict[str, Any]] = {
@@ -79,42 +80,45 @@ async def clients(serving: Serving) -> AsyncIterator[Clients]:
         yield Clients(http, RolloutServiceStub(channel))
 
 
-@pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[Clients]:
+@asynccontextmanager
+async def server(directory: Path) -> AsyncIterator[Clients]:
     """A server process with slots for a whole burst, and clients."""
     env = {"ROLLOUT_MAX_RUNNING": str(MANY), "ROLLOUT_DELIVERY_RETRIES": "0"}
-    async with serve(f"{AGENT}:Brief", cwd=tmp_path, **env) as serving, clients(serving) as found:
+    async with serve(f"{AGENT}:Brief", cwd=directory, **env) as serving, clients(serving) as found:
         yield found
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", BODIES)
-async def test_a_burst_over_http_loses_none(server: Clients, path: str) -> None:
+async def check_http_burst(server: Clients, path: str) -> None:
     answers = Counter(await asyncio.gather(*(server.post(path, number) for number in range(MANY))))
-    assert [(status, text) for status, text in answers if status >= 300] == []
-    await until(server.all_finished)
-    assert await server.ends() == {"stop": MANY}
+    assert [(status, text) for status, text in answers if status >= 300] == [], path
 
 
-@pytest.mark.timeout(300)
-async def test_a_burst_of_runs_over_grpc_loses_none(server: Clients) -> None:
+async def check_burst_of_runs(server: Clients) -> None:
     ends = await asyncio.gather(*(server.run(number) for number in range(MANY)))
     assert Counter(ends) == {"stop": MANY}
 
 
-@pytest.mark.timeout(300)
-async def test_a_burst_of_starts_over_grpc_loses_none(server: Clients) -> None:
+async def check_burst_of_starts(server: Clients) -> None:
     started = await asyncio.gather(*(server.stub.StartRollout(start(rollout_id=f"r{n}")) for n in range(MANY)))
     assert len({response.rollout.uid for response in started}) == MANY
-    await until(server.all_finished)
-    assert await server.ends() == {"stop": MANY}
 
 
-@pytest.mark.timeout(300)
-async def test_calls_that_nobody_picks_up_for_long_are_answered_all_the_same(server: Clients) -> None:
+async def check_calls_that_wait(server: Clients) -> None:
     held = server.stub.StartRollout(start(metadata_json=json.dumps({"hold": HELD_SECONDS})))
     waiting = [server.stub.StartRollout(start(rollout_id=f"r{number}")) for number in range(200)]
     posted = [server.post("/rollout", number) for number in range(200)]
     _, answers, *started = await asyncio.gather(held, asyncio.gather(*posted), *waiting)
     assert set(answers) == {(200, "")}
     assert len({response.rollout.uid for response in started}) == 200
+
+
+@pytest.mark.timeout(300)
+async def test_no_rollout_is_lost_in_bursts_and_by_a_server_that_picks_up_no_calls_for_long(tmp_path: Path) -> None:
+    """The bursts are sent to one server, while another one is blocked."""
+    async with server(tmp_path) as blocked, server(tmp_path) as busy, asyncio.TaskGroup() as group:
+        group.create_task(check_calls_that_wait(blocked))
+        bursts = [partial(check_http_burst, path=path) for path in BODIES]
+        for number, check in enumerate((*bursts, check_burst_of_runs, check_burst_of_starts), 1):
+            await check(busy)
+            await until(busy.all_finished)
+            assert await busy.ends() == {"stop": number * MANY}

@@ -1,4 +1,4 @@
-"""5,000 random inputs; `make hostile` sends 100,000."""
+"""2,500 random inputs; `make hostile` sends 100,000."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.hostile.fuzz import fuzz
 
-INPUTS = int(os.environ.get("HOSTILE_INPUTS", "5000"))
+INPUTS = int(os.environ.get("HOSTILE_INPUTS", "2500"))
 SEED = int(os.environ.get("HOSTILE_SEED", "1"))
 
 

@@ -43,7 +43,7 @@ RESULT = {"role": "tool", "content": "seen", "tool_call_id": "call00001"}
 LATER = {"role": "system", "content": "Later."}
 
 
-@pytest.mark.parametrize("seed", range(101, 104))
+@pytest.mark.parametrize("seed", range(101, 103))
 def test_the_renderer_is_never_silently_wrong(seed: int) -> None:
     """100 boundaries of each seed. `python -m tests.hostile.templates` runs more, and reduces what it finds."""
     played = Played()

@@ -27,7 +27,7 @@ from rollout_server.testing.trainer import StrictTrainer
 from tests.support.bodies import rpc
 from tests.system.test_many_rollouts import Sum
 
-MANY = 200
+MANY = 100
 PENDING = (pb.DELIVERY_STATE_UNSPECIFIED, pb.DELIVERY_STATE_PENDING)
 BUSY = Fault.error(500, "busy")
 IDS = frozenset({"token_ids", "prompt_token_ids", "logprobs"})

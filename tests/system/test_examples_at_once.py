@@ -37,7 +37,7 @@ from tests.support.processes import serve
 
 __all__ = ["here"]
 
-MANY = 40
+MANY = 24
 COUNTED = Path(__file__).with_name("counted_example.py")
 OnEvent = Callable[[str, RolloutEvent], None]
 

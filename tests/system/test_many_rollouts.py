@@ -25,7 +25,7 @@ from rollout_server.tool import tool
 from tests.support.bodies import body, rpc, run, start_request, tool_texts
 from tests.system.conftest import Open, Service
 
-MANY = 200
+MANY = 100
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ async def listed(stub: rollout_service_pb2_grpc.RolloutServiceAsyncStub, rollout
             return found
 
 
-async def test_200_over_http_and_200_over_grpc_at_once(open_here: Open) -> None:
+async def test_many_over_http_and_over_grpc_at_once(open_here: Open) -> None:
     world: Service = await open_here(max_running=2 * MANY)
     async with rpc(world.server.grpc_port) as stub, clients(world) as http, asyncio.TaskGroup() as group:
         for (http_id, http_sum), (grpc_id, grpc_sum) in zip(HTTP.items(), GRPC.items(), strict=True):

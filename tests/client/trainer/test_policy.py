@@ -119,13 +119,13 @@ async def test_no_call_begins_while_weights_are_loaded_under_load(serving: Servi
     model = Weights()
     async with joined(model, serving=serving) as trainer:
         await trainer.announce(version="v1", step=1)
-        running = asyncio.create_task(groups_of(trainer, 50, n=4))
-        for count in range(40, 361, 80):
+        running = asyncio.create_task(groups_of(trainer, 25, n=4))
+        for count in range(20, 181, 40):
             await until(lambda count=count: len(model.turns) >= count or running.done())
             await update(trainer, model)
         groups = await running
     rollouts = [each for group in groups for each in group.rollouts]
-    assert (len(rollouts), [each for each in rollouts if not is_labelled(each)]) == (200, [])
+    assert (len(rollouts), [each for each in rollouts if not is_labelled(each)]) == (100, [])
     steps = {sample.policy_steps for rollout in rollouts for sample in rollout.samples}
     assert len(steps) > 1
     assert {turn.policy_step for turn in model.turns} >= {1, 2}
