@@ -53,13 +53,13 @@ class Stage:
             for key, run in runs.items():
                 self.references[key] = checks.reference_of(by_id[run.rollout_id])
 
-    async def round(self, aim: Aim, trials: Sequence[Trial]) -> list[pb.Rollout]:
+    async def crash_and_check(self, aim: Aim, trials: Sequence[Trial]) -> list[pb.Rollout]:
         """Run the rollouts, crash at the aim, restart, wait for all of them and check everything. Returns the rollouts."""
         async with asyncio.timeout(SECONDS):
             await self.prepare(trials)
             await self._crash(aim, trials)
             await self.server.restart()
-            return await self.recovered(trials)
+            return await self.recover_and_check(trials)
 
     async def _crash(self, aim: Aim, trials: Sequence[Trial]) -> None:
         self.trainers.generations.counts.clear()
@@ -95,7 +95,7 @@ class Stage:
         if each.uid and each.case.number % 100 < WATCHED:
             await self.clients.watch(each)
 
-    async def recovered(self, trials: Sequence[Trial]) -> list[pb.Rollout]:
+    async def recover_and_check(self, trials: Sequence[Trial]) -> list[pb.Rollout]:
         """Send all starts again, wait until all rollouts are settled, and check them."""
         acknowledged = {each.rollout_id for each in trials if each.uid}
         requested = set(self.trainers.keys_by_rollout())

@@ -206,7 +206,7 @@ async def test_an_outcome_after_the_acknowledgement_is_found(here: Stage) -> Non
     trials = here.trials()
     await here.prepare(trials)
     here.trainers.generations.counts.clear()
-    await here.recovered(trials)
+    await here.recover_and_check(trials)
     here.check_nothing_after_acknowledgement()
     here.receiver.deliveries.append(here.receiver.deliveries[-1])
     with pytest.raises(AssertionError):

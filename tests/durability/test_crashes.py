@@ -78,7 +78,7 @@ async def test_every_accepted_rollout_ends_once(here: Stage, family: str) -> Non
     for number in range(max(1, share * CRASHES // 20)):
         random = Random(f"{family} {number}")
         trials = here.trials(each=LOAD // len(KINDS)) if family == "load" else here.trials(agents=AGENTS)
-        await here.round(choose(random, number, trials), trials)
+        await here.crash_and_check(choose(random, number, trials), trials)
     if family == "turns":
         counts = [count for keys in here.trainers.keys_by_rollout().values() for count in keys.values()]
         assert max(counts) > 1  # completions in flight were requested again

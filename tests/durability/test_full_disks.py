@@ -43,7 +43,7 @@ async def accepted_again(here: Stage, refused: Sequence[Trial]) -> None:
                 await asyncio.sleep(0.05)
 
     await asyncio.gather(*map(send, refused))
-    await here.recovered(refused)
+    await here.recover_and_check(refused)
 
 
 def starts(run: str) -> list[Trial]:
@@ -79,7 +79,7 @@ async def test_a_full_disk_refuses_new_rollouts_until_there_is_room(here: Stage)
     assert "Traceback" not in here.server.log
     here.server.kill()
     await here.server.restart()
-    await here.recovered(refused)
+    await here.recover_and_check(refused)
 
 
 @on_linux
@@ -105,7 +105,7 @@ async def test_a_crash_with_a_full_disk_loses_nothing(here: Stage) -> None:
         here.server.kill()
         await here.server.ended()
     await here.server.start()
-    await here.recovered(trials)
+    await here.recover_and_check(trials)
 
 
 async def test_a_journal_that_was_deleted_refuses_new_rollouts(here: Stage) -> None:
@@ -118,7 +118,7 @@ async def test_a_journal_that_was_deleted_refuses_new_rollouts(here: Stage) -> N
     again = starts("after the restart")
     await here.prepare(again)
     here.trainers.generations.counts.clear()
-    await here.recovered(again)
+    await here.recover_and_check(again)
 
 
 def unwritable(tmp_path: Path) -> list[Path]:

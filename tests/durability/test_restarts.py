@@ -28,7 +28,9 @@ async def test_a_drained_server_parks_its_rollouts(here: Stage) -> None:
     """SIGTERM without time to finish, in the middle of a turn."""
     here.gun.kill = lambda: here.server.send(signal.SIGTERM)
     chosen = trial("grpc", 102, "drained", steps=("look", "look"))
-    found = await here.round(Aim(Moment.ASKED, 102, 1), [chosen, *here.trials(agents=("steps", "replayable"))])
+    found = await here.crash_and_check(
+        Aim(Moment.ASKED, 102, 1), [chosen, *here.trials(agents=("steps", "replayable"))]
+    )
     outcomes = {rollout.spec.rollout_id: rollout.outcome for rollout in found}
     assert outcomes[chosen.rollout_id].HasField("stop")
     assert "Traceback" not in here.server.log
@@ -52,7 +54,7 @@ async def test_what_has_finished_is_the_same_after_a_crash(here: Stage) -> None:
 async def test_a_watch_goes_on_after_its_last_event(here: Stage) -> None:
     trials = here.trials()
     chosen = next(each for each in trials if each.kind == "grpc")
-    found = await here.round(Aim(Moment.ASKED, chosen.case.number, 2), trials)
+    found = await here.crash_and_check(Aim(Moment.ASKED, chosen.case.number, 2), trials)
     uid = next(rollout.uid for rollout in found if rollout.spec.rollout_id == chosen.rollout_id)
     assert chosen.events
     events = await here.clients.events(uid)
@@ -74,7 +76,7 @@ async def test_a_rollout_survives_several_crashes(here: Stage) -> None:
             await here.server.restart()
         await here.server.ended()
     await here.server.restart()
-    (rollout,) = await here.recovered([chosen])
+    (rollout,) = await here.recover_and_check([chosen])
     assert rollout.outcome.HasField("stop")
     events = await here.clients.events(rollout.uid)
     assert [event.resumed.times for event in events if event.HasField("resumed")] == list(range(1, turns + 1))
@@ -93,7 +95,7 @@ async def test_an_outcome_waits_for_its_receiver_over_crashes(here: Stage) -> No
         here.server.kill()
         await here.server.restart()
     here.receiver.is_down = False
-    await here.recovered(chosen)
+    await here.recover_and_check(chosen)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,7 @@ async def test_starts_that_race_attach_to_one_rollout(here: Stage) -> None:
     await starts
     await asyncio.gather(*map(here.clients.start, copies))
     (chosen.uid,) = {each.uid for each in copies}
-    await here.recovered([chosen])
+    await here.recover_and_check([chosen])
 
 
 async def test_credentials_survive_and_are_not_stored_in_clear(here: Stage) -> None:
@@ -180,7 +182,7 @@ async def test_a_second_server_on_the_journal_is_refused(here: Stage) -> None:
     assert str(here.server.journal) in lines[-1]
     assert not any("Traceback" in line for line in lines)
     await here.clients.start(chosen)
-    await here.recovered([chosen])
+    await here.recover_and_check([chosen])
 
 
 async def test_a_journal_that_is_not_one_is_left_as_it_is(here: Stage) -> None:

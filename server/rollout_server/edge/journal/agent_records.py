@@ -1,4 +1,8 @@
-"""The journal's encoding of the other records: acceptance, what agents do beside turns, notes, and the end."""
+"""The journal's encoding of the other records: acceptance, what agents do beside turns, notes, and the end.
+
+The encoding is without loss, as that of `turn_records`: a `write_...` function fills the empty proto of a record, and its
+`read_...` function returns an equal record. JSON texts stay verbatim. A value that is not set differs from 0 and from an empty one.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +40,19 @@ _REWARD_RULES = {value: rule for rule, value in enums.REWARD_RULES.items()}
 
 
 def write_accepted(record: Accepted, proto: pb.Accepted) -> None:
-    """Write the acceptance of a rollout."""
+    """Write the number of initial messages, and the agent with its version."""
     proto.messages = record.messages
     proto.agent = record.agent
     proto.agent_version = record.agent_version
 
 
 def read_accepted(proto: pb.Accepted) -> Accepted:
-    """Return the acceptance of a rollout."""
+    """Return the record of `write_accepted`."""
     return Accepted(proto.messages, proto.agent, proto.agent_version)
 
 
 def write_fork(record: Forked, proto: pb.Forked) -> None:
-    """Write the opening of a conversation."""
+    """Write the origin of a conversation, the messages that the agent gave, the names of its tools, and its role."""
     proto.segment_id = record.segment_id
     proto.of_segment_id = record.of
     proto.origin.CopyFrom(origin_to_proto(record.origin))
@@ -61,7 +65,7 @@ def write_fork(record: Forked, proto: pb.Forked) -> None:
 
 
 def read_fork(proto: pb.Forked) -> Forked:
-    """Return the opening of a conversation."""
+    """Return the record of `write_fork`."""
     return Forked(
         segment_id=proto.segment_id,
         of=proto.of_segment_id,
@@ -76,18 +80,18 @@ def read_fork(proto: pb.Forked) -> Forked:
 
 
 def write_capture(record: CaptureSettled, proto: pb.CaptureSettled) -> None:
-    """Write the counts of the calls of an agent that owns its loop."""
+    """Write the counts of the calls. `longest_share` is left out, because it follows from the segments."""
     proto.segment_id = record.segment_id
     proto.report.CopyFrom(capture_to_proto(record.report, ()))
 
 
 def read_capture(proto: pb.CaptureSettled) -> CaptureSettled:
-    """Return the counts of the calls of an agent that owns its loop."""
+    """Return the record of `write_capture`."""
     return CaptureSettled(proto.segment_id, capture_from_proto(proto.report))
 
 
 def write_observed(record: Observed, proto: pb.Observed) -> None:
-    """Write the result of a side effect."""
+    """Write the value of a side effect as JSON, and where it happened."""
     proto.what = record.what
     proto.value_json = encode_text(record.value_json)
     proto.segment_id = record.segment_id
@@ -98,7 +102,7 @@ def write_observed(record: Observed, proto: pb.Observed) -> None:
 
 
 def read_observed(proto: pb.Observed) -> Observed:
-    """Return the result of a side effect."""
+    """Return the record of `write_observed`."""
     return Observed(
         what=proto.what,
         value_json=decode_text(proto.value_json),
@@ -111,7 +115,7 @@ def read_observed(proto: pb.Observed) -> Observed:
 
 
 def write_model_call(record: ModelCalled, proto: pb.ModelCalled) -> None:
-    """Write the completion of a further model."""
+    """Write a further model's completion. Without `usage` the model reported none."""
     proto.model = encode_text(record.model)
     write_message(record.message, proto.message)
     proto.finish_reason = encode_text(record.finish_reason)
@@ -126,7 +130,7 @@ def write_model_call(record: ModelCalled, proto: pb.ModelCalled) -> None:
 
 
 def read_model_call(proto: pb.ModelCalled) -> ModelCalled:
-    """Return the completion of a further model."""
+    """Return the record of `write_model_call`."""
     return ModelCalled(
         model=decode_text(proto.model),
         message=read_message(proto.message),
@@ -142,29 +146,29 @@ def read_model_call(proto: pb.ModelCalled) -> ModelCalled:
 
 
 def write_note(record: Note, proto: pb.Note) -> None:
-    """Write a note."""
+    """Write the code and the text of a note, and its turn."""
     proto.turn = record.turn
     proto.code = encode_text(record.code)
     proto.text = encode_text(record.text)
 
 
 def read_note(proto: pb.Note) -> Note:
-    """Return a note."""
+    """Return the record of `write_note`."""
     return Note(proto.turn, decode_text(proto.code), decode_text(proto.text))
 
 
 def write_resumed(record: Resumed, proto: pb.Resumed) -> None:
-    """Write that a rollout continues after a restart."""
+    """Write how often the rollout has been resumed."""
     proto.times = record.times
 
 
 def read_resumed(proto: pb.Resumed) -> Resumed:
-    """Return that a rollout continues after a restart."""
+    """Return the record of `write_resumed`."""
     return Resumed(proto.times)
 
 
 def write_end(record: Ended, proto: pb.Ended) -> None:
-    """Write the end of a rollout."""
+    """Write the stop, failure or cancellation, the rewards, the times in milliseconds, and the warnings."""
     _write_how(record.end, proto)
     _write_result(record.reward_result, proto.reward_result)
     proto.total_ms = record.total_ms
@@ -176,7 +180,7 @@ def write_end(record: Ended, proto: pb.Ended) -> None:
 
 
 def read_end(proto: pb.Ended) -> Ended:
-    """Return the end of a rollout."""
+    """Return the record of `write_end`."""
     return Ended(
         end=_read_how(proto),
         reward_result=_read_result(proto.reward_result),

@@ -1,4 +1,8 @@
-"""The journal's encoding of the records of turns: requests, completions, messages, tool calls and drift."""
+"""The journal's encoding of the records of turns: requests, completions, messages, tool calls and drift.
+
+The encoding is without loss: a `write_...` function fills the empty proto of a record, and its `read_...` function returns an
+equal record. Unknown tokens differ from no tokens.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ _DRIFT_KINDS = {value: kind for kind, value in enums.DRIFT_KINDS.items()}
 
 
 def write_request(record: Asked, proto: pb.Asked) -> None:
-    """Write the request of a completion."""
+    """Write the request of a completion. Without `sampling` it has the rollout's own parameters."""
     proto.turn = record.turn
     proto.segment_id = record.segment_id
     proto.turn_key = record.turn_key
@@ -55,13 +59,13 @@ def write_request(record: Asked, proto: pb.Asked) -> None:
 
 
 def read_request(proto: pb.Asked) -> Asked:
-    """Return the request of a completion."""
+    """Return the record of `write_request`."""
     sampling = sampling_from_proto(proto.sampling) if proto.HasField("sampling") else None
     return Asked(proto.turn, proto.segment_id, proto.turn_key, proto.messages, sampling, proto.by_tool)
 
 
 def write_completion(record: Answered, proto: pb.Answered) -> None:
-    """Write a completion."""
+    """Write a completion: only fields that are set, and ids, logprobs and planes as little-endian arrays."""
     proto.turn = record.turn
     write_message(record.message, proto.message)
     proto.attempts = record.attempts
@@ -100,7 +104,7 @@ def _write_tokens(record: Answered, proto: pb.Answered) -> None:
 
 
 def read_completion(proto: pb.Answered) -> Answered:
-    """Return a completion."""
+    """Return the record of `write_completion`."""
     has, predicted = proto.HasField, proto.predicted
     return Answered(
         turn=proto.turn,
@@ -133,19 +137,19 @@ def _read_run(proto: pb.PolicyRun) -> PolicyRun:
 
 
 def write_appended(record: Appended, proto: pb.Appended) -> None:
-    """Write messages that the agent added."""
+    """Write the messages that the agent added, verbatim."""
     write_messages(record.messages, proto.messages)
     proto.segment_id = record.segment_id
     proto.by_tool = record.by_tool
 
 
 def read_appended(proto: pb.Appended) -> Appended:
-    """Return messages that the agent added."""
+    """Return the record of `write_appended`."""
     return Appended(read_messages(proto.messages), proto.segment_id, proto.by_tool)
 
 
 def write_tool_started(record: ToolStarted, proto: pb.ToolStarted) -> None:
-    """Write the start of a tool call."""
+    """Write a tool call that begins, and whether it may run again."""
     proto.turn = record.turn
     proto.index = record.index
     write_call(record.call, proto.call)
@@ -155,7 +159,7 @@ def write_tool_started(record: ToolStarted, proto: pb.ToolStarted) -> None:
 
 
 def read_tool_started(proto: pb.ToolStarted) -> ToolStarted:
-    """Return the start of a tool call."""
+    """Return the record of `write_tool_started`."""
     return ToolStarted(
         turn=proto.turn,
         index=proto.index,
@@ -167,7 +171,7 @@ def read_tool_started(proto: pb.ToolStarted) -> ToolStarted:
 
 
 def write_tool_returned(record: ToolReturned, proto: pb.ToolReturned) -> None:
-    """Write the result of a tool call."""
+    """Write a tool call with its result."""
     proto.turn = record.turn
     proto.index = record.index
     write_call(record.call, proto.call)
@@ -180,7 +184,7 @@ def write_tool_returned(record: ToolReturned, proto: pb.ToolReturned) -> None:
 
 
 def read_tool_returned(proto: pb.ToolReturned) -> ToolReturned:
-    """Return the result of a tool call."""
+    """Return the record of `write_tool_returned`."""
     return ToolReturned(
         turn=proto.turn,
         index=proto.index,
@@ -195,43 +199,43 @@ def read_tool_returned(proto: pb.ToolReturned) -> ToolReturned:
 
 
 def write_given_up(record: GivenUp, proto: pb.GivenUp) -> None:
-    """Write the end of a turn without a completion."""
+    """Write the turn that ended without a completion."""
     proto.turn = record.turn
     proto.segment_id = record.segment_id
     proto.by_tool = record.by_tool
 
 
 def read_given_up(proto: pb.GivenUp) -> GivenUp:
-    """Return the end of a turn without a completion."""
+    """Return the record of `write_given_up`."""
     return GivenUp(proto.turn, proto.segment_id, proto.by_tool)
 
 
 def write_masked(record: Masked, proto: pb.Masked) -> None:
-    """Write that a completion was masked out."""
+    """Write the turn that the author masked out, with the reason."""
     proto.turn = record.turn
     proto.reason = encode_text(record.reason)
     proto.by_tool = record.by_tool
 
 
 def read_masked(proto: pb.Masked) -> Masked:
-    """Return that a completion was masked out."""
+    """Return the record of `write_masked`."""
     return Masked(proto.turn, decode_text(proto.reason), proto.by_tool)
 
 
 def write_rewarded(record: Rewarded, proto: pb.Rewarded) -> None:
-    """Write the reward of a turn."""
+    """Write the reward of a turn as a 64-bit float."""
     proto.turn = record.turn
     proto.value = record.value
     proto.by_tool = record.by_tool
 
 
 def read_rewarded(proto: pb.Rewarded) -> Rewarded:
-    """Return the reward of a turn."""
+    """Return the record of `write_rewarded`."""
     return Rewarded(proto.turn, proto.value, proto.by_tool)
 
 
 def write_segment(record: SegmentOpened, proto: pb.SegmentOpened) -> None:
-    """Write the opening of a segment."""
+    """Write the origin of a segment, and its prompt length in tokens."""
     proto.turn = record.turn
     proto.segment_id = record.segment_id
     proto.origin.CopyFrom(origin_to_proto(record.origin))
@@ -239,12 +243,12 @@ def write_segment(record: SegmentOpened, proto: pb.SegmentOpened) -> None:
 
 
 def read_segment(proto: pb.SegmentOpened) -> SegmentOpened:
-    """Return the opening of a segment."""
+    """Return the record of `write_segment`."""
     return SegmentOpened(proto.turn, proto.segment_id, origin_from_proto(proto.origin), proto.prompt_tokens)
 
 
 def write_drift(record: DriftFound, proto: pb.DriftFound) -> None:
-    """Write drift with the text around it."""
+    """Write the kind and token index of a drift, the lengths of both prompts in tokens, and the text around it."""
     drift = record.drift
     proto.turn = record.turn
     proto.segment_id = record.segment_id
@@ -257,6 +261,6 @@ def write_drift(record: DriftFound, proto: pb.DriftFound) -> None:
 
 
 def read_drift(proto: pb.DriftFound) -> DriftFound:
-    """Return drift with the text around it."""
+    """Return the record of `write_drift`."""
     drift = Drift(_DRIFT_KINDS[proto.kind], proto.index, proto.expected, proto.reported)
     return DriftFound(proto.turn, proto.segment_id, drift, read_excerpt(proto.around))
