@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import Invoke, here, invoke
 from tests.support.examples import EXAMPLES, FOLDERS, readme_command
+from tests.support.forking import forker
 from tests.support.processes import environment
 
 __all__ = ["here", "invoke"]
 
 # The README's command, without installed plugins that cost each process a second.
-TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest")
+TESTS = ("-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:hypothesispytest")
 
 
 def test_there_are_examples() -> None:
@@ -29,18 +28,11 @@ def test_it_is_short(folder: str) -> None:
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_its_tests_pass(folder: str) -> None:
-    done = subprocess.run(
-        [sys.executable, *TESTS],
-        cwd=EXAMPLES / folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+async def test_its_tests_pass(folder: str) -> None:
+    process = await forker().fork(*TESTS, cwd=EXAMPLES / folder, env=environment(), module="pytest")
+    output = (await process.stderr.read()).decode()
+    assert await process.wait() == 0, output
+    assert " passed" in output
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -16,8 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.files import DEPLOY, DOCKERFILE, KUBERNETES, ROOT, Yaml, compose, of_kind, settings_of, workloads
 from tests.support.certificates import Authority
+from tests.support.forking import forker
 from tests.support.gateway_process import Alone
-from tests.support.processes import COMMAND, Finished, Serving, environment, serve
+from tests.support.processes import Finished, Serving, environment, serve
 
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -89,14 +90,8 @@ async def test_a_gateway_is_healthy_and_answers_its_probes_while_its_server_is_t
 
 
 async def alone(serving: Serving, directory: Path) -> Alone:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND,
-        "gateway",
-        *("--host", "127.0.0.1", "--port", "0", "--server", f"127.0.0.1:{serving.grpc_port}"),
-        cwd=directory,
-        env=environment(),
-        stderr=asyncio.subprocess.PIPE,
-    )
+    flags = ("--host", "127.0.0.1", "--port", "0", "--server", f"127.0.0.1:{serving.grpc_port}")
+    process = await forker().fork("gateway", *flags, cwd=directory, env=environment())
     gateway = Alone(process)
     await gateway.start()
     return gateway
@@ -105,14 +100,7 @@ async def alone(serving: Serving, directory: Path) -> Alone:
 async def test_the_trainer_is_healthy_by_the_check_of_the_compose_file(tmp_path: Path) -> None:
     test = compose()["services"]["trainer"]["healthcheck"]["test"]
     assert test[:3] == ["CMD", "python", "/opt/rollout/healthcheck.py"]
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND,
-        *("trainer", "--port", "0", "--tools-from", ""),
-        cwd=tmp_path,
-        env=environment(),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
+    process = await forker().fork("trainer", "--port", "0", "--tools-from", "", cwd=tmp_path, env=environment())
     said = ""
     while not (found := re.search(r"strict trainer on (http://127\.0\.0\.1:\d+)", said)):
         line = await process.stderr.readline()
@@ -124,7 +112,7 @@ async def test_the_trainer_is_healthy_by_the_check_of_the_compose_file(tmp_path:
         assert (await checked(url)).code == 0
     finally:
         process.terminate()
-        await process.communicate()
+        await process.wait()
 
 
 @pytest.mark.parametrize(

@@ -17,20 +17,10 @@ from typing import Any
 
 from rollout_server.cli import main
 
+from tests.support.forking import MODULES as COMMON
+
 PR_SET_PDEATHSIG = 1
-MODULES = (
-    "rollout_gateway.app",
-    "rollout_server.app",
-    "rollout_server.assembly",
-    "rollout_server.authoring.agent_loader",
-    "rollout_server.cli.commands",
-    "rollout_server.cli.operate.serve",
-    "rollout_server.edge.journal.journal",
-    "rollout_server.embedded_gateway",
-    "tests.durability.agents",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_utils_fast",
-)
+MODULES = (*COMMON, "tests.durability.agents")
 
 
 def _become(job: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Fork processes of `rollout` whose modules are imported already: a server is ready in a fraction of a second, with little CPU.
 
-Run as a program, it is the process that forks. In every other respect the forked processes are those of `python -m
-rollout_server.cli`.
+Run as a program, it is the process that forks. In every other respect the forked processes are those of `python -m`.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from threading import Lock
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+COMMAND = "rollout_server.cli"
 PR_SET_PDEATHSIG = 1
 MODULES = (
     "rollout_gateway.app",
@@ -87,9 +87,12 @@ class Forker:
                 stdin=subprocess.DEVNULL,
             )
 
-    async def fork(self, *arguments: str, cwd: Path, env: Mapping[str, str]) -> Forked:
-        """Fork `rollout ARGUMENTS`. Its stdin is empty, its stdout that of this process."""
-        job = json.dumps({"arguments": arguments, "directory": str(cwd), "environment": dict(env)})
+    async def fork(self, *arguments: str, cwd: Path, env: Mapping[str, str], module: str = COMMAND) -> Forked:
+        """Fork `python -m MODULE ARGUMENTS`; by default `rollout ARGUMENTS`.
+
+        Its stdin is empty. Its stdout is that of this process for a command, otherwise its stderr.
+        """
+        job = json.dumps({"module": module, "arguments": arguments, "directory": str(cwd), "environment": dict(env)})
         (stderr, write_stderr), (status, write_status) = os.pipe(), os.pipe()
         pid = await asyncio.to_thread(self._request, job, [write_stderr, write_status])
         os.close(write_stderr)
@@ -155,7 +158,7 @@ def _report_exits(statuses: dict[int, int]) -> None:
             os.close(status)
 
 
-def _prepare(arguments: Sequence[str], directory: str, environment: Mapping[str, str]) -> None:
+def _run(module: str, arguments: Sequence[str], directory: str, environment: Mapping[str, str]) -> None:
     if sys.platform == "linux":  # a test run that is killed leaves no servers behind
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.set_wakeup_fd(-1)
@@ -165,7 +168,10 @@ def _prepare(arguments: Sequence[str], directory: str, environment: Mapping[str,
     os.environ.update(environment)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.path[0] = directory
-    sys.argv = ["rollout", *arguments]
+    sys.argv = [module, *arguments]
+    if module != COMMAND:
+        os.dup2(2, 1)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _serve(requests: socket.socket) -> None:
@@ -175,8 +181,7 @@ def _serve(requests: socket.socket) -> None:
     job = _next_job(requests)
     requests.close()
     if job is not None:
-        _prepare(**job)
-        runpy.run_module("rollout_server.cli", run_name="__main__", alter_sys=True)
+        _run(**job)
 
 
 if __name__ == "__main__":
