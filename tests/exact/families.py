@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
+from tests.exact.conversations import TURNS
 from tests.support.tokenizers import REAL_TOKENIZERS, needs_real, tokenizer_of
 
 EVERYTHING = os.environ.get("ROLLOUT_EXACT") == "all"
@@ -29,6 +30,11 @@ class Family:
         """Name for test ids."""
         own = "toy" if self.directory == TOY_TOKENIZER else self.directory.name
         return own if self.template is None else f"{own}/{self.template.stem}"
+
+    @property
+    def turns(self) -> int:
+        """The turns of a conversation: fewer for large tokenizers, because judging all of them takes the square of their number."""
+        return TURNS if EVERYTHING or self.directory == TOY_TOKENIZER else TURNS // 2
 
     def tokenizer(self) -> Any:
         """The tokenizer with this template."""

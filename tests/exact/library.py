@@ -13,7 +13,7 @@ from rollout_client.trainer import Finished, Generated, ParsedCompletion, Prompt
 from rollout_server.testing.checks.renderer import PlainRenderer, Tools, UnrenderableError
 from rollout_server.testing.script import ScriptedReply
 
-from tests.exact.conversations import KINDS, TURNS, Conversation, Exchange
+from tests.exact.conversations import KINDS, Conversation, Exchange
 
 
 class Model:
@@ -63,8 +63,8 @@ def plain(exchange: Exchange) -> Exchange:
     )
 
 
-def sayable(renderer: PlainRenderer, asked: Sequence[Any], tools: Tools) -> Conversation:
-    """Fifty exchanges that the template accepts in sequence; fewer if it accepts few."""
+def sayable(renderer: PlainRenderer, asked: Sequence[Any], tools: Tools, turns: int) -> Conversation:
+    """`turns` exchanges that the template accepts in sequence; fewer if it accepts few."""
     made = Conversation(list(asked))
     said = list(asked)
     for exchange in map(plain, itertools.islice(KINDS["mixed"](), 150)):
@@ -75,7 +75,7 @@ def sayable(renderer: PlainRenderer, asked: Sequence[Any], tools: Tools) -> Conv
             continue
         made.exchanges.append(exchange)
         said = more
-        if len(made.exchanges) == TURNS:
+        if len(made.exchanges) == turns:
             break
     return made
 

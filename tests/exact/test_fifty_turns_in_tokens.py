@@ -68,7 +68,7 @@ async def world(family: Family, at: Path) -> AsyncIterator[TokenModeServer]:
         client = await stack.enter_async_context(AsyncClient(address))
         tokenizer = family.tokenizer()
         renderer = PlainRenderer(tokenizer)
-        conversation = written(KIND, renderer, TOOLS)
+        conversation = written(KIND, renderer, TOOLS, family.turns)
         trainer = await stack.enter_async_context(StrictTrainer(directory, tools=TOOLS))
         heard = [
             {"role": "user", "content": "?"},
@@ -111,7 +111,7 @@ async def test_token_mode(family: Family, tmp_path: Path) -> None:
         assert [warning.code for warning in outcome.warnings] == []
         (sample,) = samples(outcome)
         assert equal(sample, verdict.sample)
-        written_anew = sayable(PlainRenderer(at.tokenizer), at.conversation.asked, TOOLS)
+        written_anew = sayable(PlainRenderer(at.tokenizer), at.conversation.asked, TOOLS, family.turns)
         for mode in ("tokens", "messages"):
             finished = await by_library(at.client, at.tokenizer, written_anew, mode)
             assert (finished.error, finished.mismatch, finished.checked) == ("", None, True), mode
