@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from cryptography.fernet import Fernet
-from sqlalchemy import Connection, Executable, bindparam, delete, insert, update
+from sqlalchemy import ColumnElement, Delete, Insert, Update, bindparam, delete, insert, true, update
 from sqlalchemy.dialects import sqlite
 
 from rollout_server.edge.journal.records import encode_entries
@@ -38,36 +39,45 @@ _log = logging.getLogger(__name__)
 
 Row: TypeAlias = Mapping[str, Any]
 
-# Built once: SQLAlchemy keeps the compiled text of a statement that it has seen.
 _NUMBER: Final = "of"
-_DELETE: Final = tuple(
-    delete(column.table).where(column == bindparam(_NUMBER))
-    for column in (ROLLOUTS.c.number, ENTRIES.c.rollout, DELIVERIES.c.rollout, OUTCOMES.c.rollout)
-)
-_ACCEPT: Final = insert(ROLLOUTS)
-_APPEND: Final = insert(ENTRIES)
-_CREDENTIALS: Final = (
-    update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(credentials=bindparam("encrypted"))
-)
-_CANCELLED: Final = (
-    update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(cancelled=bindparam("reason"))
-)
-_KEY: Final = update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(key_digest=bindparam("digest"))
-_RECEIVED: Final = update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(received=True)
-_DROP_GROUP: Final = tuple(
-    delete(column.table).where(column == bindparam(_NUMBER)) for column in (GROUPS.c.number, REFILLS.c.group_number)
-)
-_FORM: Final = insert(GROUPS)
-_REFILL: Final = insert(REFILLS)
+_DIALECT: Final = sqlite.dialect(paramstyle="named")
+
+
+def _text(statement: Insert | Update | Delete, columns: Iterable[str] = ()) -> str:
+    """Return the SQL of a statement. Executing the text costs half of what executing the statement does."""
+    return str(statement.compile(dialect=_DIALECT, column_keys=[*columns] or None))
+
+
+def _delete(column: ColumnElement[Any]) -> str:
+    return _text(delete(column.table).where(column == bindparam(_NUMBER)))
+
+
+def _set(**values: Any) -> str:
+    return _text(update(ROLLOUTS).where(ROLLOUTS.c.number == bindparam(_NUMBER)).values(**values))
+
+
+_DELETE: Final = tuple(map(_delete, (ROLLOUTS.c.number, ENTRIES.c.rollout, DELIVERIES.c.rollout, OUTCOMES.c.rollout)))
+_ACCEPT: Final = _text(insert(ROLLOUTS), ("number", "uid", "start", "credentials", "received"))
+_APPEND: Final = _text(insert(ENTRIES))
+_CREDENTIALS: Final = _set(credentials=bindparam("encrypted"))
+_CANCELLED: Final = _set(cancelled=bindparam("reason"))
+_KEY: Final = _set(key_digest=bindparam("digest"))
+_RECEIVED: Final = _set(received=true())
+_DROP_GROUP: Final = tuple(map(_delete, (GROUPS.c.number, REFILLS.c.group_number)))
+_FORM: Final = _text(insert(GROUPS))
+_REFILL: Final = _text(insert(REFILLS))
 _inserted = sqlite.insert(DELIVERIES)
-_DELIVERY: Final = _inserted.on_conflict_do_update(
-    index_elements=[DELIVERIES.c.rollout],
-    set_={
-        name: _inserted.excluded[name] for name in ("state", "attempts", "error", "next_attempt", "ended", "expires")
-    },
+_DELIVERY: Final = _text(
+    _inserted.on_conflict_do_update(
+        index_elements=[DELIVERIES.c.rollout],
+        set_={
+            name: _inserted.excluded[name]
+            for name in ("state", "attempts", "error", "next_attempt", "ended", "expires")
+        },
+    )
 )
 # The body of a delivery never changes.
-_OUTCOME: Final = sqlite.insert(OUTCOMES).on_conflict_do_nothing(index_elements=[OUTCOMES.c.rollout])
+_OUTCOME: Final = _text(sqlite.insert(OUTCOMES).on_conflict_do_nothing(index_elements=[OUTCOMES.c.rollout]))
 
 
 class Batch:
@@ -98,11 +108,11 @@ class Batch:
             self._add(number, change)
         self._statements = self._encode()
 
-    def write(self, connection: Connection) -> None:
+    def write(self, connection: sqlite3.Connection) -> None:
         """Execute the statements in the transaction of the caller."""
         for statement, rows in self._statements:
             if rows:
-                connection.execute(statement, rows)
+                connection.executemany(statement, rows)
 
     def _add(self, number: int, change: Change) -> None:
         match change:
@@ -145,7 +155,7 @@ class Batch:
         self._received.discard(number)
         self._dropped.add(number)
 
-    def _encode(self) -> Sequence[tuple[Executable, Sequence[Row]]]:
+    def _encode(self) -> Sequence[tuple[str, Sequence[Row]]]:
         accepted: list[Row] = []
         entries: list[Row] = []
         credentials: list[Row] = []
@@ -179,7 +189,7 @@ class Batch:
             *self._encode_groups(),
         )
 
-    def _encode_groups(self) -> Sequence[tuple[Executable, Sequence[Row]]]:
+    def _encode_groups(self) -> Sequence[tuple[str, Sequence[Row]]]:
         """Return the statements of groups. A group may be formed and dropped in the same commit."""
         return (
             (_FORM, [{"number": number, "payload": encode_group(group)} for number, group in self._formed.items()]),

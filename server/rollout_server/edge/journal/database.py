@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 from cryptography.fernet import Fernet
 from sqlalchemy import Connection, NullPool, create_engine, func, select
@@ -95,7 +95,8 @@ class Database:
                 self._check(connection)
                 key = self._key(connection)
                 server_id = self._prepare(connection)
-                self._open = _OpenDatabase(connection, key, self._files.identity())
+                driver = cast(sqlite3.Connection, connection.connection.driver_connection)
+                self._open = _OpenDatabase(connection, driver, key, self._files.identity())
         except BaseException:
             if connection is not None:
                 connection.close()
@@ -126,9 +127,9 @@ class Database:
         batch = Batch(changes, opened.key)
         self._check_identity(opened)
         try:
-            with opened.connection.begin():
-                batch.write(opened.connection)
-        except SQLAlchemyError as error:
+            with opened.driver:  # one transaction, which is rolled back if anything fails
+                batch.write(opened.driver)
+        except sqlite3.Error as error:
             raise JournalUnavailable(self._failure(error)) from error
         return batch.unencodable
 
@@ -220,7 +221,7 @@ class Database:
             )
             raise JournalUnavailable(text)
 
-    def _failure(self, error: SQLAlchemyError) -> str:
+    def _failure(self, error: sqlite3.Error) -> str:
         advice = _ADVICE.get(_primary_code(error) or 0)
         if advice is None:
             advice = "see the server's log"
@@ -232,9 +233,13 @@ class Database:
 
 @dataclass(frozen=True, slots=True)
 class _OpenDatabase:
-    """An open database: its connection, the key of its credentials, and what identifies its files."""
+    """An open database: its connection, the key of its credentials, and what identifies its files.
+
+    `driver` is what `connection` wraps. Commits use it, because SQLAlchemy would double the cost of a small one.
+    """
 
     connection: Connection
+    driver: sqlite3.Connection
     key: Fernet
     identity: tuple[tuple[int, int], ...]
 
@@ -287,13 +292,15 @@ def _unusable(path: Path) -> Iterator[None]:
         raise JournalUnusable(f"{text}: make it usable for the server's user, {ELSEWHERE}") from error
 
 
-def _primary_code(error: SQLAlchemyError) -> int | None:
-    original = error.orig if isinstance(error, DBAPIError) else None
-    code = getattr(original, "sqlite_errorcode", None)
+def _primary_code(error: Exception) -> int | None:
+    code = getattr(_original(error), "sqlite_errorcode", None)
     return None if code is None else code & _PRIMARY
 
 
-def _cause(error: SQLAlchemyError) -> str:
+def _cause(error: Exception) -> str:
     """Return SQLite's own text, without the statement, which SQLAlchemy adds."""
-    original = error.orig if isinstance(error, DBAPIError) else error
-    return str(original)
+    return str(_original(error))
+
+
+def _original(error: Exception) -> BaseException:
+    return error.orig or error if isinstance(error, DBAPIError) else error

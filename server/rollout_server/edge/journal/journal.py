@@ -150,18 +150,17 @@ class SqliteJournal:
 
     def _numbered(self, change: Change) -> tuple[int, Change] | None:
         """Return the change with the number of its rollout; None if there is nothing to store."""
-        if isinstance(change, GroupChange):
+        if isinstance(change, EntriesAppended):
+            position = _advanced(self._positions.get(change.uid), change)
+        elif isinstance(change, GroupChange):
             return self._numbered_group(change)
-        if isinstance(change, RolloutAccepted):
+        elif isinstance(change, RolloutAccepted):
             position = self._accept(change.start.uid)
         else:
             found = self._positions.get(change.uid)
-            if isinstance(change, EntriesAppended):
-                position = _advanced(found, change)
-            elif found is None:
+            if found is None:
                 return None
-            else:
-                position = found
+            position = found
             if isinstance(change, RolloutDropped):
                 del self._positions[change.uid]
         return None if position.number in self._unencodable else (position.number, change)
@@ -198,11 +197,12 @@ class SqliteJournal:
 
 def _advanced(position: _JournalPosition | None, change: EntriesAppended) -> _JournalPosition:
     """Return the position after new entries. A gap would make the journal unusable, so it is refused here."""
-    sequences = [entry.sequence for entry in change.entries]
     if position is None:
         raise ValueError(f"rollout {change.uid} is not in the journal")
     last = position.last_sequence
-    if sequences != [*range(last + 1, last + 1 + len(sequences))]:
-        raise ValueError(f"rollout {change.uid} has records up to {last} in the journal; these are {sequences}")
-    position.last_sequence += len(sequences)
+    for expected, entry in enumerate(change.entries, start=last + 1):
+        if entry.sequence != expected:
+            sequences = [each.sequence for each in change.entries]
+            raise ValueError(f"rollout {change.uid} has records up to {last} in the journal; these are {sequences}")
+    position.last_sequence += len(change.entries)
     return position

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -56,7 +57,7 @@ class CommitQueue(Generic[_T]):
         self._committing: list[tuple[_T, Callable[[], None] | None]] = []
         self._written = 0
         self._committed = 0
-        self._waiters: list[_Waiter] = []
+        self._waiters: deque[_Waiter] = deque()
         self._planned: asyncio.Handle | None = None
         self._at_once = False
         self._retry_seconds = _FIRST_RETRY_SECONDS
@@ -158,21 +159,18 @@ class CommitQueue(Generic[_T]):
         self._retry_seconds = min(2 * self._retry_seconds, _LAST_RETRY_SECONDS)
 
     def _resume(self) -> None:
-        """Wake those whose changes are committed."""
-        waiting = []
-        for waiter in self._waiters:
-            if waiter.count > self._committed:
-                waiting.append(waiter)
-            elif not waiter.done.done():
-                waiter.done.set_result(None)
-        self._waiters = waiting
+        """Wake those whose changes are committed. Later ones wait for at least as many."""
+        while self._waiters and self._waiters[0].count <= self._committed:
+            done = self._waiters.popleft().done
+            if not done.done():
+                done.set_result(None)
 
     def _fail(self, problem: str, *, patient: bool) -> None:
         """Raise `JournalUnavailable` to those who are not patient; to all if `patient`."""
         for waiter in self._waiters:
             if (patient or not waiter.patient) and not waiter.done.done():
                 waiter.done.set_exception(JournalUnavailable(problem))
-        self._waiters = [waiter for waiter in self._waiters if not waiter.done.done()]
+        self._waiters = deque(waiter for waiter in self._waiters if not waiter.done.done())
 
 
 def _call(committed: Callable[[], None]) -> None:
