@@ -52,6 +52,7 @@ from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
 from rollout_server.network_exposure import log_exposure
+from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
@@ -142,7 +143,7 @@ class Server:
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
-        with naming_journal():
+        with naming_journal(), collector_paused():
             await self._registry.load()
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).

@@ -191,7 +191,7 @@ class TestOutcome:
         assert outcome.messages == (SYSTEM, USER, ANSWER)
         assert outcome.segments == machine.ledger.segments
         assert outcome.segments[0].sample().response_ids == ids(5)
-        assert outcome.metrics is machine.metrics
+        assert outcome.metrics == machine.metrics
         assert outcome.metrics.turns == 1
 
     def test_what_the_edge_noticed_is_a_warning_with_its_turn(self) -> None:

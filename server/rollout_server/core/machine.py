@@ -264,7 +264,8 @@ class Machine:
 
     def _apply_asked(self, record: Asked) -> None:
         conversation = self._named_conversation(record.segment_id, record)
-        fits = replace(record, by_tool="") == self.request_completion(conversation, record.sampling)
+        draft = replace(record, by_tool="") if record.by_tool else record
+        fits = draft == self.request_completion(conversation, record.sampling)
         self._require(conversation.state is State.OPEN and fits, record, conversation)
         self.turn = record.turn
         self._turns[record.turn] = conversation
@@ -406,7 +407,7 @@ class Machine:
             if conversation.state is State.ASKING:
                 self._warn_of_resampling(conversation)
             self._usage.add_calls(conversation.returned.values())
-        self._usage.metrics = replace(self.metrics, total_ms=record.total_ms, queued_ms=record.queued_ms)
+        self._usage.total_ms, self._usage.queued_ms = record.total_ms, record.queued_ms
         newest = newest_step(record.policy_step, self.newest_policy_step)
         self._warnings += mask_stale(self.ledger.segments, self._staleness, newest)
         self._outcome = Outcome(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from rollout_server.core.ledger import ConversationLedger
 from rollout_server.core.limits import Limits
@@ -13,21 +12,48 @@ from rollout_server.core.record import Answered, ToolReturned
 
 
 class Usage:
-    """Counters of one rollout.
+    """Counters of one rollout. They change with each record, and `metrics` is made of them when it is read.
 
     Attributes:
-        metrics: turns, tokens, tool calls and times.
         bytes: UTF-8 bytes of all messages, each counted once.
         observed: approximate bytes of recorded data besides messages and tokens.
         tool_turns: turns in which at least one tool call started.
+        total_ms, queued_ms: see `Metrics`; 0 until the end of the rollout.
     """
 
     def __init__(self, limits: Limits) -> None:
-        self.metrics = Metrics()
         self.bytes = 0
         self.observed = 0
         self.tool_turns = 0
+        self.total_ms = 0.0
+        self.queued_ms = 0.0
         self._limits = limits
+        self._completion_ms = 0.0
+        self._completion_attempts = 0
+        self._tool_ms = 0.0
+        self._turns = 0
+        self._tool_calls = 0
+        self._tool_failures = 0
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._max_context_tokens = 0
+
+    @property
+    def metrics(self) -> Metrics:
+        """Turns, tokens, tool calls and times."""
+        return Metrics(
+            total_ms=self.total_ms,
+            completion_ms=self._completion_ms,
+            tool_ms=self._tool_ms,
+            queued_ms=self.queued_ms,
+            turns=self._turns,
+            tool_calls=self._tool_calls,
+            tool_failures=self._tool_failures,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            max_context_tokens=self._max_context_tokens,
+            completion_attempts=self._completion_attempts,
+        )
 
     def met(self, turns: int | None = None) -> str | None:
         """Return the limit that forbids the next step, as the stop reason, or None.
@@ -35,7 +61,7 @@ class Usage:
         With `turns`, the number of turns so far, the step is a further turn. Otherwise only the token limit counts.
         """
         limits = self._limits
-        if limits.generated_tokens is not None and self.metrics.generated_tokens >= limits.generated_tokens:
+        if limits.generated_tokens is not None and self._generated_tokens >= limits.generated_tokens:
             return "max_tokens"
         if turns is not None and limits.turns is not None and turns >= limits.turns:
             return "max_turns"
@@ -55,16 +81,12 @@ class Usage:
     def add_completion(self, record: Answered, line: ConversationLedger) -> None:
         """Count the completion of a turn that the ledger already contains."""
         generated, prompt = lengths(record, line)
-        m = self.metrics
-        self.metrics = replace(
-            m,
-            turns=m.turns + 1,
-            completion_ms=m.completion_ms + record.elapsed_ms,
-            completion_attempts=m.completion_attempts + record.attempts,
-            generated_tokens=m.generated_tokens + generated,
-            prompt_tokens=m.prompt_tokens + prompt,
-            max_context_tokens=max(m.max_context_tokens, prompt + generated),
-        )
+        self._turns += 1
+        self._completion_ms += record.elapsed_ms
+        self._completion_attempts += record.attempts
+        self._generated_tokens += generated
+        self._prompt_tokens += prompt
+        self._max_context_tokens = max(self._max_context_tokens, prompt + generated)
         self.observed += len(record.extra_json) + sum(len(plane.values) for plane in record.planes)
         self.add_messages([record.message])
 
@@ -74,13 +96,9 @@ class Usage:
         They ran concurrently, so the time of the turn's tools is that of the slowest call.
         """
         results = list(returned)
-        m = self.metrics
-        self.metrics = replace(
-            m,
-            tool_calls=m.tool_calls + len(results),
-            tool_failures=m.tool_failures + sum(result.failed for result in results),
-            tool_ms=m.tool_ms + max((result.elapsed_ms for result in results), default=0.0),
-        )
+        self._tool_calls += len(results)
+        self._tool_failures += sum(result.failed for result in results)
+        self._tool_ms += max((result.elapsed_ms for result in results), default=0.0)
 
 
 def lengths(record: Answered, line: ConversationLedger) -> tuple[int, int]:

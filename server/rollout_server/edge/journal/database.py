@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -108,7 +107,7 @@ class Database:
         """Return all rollouts with their numbers, in the order of acceptance. Raises `JournalUnusable`."""
         opened = self._opened()
         reader = StoredReader(self._files.database, opened.key)
-        with _unusable(self._files.database), opened.connection.begin(), _without_collector():
+        with _unusable(self._files.database), opened.connection.begin():
             return [*reader.rollouts(opened.connection)]
 
     def load_groups(self) -> Sequence[tuple[int, StoredGroup]]:
@@ -242,18 +241,6 @@ class _OpenDatabase:
     driver: sqlite3.Connection
     key: Fernet
     identity: tuple[tuple[int, int], ...]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Turn the garbage collector off, which would look at all loaded rollouts again and again: loading takes less than half."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _connect(path: Path) -> Connection:
