@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rollout_server.app import SWITCH_SECONDS
+from rollout_server.app import tune_interpreter
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
@@ -104,7 +103,7 @@ def main(
 ) -> None:
     """Print two tables: CPU by length of the history, and latency of the event loop."""
     console = Console(width=100)
-    sys.setswitchinterval(SWITCH_SECONDS)
+    tune_interpreter()
     asyncio.run(_measure(directories or [TOY_TOKENIZER], console))
 
 

@@ -17,8 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rollout_server.app import tune_interpreter
 from rollout_server.edge.journal import SqliteJournal
-from rollout_server.runtime.journal import Change, Journal, StoredRollout
+from rollout_server.runtime.aio.collector import collector_paused
+from rollout_server.runtime.journal import Change, Journal, StoredGroup, StoredRollout
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Caller
 
@@ -98,6 +100,9 @@ class _TimedJournal:
         self.seconds = time.perf_counter() - began
         return stored
 
+    async def load_groups(self) -> Sequence[StoredGroup]:
+        return await self._journal.load_groups()
+
     def write(self, change: Change, committed: Callable[[], None] | None = None) -> None:
         self._journal.write(change, committed)
 
@@ -125,7 +130,9 @@ async def _take_over(directory: Path, finished: int, unfinished: int, turns: int
         opened = time.perf_counter()
         timed = _TimedJournal(journal)
         site = Site(Workload(max(_AT_ONCE, unfinished), finished, turns), timed)
-        await site.registry.restore()
+        with collector_paused():
+            await site.registry.load()
+        site.registry.resume()
         restored = time.perf_counter()
         peak, size = _memory("VmHWM"), sum(file.stat().st_size for file in (directory / "journal").iterdir())
         every = site.registry.select(Selection(Caller("bench")))
@@ -149,6 +156,7 @@ def _memory(field: str) -> int:
 if __name__ == "__main__":
     step, place, *given = sys.argv[1:]
     arguments = Path(place), *map(int, given)
+    tune_interpreter()
     with asyncio.Runner(loop_factory=new_loop) as runner:
         if step == "leave":
             runner.run(_leave(*arguments))

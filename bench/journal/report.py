@@ -1,14 +1,13 @@
-"""Tables of the journal's benchmark."""
+"""The results of the journal's benchmark as Markdown, as docs/durability.md has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from rich.table import Table
+from textwrap import fill
 
 from bench.journal.recovery import Recovery
-from bench.journal.turns import CpuResult, DiskSync, LatencyResult, percentile_ms
+from bench.journal.turns import CpuResult, DiskSync, LatencyResult
 
 CPU_TARGET = 150.0
 """Target for the CPU that the journal adds to a turn, in microseconds."""
@@ -16,6 +15,16 @@ LATENCY_TARGET = 5.0
 """Target for the median latency that the journal adds to a turn, in milliseconds."""
 RECOVERY_TARGET = 10.0
 """Target for the seconds until a restarted server takes requests."""
+
+_HEADINGS = (
+    "rollouts at once",
+    "CPU of a turn in memory",
+    "added by the journal",
+    "added latency: median",
+    "99th percentile",
+    "commits per turn",
+    "bytes on disk per turn",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,86 +37,65 @@ class Figures:
     recovery: Recovery
 
 
-def tables(figures: Figures) -> Iterator[Table]:
-    """Yield the tables."""
-    yield _cpu(figures)
-    yield _latency(figures)
-    yield _written(figures.latency)
-    yield _recovery(figures.recovery)
+def markdown(figures: Figures) -> str:
+    """Return the figures as two paragraphs with a table in between."""
+    return "\n".join([_disk(figures.sync), "", *_table(figures), "", _restart(figures.recovery)])
 
 
-def _cpu(figures: Figures) -> Table:
-    title = "CPU of a turn, microseconds, with all threads of the process; cheapest round"
-    caption = f"a write of 4 KB with fsync takes {figures.sync.cpu_us:.0f} microseconds of CPU here"
-    table = _table(
-        title, caption, "rollouts", "memory", "SQLite", "added", "turns/s memory", "turns/s SQLite", "target"
+def missed(figures: Figures) -> Iterator[str]:
+    """Yield the targets that were missed, each with its figure."""
+    for cpu in figures.cpu:
+        if cpu.added_us > CPU_TARGET:
+            yield f"{cpu.workload}: {cpu.added_us:.0f} us of CPU added to a turn, more than {CPU_TARGET:g}"
+    for latency in figures.latency:
+        if latency.added_ms(50) > LATENCY_TARGET:
+            yield f"{latency.workload}: {latency.added_ms(50):.1f} ms added in the median, more than {LATENCY_TARGET:g}"
+    if figures.recovery.seconds > RECOVERY_TARGET:
+        yield f"a restart takes {figures.recovery.seconds:.1f} s, more than {RECOVERY_TARGET:g}"
+
+
+def _disk(sync: DiskSync) -> str:
+    return _paragraph(
+        f"An `fsync` of 4 KB took {sync.median_ms:.1f} ms (99th percentile {sync.p99_ms:.1f} ms)",
+        f"and {sync.cpu_us:.0f} microseconds of CPU. Each commit has one.",
     )
-    for each in figures.cpu:
-        table.add_row(
-            str(each.workload),
-            f"{each.memory.least_us:.0f}",
-            f"{each.sqlite.least_us:.0f}",
-            f"{each.added_us:.0f}",
-            f"{max(each.memory.rates):,.0f}",
-            f"{max(each.sqlite.rates):,.0f}",
-            _target(each.added_us, CPU_TARGET, "us"),
-        )
-    return table
 
 
-def _latency(figures: Figures) -> Table:
-    title = "Time from run.sample() to its reply without that of the sampler, milliseconds, at most 200 turns/s"
-    caption = f"a write of 4 KB with fsync takes {figures.sync.median_ms:.2f} ms here (99th percentile {figures.sync.p99_ms:.2f})"
-    headings = "memory median", "p99", "SQLite median", "p99", "added median", "p99", "target"
-    table = _table(title, caption, "rollouts", *headings)
-    for each in figures.latency:
-        values = [percentile_ms(seconds, part) for seconds in (each.memory, each.sqlite) for part in (50, 99)]
-        values += [each.added_ms(50), each.added_ms(99)]
-        cells = [f"{value:.2f}" for value in values]
-        table.add_row(str(each.workload), *cells, _target(each.added_ms(50), LATENCY_TARGET, "ms"))
-    return table
+def _table(figures: Figures) -> Iterator[str]:
+    yield _row(_HEADINGS)
+    yield _row(["---", *["---:"] * (len(_HEADINGS) - 1)]).replace(" ", "")
+    latencies = {str(each.workload): each for each in figures.latency}
+    for cpu in figures.cpu:
+        cells = [str(cpu.workload), f"{cpu.memory.least_us:,.0f} us", f"{cpu.added_us:,.0f} us"]
+        yield _row([*cells, *_latency(latencies.get(str(cpu.workload)))])
 
 
-def _written(results: Sequence[LatencyResult]) -> Table:
-    title = "What the journal writes for a turn in the runs of the latency"
-    caption = "with a share of the start and the end of the rollout; disk: with SQLite's log, indexes and checkpoints"
-    table = _table(title, caption, "rollouts", "commits", "rows", "bytes of values", "bytes on disk")
-    for each in results:
-        written, turns = each.written, each.written.turns
-        table.add_row(
-            str(each.workload),
-            f"{written.commits / turns:.2f}",
-            f"{written.rows / turns:.2f}",
-            f"{written.payload / turns:,.0f}",
-            f"{written.disk / turns:,.0f}",
-        )
-    return table
-
-
-def _recovery(result: Recovery) -> Table:
-    title = f"Restart with {result.finished:,} finished and {result.unfinished:,} unfinished rollouts of {result.turns} turns"
-    caption = "memory: peak, of which without a journal; then the unfinished rollouts run to their end"
-    headings = "open", "load", "restore", "sum", "target", "resume", "journal", "memory"
-    table = _table(title, caption, *headings)
-    table.add_row(
-        f"{result.open_seconds:.2f} s",
-        f"{result.load_seconds:.2f} s",
-        f"{result.restore_seconds:.2f} s",
-        f"{result.seconds:.2f} s",
-        _target(result.seconds, RECOVERY_TARGET, "s"),
-        f"{result.resume_seconds:.2f} s",
-        f"{result.disk_bytes / 1e6:.0f} MB",
-        f"{result.peak_bytes / 1e6:.0f} MB ({result.idle_bytes / 1e6:.0f})",
+def _latency(result: LatencyResult | None) -> Sequence[str]:
+    if result is None:
+        return [""] * 4
+    written = result.written
+    return (
+        f"{result.added_ms(50):.1f} ms",
+        f"{result.added_ms(99):.0f} ms",
+        f"{written.commits / written.turns:.2f}",
+        f"{written.disk / written.turns / 1000:.0f} KB",
     )
-    return table
 
 
-def _target(value: float, target: float, unit: str) -> str:
-    return f"{'meets' if value <= target else 'MISSES'} {target:g} {unit}"
+def _restart(result: Recovery) -> str:
+    added = result.peak_bytes - result.idle_bytes
+    return _paragraph(
+        f"A restart with {result.finished:,} finished and {result.unfinished:,} unfinished rollouts of {result.turns} turns",
+        f"({result.disk_bytes / 1e6:.0f} MB) took {result.seconds:.1f} s until the server took requests:",
+        f"{result.open_seconds:.1f} s to open the database, {result.load_seconds:.1f} s to read it and",
+        f"{result.restore_seconds:.1f} s to rebuild the rollouts. The process had {result.peak_bytes / 1e6:.0f} MB at its peak,",
+        f"{added / 1e6:.0f} MB more than without a journal.",
+    )
 
 
-def _table(title: str, caption: str, *headings: str) -> Table:
-    table = Table(title=title, caption=caption)
-    for at, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if at else "left")
-    return table
+def _paragraph(*parts: str) -> str:
+    return fill(" ".join(parts), width=132)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

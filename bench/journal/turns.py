@@ -5,21 +5,20 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from unittest.mock import patch
 
 from rollout_server.edge.journal import SqliteJournal
-from rollout_server.runtime.journal import Journal, MemoryJournal
-from sqlalchemy import Engine, event
+from rollout_server.edge.journal.database import Database
+from rollout_server.runtime.journal import Change, Journal, MemoryJournal
 
 from bench.journal.workload import Site, Workload
 
 _PAGE = 4096
-_VALUES = (bytes, memoryview, str)
 _TURNS_PER_SECOND = 200.0
 """Load of the latency runs. The event loop is mostly idle then, so that turns do not wait for each other."""
 _SHORTEST_GENERATION = 0.01
@@ -63,12 +62,10 @@ class CpuResult:
 
 @dataclass(slots=True)
 class Written:
-    """What was written for a number of turns. `payload` has the bytes of all values, `disk` what reached the disk."""
+    """What was written for a number of turns. `disk` has the bytes that reached the disk."""
 
     turns: int = 0
     commits: int = 0
-    rows: int = 0
-    payload: int = 0
     disk: int = 0
 
 
@@ -165,31 +162,17 @@ async def _sqlite(directory: Path) -> AsyncIterator[Journal]:
 
 @contextmanager
 def _counted() -> Iterator[Written]:
-    """Count the commits and rows of all SQLAlchemy engines, and the bytes that this process sends to disks."""
-    written = Written()
+    """Count the commits of all journals and the bytes that this process sends to disks."""
+    written, commit = Written(), Database.commit
 
-    def on_commit(_: Any) -> None:
+    def counting(self: Database, changes: Sequence[tuple[int, Change]]) -> set[int]:
         written.commits += 1
+        return commit(self, changes)
 
-    def on_execute(_c: Any, _u: Any, statement: str, parameters: Any, _x: Any, many: bool) -> None:
-        if statement.startswith("INSERT"):
-            rows = parameters if many else [parameters]
-            written.rows += len(rows)
-            written.payload += sum(len(value) for row in rows for value in row if isinstance(value, _VALUES))
-
-    listeners: Sequence[tuple[str, Callable[..., None]]] = (
-        ("commit", on_commit),
-        ("before_cursor_execute", on_execute),
-    )
     before = _disk_bytes()
-    for name, listener in listeners:
-        event.listen(Engine, name, listener)
-    try:
+    with patch.object(Database, "commit", counting):
         yield written
-    finally:
-        for name, listener in listeners:
-            event.remove(Engine, name, listener)
-        written.disk = _disk_bytes() - before
+    written.disk = _disk_bytes() - before
 
 
 def _disk_bytes() -> int:
