@@ -58,7 +58,10 @@ from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.run.lifecycle import start_agents
+from rollout_server.runtime.start_request import Caller
 from rollout_server.settings import Settings, load
 from rollout_server.settings.journal import MEMORY, journal_directory
 
@@ -77,6 +80,7 @@ that render whole conversations. Hundreds of sends and receives in one iteration
 COLLECTOR_THRESHOLDS = (10_000, 20, 20)
 """Rollouts are many objects that live long. With Python's thresholds, looking for cycles in them takes a quarter of the CPU."""
 _ON_THIS_MACHINE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_UNFINISHED = Selection(Caller("", admin=True), states=(RolloutState.QUEUED, RolloutState.RUNNING))
 KEYS_SECONDS = 1.0
 """Interval in seconds at which the file of API keys is checked for changes."""
 
@@ -168,6 +172,7 @@ class Server:
         if settings.http:
             await self._start_http(socket, keys)
         self._registry.resume()  # not before the ports are open: if one cannot be opened, nothing has run and nothing was sent
+        self._streams.restore(rollout for _, rollout in self._registry.select(_UNFINISHED))
         self._repeat(self._registry.forget, settings.cleanup_seconds)
 
         def refresh_keys() -> None:

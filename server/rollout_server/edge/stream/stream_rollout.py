@@ -39,11 +39,12 @@ class RolloutStream(Protocol):
 
 
 class StreamRollout:
-    """One rollout on a stream, or on none if its stream was not resumed in time.
+    """One rollout on a stream, or on none: its stream was not resumed in time, or an earlier process of the server started it.
 
     Lives until the rollout's outcome is acknowledged.
 
     Args:
+        failure: why no trainer completes its turns; empty if it is on a stream, or as long as it waits for one.
         sent_events: number of events that were sent; those up to `confirmed_events` have certainly arrived.
         announced: the trainer knows that the rollout is on this stream.
         delivered: its outcome was sent.
@@ -73,11 +74,15 @@ class StreamRollout:
         self._attached.close()
 
     def fail(self, why: str) -> None:
-        """Remove it from its stream, which has ended. Pending and later completion requests fail."""
+        """Leave it without a stream, because there is no trainer. Pending and later completion requests fail."""
         self.stream, self.failure = None, why
         self.detach()
         for completion in self.completions.values():
             completion.fail(Category.NETWORK, why)
+
+    def stop(self) -> None:
+        """Stop waiting for its end: this process of the server does not see it."""
+        self._following.cancel()
 
     def move_to(self, stream: RolloutStream) -> None:
         """Move to another stream and send its log there from the start.
@@ -85,7 +90,7 @@ class StreamRollout:
         Completions that were already requested are requested again. The log notes it, because the turn may be generated twice
         (D8).
         """
-        self.stream, self.announced, self.delivered = stream, False, False
+        self.stream, self.failure, self.announced, self.delivered = stream, "", False, False
         self.sent_events = self.confirmed_events = 0
         for completion in self.completions.values():
             if completion.put_back() and self.rollout.machine.outcome is None:
@@ -95,13 +100,17 @@ class StreamRollout:
                 self.rollout.record(Note(turn, RESAMPLED, text))
 
     async def complete(self, request: Request, call: TurnCall) -> Response | Rejection:
-        """Request a completion and return the trainer's response. Raise `RolloutFailed` if there is no trainer."""
+        """Request a completion and return the trainer's response. Raise `RolloutFailed` if there is no trainer.
+
+        Without a stream, the request waits until one takes the rollout over.
+        """
         completion = PendingCompletion(request.turn_key, request, call, asyncio.get_running_loop().create_future())
-        if self.stream is None:
+        if self.failure:
             completion.fail(Category.NETWORK, self.failure)
             return await completion.response
         self.completions[request.turn_key] = completion
-        self.stream.queue(self)
+        if self.stream is not None:
+            self.stream.queue(self)
         try:
             with self.rollout.activity.waiting(completion.response):
                 return await completion.response

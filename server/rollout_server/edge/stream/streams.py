@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Iterable
 
 from rollout_server.core.error import Busy, Draining, NotPossible, RolloutError, Superseded
+from rollout_server.core.spec import Dialect
 from rollout_server.edge.stream.stream import StreamLimits, TrainerStream
 from rollout_server.edge.stream.stream_rollout import StreamRollout
 from rollout_server.runtime.rollout import Rollout
@@ -50,6 +52,7 @@ class Streams:
         self._connections: dict[str, StreamConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._rollouts: dict[str, StreamRollout] = {}
+        self._restored: asyncio.TimerHandle | None = None
         self._draining: RolloutError | None = None
         self._left = asyncio.Event()
 
@@ -107,6 +110,16 @@ class Streams:
         loop = asyncio.get_running_loop()
         self._timers[stream.id] = loop.call_later(self.limits.grace, self._expire, stream, why)
 
+    def restore(self, rollouts: Iterable[Rollout]) -> None:
+        """Keep those unfinished rollouts that an earlier process of the server started on streams.
+
+        For the grace period, their completions wait until their trainer repeats their start on a stream of this process.
+        """
+        for rollout in rollouts:
+            if rollout.spec.completions.dialect is Dialect.STREAM and rollout.uid not in self._rollouts:
+                self._follow(rollout)
+        self._restored = asyncio.get_running_loop().call_later(self.limits.grace, self._end_restored)
+
     def stream_rollout(self, uid: str) -> StreamRollout | None:
         """Return a rollout that was started on a stream, or None."""
         return self._rollouts.get(uid)
@@ -136,9 +149,8 @@ class Streams:
         if stream_rollout is not None and stream_rollout.stream is stream:
             return stream_rollout
         if stream_rollout is None:
-            stream_rollout = self._rollouts[rollout.uid] = StreamRollout(rollout, self._forget)
+            stream_rollout = self._follow(rollout)
             stream_rollout.stream = stream
-            rollout.hold(stream_rollout)
         else:
             other = self._stream_of(stream_rollout)
             if other is not None:
@@ -165,6 +177,12 @@ class Streams:
     async def drain(self, seconds: float) -> None:
         """Wait up to `seconds` until connected trainers have received their outcomes, then end all streams."""
         self._draining = Draining("the server is stopping; its streams end with it", retry_after=1.0)
+        if self._restored is not None:
+            self._restored.cancel()
+        for stream_rollout in [each for each in self._rollouts.values() if each.rollout.is_suspended]:
+            self.remove(stream_rollout, "the server stops")  # it has no outcome that its trainer could wait for
+            stream_rollout.stop()
+            self._forget(stream_rollout)
         for connection in self._connections.values():
             connection.stream.leaving = self._draining
             connection.stream.wake()
@@ -206,6 +224,23 @@ class Streams:
             _log.info("a stream of caller %s ended with %d rollouts: %s", stream.caller, len(rollouts), why)
         for stream_rollout in rollouts:
             self.remove(stream_rollout, why)
+
+    def _end_restored(self) -> None:
+        """End the wait of rollouts of an earlier process that no stream has taken over."""
+        why = (
+            f"the server was restarted, and the trainer did not start the rollout again on a new stream within "
+            f"{self.limits.grace:g} s (ROLLOUT_STREAM_GRACE_SECONDS), so there is no trainer; start the rollout again"
+        )
+        waiting = [each for each in self._rollouts.values() if each.stream is None and not each.failure]
+        if waiting:
+            _log.info("no trainer took over %d rollouts of an earlier process in time", len(waiting))
+        for stream_rollout in waiting:
+            stream_rollout.fail(why)
+
+    def _follow(self, rollout: Rollout) -> StreamRollout:
+        stream_rollout = self._rollouts[rollout.uid] = StreamRollout(rollout, self._forget)
+        rollout.hold(stream_rollout)
+        return stream_rollout
 
     def _forget(self, stream_rollout: StreamRollout) -> None:
         if self._rollouts.get(stream_rollout.rollout.uid) is stream_rollout:

@@ -29,6 +29,9 @@ from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart
 
+_REQUESTED_AGAIN = ENGINES | {Dialect.STREAM}
+"""Dialects whose completions are requested again after a restart, also if they may be generated twice then."""
+
 
 @dataclass(frozen=True, slots=True)
 class MissingAgent:
@@ -66,11 +69,12 @@ def interrupted_text(obstacle: str) -> str:
     return f"the server stopped while the rollout ran; {obstacle}; start it again"
 
 
-def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool) -> None:
+def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool, request_id: str = "") -> None:
     """Raise `NotPossible` for a request that demands to be resumed and never could be. `durable`: the server has a journal."""
     if spec.on_interrupt is not InterruptPolicy.RESUME:
         return
-    obstacle = _policy_obstacle(spec, agent, resume_by_default=True) if durable else "this server has no journal"
+    obstacle = "" if durable else "this server has no journal"
+    obstacle = obstacle or _request_obstacle(spec, request_id) or _policy_obstacle(spec, agent, resume_by_default=True)
     if obstacle:
         text = f"on_interrupt is RESUME, but {obstacle}; leave on_interrupt unset"
         raise NotPossible(text, reason="RESUME_UNSUPPORTED")
@@ -142,7 +146,9 @@ def _restored_start(
         text = f"agent {agent.name!r} had version {start.agent_version!r} then and has {agent.version!r} now"
         return RestoredStart(admitted, obstacle=text)
     never_ran = len(stored.entries) == 1
-    obstacle = obstacle_to_resume(spec, agent, stored.entries, resume_by_default=resume_by_default, never_ran=never_ran)
+    obstacle = _request_obstacle(spec, start.request.request_id) or obstacle_to_resume(
+        spec, agent, stored.entries, resume_by_default=resume_by_default, never_ran=never_ran
+    )
     if obstacle:
         return RestoredStart(admitted, obstacle=obstacle)
     try:
@@ -179,6 +185,13 @@ def obstacle_to_resume(
     return policy or _log_obstacle(spec, records)
 
 
+def _request_obstacle(spec: Spec, request_id: str) -> str:
+    """Return why the trainer of a rollout on a stream cannot take it over, which it does by repeating the start."""
+    if spec.completions.dialect is Dialect.STREAM and not request_id:
+        return "its start on the stream of its trainer has no request id under which the trainer could repeat it"
+    return ""
+
+
 def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool, never_ran: bool = False) -> str:
     if spec.on_interrupt is InterruptPolicy.FAIL or (
         spec.on_interrupt is InterruptPolicy.UNSET and not resume_by_default
@@ -186,8 +199,6 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
         return "it was not to be resumed (on_interrupt)"
     if not agent.replayable and (agent.external or not never_ran):
         return f"the play of agent {agent.name!r} cannot be replayed (replayable = True declares that it can)"
-    if spec.completions.dialect is Dialect.STREAM:
-        return "the stream of its trainer ended with the server"
     if spec.group_index is not None and agent.overrides("reward_group"):
         return "the reward of its group cannot be computed any more"
     return ""
@@ -217,7 +228,7 @@ def _open_work(spec: Spec, records: Sequence[Record]) -> str:
             case ToolReturned(turn=turn, index=index, segment_id=segment_id):
                 calls.pop((segment_id, turn, index), None)
     target = spec.completions
-    if turns and not target.replays_turn_keys and target.dialect not in ENGINES:
+    if turns and not target.replays_turn_keys and target.dialect not in _REQUESTED_AGAIN:
         return f"turn {min(turns)} was being generated, and its trainer does not replay turn keys (replays_turn_keys)"
     unsafe = [started.call.name for started in calls.values() if not started.repeatable]
     return (

@@ -343,7 +343,7 @@ class RolloutRegistry:
         if wrong:
             raise InvalidRequest(*wrong)
         agent = self.agent(request.spec.agent)
-        check_resumable(request.spec, agent, durable=self.journal.is_durable)
+        check_resumable(request.spec, agent, durable=self.journal.is_durable, request_id=request.request_id)
         spec = settle(request.spec, agent.name, agent.limits, self.bounds)
         return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec))
 
