@@ -27,6 +27,7 @@ class Talk(Agent):
     """Append a user message after each completion, for this many turns."""
 
     name = "talk"
+    replayable = True
 
     def __init__(self, turns: int, *tools: Tool) -> None:
         self.turns, self.tools = turns, tools

@@ -36,6 +36,7 @@ class Held(Agent):
     """Write `metadata.notes` notes, wait for the gate, then request one completion."""
 
     name = "held"
+    replayable = True
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()
