@@ -211,6 +211,11 @@ class Outcomes:
         """Whether the outcome is still expected."""
         return rollout_id in self._awaited
 
+    def is_over(self, rollout_id: str) -> bool:
+        """Whether the outcome has arrived or failed, or is not expected any more."""
+        future = self._awaited.get(rollout_id)
+        return future is None or future.done()
+
     def settle(self, rollout: Rollout) -> bool:
         """Accept an outcome. Returns False if this trainer never expected it."""
         rollout_id = rollout.spec.rollout_id

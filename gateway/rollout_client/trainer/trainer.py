@@ -304,7 +304,11 @@ class Trainer:
     ) -> Finished:
         rollout = await transport.wait_finished(uid, outcome)
         self._outcomes.close(rollout_id)
-        finished = verify_rollout(rollout, self._records.forget(uid))
+        record = self._records.forget(rollout.uid)
+        self._records.forget(
+            uid
+        )  # another one if a server without a journal was restarted: it has started the rollout anew
+        finished = verify_rollout(rollout, record)
         if finished.mismatch is not None and self._raises:
             raise RecordMismatch(finished)
         return finished
@@ -320,8 +324,8 @@ class Trainer:
             if outcome is not None:
                 # Stay connected until the rollout has ended, or it would request its last turn from a closed trainer.
                 done, _ = await asyncio.wait((outcome,), timeout=_FAREWELL_SECONDS)
-                uid_found = next((each.result().uid for each in done if each.exception() is None), "")
-                self._records.forget(uid or uid_found)
+                for each in (uid or "", *(each.result().uid for each in done if each.exception() is None)):
+                    self._records.forget(each)
             self._outcomes.close(rollout_id)
 
         task = asyncio.create_task(end())

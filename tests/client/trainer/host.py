@@ -111,10 +111,8 @@ class Host(TrainerServiceServicer, RolloutServiceServicer):
     grace: float = 10.0
     refusals: list[grpc.StatusCode] = field(default_factory=list)
     largest: int = 0
-    finished: dict[str, rs.Rollout] = field(default_factory=dict)
     streams: dict[str, Hosted] = field(default_factory=dict)
     cancelled: list[rs.CancelRolloutsRequest] = field(default_factory=list)
-    received: list[str] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
     _playing: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -194,16 +192,6 @@ class Host(TrainerServiceServicer, RolloutServiceServicer):
 
     async def GetServerInfo(self, request: Any, context: Any) -> rs.GetServerInfoResponse:  # noqa: N802 - an rpc
         return rs.GetServerInfoResponse(max_request_bytes=self.largest)
-
-    async def WaitRollout(self, request: rs.WaitRolloutRequest, context: Any) -> rs.WaitRolloutResponse:  # noqa: N802 - an rpc
-        rollout = self.finished.get(request.uid)
-        if rollout is None:
-            await abort(context, grpc.StatusCode.NOT_FOUND, "ROLLOUT_NOT_FOUND", "there is no such rollout")
-        return rs.WaitRolloutResponse(rollout=rollout)
-
-    async def AcknowledgeOutcome(self, request: rs.AcknowledgeOutcomeRequest, context: Any) -> Any:  # noqa: N802 - an rpc
-        self.received.append(request.uid)
-        return rs.AcknowledgeOutcomeResponse()
 
 
 async def abort(context: Any, code: grpc.StatusCode, reason: str, text: str) -> None:

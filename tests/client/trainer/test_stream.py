@@ -12,7 +12,7 @@ import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as cs
 from osmosis.rollout.v1 import message_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as rs
-from rollout_client import AsyncClient, NotPossible, Retry, RolloutError, TooLarge, Unavailable
+from rollout_client import AsyncClient, Retry, RolloutError, TooLarge, Unavailable
 from rollout_client.trainer import Finished, Generated, Group, RecordMismatch, Trainer, TryAgainLater, parsers
 
 from tests.client.trainer.asker import Asker
@@ -147,37 +147,6 @@ async def test_a_generation_outlives_the_connection_it_was_asked_over() -> None:
     assert well(rollout)
     assert (len(model.prompts), model.cancelled) == (2, 0)
     assert [(hello.stream_id, hello.last_seen) for hello in host.stream.hellos] == [("", 0), ("s0", 2), ("s0", 2)]
-
-
-async def test_a_trainer_that_lost_its_stream_looks_for_outcomes_and_fails_the_others() -> None:
-    model = ToyModel(gate=asyncio.Event())
-
-    async def play(stream: Hosted, rollout: rs.Rollout) -> None:
-        if rollout.uid.endswith("0"):
-            host.finished[rollout.uid] = rs.Rollout(uid=rollout.uid, spec=rollout.spec, state="ROLLOUT_STATE_FINISHED")
-            host.finished[rollout.uid].outcome.failure.message = "its trainer is gone"
-        await Asker(stream, uid=rollout.uid).ask(PROMPT)
-
-    host = Host(two_turns)
-    host.play = play
-    async with (
-        hosting(host) as port,
-        TcpProxy(port) as line,
-        client_of(line.address) as client,
-        trainer_of(client, model) as trainer,
-    ):
-        going = asyncio.create_task(groups_of(trainer, n=2))
-        await until(lambda: model.at_once == 2)
-        host.forget()
-        line.cut()
-        with pytest.raises(NotPossible, match="start it again") as caught:
-            await going
-        assert (caught.value.reason, model.cancelled) == ("STREAM_EXPIRED", 2)
-        await until(lambda: host.received == ["u1-0"])
-        model.gate.set()
-        host.play = two_turns
-        (group,) = await groups_of(trainer)
-        assert well(group.rollouts[0])
 
 
 async def test_a_server_that_is_gone_for_too_long_is_told() -> None:

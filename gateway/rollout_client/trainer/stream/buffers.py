@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
 from grpc import StatusCode
 from osmosis.rollout.v1.trainer_service_pb2 import TrainRequest
@@ -56,6 +57,10 @@ class StreamOutbox:
     def processed(self, sequence: int) -> asyncio.Future[None]:
         """Return the future that is done when the server has acknowledged an item that was just queued."""
         return self._processed.setdefault(sequence, asyncio.get_running_loop().create_future())
+
+    def unacknowledged(self) -> Sequence[TrainRequest]:
+        """Return the items that the server has not acknowledged, in their order."""
+        return tuple(self._unacknowledged)
 
     def acknowledge(self, sequence: int) -> None:
         """Drop the items up to this sequence number: the server has received them."""

@@ -1,7 +1,8 @@
 """One logical stream over consecutive connections.
 
 After a lost connection the next one resumes the stream: each side reports the last item it received, and the other continues
-after it. The server keeps a disconnected stream for its grace time, then refuses it with `STREAM_EXPIRED`.
+after it. The server keeps a disconnected stream for its grace time, then refuses it with `STREAM_EXPIRED`, as a server does that
+was restarted. A `StreamTransport` then opens another stream.
 """
 
 from __future__ import annotations

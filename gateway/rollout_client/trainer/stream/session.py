@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,7 +25,7 @@ from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.rollout_records import Outcomes, Records
 from rollout_client.trainer.stream.buffers import StreamOutbox
 from rollout_client.trainer.stream.connection import StreamConnection
-from rollout_client.trainer.stream.pending import PendingCompletions, PendingStarts
+from rollout_client.trainer.stream.pending import GroupStart, PendingCompletions, PendingStarts
 from rollout_client.trainer.transport import CANCEL_REASON
 from rollout_client.trainer.turns import Turns
 
@@ -56,33 +56,40 @@ class StreamSession:
     Args:
         channel: channel of a client.
         side: the trainer's state.
+        completions: the completion requests in progress. The responses go to this stream from now on.
         largest: maximum size of one item in bytes that the server accepts; 0: unknown.
     """
 
-    def __init__(self, channel: AsyncChannel, side: TrainerSide, largest: int) -> None:
+    def __init__(self, channel: AsyncChannel, side: TrainerSide, completions: PendingCompletions, largest: int) -> None:
         self._side = side
-        self._outbox = StreamOutbox(largest)
+        self._outbox = completions.outbox = StreamOutbox(largest)
         self._starts = PendingStarts()
-        self._completions = PendingCompletions(side.turns, self._outbox)
-        self._running: dict[str, str] = {}
+        self._completions = completions
+        self._running: dict[str, GroupStart] = {}
         if not side.announced.is_initial:  # the server knows the announcements of this stream only
             self._outbox.put(TrainRequest(policy=side.announced.to_proto()))
         idle = side.batches is not None
         self.connection = StreamConnection(channel, side.credit, self._outbox, self._receive, idle=idle)
 
     @property
-    def running(self) -> Mapping[str, str]:
-        """Rollout ids of the rollouts without an outcome, by uid."""
-        return self._running
+    def running(self) -> Collection[GroupStart]:
+        """The accepted starts with a rollout that has no outcome."""
+        return [start for start in dict.fromkeys(self._running.values()) if start.is_accepted]
+
+    @property
+    def cancelled(self) -> Sequence[str]:
+        """Ids of the rollouts whose cancellation the server has not acknowledged."""
+        items = self._outbox.unacknowledged()
+        return [each for item in items if item.HasField("cancel") for each in item.cancel.selection.rollout_ids]
 
     async def start(self, request: StartRolloutRequest, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         """Start a group and return the uids by rollout id. Raises RolloutError."""
         item = TrainRequest(start=TrainStart(rollout=request, count=len(rollout_ids)))
-        return await self._starts.expect(self._outbox.put(item), rollout_ids)
+        return await self._starts.expect(self._outbox.put(item), request, rollout_ids)
 
-    def cancel(self, rollout_id: str) -> None:
-        """Queue the cancellation of a rollout."""
-        cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=[rollout_id]), reason=CANCEL_REASON)
+    def cancel(self, rollout_ids: Sequence[str]) -> None:
+        """Queue the cancellation of rollouts."""
+        cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=rollout_ids), reason=CANCEL_REASON)
         self._outbox.put(TrainRequest(cancel=cancel))
 
     async def announce(self) -> None:
@@ -90,15 +97,9 @@ class StreamSession:
         processed = self._outbox.processed(self._outbox.put(TrainRequest(policy=self._side.announced.to_proto())))
         await asyncio.wait((processed, self.connection.over), return_when=asyncio.FIRST_COMPLETED)
 
-    async def fail(self, failure: RolloutError) -> None:
-        """Fail pending starts and cancel generations after the stream has ended."""
+    def fail(self, failure: RolloutError) -> None:
+        """Fail pending starts after the stream has ended."""
         self._starts.fail(failure)
-        await self._completions.close()
-
-    async def close(self) -> None:
-        """Disconnect and cancel all generations."""
-        await self.connection.close()
-        await self._completions.close()
 
     def _receive(self, item: TrainResponse) -> None:
         """Handle a received item. Unknown kinds are ignored, because newer servers may add some."""
@@ -106,9 +107,9 @@ class StreamSession:
             self._side.batches.expect(None)
         match item.WhichOneof("item"):
             case "started":
-                rollout = item.started.rollout
-                self._running[rollout.uid] = rollout.spec.rollout_id
-                self._starts.accept(item.started)
+                start = self._starts.accept(item.started)
+                if start is not None:
+                    self._running[item.started.rollout.uid] = start
             case "refused":
                 if not self._starts.refuse(item.refused):
                     _LOG.error("the server refused a cancellation or an announcement: %s", item.refused.message)
