@@ -120,16 +120,17 @@ class JournaledServer:
 
     def environment(self) -> dict[str, str]:
         """The environment of the process. Pauses between attempts are short."""
-        return environment(
-            ROLLOUT_JOURNAL=str(self.journal),
-            ROLLOUT_TOKENIZERS_OFFLINE="true",
-            ROLLOUT_RETRY_BASE_SECONDS="0.05",
-            ROLLOUT_RETRY_MAX_SECONDS="0.2",
-            ROLLOUT_MAX_RUNNING="64",
-            ROLLOUT_DRAIN_SECONDS="0",
-            PYTHONPATH=str(REPOSITORY),
-            **{DIRECTORY: str(self.directory), **self.variables},
-        )
+        chosen = {
+            "ROLLOUT_JOURNAL": str(self.journal),
+            "ROLLOUT_TOKENIZERS_OFFLINE": "true",
+            "ROLLOUT_RETRY_BASE_SECONDS": "0.05",
+            "ROLLOUT_RETRY_MAX_SECONDS": "0.2",
+            "ROLLOUT_MAX_RUNNING": "64",
+            "ROLLOUT_DRAIN_SECONDS": "0",
+            "PYTHONPATH": str(REPOSITORY),
+            DIRECTORY: str(self.directory),
+        }
+        return environment(**{**chosen, **self.variables})
 
     @property
     def is_alive(self) -> bool:

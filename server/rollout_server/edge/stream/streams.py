@@ -86,7 +86,7 @@ class Streams:
         if stream is None or stream.caller != caller or stream.closed:
             text = (
                 f"you have no such stream: it was disconnected for more than {self.limits.grace:g} s, you closed it, or the server "
-                "was restarted. Open another one; RolloutService has the outcomes of finished rollouts"
+                "was restarted. Open another one, and repeat there the starts of your rollouts under their request ids"
             )
             raise NotPossible(text, reason="STREAM_EXPIRED")
         stream.check(last_seen)
