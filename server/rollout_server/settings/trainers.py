@@ -79,7 +79,10 @@ class StreamSettings(BaseSettings):
         ge=0,
         le=86_400,
         validation_alias=env_names("ROLLOUT_STREAM_GRACE_SECONDS"),
-        description="How long a disconnected trainer stream may be resumed; after that its rollouts fail when they next use it.",
+        description=(
+            "How long a disconnected trainer stream may be resumed, and rollouts wait for their trainer after a restart; "
+            "after that they fail when they next need it."
+        ),
     )
     max_streams: int = Field(
         1000,

@@ -61,17 +61,24 @@ class TrainerServiceStub:
     longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
     cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
     outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
-    stream that is disconnected or expired.
+    stream that is disconnected or expired. Its log and its unanswered requests are then sent again on the new stream.
+
+    Restart of the server. Streams end with the process: resuming one fails with STREAM_EXPIRED. With a journal, the server resumes
+    the rollouts whose start had a request_id, as for other trainers. Their requests wait for the grace time: repeat the starts on
+    a new stream, after the policy if one was announced. A request that was pending comes again under its turn_key. A trainer that
+    keeps its completions until the outcome arrives sends the same one again, so that no turn is generated twice.
 
     Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
     all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
     results must wait for the outcomes before it half-closes.
 
     Statuses. INVALID_ARGUMENT: an item was out of order or of an unknown kind; it was not processed.
-    FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id, or its grace time is over.
+    FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id: its grace time is over, or the
+    server was restarted.
     ABORTED with reason STREAM_TAKEN: another connection has resumed the stream. RESOURCE_EXHAUSTED: too many streams
     (TOO_MANY_STREAMS; retry after RetryInfo), or too many unacknowledged refusals (TOO_MANY_REFUSALS). UNAVAILABLE: the server
-    has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over.
+    has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over. Those
+    that the next process resumes get no outcome before.
     A trainer may resume the stream after INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection.
     """
 
@@ -108,17 +115,24 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
     cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
     outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
-    stream that is disconnected or expired.
+    stream that is disconnected or expired. Its log and its unanswered requests are then sent again on the new stream.
+
+    Restart of the server. Streams end with the process: resuming one fails with STREAM_EXPIRED. With a journal, the server resumes
+    the rollouts whose start had a request_id, as for other trainers. Their requests wait for the grace time: repeat the starts on
+    a new stream, after the policy if one was announced. A request that was pending comes again under its turn_key. A trainer that
+    keeps its completions until the outcome arrives sends the same one again, so that no turn is generated twice.
 
     Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
     all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
     results must wait for the outcomes before it half-closes.
 
     Statuses. INVALID_ARGUMENT: an item was out of order or of an unknown kind; it was not processed.
-    FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id, or its grace time is over.
+    FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id: its grace time is over, or the
+    server was restarted.
     ABORTED with reason STREAM_TAKEN: another connection has resumed the stream. RESOURCE_EXHAUSTED: too many streams
     (TOO_MANY_STREAMS; retry after RetryInfo), or too many unacknowledged refusals (TOO_MANY_REFUSALS). UNAVAILABLE: the server
-    has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over.
+    has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over. Those
+    that the next process resumes get no outcome before.
     A trainer may resume the stream after INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection.
     """
 
@@ -158,17 +172,24 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         longer pending is sent as an item with a sequence number only. Meanwhile the rollouts run on, with no client attached (see
         cancel_after_detach). After the grace time a rollout fails as soon as it needs the trainer; RolloutService still has its
         outcome. A start on another stream with the same request_id and payload takes over a rollout, including its outcome, from a
-        stream that is disconnected or expired.
+        stream that is disconnected or expired. Its log and its unanswered requests are then sent again on the new stream.
+
+        Restart of the server. Streams end with the process: resuming one fails with STREAM_EXPIRED. With a journal, the server resumes
+        the rollouts whose start had a request_id, as for other trainers. Their requests wait for the grace time: repeat the starts on
+        a new stream, after the policy if one was announced. A request that was pending comes again under its turn_key. A trainer that
+        keeps its completions until the outcome arrives sends the same one again, so that no turn is generated twice.
 
         Closing. A half-close means that the trainer sends no more answers, so its running rollouts are cancelled. The server sends
         all outstanding items, including the outcomes, and then ends the stream with OK. It cannot be resumed. A trainer that needs the
         results must wait for the outcomes before it half-closes.
 
         Statuses. INVALID_ARGUMENT: an item was out of order or of an unknown kind; it was not processed.
-        FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id, or its grace time is over.
+        FAILED_PRECONDITION with reason STREAM_EXPIRED: the caller has no stream with this id: its grace time is over, or the
+        server was restarted.
         ABORTED with reason STREAM_TAKEN: another connection has resumed the stream. RESOURCE_EXHAUSTED: too many streams
         (TOO_MANY_STREAMS; retry after RetryInfo), or too many unacknowledged refusals (TOO_MANY_REFUSALS). UNAVAILABLE: the server
-        has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over.
+        has shut down. Before that, it refuses starts and keeps the stream open for running rollouts until the drain time is over. Those
+        that the next process resumes get no outcome before.
         A trainer may resume the stream after INVALID_ARGUMENT, TOO_MANY_REFUSALS and a lost connection.
         """
 
