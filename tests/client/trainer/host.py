@@ -105,12 +105,15 @@ Play = Callable[[Hosted, rs.Rollout], Awaitable[None]]
 
 @dataclass
 class Host(TrainerServiceServicer, RolloutServiceServicer):
-    """Run a test's code for each started rollout. `refusals`: codes of the first starts; `largest`: maximum item size."""
+    """Run a test's code for each started rollout. `refusals`: codes of the first starts; `largest`: maximum item size;
+    `draining`: no new streams are opened.
+    """
 
     play: Play
     grace: float = 10.0
     refusals: list[grpc.StatusCode] = field(default_factory=list)
     largest: int = 0
+    draining: bool = False
     streams: dict[str, Hosted] = field(default_factory=dict)
     cancelled: list[rs.CancelRolloutsRequest] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
@@ -131,6 +134,8 @@ class Host(TrainerServiceServicer, RolloutServiceServicer):
         first = await anext(requests)
         assert first.HasField("hello")
         hello = first.hello
+        if self.draining and not hello.stream_id:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "DRAINING", "the server is stopping")
         if hello.stream_id and hello.stream_id not in self.streams:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, "STREAM_EXPIRED", "the grace time is over")
         name = hello.stream_id or f"s{len(self.streams)}"

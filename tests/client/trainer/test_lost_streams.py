@@ -12,13 +12,13 @@ import grpc
 import pytest
 from osmosis.rollout.v1 import completion_service_pb2 as cs
 from osmosis.rollout.v1 import rollout_service_pb2 as rs
-from rollout_client import InvalidRequest
+from rollout_client import InvalidRequest, Retry, Unavailable
 from rollout_client.trainer import Generated, Group, Trainer, Turn, parsers
 
 from tests.client.trainer.asker import Asker
 from tests.client.trainer.host import Host, Hosted, hosting
 from tests.client.trainer.test_outcomes import delivered
-from tests.client.trainer.test_stream import client_of, finish, groups_of, trainer_of, two_turns, well
+from tests.client.trainer.test_stream import SOON, client_of, finish, groups_of, trainer_of, two_turns, well
 from tests.client.trainer.test_turns import PROMPT, RESULT
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.toy_model import END, ToyModel, decode, until
@@ -42,11 +42,11 @@ class Lossy:
 
 
 @asynccontextmanager
-async def lossy(host: Host, model: Any) -> AsyncIterator[Lossy]:
+async def lossy(host: Host, model: Any, retry: Retry = SOON) -> AsyncIterator[Lossy]:
     async with (
         hosting(host) as port,
         TcpProxy(port) as line,
-        client_of(line.address) as client,
+        client_of(line.address, retry=retry) as client,
         trainer_of(client, model) as trainer,
     ):
         yield Lossy(host, line, trainer)
@@ -208,6 +208,19 @@ async def test_a_refused_repetition_is_tried_again_or_fails_its_rollouts(code: g
             model.gate.set()
             (group,) = await going
             assert [well(each) for each in group.rollouts] == [True] * 2
+
+
+async def test_all_fail_if_the_next_stream_cannot_be_opened() -> None:
+    model = ToyModel(gate=asyncio.Event())
+    async with lossy(Host(two_turns, grace=0.05), model, Retry(patience=0.05, first=0.005, longest=0.01)) as lost:
+        going = [lost.started() for _ in range(3)]
+        await until(lambda: model.at_once == 3)
+        lost.host.draining = True
+        lost.lose()
+        for each in going:
+            with pytest.raises(Unavailable, match="was running when its stream"):
+                await each
+        await until(lambda: model.cancelled == 3)
 
 
 async def test_it_survives_the_loss_of_several_streams() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -106,11 +105,8 @@ class StreamTransport:
         """Wait for the end of a stream. If the server does not know it any more, replace it; otherwise its rollouts fail."""
         try:
             await asyncio.shield(stream.connection.over)
-        except RolloutError as error:
-            failure = error
         except Exception as error:
-            _LOG.exception("the stream to the server failed")
-            failure = Unavailable(grpc.StatusCode.UNAVAILABLE, f"the stream to the server failed: {error}")
+            failure = _failure_of(error)
         else:
             return
         if failure.reason == EXPIRED:
@@ -133,17 +129,24 @@ class StreamTransport:
                 self._cancel_completions(start)
             else:
                 repeated.append(start)
+        if not (repeated or lost.cancelled):
+            return
+        try:
+            await self._open_session()
+        except Exception as error:
+            for start in repeated:
+                self._fail(start, _failure_of(error))
+            return
         await asyncio.gather(*map(self._repeat, repeated))
-        if lost.cancelled:
-            with contextlib.suppress(RolloutError):
-                (await self._open_session()).cancel(lost.cancelled)
+        if lost.cancelled and self._stream is not None:
+            self._stream.cancel(lost.cancelled)
 
     async def _repeat(self, start: GroupStart) -> None:
         """Start the rollouts of a lost stream again: the server continues those that it has."""
         try:
             uids = await self._start(start.request, start.rollout_ids)
-        except RolloutError as failure:
-            self._fail(start, failure)
+        except Exception as error:
+            self._fail(start, _failure_of(error))
             return
         anew = [rollout_id for rollout_id, uid in start.uids.items() if uids[rollout_id] != uid]
         for rollout_id in anew:
@@ -162,3 +165,11 @@ class StreamTransport:
     def _cancel_completions(self, start: GroupStart) -> None:
         for uid in start.uids.values():
             self._completions.cancel(uid)
+
+
+def _failure_of(error: Exception) -> RolloutError:
+    """Return what the rollouts of a stream fail with."""
+    if isinstance(error, RolloutError):
+        return error
+    _LOG.error("the stream to the server failed", exc_info=error)
+    return Unavailable(grpc.StatusCode.UNAVAILABLE, f"the stream to the server failed: {error}")
