@@ -56,6 +56,7 @@ from rollout_server.network_exposure import log_exposure
 from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.capture.endpoint import ModelAccess
+from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.registry.rollout_index import Selection
@@ -150,8 +151,9 @@ class Server:
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
-        with naming_journal(), collector_paused():
-            await self._registry.load()
+        groups = GroupRegistry(self._registry)
+        with naming_journal():
+            await groups.load()
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
@@ -159,7 +161,7 @@ class Server:
         addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
         facts = server_facts(settings, rules, keys, self._registry.journal)
         self._rpc = RpcServer(
-            RolloutService(self._registry, facts, self._tokenizers),
+            RolloutService(self._registry, groups, facts, self._tokenizers),
             RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._registry.capacity.total),
             keys.caller,
             TrainerService(
@@ -171,8 +173,9 @@ class Server:
         self._stack.push_async_callback(self._rpc.stop, 1.0)
         if settings.http:
             await self._start_http(socket, keys)
-        self._registry.resume()  # not before the ports are open: if one cannot be opened, nothing has run and nothing was sent
-        self._streams.restore(rollout for _, rollout in self._registry.select(_UNFINISHED))
+        await (
+            groups.resume()
+        )  # not before the ports are open: if one cannot be opened, nothing has run and nothing was sent
         self._repeat(self._registry.forget, settings.cleanup_seconds)
 
         def refresh_keys() -> None:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from rollout_server.core.error import Busy, NotPossible, Unavailable
+from rollout_server.core.error import Busy, Unavailable
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Asked
 from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.errors import RolloutEnded
-from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.journal import EntriesAppended, JournalUnusable
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.rollout_index import Selection
@@ -21,7 +20,6 @@ from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
 
 from tests.runtime.outcome_receivers import DOWN, RECEIVER, Receiver
-from tests.support.group_harness import GroupHarness, Ranked
 from tests.support.journal import KeptJournal
 from tests.support.runtime_harness import FOREVER, ME, Looping, RuntimeHarness, Say, Script, a_spec, a_wish, call
 
@@ -238,14 +236,6 @@ async def test_a_rollout_that_never_ran_is_queued_again_whatever_its_agent(crash
     assert waited.outcome is not None
     assert isinstance(waited.outcome.end, Stop)
     assert "on_interrupt" in failure_of(forbidden).message
-
-
-async def test_a_group_with_a_reward_of_its_own_cannot_demand_to_be_resumed() -> None:
-    request = StartRequest(a_spec(completions=REPLAYS, on_interrupt=InterruptPolicy.RESUME), "me")
-    with pytest.raises(NotPossible, match="the reward of its group cannot be computed") as caught:
-        GroupHarness(Ranked(), journal=KeptJournal()).start_request(request, GroupPlan(2))
-    assert caught.value.reason == "RESUME_UNSUPPORTED"
-    GroupHarness(journal=KeptJournal()).start_request(request, GroupPlan(2))
 
 
 async def test_the_time_of_an_end_is_published_with_it() -> None:

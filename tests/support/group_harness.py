@@ -81,6 +81,17 @@ class GroupHarness(RuntimeHarness):
         """Admit and start a group."""
         return self.groups.start(self.groups.admit(request, plan), plan)
 
+    async def next_process(self, *agents: Agent, resumes: bool = True, **settings: object) -> GroupHarness:
+        """Return the harness of the next process after a crash. Its rollouts have the scripts that are set here."""
+        journal = self.roster.journal.after_crash()  # type: ignore[attr-defined]
+        harness = type(self)(*agents, journal=journal, **settings)
+        harness.scripts = {name: type(script)(*script.says) for name, script in self.scripts.items()}
+        harness.taken = self.taken + 1000  # its uids are new
+        await harness.groups.load()
+        if resumes:
+            await harness.groups.resume()
+        return harness
+
     async def close(self) -> None:
         """End all rollouts, and check each of them."""
         await self.roster.drain(0)

@@ -1,4 +1,4 @@
-"""A rollout of this server: its state machine, log, ending and attached clients."""
+"""A rollout of this server: its state machine, log and attached clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Protocol
 
 from rollout_server.core.machine import Machine, replay
-from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardResult, RewardRule, Stop
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardRule
 from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Note, Record, Resumed
 from rollout_server.core.spec import StaleAction
 from rollout_server.runtime.activity import RolloutActivity
@@ -30,6 +30,7 @@ from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.policy import AnnouncedPolicy, SamplingGate
 from rollout_server.runtime.ports import Clock, Credentials, Tool
 from rollout_server.runtime.replay import AgentReplay
+from rollout_server.runtime.run.ending import RolloutEnding
 from rollout_server.runtime.start_request import AdmittedStart
 
 
@@ -58,6 +59,12 @@ class GroupMembership(Protocol):
     def wait(self, rollout: Rollout, run: object, ended: Ended) -> bool:
         """Keep back the end of a rollout until its group has a reward. Return False if the end needs no group reward."""
 
+    def next_end(self, now: float) -> float:
+        """Return the time of the next end in the group, in seconds since 1970: `now`, or later if the clock has not moved on."""
+
+    def on_recorded(self, rollout: Rollout, end: End) -> None:
+        """Called when the end of the rollout is recorded. What the group writes in this call shares a commit with the end."""
+
     def on_ended(self, rollout: Rollout) -> None:
         """Called when the rollout has its outcome."""
 
@@ -71,72 +78,6 @@ class RolloutState(Enum):
     QUEUED = "queued"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class RolloutEnding:
-    """Whether a rollout is ending, and how: the single source of that state.
-
-    Two kinds of events end a running rollout; of each kind the first one counts. An end is *requested* by a cancel, the time
-    limit or a drain. An end is *reached* by the run itself: a limit, a failed trainer, `finish`, or a `play` that returned. The
-    driver waits for both. A failure that was reached is final. A stop that was reached is final unless an end is requested
-    before the reward is computed. The final end is *decided*: from then on the agent can change nothing of the rollout. The
-    agent's `cleanup` runs, and then the end is recorded as `Ended`, which gives the machine its outcome. In a group with a reward
-    of its own, the recording waits for that reward; until then the decided end is *provisional*, and a requested end replaces it.
-
-    Attributes:
-        requested: the end that was requested.
-        reached: the end that the run reached. After it the run can issue no more commands.
-        decided: the end of the outcome; None until it is decided.
-        provisional: whether an end can be requested after the decision, until the outcome is recorded.
-        reward: the reward so far: that of a stop once it is decided. Of a reached failure only further results (`extra_json`).
-    """
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.requested: asyncio.Future[End] = loop.create_future()
-        self.reached: asyncio.Future[End] = loop.create_future()
-        self.decided: End | None = None
-        self.provisional = False
-        self.reward = RewardResult()
-
-    @property
-    def is_requested(self) -> bool:
-        """Whether an end was requested or decided."""
-        return self.requested.done() or self.decided is not None
-
-    @property
-    def is_reached(self) -> bool:
-        """Whether the run reached an end, or an end was decided."""
-        return self.reached.done() or self.decided is not None
-
-    @property
-    def end(self) -> End:
-        """The end as the run sees it; a plain stop if there is none yet."""
-        if self.decided is not None:
-            return self.decided
-        return self.reached.result() if self.reached.done() else Stop("stop")
-
-    @property
-    def is_final(self) -> bool:
-        """Whether the end of the outcome is decided and cannot be replaced any more."""
-        return self.decided is not None and not self.provisional
-
-    def request(self, end: End) -> bool:
-        """Request this end. Return False if an end was requested before, or is final: then this has no effect."""
-        if self.requested.done() or self.is_final:
-            return False
-        self.requested.set_result(end)
-        return True
-
-    def reach(self, end: End, reward: RewardResult | None = None) -> None:
-        """Set the end that the run reached. Only the first call has an effect."""
-        if not self.reached.done():
-            self.reached.set_result(end)
-            self.reward = reward or self.reward
-
-    def decide(self, end: End, reward: RewardResult) -> None:
-        """Set the end and the reward of the outcome. Called once, by the driver."""
-        self.decided, self.reward = end, reward
 
 
 class Rollout:
@@ -316,6 +257,7 @@ class Rollout:
         if isinstance(record, Answered):
             self._cancel_if_stale()
         if isinstance(record, Ended):
+            now = now if self.group is None else self.group.next_end(now)
             self._finished, self.ending.provisional = now, False
             self.capture.end()
             self._stop_detach_timer()
@@ -323,6 +265,8 @@ class Rollout:
         turn, segment = getattr(record, "turn", conversation.turn), conversation.line.segment
         entries = self.log.append(logged, now, turn, segment.id if segment is not None else "")
         self._owner.on_recorded(self, entries)
+        if isinstance(record, Ended) and self.group is not None:
+            self.group.on_recorded(self, record.end)
         self._owner.journal.write(EntriesAppended(self.uid, entries), lambda: self._publish(entries))
         return logged
 
@@ -368,10 +312,11 @@ class Rollout:
         for record in deferred:
             self.record(record)
 
-    def join(self, group: GroupMembership, *, provisional: bool) -> None:
-        """Join the group that it was started with. `provisional`: its end waits for the group's reward."""
+    def join(self, group: GroupMembership, *, provisional: bool, held: bool = True) -> None:
+        """Join the group that it was started with. `provisional`: its end waits for the group's reward. `held`: see `hold`."""
         self.group, self.ending.provisional = group, provisional
-        self.hold(group)
+        if held:
+            self._holders.add(group)
 
     def announce(self, policy: AnnouncedPolicy) -> bool:
         """Take over what was announced about its policy. Return whether that cancels the rollout, because it is stale.

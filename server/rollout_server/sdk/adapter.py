@@ -18,7 +18,7 @@ from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.errors import ToolError
 from rollout_server.runtime.ports import Tool
-from rollout_server.runtime.rollout import RolloutEnding
+from rollout_server.runtime.run.ending import RolloutEnding
 from rollout_server.runtime.run.run import Run
 from rollout_server.sdk.core.base import RolloutAgentLoop, RolloutContext, RolloutResult
 from rollout_server.sdk.core.exceptions import OsmosisRolloutError, OsmosisValidationError, ToolExecutionError

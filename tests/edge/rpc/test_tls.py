@@ -29,6 +29,7 @@ from rollout_server.edge.rpc.service import RolloutService, ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.loader import LoaderSettings
+from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Caller
 
@@ -107,7 +108,10 @@ class Peers:
         """Start the server."""
         roster = RolloutRegistry([Idle()], lambda *_: pytest.fail("nobody samples"), lambda: "u1")
         service = RolloutService(
-            roster, ServerFacts("1", (), 2**20, time.time(), lambda _: ()), Tokenizers(LoaderSettings())
+            roster,
+            GroupRegistry(roster),
+            ServerFacts("1", (), 2**20, time.time(), lambda _: ()),
+            Tokenizers(LoaderSettings()),
         )
         self.socket = f"unix:{directory / 's'}"
         self.rpc = RpcServer(service, RpcSettings(("127.0.0.1:0", self.socket), tls=tls), lambda _: Caller("me"))

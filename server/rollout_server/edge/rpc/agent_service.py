@@ -39,7 +39,8 @@ from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.rollout import Rollout, RolloutEnding
+from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.run.ending import RolloutEnding
 from rollout_server.runtime.start_request import Caller
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"

@@ -55,12 +55,14 @@ class ServerFacts:
 
 
 class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
-    """Serves a registry of rollouts."""
+    """Serves a registry of rollouts and its groups."""
 
-    def __init__(self, registry: RolloutRegistry, facts: ServerFacts, tokenizers: Tokenizers) -> None:
+    def __init__(
+        self, registry: RolloutRegistry, groups: GroupRegistry, facts: ServerFacts, tokenizers: Tokenizers
+    ) -> None:
         self._registry = registry
         self._prompts = PromptRenderer(tokenizers)
-        self._groups = GroupRegistry(registry)
+        self._groups = groups
         self._facts = facts
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
@@ -165,7 +167,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             return self._groups.admit(start, plan, self._facts.violations(start)), plan
 
         group, attached = self._groups.start(*await offload_request(admitted, request.ByteSize()))
-        await self._registry.accept(group.members)
+        await self._groups.accept(group)
         return group_pb2.StartGroupResponse(group=group_to_proto(group), attached=attached)
 
     async def WatchGroup(

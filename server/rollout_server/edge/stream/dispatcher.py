@@ -186,7 +186,7 @@ class Dispatcher:
         first = admitted[0]
         if len(taken) > 1 and first.agent.overrides("reward_group") and not any(attached for _, attached in taken):
             plan = GroupPlan(len(taken), train_on=first.request.spec.train_on)
-            group = RolloutGroup(first.request.spec.group_id or self.registry.new_id(), first, plan, self.registry)
+            group = RolloutGroup(self.registry.new_id(), first, plan, self.registry)
             group.form([rollout for rollout, _ in taken])
 
     def _admit(self, start: wire.Start, caller: Caller) -> Sequence[AdmittedStart]:

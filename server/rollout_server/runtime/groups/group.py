@@ -4,6 +4,9 @@ With an agent that has a `reward_group`, the end of a completed rollout is only 
 and leaves its slot. Once all rollouts of the group have ended, `reward_group` runs, and each held end is recorded with its final
 reward. So an outcome never changes after it was recorded, and a group that is larger than the server's slots cannot block itself.
 A rollout that fails or is cancelled is not held; one that is cancelled while it is held is recorded at once.
+
+A group survives the process with its rollouts: the journal has what it was formed of and its refills, and the ends of its rollouts
+tell the rest. A refill shares the commit of the end that it follows, and the ends of a group have increasing times.
 """
 
 from __future__ import annotations
@@ -12,19 +15,19 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from math import inf, nextafter
 
-from rollout_server.core.error import Gone
-from rollout_server.core.outcome import Cancellation, End, Failure, RewardResult
+from rollout_server.core.error import Gone, RolloutError
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, RewardResult, Stop
 from rollout_server.core.record import Ended
 from rollout_server.runtime.groups.reward import agent_failure, group_rewards
-from rollout_server.runtime.groups.state import GroupPlan, GroupResult, GroupState, member_id
-from rollout_server.runtime.ports import Credentials
+from rollout_server.runtime.groups.state import EARLY_STOP, GroupPlan, GroupResult, GroupState, member_id
+from rollout_server.runtime.journal import FormedGroup, GroupDropped, GroupFormed, GroupGrew
+from rollout_server.runtime.ports import Credentials, Tool
+from rollout_server.runtime.registry.interruption import interrupted_text
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart
-
-EARLY_STOP = "the group has enough usable rollouts"
-"""Reason of the cancellations of an early stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +49,40 @@ class HeldEnd:
 
 
 class RolloutGroup:
-    """One group. Lives on one event loop. `dropped` is called when the registry has dropped one of its rollouts."""
+    """One group. Lives on one event loop.
+
+    `uid` is the server's id of it, which is its `id`, too, if its request names none. `dropped` is called when the registry has
+    dropped one of its rollouts; None: callers cannot find the group.
+    """
 
     def __init__(
         self,
-        group_id: str,
+        uid: str,
         admitted: AdmittedStart,
         plan: GroupPlan,
         registry: RolloutRegistry,
-        dropped: Callable[[RolloutGroup], None] = lambda group: None,
+        dropped: Callable[[RolloutGroup], None] | None = None,
     ) -> None:
-        self.id = group_id
+        self.uid = uid
+        self.id = admitted.request.spec.group_id or uid
         self.admitted = admitted
         self.plan = plan
         self.created = 0.0
         self.members: list[Rollout] = []
         self.result: GroupResult | None = None
-        self.on_dropped = lambda: dropped(self)
+        self._dropped = dropped
+        self._is_dropped = False
         self._registry = registry
+        self._tools: Sequence[Tool] | None = None
         self._state = GroupState.of(plan)
         self._items: list[FinishedMember | GroupResult] = []
+        self._problem: RolloutError | None = None
         self._held: dict[int, HeldEnd] = {}
         self._has_reward = admitted.agent.overrides("reward_group")
         self._none_held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rewarding = self._reward_begun = False
         self._ended = 0
+        self._last_end = 0.0
         self._grown: asyncio.Event | None = None
         self._watchers: list[ExitStack] = []
         self._rollouts: list[Rollout] = []
@@ -82,14 +94,66 @@ class RolloutGroup:
     def form(self, members: Sequence[Rollout]) -> None:
         """Form the group of rollouts that have just been started, with their `group_index`."""
         self.members = list(members)
-        self.created = self.members[0].created
+        self.created, self._tools = self.members[0].created, self.members[0].tools
         for rollout in self.members:
             self._adopt(rollout)
+        request, plan, uids = self.admitted.request, self.plan, tuple(rollout.uid for rollout in members)
+        ids = self.uid, self.id, request.request_id, request.spec.rollout_id
+        listed = self._dropped is not None
+        self._registry.journal.write(GroupFormed(FormedGroup(*ids, plan.min_usable, plan.refill, listed, uids)))
+
+    def restore(
+        self, members: Sequence[Rollout], refills: Sequence[tuple[int, Rollout]], tools: Sequence[Tool] | None
+    ) -> None:
+        """Take over the rollouts of an earlier process: those that it was formed of, and its refills with their indices.
+
+        `tools` are those of further refills; None: there are none, because this server does not have their agent.
+        """
+        self.members, self._tools = list(members), tools
+        for index, refill in refills:
+            self.members[index] = refill
+        self.created = members[0].created
+        rollouts = [*members, *(refill for _, refill in refills)]
+        finished = [rollout for rollout in rollouts if rollout.outcome is not None]
+        for rollout in sorted(finished, key=lambda each: each.finished or 0.0):
+            self._restore_end(rollout)
+        for rollout in rollouts:
+            self._adopt(rollout)
+
+    def resume(self) -> None:
+        """Request the ends that the rollouts of an earlier process were to have: right before they continue."""
+        unfinished = [rollout for rollout in self.members if rollout.outcome is None]
+        completed = any(isinstance(end, Stop) for end in self._state.ends)
+        if self._has_reward and unfinished and completed:  # only a damaged journal has a part of these ends
+            self._reward_begun = True
+            text = interrupted_text("the reward of its group was computed without it")
+            end: End = Failure(Category.INTERRUPTED, text)
+        elif self._state.early_stop:
+            end = Cancellation(EARLY_STOP)
+        else:
+            return
+        for rollout in unfinished:
+            rollout.ending.request(end)
+
+    def abandon(self, problem: RolloutError) -> None:
+        """Raise `problem` to all that follow the group: its rollouts are forgotten without an end."""
+        self._problem = problem
+        self._wake()
 
     @property
     def caller(self) -> str:
         """The caller that owns the group."""
         return self.admitted.request.caller
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """All of its rollouts, also those that were replaced."""
+        return self._rollouts
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the journal has stored the group: its first commit has all members."""
+        return self._rollouts[0].log.last_sequence > 0
 
     @property
     def rewarding(self) -> bool:
@@ -104,7 +168,7 @@ class RolloutGroup:
     async def follow(self, after: int) -> AsyncIterator[tuple[int, FinishedMember | GroupResult]]:
         """Yield the items after a sequence number, with their numbers. The last item is the result.
 
-        Raises `Gone` for a number that the group has not reached yet.
+        Raises `Gone` for a number that the group has not reached yet, and the problem of `abandon`.
         """
         if after > len(self._items):
             raise Gone(f"the group has no item {after} yet", oldest=1, newest=len(self._items))
@@ -112,6 +176,8 @@ class RolloutGroup:
             while after < len(self._items):
                 after += 1
                 yield after, self._items[after - 1]
+            if self._problem is not None:
+                raise self._problem
             if self.result is not None:
                 return
             self._grown = self._grown or asyncio.Event()
@@ -152,26 +218,47 @@ class RolloutGroup:
         self._step(rollout, ended.end)
         return True
 
+    def next_end(self, now: float) -> float:
+        """See `GroupMembership`. After a restart, the times of the ends give the order of the items."""
+        self._last_end = max(now, nextafter(self._last_end, inf))
+        return self._last_end
+
+    def on_recorded(self, rollout: Rollout, end: End) -> None:
+        """See `GroupMembership`."""
+        registry = self._registry
+        # With a durable journal, what is started anew during a drain waits for the next process. The reward covers the rollouts
+        # that it found: what fails with it is not started anew.
+        stops = registry.draining and not registry.journal.is_durable
+        may_refill = not (self._tools is None or self._reward_begun or stops or _is_cancelled(rollout))
+        self._step(rollout, end, may_refill=may_refill)
+
     def on_ended(self, rollout: Rollout) -> None:
         """See `GroupMembership`."""
-        outcome = rollout.outcome
-        if outcome is None:
+        if rollout.outcome is None or rollout.log.is_abandoned:
             return
-        replaced = self._step(rollout, outcome.end, has_outcome=True)
+        end, replaced = rollout.outcome.end, self.members[self._index(rollout)] is not rollout
         self._ended += not replaced
-        self._add(FinishedMember(rollout, self.plan.is_usable(outcome.end), replaced))
+        self._add(FinishedMember(rollout, self.plan.is_usable(end), replaced))
         self._finish_if_over()
 
-    def _step(self, rollout: Rollout, end: End, *, has_outcome: bool = False) -> bool:
-        """Apply the end of a rollout. Return whether another one was started in its place."""
+    def on_dropped(self) -> None:
+        """See `GroupMembership`. The group is forgotten with the first of its rollouts."""
+        if not self._is_dropped:
+            self._is_dropped = True
+            self._registry.journal.write(GroupDropped(self.uid))
+            if self._dropped is not None:
+                self._dropped(self)
+
+    def _step(self, rollout: Rollout, end: End, *, may_refill: bool = False) -> None:
+        """Apply the end of a rollout."""
         before, index = self._state, self._index(rollout)
-        # The reward covers the rollouts that it found. What fails with it, or is published after it, is not started anew.
-        may_refill = has_outcome and not (self._reward_begun or self._registry.draining or _is_cancelled(rollout))
         self._state = state = before.after(index, end, may_refill=may_refill)
-        if state.refilled > before.refilled:
-            self.members[index] = self._registry.start_anew(rollout, self._member(index, state.refilled))
-            self._adopt(self.members[index])
-            return True
+        if state.refilled > before.refilled and self._tools is not None:
+            refill = self._registry.start_anew(self._member(index, state.refilled), self._tools)
+            self._registry.journal.write(GroupGrew(self.uid, state.refilled, index, refill.uid))
+            self.members[index] = refill
+            self._adopt(refill)
+            return
         if state.early_stop and not before.early_stop:
             for other in self.members:
                 if other.ending.decided is None:
@@ -179,7 +266,20 @@ class RolloutGroup:
         if state.is_complete and self._held and not self._rewarding:
             self._rewarding = self._reward_begun = True
             self._registry.spawn(self._reward(), f"reward of group {self.id}")
-        return False
+
+    def _restore_end(self, rollout: Rollout) -> None:
+        """Apply the end of a rollout that an earlier process has published."""
+        outcome, index = rollout.outcome, self._index(rollout)
+        if outcome is not None:
+            is_replaced = self.members[index] is not rollout
+            state = self._state
+            self._state = (
+                replace(state, refilled=state.refilled + 1)
+                if is_replaced
+                else state.after(index, outcome.end, may_refill=False)
+            )
+            self._last_end = rollout.finished or 0.0
+            self.on_ended(rollout)
 
     async def _reward(self) -> None:
         """Compute the group's reward and record the held ends with it."""
@@ -198,14 +298,15 @@ class RolloutGroup:
             self._finish_if_over()
 
     def _end_early(self, index: int) -> None:
-        """Record the requested end of a rollout that was held."""
+        """Record the requested end of a rollout that was held. A suspended one gets none: the next process continues it."""
         if index in self._held:
             each = self._held[index]
             end = each.rollout.ending.requested.result()
-            self._record_held(index, replace(each.ended, end=end, reward_result=RewardResult()))
+            ended = replace(each.ended, end=end, reward_result=RewardResult())
+            self._record_held(index, None if each.rollout.is_suspended else ended)
 
-    def _record_held(self, index: int, ended: Ended) -> None:
-        """Record the end of a rollout, unless it was recorded before."""
+    def _record_held(self, index: int, ended: Ended | None) -> None:
+        """Record the end of a rollout, unless it was recorded before. None: let it go without an end."""
         each = self._held.pop(index, None)
         if each is None:
             return
@@ -232,12 +333,15 @@ class RolloutGroup:
 
     def _add(self, item: FinishedMember | GroupResult) -> None:
         self._items.append(item)
+        self._wake()
+
+    def _wake(self) -> None:
         if self._grown is not None:
             self._grown.set()
             self._grown = None
 
     def _adopt(self, rollout: Rollout) -> None:
-        rollout.join(self, provisional=self._has_reward)
+        rollout.join(self, provisional=self._has_reward, held=self.result is None)
         self._rollouts.append(rollout)
         for stack in self._watchers:
             stack.enter_context(rollout.attached())

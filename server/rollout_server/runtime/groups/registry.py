@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import asyncio
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from rollout_server.core.error import Conflict, NotFound, Violation
+from rollout_server.core.error import Conflict, NotFound, RolloutError, Violation
 from rollout_server.runtime.groups.group import RolloutGroup
+from rollout_server.runtime.groups.restored import GroupDamaged, restored_group
 from rollout_server.runtime.groups.state import GroupPlan
-from rollout_server.runtime.registry.interruption import check_resumable
+from rollout_server.runtime.journal import GroupDropped, StoredGroup
 from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, Caller, StartRequest
+
+_log = logging.getLogger(__name__)
 
 
 class GroupRegistry:
@@ -20,14 +25,24 @@ class GroupRegistry:
         self._registry = registry
         self._groups: dict[tuple[str, str], RolloutGroup] = {}
         self._requests: dict[tuple[str, str, str], RolloutGroup] = {}
+        self._restored: list[RolloutGroup] = []
+
+    async def load(self) -> None:
+        """Take over the rollouts and groups of earlier processes. See `RolloutRegistry.load`."""
+        await self._registry.load(self._restore)
+
+    async def resume(self) -> None:
+        """Continue what `load` took over. See `RolloutRegistry.resume`."""
+        restored, self._restored = self._restored, []
+        for group in restored:
+            group.resume()
+        await asyncio.sleep(0)  # a queued rollout whose end was requested ends in the next iteration of the event loop
+        self._registry.resume()
 
     def admit(self, request: StartRequest, plan: GroupPlan, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
         """Validate the request for a group once, for all its rollouts. Any thread may call it. See `RolloutRegistry.admit`."""
         largest = self._registry.capacity.largest_group
-        admitted = self._registry.admit(request, [*also_wrong, *plan.violations(request.spec, largest)])
-        durable = self._registry.journal.is_durable
-        check_resumable(replace(admitted.request.spec, group_index=0), admitted.agent, durable=durable)
-        return admitted
+        return self._registry.admit(request, [*also_wrong, *plan.violations(request.spec, largest)])
 
     def start(self, admitted: AdmittedStart, plan: GroupPlan) -> tuple[RolloutGroup, bool]:
         """Start the rollouts of a group, all or none, or find the group that was started under the same request id.
@@ -43,15 +58,30 @@ class GroupRegistry:
                 raise Conflict(text)
             found.update_credentials(admitted)
             return found, True
-        group_id = request.spec.group_id or self._registry.new_id()
-        if (request.caller, group_id) in self._groups:
-            raise Conflict(f"you have another group {group_id!r}; use another group id, or none", reason="GROUP_EXISTS")
-        group = RolloutGroup(group_id, admitted, plan, self._registry, self._drop)
+        group = RolloutGroup(self._registry.new_id(), admitted, plan, self._registry, self._drop)
+        if (group.caller, group.id) in self._groups:
+            raise Conflict(f"you have another group {group.id!r}; use another group id, or none", reason="GROUP_EXISTS")
         group.start()
-        self._groups[request.caller, group_id] = group
-        if key is not None:
-            self._requests[key] = group
+        self._list(group)
         return group, False
+
+    async def accept(self, group: RolloutGroup) -> None:
+        """Wait until a group that was started or found is stored. Its start must not be acknowledged before that.
+
+        Raises `Unavailable` if the journal cannot be written. Then a group that is not stored yet is forgotten, and its rollouts.
+        """
+
+        def refused() -> Iterator[Rollout]:  # evaluated once the journal has failed
+            if not group.is_stored:
+                yield from group.rollouts
+
+        try:
+            await self._registry.accept(refused())
+        except RolloutError as error:
+            if not group.is_stored:
+                self._drop(group)
+                group.abandon(error)
+            raise
 
     def get(self, group_id: str, caller: Caller) -> RolloutGroup:
         """Return a group that the caller may see: its own, or, for an admin, the newest with this id. Raise `NotFound`."""
@@ -62,6 +92,24 @@ class GroupRegistry:
             text = f"there is no group {group_id!r} that StartGroup started; a group is forgotten with its rollouts"
             raise NotFound(text, reason="GROUP_NOT_FOUND")
         return group
+
+    def _restore(self, groups: Sequence[StoredGroup], rollouts: Mapping[str, Rollout]) -> None:
+        """Rebuild the groups of earlier processes. The rollouts of a group that cannot be rebuilt go on one by one."""
+        for stored in groups:
+            try:
+                group = restored_group(stored, rollouts, self._registry, self._drop)
+            except GroupDamaged as error:
+                _log.error("group %s is not restored: %s; its rollouts go on one by one", stored.group.group_id, error)
+                self._registry.journal.write(GroupDropped(stored.group.uid))
+                continue
+            self._restored.append(group)
+            if stored.group.is_listed:
+                self._list(group)
+
+    def _list(self, group: RolloutGroup) -> None:
+        self._groups[group.caller, group.id] = group
+        if group.admitted.key is not None:
+            self._requests[group.admitted.key] = group
 
     def _drop(self, group: RolloutGroup) -> None:
         # Both ids may belong to a newer group by now: its rollouts are dropped one by one.

@@ -10,6 +10,8 @@ from rollout_server.core.outcome import Cancellation, End, Failure, FailureClass
 from rollout_server.core.spec import Spec
 from rollout_server.core.spec_validation import ID_LENGTH
 
+EARLY_STOP = "the group has enough usable rollouts"
+"""Reason of the cancellations of an early stop."""
 LARGEST_GROUP = 1024
 """Maximum number of rollouts of a group, and of its refills."""
 
@@ -61,7 +63,11 @@ def member_id(rollout_id: str, index: int, refills: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GroupResult:
-    """How a group ended. `asked` is the sum of `completed`, `failed` and `cancelled`; replaced rollouts are in none of them."""
+    """How a group ended. `asked` is the sum of `completed`, `failed` and `cancelled`; replaced rollouts are in none of them.
+
+    `early_stop`: rollouts were cancelled because enough of them were usable. It depends on the ends only, as all values do: a
+    server that has restarted gets the same result from the ends that are stored.
+    """
 
     asked: int
     usable: int
@@ -128,4 +134,5 @@ class GroupState:
         completed, failed, cancelled = (
             sum(isinstance(end, kind) for end in self.ends) for kind in (Stop, Failure, Cancellation)
         )
-        return GroupResult(self.plan.count, self.usable, self.refilled, completed, failed, cancelled, self.early_stop)
+        stopped = Cancellation(EARLY_STOP) in self.ends
+        return GroupResult(self.plan.count, self.usable, self.refilled, completed, failed, cancelled, stopped)

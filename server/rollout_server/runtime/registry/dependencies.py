@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from random import random
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from rollout_server.core.capture.rendering import LaterSystem
+from rollout_server.core.outcome import summary_of
 from rollout_server.core.spec import Spec, Target
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
 from rollout_server.runtime.capture.endpoint import ModelAccess, no_later_system, no_model_access
-from rollout_server.runtime.journal import Journal, MemoryJournal
+from rollout_server.runtime.journal import Journal, MemoryJournal, StoredGroup
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.tools.resources import ToolResources
+
+RestoreGroups: TypeAlias = Callable[[Sequence[StoredGroup], Mapping[str, Rollout]], None]
+"""Rebuilds the groups of earlier processes from their rollouts by uid."""
+_log = logging.getLogger(__name__)
 
 
 class Attempt(Enum):
@@ -48,6 +54,13 @@ class NoObserver:
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
         """Ignore the attempt."""
+
+
+def log_finished(rollout: Rollout) -> None:
+    """Log one line about a finished rollout."""
+    if rollout.outcome is not None:
+        extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
+        _log.info("rollout finished: %s", summary_of(rollout.outcome), extra=extra)
 
 
 class Reporter(Protocol):

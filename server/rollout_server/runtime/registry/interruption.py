@@ -83,7 +83,7 @@ def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool, request_
 def interrupt(rollout: Rollout, *, durable: bool, resume_by_default: bool) -> None:
     """Suspend an unfinished rollout for the next process of a server that stops, or request its end."""
     text = "the server stopped while the rollout ran; start it again"
-    if durable and not rollout.ending.is_requested:
+    if durable and not (rollout.ending.requested.done() or rollout.ending.is_final):
         spec, agent, log = rollout.spec, rollout.agent, rollout.log.entries
         never_ran = rollout.state is RolloutState.QUEUED
         obstacle = obstacle_to_resume(spec, agent, log, resume_by_default=resume_by_default, never_ran=never_ran)
@@ -199,8 +199,8 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
         return "it was not to be resumed (on_interrupt)"
     if not agent.replayable and (agent.external or not never_ran):
         return f"the play of agent {agent.name!r} cannot be replayed (replayable = True declares that it can)"
-    if spec.group_index is not None and agent.overrides("reward_group"):
-        return "the reward of its group cannot be computed any more"
+    if spec.completions.dialect is Dialect.STREAM:
+        return "the stream of its trainer ended with the server"
     return ""
 
 

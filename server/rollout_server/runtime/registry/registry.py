@@ -20,23 +20,17 @@ from rollout_server.core.error import (
     Violation,
 )
 from rollout_server.core.fingerprint import fingerprint
-from rollout_server.core.outcome import Cancellation, End, summary_of
+from rollout_server.core.outcome import Cancellation
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.event_loop import until_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
-from rollout_server.runtime.journal import (
-    CancelRequested,
-    JournalUnavailable,
-    RolloutDropped,
-    StoredDelivery,
-    journal_down,
-)
+from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped, StoredDelivery, journal_down
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
-from rollout_server.runtime.registry.dependencies import RegistryDependencies, by_name
+from rollout_server.runtime.registry.dependencies import RegistryDependencies, RestoreGroups, by_name, log_finished
 from rollout_server.runtime.registry.interruption import (
     check_resumable,
     interrupt,
@@ -174,10 +168,11 @@ class RolloutRegistry:
         await self.load()
         self.resume()
 
-    async def load(self) -> None:
+    async def load(self, restore_groups: RestoreGroups = lambda groups, rollouts: None) -> None:
         """Take over the rollouts of earlier processes from the journal. Called once, before the first start.
 
-        Nothing runs and nothing is delivered before `resume`. Raises `JournalUnusable`.
+        Nothing runs and nothing is delivered before `resume`. `restore_groups` is called before a finished rollout can be
+        dropped: it may hold some. Raises `JournalUnusable`.
         """
         self._is_held_back = True
         finished: list[tuple[Rollout, StoredDelivery | None]] = []
@@ -194,6 +189,7 @@ class RolloutRegistry:
                 self._unresumable.append((rollout, found.end))
             else:
                 self._put(rollout, number)
+        restore_groups(await self.journal.load_groups(), {each.uid: each for each in self._index.rollouts()})
         # The retention drops what it got first.
         for rollout, delivery in sorted(finished, key=lambda each: each[0].finished or 0.0):
             if rollout.spec.outcome is not None:
@@ -209,7 +205,7 @@ class RolloutRegistry:
         self._outbox.resume()
         self._fill()
 
-    async def accept(self, rollouts: Sequence[Rollout]) -> None:
+    async def accept(self, rollouts: Iterable[Rollout]) -> None:
         """Wait until rollouts that were started or found are stored. Their start must not be acknowledged before that.
 
         Raises `Unavailable` if the journal cannot be written. Then rollouts that are not stored yet are forgotten without an
@@ -229,18 +225,22 @@ class RolloutRegistry:
         tools = admitted[0].tools()
         return [self._take(each, tools) for each in admitted]
 
-    def start_anew(self, ended: Rollout, admitted: AdmittedStart) -> Rollout:
-        """Start a rollout in place of one that ended, with the same tools. It needs no further room."""
-        return self._take(admitted, ended.tools)
+    def start_anew(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
+        """Start a rollout in place of one that ended. It needs no further room. Once a drain has stopped the others, it waits."""
+        rollout = self._take(admitted, tools)
+        if self.draining and self._is_held_back:
+            rollout.suspend()
+        return rollout
 
     def park(self, rollout: Rollout) -> None:
         """Let a rollout leave its slot without an outcome: it waits for its group, until `end_parked`."""
         self._queue.park(rollout)
 
-    def end_parked(self, rollout: Rollout, ended: Ended) -> None:
-        """Record the end of a rollout that waited for its group."""
+    def end_parked(self, rollout: Rollout, ended: Ended | None) -> None:
+        """Record the end of a rollout that waited for its group. None: it is suspended, and gets none in this process."""
         self._queue.unpark(rollout)
-        rollout.record(ended)
+        if ended is not None:
+            rollout.record(ended)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run work of this server that a drain waits for."""
@@ -300,7 +300,9 @@ class RolloutRegistry:
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
-        await until_done(self._tasks, grace)
+        if self._tasks:
+            await self._idle(grace)
+        self._is_held_back = self.journal.is_durable
         for rollout in self._index.rollouts():
             if rollout.machine.outcome is None:
                 interrupt(rollout, durable=self.journal.is_durable, resume_by_default=self._resume_by_default)
@@ -430,7 +432,7 @@ class RolloutRegistry:
 
     def _keep(self, rollout: Rollout) -> None:
         self.finished += 1
-        _log_finished(rollout)
+        log_finished(rollout)
         self._settle(rollout)
 
     def _settle(self, rollout: Rollout) -> None:
@@ -447,10 +449,3 @@ class RolloutRegistry:
             self._queue.forget(rollout)
             self._retention.add(rollout)
             self.forget()
-
-
-def _log_finished(rollout: Rollout) -> None:
-    """Log one line per finished rollout."""
-    if rollout.outcome is not None:
-        extra = {"rollout_uid": rollout.uid, "rollout_id": rollout.spec.rollout_id, "turn": rollout.machine.turn}
-        _log.info("rollout finished: %s", summary_of(rollout.outcome), extra=extra)

@@ -29,7 +29,6 @@ from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import Sampler, Tool
 from rollout_server.runtime.programs import Programs
 from rollout_server.runtime.read_only import read_only
-from rollout_server.runtime.rollout import RolloutEnding
 from rollout_server.runtime.run.arguments import (
     ForkOptions,
     SamplingOptions,
@@ -42,6 +41,7 @@ from rollout_server.runtime.run.arguments import (
     forkable_tools,
 )
 from rollout_server.runtime.run.context import RunContext
+from rollout_server.runtime.run.ending import RolloutEnding
 from rollout_server.runtime.run.further_model import RolloutModel
 from rollout_server.runtime.run.messages import Reply, checked_messages
 from rollout_server.runtime.run.opening import Opening, RunParts, open_for_call, open_forked, turn_after
