@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_server import Agent, Run, tool
@@ -91,4 +92,16 @@ class Unrepeatable(Steps):
         await super().play(run)
 
 
-AGENTS = (Steps(), Replayable(), Unrepeatable())
+class Ranked(Steps):
+    """Reward a group of four."""
+
+    name = "ranked"
+
+    async def reward_group(self, runs: Sequence[Run]) -> list[float]:
+        """Return the indices. They are wrong if the group is not whole."""
+        case = int(str(runs[0].messages[0]["content"]).split()[1].rstrip(":"))
+        _act(runs[0], "reward", case, 0)
+        return [4.0 - len(runs) + (run.request.group_index or 0) for run in runs]
+
+
+AGENTS = (Steps(), Replayable(), Unrepeatable(), Ranked())

@@ -63,7 +63,7 @@ class Stage:
 
     async def _crash(self, aim: Aim, trials: Sequence[Trial]) -> None:
         self.trainers.generations.counts.clear()
-        self._load(aim)
+        self.load(aim)
         starts = [asyncio.create_task(self._started(each)) for each in trials]
         watches = [asyncio.create_task(self._watched(each, start)) for each, start in zip(trials, starts, strict=True)]
         if aim.moment is Moment.TIME:
@@ -71,7 +71,8 @@ class Stage:
         await self.server.ended()
         await asyncio.gather(*starts, *watches)
 
-    def _load(self, aim: Aim) -> None:
+    def load(self, aim: Aim) -> None:
+        """Crash at this aim."""
         if aim.moment in TOOL_MOMENTS:
             strike = f"{aim.case} {aim.tool} {TOOL_MOMENTS[aim.moment]}"
             (self.server.directory / "strike").write_text(strike)

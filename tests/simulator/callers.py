@@ -13,6 +13,7 @@ from rollout_server.core.error import Busy, Conflict, Draining, NotFound, NotPos
 from rollout_server.core.message import Message
 from rollout_server.core.record import Ended
 from rollout_server.runtime.groups.group import FinishedMember, RolloutGroup
+from rollout_server.runtime.groups.state import GroupResult
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.policy import PolicyUpdate
 from rollout_server.runtime.registry.rollout_index import Selection
@@ -36,12 +37,14 @@ class Callers:
         accepted: the job of each rollout whose acceptance was reported.
         seen: the events of each rollout, in order.
         outcomes: the outcome of each rollout, as it was seen first.
+        items: the items of each group, in order.
     """
 
     def __init__(self, world: World) -> None:
         self.accepted: dict[str, Job] = {}
         self.seen: dict[str, list[Entry]] = defaultdict(list)
         self.outcomes: dict[str, object] = {}
+        self.items: dict[str, list[object]] = defaultdict(list)
         self._world = world
 
     def accept(self, rollout: Rollout, job: Job) -> None:
@@ -72,6 +75,19 @@ class Callers:
             first = self.outcomes.setdefault(rollout.uid, shown)
             self._world.laws.require(first == shown, f"{rollout.uid}: the outcome has changed")
 
+    def see_item(self, group: RolloutGroup, sequence: int, item: FinishedMember | GroupResult) -> None:
+        """An item of a group was received."""
+        shown: object = item
+        if isinstance(item, FinishedMember):
+            self.see_outcome(item.rollout)
+            shown = (item.rollout.uid, item.usable, item.replaced)
+        seen, laws = self.items[group.id], self._world.laws
+        if sequence <= len(seen):
+            laws.require(seen[sequence - 1] == shown, f"group {group.id}: item {sequence} has changed")
+        else:
+            laws.require(sequence == len(seen) + 1, f"group {group.id}: item {sequence} came after {len(seen)}")
+            seen.append(shown)
+
 
 class Client:
     """The calls for one job on one process of the server."""
@@ -90,7 +106,9 @@ class Client:
         again = self._world.faults.happens(Fault.CALLER_REPEATS)
         if not self._job.uids:
             await self._accepted()
-        elif again and self._job.plan is None and self._job.request.request_id:
+        elif self._job.plan is not None:
+            await self._find_group(repeats=again)
+        elif again and self._job.request.request_id:
             await self._repeat()
         for uid in [*self._job.uids]:
             self._watch(uid)
@@ -140,14 +158,37 @@ class Client:
         try:
             group, _ = groups.start(groups.admit(self._job.request, plan), plan)
             members = [*group.members]
-            await self._life.registry.accept(members)
+            await groups.accept(group)
         except (Busy, Draining, Unavailable) as error:
             self._world.note(f"not accepted: {error.reason}")
             return ()
         for rollout in members:
             self._callers.accept(rollout, self._job)
+        self._job.group_id = group.id
         self._watches[group.id] = asyncio.create_task(self._watch_group(group))
         return [rollout.uid for rollout in members]
+
+    async def _find_group(self, *, repeats: bool) -> None:
+        """Follow a group that an earlier process has accepted, unless the server may have forgotten it."""
+        group_id, disk = self._job.group_id, self._world.disk
+        stored = disk.groups.get(group_id)
+        uids = () if stored is None else (*stored.group.members, *(uid for _, uid in stored.refills))
+        forgotten = all(
+            disk.rollouts[uid].ended for uid in uids
+        )  # whoever has ended may be dropped, and its group with it
+        try:
+            group = self._life.groups.get(group_id, self._caller)
+        except NotFound:
+            self._world.laws.require(forgotten, f"group {group_id} was accepted, and the server does not know it")
+            return
+        if group.result is None:
+            self._world.faults.count(Fault.CRASH_IN_GROUP)
+        self._watches[group_id] = asyncio.create_task(self._watch_group(group))
+        if repeats and self._job.request.request_id:
+            known = {rollout.uid for rollout in group.rollouts}
+            found = {*await self._start_group()}
+            same = self._job.group_id == group_id and found <= {rollout.uid for rollout in group.rollouts}
+            self._world.laws.require(same or forgotten, f"group {group_id} of {known}: its request started {found}")
 
     async def _repeat(self) -> None:
         """Send a request again that was accepted: it finds its rollout, unless the server may have forgotten it."""
@@ -196,16 +237,16 @@ class Client:
             self._watches[uid] = asyncio.create_task(self._follow(uid))
 
     async def _watch_group(self, group: RolloutGroup) -> None:
-        ended = 0
-        with group.attached() if self._world.draw.random() < 0.5 else nullcontext():
-            async for _, item in group.follow(0):
-                if isinstance(item, FinishedMember):
-                    self._callers.see_outcome(item.rollout)
-                    ended += not item.replaced
-        self._world.note(f"group {group.id}: {group.result}")
-        self._world.laws.require(
-            ended == group.plan.count, f"group {group.id} ended with {ended} of {group.plan.count} members"
+        seen, laws, draw = self._callers.items[group.id], self._world.laws, self._world.draw
+        laws.require(
+            group.last_sequence >= len(seen), f"group {group.id} has lost items: {seen[group.last_sequence :]}"
         )
+        with group.attached() if draw.random() < 0.5 else nullcontext():
+            async for sequence, item in group.follow(draw.choice((0, min(len(seen), group.last_sequence)))):
+                self._callers.see_item(group, sequence, item)
+        self._world.note(f"group {group.id}: {group.result}")
+        ended = sum(isinstance(item, tuple) and not item[2] for item in seen)
+        laws.require(ended == group.plan.count, f"group {group.id} ended with {ended} of {group.plan.count} members")
 
     async def _follow(self, uid: str) -> None:
         """Follow the events of a rollout to its end, and acknowledge the outcome."""

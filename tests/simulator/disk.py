@@ -161,6 +161,7 @@ class DiskJournal:
         self._draw = draw
         self._faults = faults
         self._pending: list[tuple[Change, Callable[[], None] | None]] = []
+        self._steps: list[int] = []  # of the event loop, in which the pending changes were written
         self._waiting: list[tuple[int, asyncio.Future[None], bool]] = []
         self._written = 0
         self._committed = 0
@@ -182,6 +183,7 @@ class DiskJournal:
         if self.dead:
             return
         self._pending.append((change, committed))
+        self._steps.append(asyncio.get_running_loop().steps)  # type: ignore[attr-defined]
         self._written += 1
         if not self._busy:
             self._busy = True
@@ -221,7 +223,10 @@ class DiskJournal:
             return
         batch = self._pending
         if len(batch) > 1 and self._faults.happens(Fault.DISK_SPLIT):
-            batch = batch[: self._draw.randint(1, len(batch) - 1)]
+            end = self._draw.randint(1, len(batch) - 1)
+            while end < len(batch) and self._steps[end] == self._steps[end - 1]:
+                end += 1  # what was written without an await in between shares a commit
+            batch = batch[:end]
         loop.call_later(self._delay(), self._store, [*batch])
 
     def _store(self, batch: Sequence[tuple[Change, Callable[[], None] | None]]) -> None:
@@ -232,7 +237,7 @@ class DiskJournal:
 
     def _report(self, batch: Sequence[tuple[Change, Callable[[], None] | None]]) -> None:
         self.problem = ""
-        del self._pending[: len(batch)]
+        del self._pending[: len(batch)], self._steps[: len(batch)]
         for _, committed in batch:
             if committed is not None:
                 committed()

@@ -62,6 +62,7 @@ class Fault(Enum):
     RESUMED_AGAIN = "server: a rollout continues for the second time"
     CRASH = "server: crash"
     CRASH_IN_RESTORE = "server: crash while it restores"
+    CRASH_IN_GROUP = "server: crash before the end of a group"
     CRASH_IN_DRAIN = "server: crash in a drain"
 
 

@@ -27,6 +27,7 @@ class Job:
         cancel_after: seconds after its acceptance at which it is cancelled; None: never.
         acknowledges: whether its outcome is acknowledged by a call.
         uids: the rollouts whose acceptance was reported.
+        group_id: their group; empty: they have none.
     """
 
     request: StartRequest
@@ -35,6 +36,7 @@ class Job:
     cancel_after: float | None = None
     acknowledges: bool = False
     uids: list[str] = field(default_factory=list)
+    group_id: str = ""
 
 
 def draw_jobs(draw: Random) -> list[Job]:

@@ -154,7 +154,8 @@ class Life:
 
     async def _main(self) -> None:
         self._open()
-        await self.registry.restore()
+        await self.groups.load()
+        await self.groups.resume()
         self._restoring = False
         clients = [asyncio.create_task(Client(self, job).run()) for job in self.world.jobs]
         pauses = asyncio.create_task(pause_policies(self))
