@@ -12,6 +12,7 @@ from rollout_server.core.outcome import Cancellation
 from rollout_server.core.record import Ended, Input, Record
 from rollout_server.core.segment import MaskReason, Span
 from rollout_server.core.spec import Target
+from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.journal import StoredDelivery
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
@@ -144,6 +145,10 @@ def _owed_outcome_dropped() -> Sequence[Any]:
     return (patch.object(Outbox, "holds", lambda self, rollout: False),)
 
 
+def _group_forgotten() -> Sequence[Any]:
+    return (patch.object(GroupRegistry, "_list", lambda self, group: None),)
+
+
 PLANTED: Final[dict[str, tuple[Plant, str]]] = {
     "an outcome is sent before it is committed": (_outcome_sent_early, "sent before the outcome was committed"),
     "an acceptance is reported before it is committed": (
@@ -160,6 +165,7 @@ PLANTED: Final[dict[str, tuple[Plant, str]]] = {
     "a token of the environment trains": (_environment_trained, "of None trains"),
     "an outcome is packed again after a restart": (_packed_again, "packed again with other bytes"),
     "a record is published before it is committed": (_published_early, "was published before its commit"),
+    "a group is not found again": (_group_forgotten, "and the server does not know it"),
     "a rollout is dropped whose outcome is owed": (_owed_outcome_dropped, "dropped while its outcome was owed"),
 }
 """The faults by name, each with words of the law that it breaks."""

@@ -245,8 +245,9 @@ class RolloutServiceServicer(object):
     def WatchGroup(self, request, context):
         """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
 
-        NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
-        freely from the last sequence number received.
+        NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item.
+        UNAVAILABLE: the server restarts, or could not store the group, which is forgotten then. Retry freely from the last sequence number
+        received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -105,8 +105,9 @@ class RolloutServiceStub:
     WatchGroup: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]
     """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
 
-    NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
-    freely from the last sequence number received.
+    NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item.
+    UNAVAILABLE: the server restarts, or could not store the group, which is forgotten then. Retry freely from the last sequence number
+    received.
     """
     GetGroup: _grpc.UnaryUnaryMultiCallable[_group_pb2.GetGroupRequest, _group_pb2.GetGroupResponse]
     """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
@@ -217,8 +218,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     WatchGroup: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchGroupRequest, _rollout_service_pb2.WatchGroupResponse]  # type: ignore[assignment]
     """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
 
-    NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
-    freely from the last sequence number received.
+    NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item.
+    UNAVAILABLE: the server restarts, or could not store the group, which is forgotten then. Retry freely from the last sequence number
+    received.
     """
     GetGroup: _aio.UnaryUnaryMultiCallable[_group_pb2.GetGroupRequest, _group_pb2.GetGroupResponse]  # type: ignore[assignment]
     """Returns one group. CancelRollouts and ListRollouts select its rollouts by `Selection.group_id`.
@@ -392,8 +394,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_rollout_service_pb2.WatchGroupResponse], _abc.AsyncIterator[_rollout_service_pb2.WatchGroupResponse]]:
         """Streams the outcomes of a group as its rollouts end, and ends after the group's result. The client is attached to the rollouts.
 
-        NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item. Retry
-        freely from the last sequence number received.
+        NOT_FOUND: the group does not exist; it is dropped with its rollouts. OUT_OF_RANGE: the number is beyond the last item.
+        UNAVAILABLE: the server restarts, or could not store the group, which is forgotten then. Retry freely from the last sequence number
+        received.
         """
 
     @_abc_1.abstractmethod
