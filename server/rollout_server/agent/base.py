@@ -92,6 +92,8 @@ class Agent(metaclass=_AgentClass):
         rubric: weighted reward functions, which the default `reward` calls; None for no reward.
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
             A class that overrides `setup` or `play` is not replayable unless it sets this to True.
+        on_restart: what becomes of an unfinished rollout after a restart of the server, for agents that own their loop; see
+            `OwnLoopAgent`.
         external: whether the agent runs elsewhere. The start of a rollout then returns the access to its model endpoint.
         cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
         reward_group_seconds: time limit of `reward_group`, in seconds. The outcomes of the group's rollouts wait for it.
@@ -107,6 +109,7 @@ class Agent(metaclass=_AgentClass):
     limits: Limits = Limits()
     rubric: Rubric | None = None
     replayable: bool = True
+    on_restart: Literal["end", "again", "continue"] = "end"
     external: bool = False
     cleanup_seconds: float = 10.0
     reward_group_seconds: float = 600.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack, cast
+from typing import Literal, Unpack, cast
 
 from rollout_server.agent.own_loop import RESULT, AgentOptions, OwnLoopAgent
 from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import MAX_SECONDS
+from rollout_server.runtime.agent_protocol import CONTINUE, END
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.run.run import Run
@@ -29,11 +30,21 @@ class ExternalAgent(OwnLoopAgent):
         idle_seconds: a rollout whose agent neither calls its model nor finishes for so long ends as a failure of the class
             ENVIRONMENT. The rollout's limits apply, too: once a limit other than `seconds` is met, calls are refused, and the
             agent has `idle_seconds` to finish.
+        on_restart: what becomes of an unfinished rollout after a restart of the server. "continue": the agent goes on with the
+            same base URL and key. "end": the rollout ends as interrupted. A class that overrides `setup` or `play`, which may
+            start the agent, has "end" unless it sets "continue"; then both are called again.
     """
 
     description = ""
     external = True
     idle_seconds: float = 600.0
+    on_restart: Literal["end", "again", "continue"] = "continue"
+    _restarts = (END, CONTINUE)
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "on_restart" not in vars(cls) and not vars(cls).keys().isdisjoint(("setup", "play")):
+            cls.on_restart = "end"
 
     def __init__(self, **options: Unpack[ExternalOptions]) -> None:
         self._set(options)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, TypedDict, Unpack, cast
+from typing import Any, ClassVar, Final, Literal, TypedDict, Unpack, cast
 
 from rollout_server.agent.base import Agent
 from rollout_server.agent.rubric import Rubric
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult
+from rollout_server.runtime.agent_protocol import AGAIN, END
 from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.ports import Tool
@@ -33,6 +34,7 @@ class AgentOptions(TypedDict, total=False):
     rubric: Rubric | None
     reward_rule: Literal["copy", "split", "own"]
     capture: CaptureOptions
+    on_restart: Literal["end", "again", "continue"]
 
 
 class OwnLoopAgent(Agent):
@@ -43,10 +45,14 @@ class OwnLoopAgent(Agent):
 
     Attributes:
         capture: how its calls are taken: which of them are auxiliary, whose sampling parameters hold, and more.
+        on_restart: what becomes of an unfinished rollout after a restart of the server, which ended the agent. "end": it ends as
+            interrupted. "again": the agent is run from the beginning, from `setup` on. Nothing of the earlier attempt trains,
+            and all limits count on. Choose it only if the agent may run twice.
     """
 
     description = ""
     capture: CaptureOptions = CaptureOptions()
+    _restarts: ClassVar[tuple[str, ...]] = (END, AGAIN)
 
     def __init__(self, **options: Unpack[AgentOptions]) -> None:
         self._set(options)
@@ -72,6 +78,12 @@ class OwnLoopAgent(Agent):
         """Check what the metaclass does not know."""
         if not isinstance(self.capture, CaptureOptions):
             raise TypeError(f"agent {self.name!r}: capture is {self.capture!r:.100}; it must be CaptureOptions")
+        possible = self._restarts
+        if self.on_restart not in possible:
+            text = (
+                f"agent {self.name!r}: on_restart is {self.on_restart!r:.100}; it must be one of {', '.join(possible)}"
+            )
+            raise ValueError(text)
 
 
 def reachable(access: ModelAccess, agent: str) -> ModelAccess:

@@ -155,7 +155,8 @@ def fork_record(draft: Forked, forked: Conversation, ledger: Ledger) -> Forked:
     """Return the record that would open a conversation now. Changes nothing.
 
     A branch has the messages and the model of its parent, a compaction that replaces its parent has its role. MAIN opens the
-    conversation of the rollout's first segment: in place of `forked`, or anew if a turn of it was given up, or it is a compaction.
+    conversation of the rollout's first segment: in place of `forked`, or anew if a turn of it was given up, or it is a compaction,
+    or an agent is run anew after a restart.
 
     Args:
         draft: the record with the kind and the parting of its origin, and all that the agent chooses. The rest is set here.
@@ -176,8 +177,11 @@ def fork_record(draft: Forked, forked: Conversation, ledger: Ledger) -> Forked:
     return replace(draft, segment_id=segment_id, of=forked.id, origin=origin, count=count, role=role)
 
 
-def fork_fits(record: Forked, forked: Conversation, ledger: Ledger, *, main: bool) -> bool:
-    """Return whether the record fits the state of the conversation that it forks. `main`: that is the main conversation."""
+def fork_fits(record: Forked, forked: Conversation, ledger: Ledger, *, main: bool, resumed: bool) -> bool:
+    """Return whether the record fits the state of the conversation that it forks.
+
+    `main`: that is the main conversation. `resumed`: the rollout continues after a restart, so its agent may be run anew.
+    """
     kind, parting, open_ = record.origin.kind, record.origin.parting, forked.state is State.OPEN
     match kind:
         case SegmentKind.BRANCH:
@@ -190,13 +194,20 @@ def fork_fits(record: Forked, forked: Conversation, ledger: Ledger, *, main: boo
             possible = parting is not None
         case SegmentKind.MAIN:
             unanswered = not forked.ends and forked.state in (State.OPEN, State.CLOSED)
-            possible = main and unanswered and not record.role.model
+            anew = resumed and forked.state is not State.ASKING and _trains_nothing(forked, ledger)
+            possible = main and (unanswered or anew) and not record.role.model
         case _:
             possible = False
     branches = kind is SegmentKind.BRANCH
     if not possible or bool(record.messages) is branches or (record.after_turn and not branches):
         return False
     return fork_record(record, forked, ledger) == record
+
+
+def _trains_nothing(conversation: Conversation, ledger: Ledger) -> bool:
+    """Return whether all turns of the conversation are masked, as those of an earlier attempt are."""
+    spans = (span for segment in ledger.segments for span in segment.spans)
+    return conversation.ends.keys().isdisjoint(span.turn for span in spans if span.trains)
 
 
 def open_conversation(record: Forked, forked: Conversation, ledger: Ledger) -> Conversation:

@@ -105,6 +105,7 @@ class Machine:
         self._steps = PolicySteps()
         self._warnings: list[Warned] = []
         self._capture: CaptureReport | None = None
+        self._resumed = False
         self._outcome: Outcome | None = None
         self._begun = False
 
@@ -236,6 +237,7 @@ class Machine:
                 self._apply_ended(record)
             case Accepted() | Resumed():
                 self._require(self._begun is isinstance(record, Resumed), record)
+                self._resumed = self._begun
             case Note():
                 self._apply_note(record)
             case _:
@@ -354,7 +356,8 @@ class Machine:
 
     def _apply_forked(self, record: Forked) -> None:
         forked = self._named_conversation(record.of, record)
-        self._require(fork_fits(record, forked, self.ledger, main=forked is self.main), record, forked)
+        fits = fork_fits(record, forked, self.ledger, main=forked is self.main, resumed=self._resumed)
+        self._require(fits, record, forked)
         opened = open_conversation(record, forked, self.ledger)
         self._usage.add_messages(record.messages)
         self._conversations[opened.id] = opened
@@ -364,8 +367,8 @@ class Machine:
 
     def _apply_settled(self, record: CaptureSettled) -> None:
         main = self._named_conversation(record.segment_id, record)
-        self._require(self._capture is None, record, main)
-        self.main, self._capture = main, record.report
+        self._require(self._capture is None or self._resumed, record, main)
+        self.main, self._capture, self._resumed = main, record.report, False
 
     def _apply_given_up(self, record: GivenUp) -> None:
         conversation = self._named_conversation(record.segment_id, record)

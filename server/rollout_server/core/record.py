@@ -219,7 +219,10 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettled:
-    """The calls of an agent that owns its loop were counted. `segment_id` is its main conversation."""
+    """The calls of an agent that owns its loop were counted. `segment_id` is its main conversation.
+
+    At most once in each process of the server: after a restart, the agent may call again.
+    """
 
     segment_id: str
     report: CaptureReport
@@ -230,8 +233,8 @@ class Observed:
     """The agent used the clock, randomness or a side effect. The result is recorded, so that a replay returns the same.
 
     Args:
-        what: "now", "random" or "once".
-        value_json: the result as JSON: a time in ISO 8601, a seed, or what the agent's function returned.
+        what: "now", "random" or "once"; or "finish": an agent that runs elsewhere has ended its work.
+        value_json: the result as JSON: a time in ISO 8601, a seed, what the agent's function returned, or the result of the work.
         segment_id: the conversation of the `Run` that was called.
         number: number of the call of `once` in its conversation, from 1; 0 for a call by a tool, and for clock and randomness.
         after: number of records in the log when a call with a number began.
@@ -339,7 +342,10 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The rollout continues after a restart of the server, for the `times`-th time: its agent was replayed up to here."""
+    """The rollout continues after a restart of the server, for the `times`-th time.
+
+    Its agent was replayed up to here. Or it owns its loop: then it runs elsewhere, or is run anew, as attempt `times` + 1.
+    """
 
     times: int
 

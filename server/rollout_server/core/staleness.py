@@ -126,3 +126,19 @@ def _oldest_fresh(segment: Segment, staleness: Staleness | None, newest: int | N
     if staleness is None or newest is None or segment.role.model:
         return None
     return newest - staleness.max_lag
+
+
+def cancel_reason(staleness: Staleness | None, oldest: int | None, newest: int) -> str:
+    """Return why a rollout is cancelled, because a token that trains is too old; empty if it is not.
+
+    Args:
+        staleness: how old its tokens may become.
+        oldest: the lowest policy step of its tokens that train; None: unknown.
+        newest: the highest policy step that is known to it.
+    """
+    if staleness is None or staleness.action is not StaleAction.CANCEL or oldest is None:
+        return ""
+    lag = max(oldest, newest) - oldest
+    if lag <= staleness.max_lag:
+        return ""
+    return f"stale: the oldest token is of policy step {oldest}, {lag} behind; at most {staleness.max_lag} are allowed"

@@ -1,4 +1,7 @@
-"""Keys of model endpoints: one per rollout. A key names its rollout, and so its server, and is valid on this process only."""
+"""Keys of model endpoints. A key names its rollout, and so its server.
+
+A process accepts its own keys. The journal has digests of those that agents elsewhere got, so that later processes accept them.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +36,16 @@ class ModelKeys:
 
         Whether the rollout exists, or has ended, is not checked.
         """
-        uid, _, mac = key.removeprefix(_PREFIX).rpartition(".")
-        if not key.startswith(_PREFIX) or not key.isascii() or len(key) > _LONGEST:
+        uid, mac = self.named_uid(key), key.rpartition(".")[2]
+        if not uid:
             return None
         return uid if hmac.compare_digest(self._mac(uid), mac) else None
+
+    def named_uid(self, key: str) -> str:
+        """Return the uid that a key names, whoever made it; empty if it has not the form of a key."""
+        if not key.startswith(_PREFIX) or not key.isascii() or len(key) > _LONGEST:
+            return ""
+        return key.removeprefix(_PREFIX).rpartition(".")[0]
 
     def _mac(self, uid: str) -> str:
         digest = hmac.digest(self._secret, uid.encode(), hashlib.sha256)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import parse_object
 from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec import Sampling, Spec
 from rollout_server.runtime.ports import Tool
+
+END: Final = "end"
+CONTINUE: Final = "continue"
+AGAIN: Final = "again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,13 @@ class AgentProtocol(Protocol):
         """Whether `play` can run again over a log (D3)."""
 
     @property
+    def on_restart(self) -> str:
+        """What becomes of an unfinished rollout after a restart of the server if `play` cannot run over its log.
+
+        END: it ends as interrupted. AGAIN: the agent is run from the beginning. CONTINUE: the agent runs elsewhere and goes on.
+        """
+
+    @property
     def external(self) -> bool:
         """Whether it runs elsewhere and calls the model over the model endpoint of its rollout."""
 
@@ -134,3 +145,8 @@ class AgentProtocol(Protocol):
 
     async def run_cleanup(self, run: object) -> None:
         """Release what the rollout holds. Called once, after everything else of the rollout."""
+
+
+def goes_on_live(agent: AgentProtocol) -> bool:
+    """Return whether unfinished rollouts of the agent go on after a restart of the server without a replay of their log."""
+    return not agent.replayable and agent.on_restart != END

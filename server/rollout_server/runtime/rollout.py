@@ -13,8 +13,9 @@ from typing import Protocol
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardRule
 from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Note, Record, Resumed
-from rollout_server.core.spec import StaleAction
+from rollout_server.core.staleness import cancel_reason
 from rollout_server.runtime.activity import RolloutActivity
+from rollout_server.runtime.agent_protocol import goes_on_live
 from rollout_server.runtime.capture.endpoint import CaptureSlot
 from rollout_server.runtime.journal import (
     AcceptedStart,
@@ -294,11 +295,13 @@ class Rollout:
             replay(self.machine, records)
             self._finished = entries[-1].time
             return
-        replay(self.machine, records[:1])
+        live = goes_on_live(self.agent)
+        replay(self.machine, records if live else records[:1])
         if len(entries) > 1:
             began = entries[1].time
             self._queued_before = max(0.0, began - self.created)
             self._earlier_seconds = running_seconds(entries[1:])
+        if len(entries) > 1 and not live:
             self._noted = Counter(record for record in records if isinstance(record, Note) and record.code != RESAMPLED)
             self.replay = AgentReplay(self.machine, records[1:], self.ending.reach, self._on_replayed)
 
@@ -399,16 +402,9 @@ class Rollout:
         """Request the end of the rollout if a token that trains is too old and its spec demands it. Return whether it did."""
         if isinstance(self.ending.end, Failure):
             return False
-        staleness, oldest = self.spec.staleness, self.machine.oldest_policy_step
-        if staleness is None or staleness.action is not StaleAction.CANCEL or oldest is None:
-            return False
-        lag = max(oldest, self.gate.step or 0, self.machine.newest_policy_step or 0) - oldest
-        if lag <= staleness.max_lag:
-            return False
-        text = (
-            f"stale: the oldest token is of policy step {oldest}, {lag} behind; at most {staleness.max_lag} are allowed"
-        )
-        if not self.ending.request(Cancellation(text)):
+        newest = max(self.gate.step or 0, self.machine.newest_policy_step or 0)
+        text = cancel_reason(self.spec.staleness, self.machine.oldest_policy_step, newest)
+        if not text or not self.ending.request(Cancellation(text)):
             return False
         self.gate.close()
         return True

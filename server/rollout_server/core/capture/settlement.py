@@ -19,11 +19,14 @@ def settle(
     turns: Collection[CapturedTurn],
     options: CaptureOptions,
     counts: Mapping[str, int],
+    *,
+    resumed: bool = False,
 ) -> Settlement:
     """Return the settlement of a capture. `counts` are the counts of calls so far, by their names in `CaptureReport`.
 
     Of the lineage of the first conversation of the task, the main conversation is the one that got the last completion.
-    If some conversations offer tools, one without tools is not the main one.
+    If some conversations offer tools, one without tools is not the main one. `resumed`: the rollout had a main conversation before
+    a restart of the server; then only one of its lineage can be the main one.
     """
     beside = {each.id for each in conversations if each.auxiliary}
     if options.guess_auxiliary:
@@ -33,7 +36,7 @@ def settle(
     masked = {turn: reason for turn, reason in reasons.items() if reason == AUXILIARY or options.abandoned == "mask"}
     values = list(reasons.values())
     return Settlement(
-        _main([each for each in conversations if each.id not in beside], reasons),
+        _main([each for each in conversations if each.id not in beside and (not resumed or _is_main(each))], reasons),
         tuple(sorted((turn.number, reason) for turn, reason in masked.items())),
         CaptureReport(**counts, abandoned=values.count(ABANDONED), auxiliary=values.count(AUXILIARY)),
     )
@@ -63,6 +66,10 @@ def _led_nowhere(turns: Iterable[CapturedTurn]) -> set[CapturedTurn]:
 
 def _was_lost(turn: CapturedTurn) -> bool:
     return not turn.pending.listeners and not turn.pending.repeats and not turn.delivered
+
+
+def _is_main(conversation: CapturedConversation) -> bool:
+    return conversation.lineage is not None and conversation.lineage.main
 
 
 def _main(conversations: Sequence[CapturedConversation], reasons: dict[CapturedTurn, str]) -> int | None:

@@ -18,7 +18,7 @@ rollout into more samples.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import takewhile
 
@@ -38,6 +38,7 @@ from rollout_server.core.capture.decision import (
     Settlement,
 )
 from rollout_server.core.capture.difference import find_difference
+from rollout_server.core.capture.earlier import EarlierMain
 from rollout_server.core.capture.history import (
     ASSISTANT,
     CanonicalMessage,
@@ -60,7 +61,7 @@ from rollout_server.core.capture.history_tree import (
 from rollout_server.core.capture.rendering import LaterSystem, render
 from rollout_server.core.capture.rules import AuxiliaryRule, CaptureOptions, matches, matches_name
 from rollout_server.core.capture.settlement import settle
-from rollout_server.core.message import JSON
+from rollout_server.core.message import JSON, Message
 from rollout_server.core.segment import SegmentKind
 
 REPLAY_SECONDS = 600.0
@@ -102,11 +103,19 @@ class CallTree:
         options: the rules of the agent's author.
         later_system: the role that a system message behind another message is rendered with: "user" if the chat template allows
             only one system message, at the start. System messages at the start are then joined.
+        earlier: the main conversation before a restart of the server, which the tree does not have. The first call that belongs
+            to it opens a conversation of the kind DRIFT, and none is of the kind MAIN.
     """
 
-    def __init__(self, options: CaptureOptions | None = None, later_system: LaterSystem = "system") -> None:
+    def __init__(
+        self,
+        options: CaptureOptions | None = None,
+        later_system: LaterSystem = "system",
+        earlier: EarlierMain | None = None,
+    ) -> None:
         self._options = options or CaptureOptions()
         self._later_system: LaterSystem = later_system
+        self._earlier = earlier
         self._roots: dict[bytes, Node] = {}
         self._conversations: list[CapturedConversation] = []
         self._turns: dict[str, CapturedTurn] = {}
@@ -192,7 +201,8 @@ class CallTree:
 
     def settle(self) -> Settlement:
         """Return what the end of the capture decides: the main conversation, the turns that do not train, and the counts."""
-        return settle(self._conversations, self._turns.values(), self._options, self._counts)
+        resumed = self._earlier is not None
+        return settle(self._conversations, self._turns.values(), self._options, self._counts, resumed=resumed)
 
     def _decide(self, call: ModelCall, now: float) -> Decision:
         if call.hosted_tools and self._options.hosted_tools == "refuse":
@@ -310,16 +320,20 @@ class CallTree:
         parting = find_difference(call, plan, self._latest)
         if parent is not None:
             return Branch(parent.conversation.id, parent.number, messages, parting, plan, auxiliary)
-        kind = self._kind(plan, auxiliary)
-        first = kind is SegmentKind.MAIN or not self._conversations
+        kind = self._kind(plan, auxiliary, messages)
+        first = kind is SegmentKind.MAIN or not (self._conversations or self._earlier)
         return Open(kind, messages, None if first else parting, auxiliary, plan)
 
-    def _kind(self, plan: CallPlan, auxiliary: bool) -> SegmentKind:
+    def _kind(self, plan: CallPlan, auxiliary: bool, messages: Sequence[Mapping[str, JSON]]) -> SegmentKind:
         """Return the label of a new conversation, which changes no mask."""
         if auxiliary:
             return SegmentKind.SUBAGENT
         if not self._has_main:
-            return SegmentKind.MAIN
+            if self._earlier is None:
+                return SegmentKind.MAIN
+            rendered = [Message.write(message) for message in messages]
+            goes_on = self._earlier.goes_on_in(plan.tools, rendered)
+            return SegmentKind.DRIFT if goes_on else SegmentKind.SUBAGENT
         by_first, lineage = self._lineage(plan)
         if lineage is None or (not lineage.main and not by_first):
             return SegmentKind.SUBAGENT
@@ -339,14 +353,19 @@ class CallTree:
         if not decision.auxiliary:
             if isinstance(decision, Branch) and decision.plan.parent is not None:
                 lineage = decision.plan.parent.conversation.lineage
-            lineage = lineage or self._lineage(decision.plan)[1] or Lineage(main=not self._has_main)
+            lineage = lineage or self._lineage(decision.plan)[1] or Lineage(main=self._begins_main(decision))
             for key in decision.plan.lineage_keys:
                 self._lineages.setdefault(key, lineage)
-            self._has_main = True
+            self._has_main = self._has_main or lineage.main
         self._counts["parted"] += bool(self._conversations)
         conversation = CapturedConversation(len(self._conversations), lineage, decision.plan.tools)
         self._conversations.append(conversation)
         return conversation
+
+    def _begins_main(self, decision: Branch | Open) -> bool:
+        if self._earlier is None:
+            return not self._has_main
+        return not self._has_main and isinstance(decision, Open) and decision.kind is SegmentKind.DRIFT
 
 
 def _applies(rule: AuxiliaryRule, call: ModelCall, system_texts: Iterable[str]) -> bool:

@@ -6,7 +6,8 @@ The interceptor has checked the key of a call before its request is read. Here t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +23,7 @@ from rollout_server.core.capture.tree import CallTree
 from rollout_server.core.error import (
     Busy,
     CallRefused,
+    Draining,
     NotFound,
     NotPossible,
     RolloutError,
@@ -37,6 +39,7 @@ from rollout_server.edge.rpc.prompts import PromptRenderer
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
+from rollout_server.runtime.capture.continuation import finish
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
@@ -66,7 +69,16 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
 
     def key_uid(self, authorization: str) -> str | None:
         """Return the uid of the rollout to which the key of this header belongs; None if it is no key of a rollout."""
-        return self._keys.uid_of(bare_key(authorization))
+        key = bare_key(authorization)
+        return self._keys.uid_of(key) or self._uid_of_earlier(key)
+
+    def _uid_of_earlier(self, key: str) -> str | None:
+        """Return the uid of the rollout for which an earlier process has handed out this key."""
+        uid = self._keys.named_uid(key)
+        try:
+            return uid if self._registry.get(uid, _HOLDER).capture.accepts(key) else None
+        except NotFound:
+            return None
 
     async def CallModel(self, request: pb.CallModelRequest, context: _Context) -> AsyncIterator[pb.CallModelResponse]:
         """Complete one call. If its caller leaves, the completion is kept for the same call."""
@@ -86,7 +98,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             result = "replayed" if completed.replayed else "completed"
         except RolloutOver:
             result = "over"
-            raise RolloutOver(_word_of(rollout.ending)) from None
+            raise _over(rollout) from None
         except RolloutError as error:
             result = "busy" if isinstance(error, Busy) else "refused"
             raise
@@ -101,7 +113,9 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         self, request: pb.ConfirmCompletionRequest, context: _Context
     ) -> pb.ConfirmCompletionResponse:
         """Record that a completion reached the agent."""
-        await self._rollout(request.uid).capture.confirm(request.completion_id)
+        rollout = self._rollout(request.uid)
+        with _over_or_suspended(rollout):
+            await rollout.capture.confirm(request.completion_id)
         return pb.ConfirmCompletionResponse()
 
     async def FinishRollout(self, request: pb.FinishRolloutRequest, context: _Context) -> pb.FinishRolloutResponse:
@@ -111,7 +125,8 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             text = f"the server itself runs the agent {rollout.agent.name!r}, which ends its rollouts"
             raise NotPossible(text, reason="NOT_EXTERNAL")
         work = await offload_request(lambda: wire.finished_work(request), request.ByteSize())
-        return pb.FinishRolloutResponse(repeated=await rollout.capture.finish(work))
+        with _over_or_suspended(rollout):
+            return pb.FinishRolloutResponse(repeated=await finish(rollout, work))
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: _Context) -> pb.CountTokensResponse:
         """Count the tokens of a prompt."""
@@ -147,6 +162,21 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
             lambda: _first_prompt(request.prompt, rollout.capture.options, role), request.ByteSize()
         )
         return len(await self._prompts.token_ids(rollout.spec.tokenizer, call.tools, messages))
+
+
+@contextmanager
+def _over_or_suspended(rollout: Rollout) -> Iterator[None]:
+    try:
+        yield
+    except RolloutOver:
+        raise _over(rollout) from None
+
+
+def _over(rollout: Rollout) -> RolloutOver | Draining:
+    """Return the error of a call to a rollout that takes no calls. The next process continues one that is suspended."""
+    if rollout.is_suspended:
+        return Draining("the server is stopping, and the rollout continues with its next start: retry", retry_after=1.0)
+    return RolloutOver(_word_of(rollout.ending))
 
 
 def _word_of(ending: RolloutEnding) -> str:

@@ -26,6 +26,7 @@ from rollout_server.edge.wire.rollout import agent_to_proto, group_item, group_t
 from rollout_server.edge.wire.spec import duration, seconds
 from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.groups.state import GroupPlan
+from rollout_server.runtime.journal import KeyMinted
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, StartRequest
@@ -69,7 +70,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Start a rollout or find it."""
         rollout, attached = await self._start(request)
         function_tools = request.include_function_tools
-        return started(rollout, self._access(rollout), attached=attached, function_tools=function_tools)
+        return started(rollout, await self._access(rollout), attached=attached, function_tools=function_tools)
 
     async def RunRollout(
         self, request: pb.RunRolloutRequest, context: _Context
@@ -81,7 +82,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         rollout, attached = await self._take(request.start)
         with rollout.attached():  # also while its acceptance is stored: `cancel_after_detach` may be shorter
             await self._registry.accept([rollout])
-            yield pb.RunRolloutResponse(started=started(rollout, self._access(rollout), attached=attached))
+            yield pb.RunRolloutResponse(started=started(rollout, await self._access(rollout), attached=attached))
             async for shown in _events(rollout, request.after_sequence, detail):
                 yield pb.RunRolloutResponse(event=shown)
 
@@ -109,7 +110,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Return one rollout."""
         view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         rollout = self._registry.get(request.uid, caller())
-        access = self._access(rollout) if request.include_access else None
+        access = await self._access(rollout) if request.include_access else None
         return pb.GetRolloutResponse(rollout=rollout_to_proto(rollout, view), access=access)
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
@@ -225,11 +226,14 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             keys_required=facts.keys_required(),
         )
 
-    def _access(self, rollout: Rollout) -> pb.ModelAccess | None:
-        """Return the access to the model endpoint of a rollout whose agent runs elsewhere."""
+    async def _access(self, rollout: Rollout) -> pb.ModelAccess | None:
+        """Return the access to the model endpoint of a rollout whose agent runs elsewhere, once later processes accept its key."""
         if not rollout.agent.external:
             return None
         access = self._registry.model_access(rollout.uid)
+        if access.key and rollout.outcome is None and rollout.capture.add_key(access.key):
+            self._registry.journal.write(KeyMinted(rollout.uid, rollout.capture.key_digests))
+            await self._registry.accept([rollout])
         return pb.ModelAccess(base_url=access.base_url, key=access.key)
 
     async def _render(self, request: pb.RenderPromptRequest) -> pb.RenderPromptResponse:

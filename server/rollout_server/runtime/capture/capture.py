@@ -42,6 +42,7 @@ from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.report import CaptureReport
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.capture.tree import CallTree
+from rollout_server.core.conversation import Conversation
 from rollout_server.core.error import CallRefused, NotFound, RolloutOver
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
@@ -49,6 +50,7 @@ from rollout_server.core.record import Masked, Note
 from rollout_server.core.segment import AGENT, Role, SegmentKind
 from rollout_server.core.usage import lengths
 from rollout_server.runtime.capture.call_sampling import call_sampling
+from rollout_server.runtime.capture.continuation import earlier_main, has_turns, is_settled
 from rollout_server.runtime.capture.endpoint import (
     MOST_CALLS,
     FinishedWork,
@@ -91,6 +93,9 @@ class CapturedRun(Protocol):
     async def attempt(self, **sampling: Unpack[SamplingOptions]) -> Reply:
         """Request a completion. Raise `PromptRefused` without an end of the rollout."""
 
+    def at(self, conversation: Conversation) -> CapturedRun:
+        """Return a run of a conversation of an earlier process, to be read."""
+
     def settle(self, main: Any, report: CaptureReport) -> None:
         """Record what the calls were, and which conversation is the main one from now on."""
 
@@ -106,9 +111,12 @@ class Capture:
     def __init__(self, run: CapturedRun, context: RunContext, options: CaptureOptions, later: LaterSystem) -> None:
         self.access: ModelAccess = context.capture_ports.access(context.rollout.uid)
         self._root = self._main = run
+        earlier = earlier_main(context.rollout)
         self._context = context
         self.options = options
-        self._tree = CallTree(options, later)
+        self._tree = CallTree(options, later, None if earlier is None else earlier[0])
+        if earlier is not None:
+            self._main = run.at(earlier[1])
         self._lock = asyncio.Lock()
         self._runs: dict[int, CapturedRun] = {}
         self._tasks: dict[Pending, asyncio.Task[Completed]] = {}
@@ -197,6 +205,12 @@ class Capture:
                 self._record_settlement(self._tree.settle())
 
     def _record_settlement(self, settlement: Settlement) -> None:
+        if (
+            settlement == Settlement(None, (), CaptureReport())
+            and not self._refused
+            and is_settled(self._context.rollout)
+        ):
+            return  # the earlier process has done it, and there was no call since
         for turn, reason in settlement.masked:
             self._context.record(Masked(turn, reason))
         main = self._main if settlement.main is None else self._runs[settlement.main]
@@ -373,7 +387,7 @@ async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOp
     """Open the model endpoint of a rollout. It ends with the `async with` block. Raise `AgentMistake` for a second one."""
     context.refuse_replay("the model endpoint of an agent that owns its loop")
     capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec))
-    if context.machine.turn or not context.rollout.capture.open(capture):
+    if has_turns(context.rollout) or not context.rollout.capture.open(capture):
         raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")
     context.before_end.append(capture.settle)  # the driver's cancellation of the block would come too late
     try:

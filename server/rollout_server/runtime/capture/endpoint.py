@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -16,6 +18,9 @@ from rollout_server.core.spec import Spec
 
 MOST_CALLS: Final = 64
 """Calls of one rollout that may be open at the same time."""
+_MOST_KEYS: Final = 16
+"""Keys of one rollout that are accepted after restarts. Each process hands out at most one."""
+_DIGEST_BYTES: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +117,13 @@ class CaptureSlot:
 
     Attributes:
         options: those of the endpoint, also after its end; the defaults before the agent has opened it.
+        key_digests: SHA-256 digests of the keys that were handed out for it, in a row, the newest last. A server that is
+            restarted accepts these keys, and can hand out only other ones.
     """
 
     def __init__(self, requested: asyncio.Future[Any], reached: asyncio.Future[Any]) -> None:
         self.options = _DEFAULTS
+        self.key_digests = b""
         self._requested = requested
         self._reached = reached
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -123,6 +131,25 @@ class CaptureSlot:
         self._waiting = 0
         self._finished: asyncio.Future[FinishedWork] = asyncio.get_running_loop().create_future()
         self._over = False
+
+    def restore(self, key_digests: bytes, work: FinishedWork | None) -> None:
+        """Take over what an earlier process has stored. `work`: the agent has ended its work."""
+        self.key_digests = key_digests
+        if work is not None:
+            self._finished.set_result(work)
+
+    def add_key(self, key: str) -> bool:
+        """Add the digest of a key that is handed out. Return False if it was handed out before. The oldest of many are dropped."""
+        if self.accepts(key):
+            return False
+        self.key_digests = (self.key_digests + _digest(key))[-_MOST_KEYS * _DIGEST_BYTES :]
+        return True
+
+    def accepts(self, key: str) -> bool:
+        """Return whether a key was handed out, by this process or an earlier one."""
+        found, known = _digest(key), self.key_digests
+        parts = (known[at : at + _DIGEST_BYTES] for at in range(0, len(known), _DIGEST_BYTES))
+        return any(hmac.compare_digest(found, part) for part in parts)
 
     async def call(self, call: ModelCall, begun: Callable[[str], None] = lambda completion_id: None) -> Completed:
         """See `AgentEndpoint.call`."""
@@ -177,6 +204,8 @@ class CaptureSlot:
             return False
         self._opened.set_result(None)
         self._endpoint, self.options = endpoint, endpoint.options
+        if self._finished.done():
+            endpoint.finish(self._finished.result())
         return True
 
     def close(self) -> None:
@@ -188,6 +217,10 @@ class CaptureSlot:
         """Refuse all further calls and results: the rollout has its outcome."""
         self.close()
         self._over = True
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 async def first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:

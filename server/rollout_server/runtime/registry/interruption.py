@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final
 
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
@@ -21,7 +21,8 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
-from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, Request, goes_on_live
+from rollout_server.runtime.capture.continuation import finished_work
 from rollout_server.runtime.journal import JournalUnusable, StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Clock, Tool
@@ -29,8 +30,9 @@ from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart
 
-_REQUESTED_AGAIN = ENGINES | {Dialect.STREAM}
-"""Dialects whose completions are requested again after a restart, also if they may be generated twice then."""
+_DECLARATION: Final = (
+    "replayable = True declares that it can, and on_restart what becomes of a rollout whose agent owns its loop"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class MissingAgent:
     version: str
     description: str = ""
     replayable: bool = False
+    on_restart: str = END
     external: bool = False
     limits: Limits = Limits()
     tools: Sequence[Tool] = ()
@@ -161,7 +164,11 @@ def _rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: R
     """Return a rollout of an earlier process. Raises `JournalUnusable` if its records contradict each other."""
     uid = stored.start.uid
     try:
-        return Rollout(uid, start.admitted, start.tools, clock, owner, stored)
+        rollout = Rollout(uid, start.admitted, start.tools, clock, owner, stored)
+        rollout.capture.restore(stored.key_digest, finished_work([entry.record for entry in stored.entries]))
+        if rollout.outcome is not None:
+            rollout.capture.end()
+        return rollout
     except Exception as error:  # whatever records that no server has written make the machine raise
         text = (
             f"rollout {uid} cannot be rebuilt, because its records contradict each other ({type(error).__name__}): restore the "
@@ -182,7 +189,7 @@ def obstacle_to_resume(
     """
     records = [entry.record for entry in log]
     policy = _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
-    return policy or _log_obstacle(spec, records)
+    return policy or (_live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records))
 
 
 def _request_obstacle(spec: Spec, request_id: str) -> str:
@@ -197,10 +204,23 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
         spec.on_interrupt is InterruptPolicy.UNSET and not resume_by_default
     ):
         return "it was not to be resumed (on_interrupt)"
-    if not agent.replayable and (agent.external or not never_ran):
-        return f"the play of agent {agent.name!r} cannot be replayed (replayable = True declares that it can)"
+    if not (agent.replayable or goes_on_live(agent) or never_ran):
+        return f"the play of agent {agent.name!r} cannot be replayed ({_DECLARATION})"
     if spec.completions.dialect is Dialect.STREAM:
         return "the stream of its trainer ended with the server"
+    return ""
+
+
+def _live_obstacle(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
+    """Return why an agent that owns its loop cannot go on: its next call begins another conversation."""
+    if not any(isinstance(record, Asked) for record in records):
+        return ""
+    if spec.completions.dialect is Dialect.HTTP_MASKED:
+        return (
+            "its trainer has a single conversation per rollout (POST /rollout), and the agent would begin another one"
+        )
+    if agent.on_restart == AGAIN and not spec.messages:
+        return "its request has no messages with which its agent could be run again"
     return ""
 
 

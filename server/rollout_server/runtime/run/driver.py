@@ -17,15 +17,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from rollout_server.core.ledger import Origin, SegmentKind
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, RewardResult, Stop, Warned
-from rollout_server.core.record import Ended, ToolReturned, ToolStarted
+from rollout_server.core.record import FIRST, Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.capture.continuation import go_on, goes_on
 from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import FurtherModels
-from rollout_server.runtime.ports import OpenSampler
+from rollout_server.runtime.ports import Fork, OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.run import Run
@@ -72,6 +74,8 @@ async def drive(
     run: Run | None = None
     try:
         with _time_limit(rollout):
+            if goes_on(rollout):
+                go_on(rollout)
             run = _open(rollout, open_sampler, tool_resources, models, capture_ports)
             end = (
                 await _run_to_end(rollout, run, tasks)
@@ -114,6 +118,8 @@ def _open(
 ) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
+        if rollout.machine.main.line.id != FIRST:  # an earlier attempt has used the trainer's first conversation
+            sampler = sampler.fork(Fork(Origin(SegmentKind.SUBAGENT, FIRST)))
         return Run(
             RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models, capture_ports),
             rollout.machine.main,

@@ -278,6 +278,10 @@ class Run:
         """Wait for the result of an agent that runs elsewhere, after a limit has ended its calls. For `ExternalAgent`."""
         return await self._rollout.capture.late_work(seconds)
 
+    def at(self, conversation: Conversation) -> Run:
+        """Return a run of a conversation of an earlier process, to be read."""
+        return Run(self._context, conversation, self._sampler, self._executor)
+
     def settle(self, main: Run, report: CaptureReport) -> None:
         """Record what the calls of an agent that owns its loop were. From now on `main` is the rollout's main conversation."""
         self._context.record(CaptureSettled(main._conversation.id, report))
