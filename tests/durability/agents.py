@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 
-from rollout_server import Agent, Run, tool
+from rollout_server import Agent, ExternalAgent, Program, Run, tool
 
 DIRECTORY = "DURABILITY_DIRECTORY"
 MOMENTS = ("before", "middle", "after")
@@ -92,16 +92,40 @@ class Unrepeatable(Steps):
         await super().play(run)
 
 
-class Ranked(Steps):
-    """Reward a group of four."""
+PROGRAM = """
+import json, os, urllib.request
+messages = [{"role": "user", "content": "Begin."}]
+for _ in range(2):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": "any", "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request) as response:
+        message = json.load(response)["choices"][0]["message"]
+    messages += [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": "Go on."}]
+"""
 
-    name = "ranked"
 
-    async def reward_group(self, runs: Sequence[Run]) -> list[float]:
-        """Return the indices. They are wrong if the group is not whole."""
-        case = int(str(runs[0].messages[0]["content"]).split()[1].rstrip(":"))
-        _act(runs[0], "reward", case, 0)
-        return [4.0 - len(runs) + (run.request.group_index or 0) for run in runs]
+class Remote(ExternalAgent):
+    """Runs elsewhere."""
+
+    name = "remote"
 
 
-AGENTS = (Steps(), Replayable(), Unrepeatable(), Ranked())
+class RunAgain(Program):
+    """A program that calls its model twice, and is run anew after a restart."""
+
+    name = "run_again"
+    command = (sys.executable, "-c", PROGRAM)
+    on_restart = "again"
+
+
+class RunOnce(RunAgain):
+    """The same program, which ends with the server."""
+
+    name = "run_once"
+    on_restart = "end"
+
+
+AGENTS = (Steps(), Replayable(), Unrepeatable(), Remote(), RunAgain(), RunOnce())

@@ -40,6 +40,8 @@ from rollout_server.runtime.rollout import Rollout
 UNSEEN: Final = "the server was restarted, and nothing shows that the agent received this completion"
 EARLIER_ATTEMPT: Final = "the server was restarted, and the agent was run anew"
 _FINISH: Final = "finish"
+_SETTLE_SECONDS: Final = 5.0
+"""How long `finish` waits until what the calls were is recorded, too. An agent class may do something else before."""
 
 
 def goes_on(rollout: Rollout) -> bool:
@@ -119,6 +121,7 @@ async def finish(rollout: Rollout, work: FinishedWork) -> bool:
     repeated = await rollout.capture.finish(work)
     if not repeated:
         rollout.record(Observed(_FINISH, json.dumps(asdict(work), default=lambda value: value.value)))
+        await rollout.capture.closed(_SETTLE_SECONDS)  # after a crash, nothing shows that the last completion was received
     await rollout.stored()
     return repeated
 

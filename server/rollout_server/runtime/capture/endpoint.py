@@ -130,6 +130,7 @@ class CaptureSlot:
         self._endpoint: AgentEndpoint | None = None
         self._waiting = 0
         self._finished: asyncio.Future[FinishedWork] = asyncio.get_running_loop().create_future()
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._over = False
 
     def restore(self, key_digests: bytes, work: FinishedWork | None) -> None:
@@ -212,6 +213,12 @@ class CaptureSlot:
         """Refuse all further calls."""
         self._opened.cancel()  # wakes the calls that wait for it
         self._endpoint = None
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    async def closed(self, seconds: float) -> None:
+        """Wait until the endpoint is closed and what its calls were is recorded, or for so many seconds."""
+        await first_of(self._closed, self._requested, within=seconds)
 
     def end(self) -> None:
         """Refuse all further calls and results: the rollout has its outcome."""
