@@ -254,6 +254,26 @@ async def test_a_compaction_before_the_crash_stays_the_main_conversation() -> No
     await harness.close()
 
 
+async def test_the_main_conversation_is_found_again_whoever_calls_first() -> None:
+    main, sub = ({"role": "system", "content": name} for name in ("main", "sub"))
+    for order in (("sub",), ("sub", "main"), ("main", "sub")):
+        journal = KeptJournal()
+        _, rollout = first_process(Remote(), journal)
+        answers = {"main": await called(rollout, main, user("a")), "sub": await called(rollout, sub, user("b"))}
+        histories = {"main": [main, user("a"), answers["main"]], "sub": [sub, user("b"), answers["sub"]]}
+        await asyncio.sleep(1)
+        harness, rollout = await after(journal, Remote())
+        for name in order:
+            await called(rollout, *histories[name], user("Go on."))
+        await finish(rollout, FinishedWork())
+        outcome = await outcome_of(rollout)
+        assert contents(outcome, "system") == ["main"]
+        assert len(contents(outcome, "assistant")) == 1 + ("main" in order)
+        kinds = [fork.origin.kind for fork in records(rollout, Forked)][2:]
+        assert kinds == [{"main": SegmentKind.DRIFT, "sub": SegmentKind.SUBAGENT}[name] for name in order]
+        await harness.close()
+
+
 async def test_an_agent_that_does_not_come_back_ends_its_rollout() -> None:
     journal = KeptJournal()
     _, rollout = first_process(Remote(), journal)

@@ -1084,7 +1084,7 @@ Global___CaptureSettled: _TypeAlias = CaptureSettled  # noqa: Y015
 
 @_typing.final
 class Observed(_message.Message):
-    """The agent used the clock, randomness or a side effect."""
+    """The agent used the clock, randomness or a side effect, or has ended its work elsewhere."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1096,7 +1096,7 @@ class Observed(_message.Message):
     CONCURRENT_FIELD_NUMBER: _builtins.int
     BY_TOOL_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """"now", "random" or "once"."""
+    """"now", "random", "once" or "finish"."""
     value_json: _builtins.bytes
     """The result: one JSON value."""
     segment_id: _builtins.str

@@ -680,16 +680,18 @@ Global___Rewarded: _TypeAlias = Rewarded  # noqa: Y015
 
 @_typing.final
 class Observed(_message.Message):
-    """The agent called run.now(), run.random() or run.once(). The value is recorded, and a replay of the agent gets the same value."""
+    """The agent called run.now(), run.random() or run.once(). The value is recorded, and a replay of the agent gets the same value. Or an
+    agent that runs elsewhere has ended its work.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     WHAT_FIELD_NUMBER: _builtins.int
     VALUE_JSON_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """"now", "random" or "once"."""
+    """"now", "random", "once" or "finish"."""
     value_json: _builtins.str
-    """One JSON value: a time in ISO 8601, a seed, or the result of the agent's own function. From EVENT_DETAIL_MESSAGES on."""
+    """One JSON value: a time in ISO 8601, a seed, the result of the agent's own function, or of its work. From EVENT_DETAIL_MESSAGES on."""
     def __init__(
         self,
         *,
