@@ -232,6 +232,8 @@ async def test_calls_that_were_settled_are_not_settled_again() -> None:
     await judged.wait()
     await asyncio.sleep(1)
     harness, rollout = await after(journal, Slow())
+    await asyncio.sleep(1)
+    harness, rollout = await after(harness.roster.journal, Slow())  # type: ignore[arg-type]
     outcome = await outcome_of(rollout)
     assert outcome.reward_result.reward == 1.0
     assert len(trained(rollout, outcome)) == 2
@@ -373,6 +375,16 @@ async def test_who_may_ask_for_it() -> None:
         else:
             with pytest.raises(NotPossible, match="on_restart"):
                 harness.start(**resume)
+
+
+async def test_a_setup_that_may_have_started_the_agent_does_not_run_again() -> None:
+    journal = KeptJournal()
+    first_process(Starting(), journal)
+    await asyncio.sleep(1)
+    _, rollout = await after(journal, Starting())
+    outcome = await outcome_of(rollout)
+    assert isinstance(outcome.end, Failure)
+    assert outcome.end.category is Category.INTERRUPTED
 
 
 class Starting(ExternalAgent):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from rollout_server.core.capture.earlier import EarlierMain
@@ -57,7 +57,7 @@ def go_on(rollout: Rollout) -> None:
         rollout.record(record)
     if rollout.agent.on_restart == AGAIN:
         fork = rollout.machine.fork(SegmentKind.MAIN, tuple(rollout.spec.messages))
-        rollout.record(fork)
+        rollout.record(replace(fork, tools=tuple(tool.name for tool in rollout.tools)))
 
 
 def _closing_records(rollout: Rollout, records: Sequence[Record]) -> Iterator[Input]:
@@ -74,7 +74,7 @@ def _closing_records(rollout: Rollout, records: Sequence[Record]) -> Iterator[In
 
 def _unseen_turns(rollout: Rollout, records: Sequence[Record]) -> set[int]:
     """Return the last turns of the conversations that no call continued; none if the calls were settled by their end."""
-    if any(isinstance(record, CaptureSettled) for record in _since_restart(records)):
+    if _are_settled(records):
         return set()
     last, seen = dict[Conversation, int](), set[int]()
     for record in records:
@@ -90,12 +90,13 @@ def _unseen_turns(rollout: Rollout, records: Sequence[Record]) -> set[int]:
 
 def has_turns(rollout: Rollout) -> bool:
     """Return whether this process has requested a turn of the rollout."""
-    return any(isinstance(record, Asked) for record in _since_restart(_records(rollout)))
+    latest = (record for record in reversed(_records(rollout)) if isinstance(record, Asked | Resumed))
+    return isinstance(next(latest, None), Asked)
 
 
 def is_settled(rollout: Rollout) -> bool:
-    """Return whether the calls of the rollout's agent were counted, in this process or in an earlier one."""
-    return any(isinstance(record, CaptureSettled) for record in _records(rollout))
+    """Return whether the calls of the rollout's agent were counted, perhaps by an earlier process, and there was none since."""
+    return _are_settled(_records(rollout))
 
 
 def earlier_main(rollout: Rollout) -> tuple[EarlierMain, Conversation] | None:
@@ -121,7 +122,9 @@ async def finish(rollout: Rollout, work: FinishedWork) -> bool:
     repeated = await rollout.capture.finish(work)
     if not repeated:
         rollout.record(Observed(_FINISH, json.dumps(asdict(work), default=lambda value: value.value)))
-        await rollout.capture.closed(_SETTLE_SECONDS)  # after a crash, nothing shows that the last completion was received
+        await rollout.capture.closed(
+            _SETTLE_SECONDS
+        )  # after a crash, nothing shows that the last completion was received
     await rollout.stored()
     return repeated
 
@@ -146,9 +149,6 @@ def _records(rollout: Rollout) -> Sequence[Record]:
     return [entry.record for entry in rollout.log.entries]
 
 
-def _since_restart(records: Sequence[Record]) -> Iterator[Record]:
-    """Yield the records that the latest process has added, or that the earlier one had, until it adds some; the newest first."""
-    for record in reversed(records):
-        if isinstance(record, Resumed):
-            return
-        yield record
+def _are_settled(records: Sequence[Record]) -> bool:
+    latest = (record for record in reversed(records) if isinstance(record, Asked | CaptureSettled))
+    return isinstance(next(latest, None), CaptureSettled)

@@ -204,7 +204,7 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
         spec.on_interrupt is InterruptPolicy.UNSET and not resume_by_default
     ):
         return "it was not to be resumed (on_interrupt)"
-    if not (agent.replayable or goes_on_live(agent) or never_ran):
+    if not (agent.replayable or goes_on_live(agent) or (never_ran and not agent.external)):
         return f"the play of agent {agent.name!r} cannot be replayed ({_DECLARATION})"
     if spec.completions.dialect is Dialect.STREAM:
         return "the stream of its trainer ended with the server"
