@@ -81,10 +81,10 @@ def _measure(console: Console, place: Path, *, quick: bool) -> Figures:
     latency: list[LatencyResult] = []
     with asyncio.Runner(loop_factory=new_loop) as runner:
         for workload in _QUICK if quick else _CPU:
-            console.print(f"CPU: {workload}")
+            console.print(f"CPU, rollouts at once: {workload}")
             cpu.append(runner.run(measure_cpu(workload, place, 1 if quick else _ROUNDS)))
         for workload in _QUICK if quick else _LATENCY:
-            console.print(f"latency: {workload}")
+            console.print(f"latency, rollouts at once: {workload}")
             latency.append(runner.run(measure_latency(workload, place)))
     console.print("recovery")
     recovery: Recovery = measure_recovery(place, *(_QUICK_RECOVERY if quick else _RECOVERY))

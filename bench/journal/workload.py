@@ -57,11 +57,11 @@ class Workload:
     repeatable: bool = True
 
     def __str__(self) -> str:
-        notes = [f"{self.at_once} at once"]
+        notes = [str(self.at_once)]
         if self.first_prompt >= LONG_PROMPT:
-            notes.append(f"first prompt {self.first_prompt:,}")
+            notes.append(f"with a first prompt of {self.first_prompt:,} tokens")
         if not self.repeatable:
-            notes.append("calls run only once")
+            notes.append("with a tool that is not `idempotent`")
         return ", ".join(notes)
 
 
