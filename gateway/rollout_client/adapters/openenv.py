@@ -69,7 +69,8 @@ class RolloutSession(ResourceSession):  # type: ignore[misc]  # without OpenEnv,
             TimeoutError: the time limit of the rollout expired, so that it may be trained on but has no reward; or `timeout_s`
                 expired, and it continues.
             RolloutFailed: it failed or was cancelled, and must not be trained on, or this session was closed.
-            RolloutError: the rollout was lost because the server was restarted or forgot the trainer's stream.
+            RolloutError: the rollout was lost because the server was restarted or forgot the trainer's stream, and the trainer
+                could not continue it on another one.
             RecordMismatch: the trainer refused its samples, with `on_mismatch="flag"`.
         """
         try:
