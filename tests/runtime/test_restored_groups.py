@@ -416,6 +416,25 @@ def is_start(change: object, uid: str) -> bool:
     return isinstance(change, RolloutAccepted) and change.start.uid == uid
 
 
+async def test_a_group_that_callers_cannot_find_is_rewarded_after_a_restart() -> None:
+    """Trainer streams form such groups."""
+    first = GroupHarness(Ranked(), journal=KeptJournal())
+    scripted(first, _0=(CALLS, Say("a")), _1=(CALLS, CALLS, Say("bb")))
+    plan = GroupPlan(2)
+    RolloutGroup("unlisted", first.groups.admit(a_request(), plan), plan, first.roster).start()
+    await asyncio.sleep(1.5)
+    second = await first.next_process(agent := Ranked(), capacity=Capacity(finished=2))
+    with pytest.raises(NotFound):
+        second.groups.get("mine", ME)
+    await asyncio.sleep(10)
+    ends = [rollout.outcome for _, rollout in second.roster.select(Selection(ME))]
+    assert [end.reward_result.reward for end in ends if end is not None] == [1.0, 0.0]
+    assert agent.groups == [[0, 1]]
+    second.start(Say("more"))
+    await asyncio.sleep(10)
+    assert isinstance(second.roster.journal.committed[-1], GroupDropped)  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("agent", [Looping, Ranked])
 async def test_a_group_that_could_not_be_stored_is_forgotten(agent: type[Looping]) -> None:
     journal = KeptJournal()

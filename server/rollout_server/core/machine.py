@@ -105,9 +105,8 @@ class Machine:
         self._steps = PolicySteps()
         self._warnings: list[Warned] = []
         self._capture: CaptureReport | None = None
-        self._resumed = False
         self._outcome: Outcome | None = None
-        self._begun = False
+        self._begun = self._resumed = False
 
     @property
     def state(self) -> State:
