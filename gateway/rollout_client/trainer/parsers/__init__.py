@@ -14,7 +14,7 @@ from rollout_client.trainer.parsers.hermes import hermes, thinking
 from rollout_client.trainer.parsers.llama import llama
 from rollout_client.trainer.parsers.mistral import mistral
 
-__all__ = ["hermes", "llama", "mistral", "parser_by_name", "plain", "thinking"]
+__all__ = ["hermes", "llama", "mistral", "plain", "thinking"]
 
 _NAMED: Final[dict[str, Parse]] = {"hermes": hermes, "llama": llama, "mistral": mistral, "plain": plain}
 
