@@ -43,6 +43,7 @@ THOROUGH = re.compile(
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
     | simulator/test_worlds\.py::\w+\[[1-7]\]                                     # 250 simulated worlds each
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
+    | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
     | test_bench\.py
     )""",
     re.VERBOSE,

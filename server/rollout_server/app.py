@@ -152,7 +152,7 @@ class Server:
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
         groups = GroupRegistry(self._registry)
-        with naming_journal():
+        with naming_journal(), collector_paused():
             await groups.load()
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).
@@ -173,9 +173,9 @@ class Server:
         self._stack.push_async_callback(self._rpc.stop, 1.0)
         if settings.http:
             await self._start_http(socket, keys)
-        await (
-            groups.resume()
-        )  # not before the ports are open: if one cannot be opened, nothing has run and nothing was sent
+        # Not before the ports are open: if one cannot be opened, nothing has run and nothing was sent.
+        self._streams.restore(rollout for _, rollout in self._registry.select(_UNFINISHED))
+        await groups.resume()
         self._repeat(self._registry.forget, settings.cleanup_seconds)
 
         def refresh_keys() -> None:

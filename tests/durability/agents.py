@@ -11,6 +11,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollout_server import Agent, ExternalAgent, Program, Run, tool
@@ -92,6 +93,18 @@ class Unrepeatable(Steps):
         await super().play(run)
 
 
+class Ranked(Steps):
+    """Reward a group of four."""
+
+    name = "ranked"
+
+    async def reward_group(self, runs: Sequence[Run]) -> list[float]:
+        """Return the indices. They are wrong if the group is not whole."""
+        case = int(str(runs[0].messages[0]["content"]).split()[1].rstrip(":"))
+        _act(runs[0], "reward", case, 0)
+        return [4.0 - len(runs) + (run.request.group_index or 0) for run in runs]
+
+
 PROGRAM = """
 import json, os, urllib.request
 messages = [{"role": "user", "content": "Begin."}]
@@ -128,4 +141,4 @@ class RunOnce(RunAgain):
     on_restart = "end"
 
 
-AGENTS = (Steps(), Replayable(), Unrepeatable(), Remote(), RunAgain(), RunOnce())
+AGENTS = (Steps(), Replayable(), Unrepeatable(), Ranked(), Remote(), RunAgain(), RunOnce())

@@ -28,9 +28,9 @@ class JournalUnavailable(Exception):
     """The journal cannot be written now. The text says which file and why, and what to do."""
 
 
-def journal_down(problem: str) -> Unavailable:
-    """Return the refusal of a start that cannot be stored. `problem` is the text of `JournalUnavailable`."""
-    return Unavailable(problem, retry_after=5.0, reason="JOURNAL_UNAVAILABLE")
+def journal_down(text: str) -> Unavailable:
+    """Return the error of a request that the journal cannot store now. `text` is that of a `JournalUnavailable`."""
+    return Unavailable(text, retry_after=5.0, reason="JOURNAL_UNAVAILABLE")
 
 
 @dataclass(frozen=True, slots=True)

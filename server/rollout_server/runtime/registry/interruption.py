@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NoReturn
 
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.limits import Limits
-from rollout_server.core.outcome import Category, Failure, RewardRule
+from rollout_server.core.outcome import Cancellation, Category, End, Failure, RewardRule
 from rollout_server.core.record import (
     Answered,
     Asked,
@@ -21,7 +21,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
-from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, Request, goes_on_live
+from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, goes_on_live
 from rollout_server.runtime.capture.continuation import finished_work
 from rollout_server.runtime.journal import JournalUnusable, StoredRollout
 from rollout_server.runtime.log import Entry
@@ -29,6 +29,9 @@ from rollout_server.runtime.ports import Clock, Tool
 from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart
+
+_REQUESTED_AGAIN = ENGINES | {Dialect.STREAM}
+"""Dialects whose completions are requested again after a restart, also if they may be generated twice then."""
 
 _DECLARATION: Final = (
     "replayable = True declares that it can, and on_restart what becomes of a rollout whose agent owns its loop"
@@ -206,8 +209,6 @@ def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: boo
         return "it was not to be resumed (on_interrupt)"
     if not (agent.replayable or goes_on_live(agent) or (never_ran and not agent.external)):
         return f"the play of agent {agent.name!r} cannot be replayed ({_DECLARATION})"
-    if spec.completions.dialect is Dialect.STREAM:
-        return "the stream of its trainer ended with the server"
     return ""
 
 

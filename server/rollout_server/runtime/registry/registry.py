@@ -20,13 +20,19 @@ from rollout_server.core.error import (
     Violation,
 )
 from rollout_server.core.fingerprint import fingerprint
-from rollout_server.core.outcome import Cancellation
+from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.event_loop import until_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
-from rollout_server.runtime.journal import JournalUnavailable, RolloutDropped, StoredDelivery, journal_down
+from rollout_server.runtime.journal import (
+    CancelRequested,
+    JournalUnavailable,
+    RolloutDropped,
+    StoredDelivery,
+    journal_down,
+)
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
@@ -300,8 +306,7 @@ class RolloutRegistry:
         """
         self.draining = True
         until = asyncio.get_running_loop().time() + grace
-        if self._tasks:
-            await self._idle(grace)
+        await until_done(self._tasks, grace)
         self._is_held_back = self.journal.is_durable
         for rollout in self._index.rollouts():
             if rollout.machine.outcome is None:
