@@ -66,17 +66,18 @@ class Crashing:
             self.stopped.clear()
 
 
-async def run(trainer: Trainer) -> list[Sequence[Finished]]:
+async def run(trainer: Trainer, agent: str) -> list[Sequence[Finished]]:
     """The rollouts of a group per case."""
     prompts = [case.question for case in CASES]
-    fields = {"agent": "steps", "tokenizer": "toy", "max_lag": 1, "on_stale": "cancel"}
+    fields = {"agent": agent, "tokenizer": "toy", "max_lag": 1, "on_stale": "cancel"}
     return [group.rollouts async for group in trainer.rollouts(prompts, n=N, in_order=True, **fields)]  # type: ignore[arg-type]
 
 
 def tokens(finished: Finished) -> list[object]:
-    """What the samples of a rollout that completed train on."""
+    """What a rollout that completed trains on, and its reward."""
     assert (finished.end, finished.error, finished.mismatch, finished.checked) == ("stop", "", None, True)
-    return [(each.prompt_ids, each.response_ids, each.response_mask, each.logprobs) for each in finished.samples]
+    samples = [(each.prompt_ids, each.response_ids, each.response_mask, each.logprobs) for each in finished.samples]
+    return [finished.reward, *samples]
 
 
 async def events(server: JournaledServer, uid: str) -> list[str | None]:
@@ -86,12 +87,17 @@ async def events(server: JournaledServer, uid: str) -> list[str | None]:
 
 
 @pytest.mark.parametrize(
-    ("number", "variables"),
-    [(signal.SIGKILL, {}), (signal.SIGTERM, {}), (signal.SIGKILL, MEMORY)],
-    ids=["killed", "stopped", "killed without a journal"],
+    ("agent", "number", "variables"),
+    [
+        ("steps", signal.SIGKILL, {}),
+        ("steps", signal.SIGTERM, {}),
+        ("ranked", signal.SIGKILL, {}),
+        ("steps", signal.SIGKILL, MEMORY),
+    ],
+    ids=["killed", "stopped", "killed, with rewards of groups", "killed without a journal"],
 )
 async def test_rollouts_of_a_trainer_survive_their_servers(
-    forker: Forker, tmp_path: Path, number: signal.Signals, variables: dict[str, str]
+    forker: Forker, tmp_path: Path, agent: str, number: signal.Signals, variables: dict[str, str]
 ) -> None:
     async with journaled_server(forker, tmp_path, **variables) as server, asyncio.timeout(60):
         policy = Crashing(server, number)
@@ -99,11 +105,11 @@ async def test_rollouts_of_a_trainer_survive_their_servers(
         model = {"generate": policy.generate, "decode": decode, "parse": parsers.hermes, "end_ids": {END}}
         async with client, Trainer(client, **model) as trainer:  # type: ignore[arg-type]
             await trainer.announce(version="v3", step=STEP)
-            undisturbed = [tokens(each) for group in await run(trainer) for each in group]
+            undisturbed = [tokens(each) for group in await run(trainer, agent) for each in group]
             policy.generated.clear()
             policy.strikes = [*STRIKES]
             restarting = asyncio.create_task(policy.keep_alive())
-            groups = await run(trainer)
+            groups = await run(trainer, agent)
             restarting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await restarting
