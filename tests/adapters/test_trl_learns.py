@@ -1,4 +1,4 @@
-"""`make learn`, shortened: two steps of GRPO, whose masks and rows it checks itself, and which repeat exactly."""
+"""`make learn`, shortened: two steps of GRPO, whose masks and rows it checks itself. `test_trl` shows that runs repeat exactly."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ def learn(results: Path, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-@pytest.mark.timeout(600)  # 30 s of CPU, most of them to load libraries and to start servers
-def test_every_mask_equals_the_ledger_and_a_run_repeats_exactly(tmp_path: Path) -> None:
-    [first], [again] = learn(tmp_path / "first.jsonl"), learn(tmp_path / "again.jsonl")
-    assert first["rows"] == again["rows"] == 2 * 8 * 8
+@pytest.mark.timeout(300)  # 20 s of CPU, most of them to load libraries and to start a server
+def test_every_mask_equals_the_ledger(tmp_path: Path) -> None:
+    [done] = learn(tmp_path / "results.jsonl")
+    assert done["rows"] == 2 * 8 * 8
     # There are tool results in the rows, so the masks that were compared are not all ones.
-    assert first["environment_tokens"] > 0
-    assert first["digest"] == again["digest"]
+    assert done["environment_tokens"] > 0
 
 
 def test_the_picture_and_the_table_are_those_of_the_results(tmp_path: Path) -> None:
