@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, 
 from functools import cache
 from pathlib import Path
 
+from tests.support.syntax import syntax_tree
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (ROOT / "server", ROOT / "gateway")
 STANDARD = "the standard library"
@@ -171,7 +173,7 @@ def offenders(found: Mapping[str, set[str]]) -> dict[str, list[str]]:
 
 @cache
 def tree(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    return syntax_tree(MODULES[name])
 
 
 @cache

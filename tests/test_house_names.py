@@ -12,6 +12,8 @@ from pathlib import Path
 
 from osmosis.rollout.v1 import event_pb2
 
+from tests.support.syntax import syntax_tree
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("server/rollout_server", "server/pytest_rollout", "gateway/rollout_gateway", "gateway/rollout_client")
 # The earlier SDK determines these names.
@@ -34,7 +36,7 @@ PUBLIC = frozenset({"answer", "answers"})  # FinishedRollout.answer, ScriptedMod
 
 
 def modules(package: str) -> dict[Path, ast.Module]:
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / package).rglob("*.py"))}
+    return {path: syntax_tree(path) for path in sorted((ROOT / package).rglob("*.py"))}
 
 
 @cache

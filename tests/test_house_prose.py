@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.syntax import syntax_tree
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
@@ -108,7 +110,7 @@ def test_every_docstring_has_content() -> None:
     empty = [
         f"{path.relative_to(ROOT)}:{line}: {text}"
         for path in files("server/**.py", "gateway/**.py", "bench/**.py", "examples/**.py", "tests/**.py")
-        for line, text in docstrings(ast.parse(path.read_text(encoding="utf-8")))
+        for line, text in docstrings(syntax_tree(path))
         if (EMPTY.fullmatch(text) if path.relative_to(ROOT).parts[0] in ("tests", "examples") else is_empty(text))
     ]
     assert empty == []

@@ -26,6 +26,7 @@ from rollout_server.core.segment import SamplePart
 from rollout_server.core.spec import ENGINES, Dialect, Target
 
 from tests.support.machine_records import fresh, takes_turn
+from tests.support.syntax import syntax_tree
 
 # Written out a second time: the table in core is the contract's, and a change of it must be meant.
 CLASSES = """
@@ -120,7 +121,7 @@ def _failures() -> Iterator[tuple[str, str, bool]]:
     """Yield each place in the server that creates a `Failure`: its location, its category and whether it names a source."""
     root = Path(rollout_server.__file__).parent
     for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(syntax_tree(path)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)

@@ -47,7 +47,9 @@ def _check_known(world: World) -> None:
         stored = world.disk.rollouts.get(uid)
         require(stored is not None and stored.ended, f"{uid} was accepted and has no outcome")
     for uid, stored in world.disk.rollouts.items():
-        owes = stored.ended and stored.start.request.spec.outcome is not None
+        # A start that was refused, because the disk was full, may have been cancelled before. Nobody heard of its end.
+        refused = stored.dropped and stored.delivery is None and uid not in world.callers.accepted
+        owes = stored.ended and stored.start.request.spec.outcome is not None and not refused
         require(not owes or stored.over, f"{uid}: its delivery is not over")
         # A start that could not be stored in time was refused, and is forgotten.
         require(stored.dropped or not stored.entries or stored.ended, f"{uid} was stored and has no outcome")

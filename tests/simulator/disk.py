@@ -142,9 +142,8 @@ class Disk:
         rollout.delivery = stored
 
     def _drop(self, uid: str, rollout: StoredRecords) -> None:
-        if rollout.ended:
-            owes = rollout.start.request.spec.outcome is not None and not rollout.over
-            self._laws.require(not owes, f"{uid} was dropped while its outcome was owed")
+        owes = rollout.delivery is not None and not rollout.over
+        self._laws.require(not owes, f"{uid} was dropped while its outcome was owed")
         rollout.dropped = True
 
 
