@@ -49,7 +49,7 @@ class StoredRecords:
     delivery: StoredDelivery | None = None
     dropped: bool = False
     cancelled: str | None = None
-    key_digest: bytes = b""
+    key_digests: bytes = b""
     asked: set[int] = field(default_factory=set)
     answered: set[int] = field(default_factory=set)
     calls: set[str] = field(default_factory=set)
@@ -94,8 +94,8 @@ class Disk:
                 self._drop(uid, self.rollouts[uid])
             case CancelRequested(uid, reason):
                 self.rollouts[uid].cancelled = reason
-            case KeyMinted(uid, digest):
-                self.rollouts[uid].key_digest = digest
+            case KeyMinted(uid, digests):
+                self.rollouts[uid].key_digests = digests
             case GroupFormed() | GroupGrew() | GroupDropped():
                 apply_to_groups(self.groups, change)
 
@@ -103,7 +103,7 @@ class Disk:
         """Return the rollouts that were not dropped."""
         return [
             StoredRollout(
-                each.start, tuple(each.entries), each.received, each.delivery, each.cancelled, each.key_digest
+                each.start, tuple(each.entries), each.received, each.delivery, each.cancelled, each.key_digests
             )
             for each in self.rollouts.values()
             if not each.dropped

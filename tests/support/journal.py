@@ -117,8 +117,8 @@ def apply(found: dict[str, StoredRollout], change: Change) -> None:
             found[uid] = replace(found[uid], stored_delivery=stored)
         case CancelRequested(uid, reason):
             found[uid] = replace(found[uid], cancelled=reason)
-        case KeyMinted(uid, digest):
-            found[uid] = replace(found[uid], key_digest=digest)
+        case KeyMinted(uid, digests):
+            found[uid] = replace(found[uid], key_digests=digests)
         case OutcomeReceived(uid):
             found[uid] = replace(found[uid], received=True)
         case RolloutDropped(uid):

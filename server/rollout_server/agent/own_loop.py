@@ -57,6 +57,16 @@ class OwnLoopAgent(Agent):
     def __init__(self, **options: Unpack[AgentOptions]) -> None:
         self._set(options)
 
+    async def run_setup(self, run: object) -> None:
+        """Call `setup`, once it is recorded that the agent begins; the runtime's entry point."""
+        await cast("Run", run).begin()
+        await super().run_setup(run)
+
+    async def perform(self, run: object) -> None:
+        """Call `play`, once it is recorded that the agent begins; the runtime's entry point."""
+        await cast("Run", run).begin()
+        await super().perform(run)
+
     async def judge(self, run: object) -> RewardResult:
         """Return the agent's own reward, or else the class's; the runtime's entry point."""
         given: RewardResult = cast("Run", run).state.get(RESULT, RewardResult())

@@ -22,6 +22,10 @@ from rollout_server.core.spec import Sampling
 RESAMPLED: Final = "resampled"
 """Code of notes and warnings about a turn that may have been generated more than once (D8)."""
 
+START: Final = "start"
+FINISH: Final = "finish"
+"""Names of what agents that own their loop do: see `Observed.what`."""
+
 LARGEST_TURN_REWARD: Final = 1e9
 MOST_REWARDS_OF_A_TURN: Final = 1000
 
@@ -209,7 +213,8 @@ class Forked:
 class GivenUp:
     """The open turn of a conversation gets no completion. The conversation is closed, and the rollout continues.
 
-    The agent stopped waiting for it, or its prompt is too long for the model.
+    The agent stopped waiting for it, or its prompt is too long for the model, or the server was restarted: then an agent that owns
+    its loop requests it again as another turn.
     """
 
     turn: int
@@ -233,8 +238,10 @@ class Observed:
     """The agent used the clock, randomness or a side effect. The result is recorded, so that a replay returns the same.
 
     Args:
-        what: "now", "random" or "once"; or "finish": an agent that runs elsewhere has ended its work.
+        what: "now", "random" or "once". Of agents that own their loop also `START`: the agent begins, for the first time; and
+            `FINISH`: the agent, which runs elsewhere, has ended its work.
         value_json: the result as JSON: a time in ISO 8601, a seed, what the agent's function returned, or the result of the work.
+            "null" for `START`.
         segment_id: the conversation of the `Run` that was called.
         number: number of the call of `once` in its conversation, from 1; 0 for a call by a tool, and for clock and randomness.
         after: number of records in the log when a call with a number began.
@@ -282,7 +289,7 @@ class ModelCalled:
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """The agent's author masked the completion of a turn out. `reason` is for people."""
+    """The completion of a turn does not train, as the agent's author or the server decided. `reason` is for people."""
 
     turn: int
     reason: str

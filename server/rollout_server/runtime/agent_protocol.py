@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import parse_object
 from rollout_server.core.outcome import RewardResult
+from rollout_server.core.record import FINISH, Observed, Record
 from rollout_server.core.spec import Sampling, Spec
 from rollout_server.runtime.ports import Tool
 
@@ -144,9 +145,20 @@ class AgentProtocol(Protocol):
         """Compute the rewards of the completed rollouts of a group, one for each run; None: the rollout's own reward stays."""
 
     async def run_cleanup(self, run: object) -> None:
-        """Release what the rollout holds. Called once, after everything else of the rollout."""
+        """Release what the rollout holds. Called once, after everything else of the rollout.
+
+        Not called by a server that stops, if the rollout continues in its next process and the agent runs elsewhere.
+        """
 
 
-def goes_on_live(agent: AgentProtocol) -> bool:
-    """Return whether unfinished rollouts of the agent go on after a restart of the server without a replay of their log."""
-    return not agent.replayable and agent.on_restart != END
+def goes_on_live(agent: AgentProtocol, records: Iterable[Record] = ()) -> bool:
+    """Return whether an unfinished rollout of the agent goes on after a restart of the server without a replay of its log.
+
+    `records` is that log: a rollout whose agent has ended its work elsewhere needs only its reward.
+    """
+    return not agent.replayable and (agent.on_restart != END or has_finished(agent, records))
+
+
+def has_finished(agent: AgentProtocol, records: Iterable[Record]) -> bool:
+    """Return whether the agent runs elsewhere and has ended its work, by the log of its rollout."""
+    return agent.external and any(isinstance(record, Observed) and record.what == FINISH for record in records)

@@ -122,10 +122,10 @@ class CancelRequested:
 
 @dataclass(frozen=True, slots=True)
 class KeyMinted:
-    """The model endpoint of the rollout has a key, of which only this digest is stored; an empty one deletes it."""
+    """A key of the model endpoint of the rollout was handed out. `digests` replaces what is stored: see `CaptureSlot`."""
 
     uid: str
-    digest: bytes
+    digests: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +191,8 @@ Change: TypeAlias = "RolloutChange | GroupChange"
 class StoredRollout:
     """A rollout as the journal has it: `start.request` has its credentials, and `entries` its whole log.
 
-    `cancelled` is the reason of a caller that has cancelled it; None: nobody has. `key_digest` is that of the key of its model
-    endpoint; empty: it has none.
+    `cancelled` is the reason of a caller that has cancelled it; None: nobody has. `key_digests` are those of the keys of its model
+    endpoint, at most 16 SHA-256 digests in a row; empty: none was handed out.
     """
 
     start: AcceptedStart
@@ -200,7 +200,7 @@ class StoredRollout:
     received: bool = False
     stored_delivery: StoredDelivery | None = None
     cancelled: str | None = None
-    key_digest: bytes = b""
+    key_digests: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

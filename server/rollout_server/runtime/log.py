@@ -64,6 +64,16 @@ class Log:
         return self._problem is not None
 
     @property
+    def records(self) -> Sequence[Record]:
+        """The records of all entries so far."""
+        return [entry.record for entry in self._entries]
+
+    @property
+    def resumption(self) -> Resumed:
+        """The record that the rollout continues after a restart of the server."""
+        return Resumed(1 + sum(isinstance(record, Resumed) for record in self.records))
+
+    @property
     def entries(self) -> Sequence[Entry]:
         """All entries so far, oldest first; the first `last_sequence` of them are published."""
         return self._entries

@@ -10,9 +10,10 @@ from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
+from rollout_server.core.capture.unreceived import UNSEEN, unreceived
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardRule
-from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Note, Record, Resumed
+from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Masked, Note, Record
 from rollout_server.core.staleness import cancel_reason
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.agent_protocol import goes_on_live
@@ -252,6 +253,7 @@ class Rollout:
             unused, self.replay = self.replay, None
             unused.fast_forward()
         if isinstance(record, Ended):
+            self._mask_unreceived()
             record = replace(record, policy_step=self.gate.step)
         logged = self.machine.accept(record)
         now = self.clock.wall()
@@ -270,6 +272,12 @@ class Rollout:
             self.group.on_recorded(self, record.end)
         self._owner.journal.write(EntriesAppended(self.uid, entries), lambda: self._publish(entries))
         return logged
+
+    def _mask_unreceived(self) -> None:
+        """Mask the completions out that an agent of its own loop may not have received from an earlier process."""
+        if self._restored:
+            for turn in unreceived(self.machine, self.log.records):
+                self.record(Masked(turn, UNSEEN))
 
     def is_noted(self, note: Note) -> bool:
         """Return whether an earlier process has recorded a note that the agent, which runs again, now repeats. Each counts once."""
@@ -295,7 +303,7 @@ class Rollout:
             replay(self.machine, records)
             self._finished = entries[-1].time
             return
-        live = goes_on_live(self.agent)
+        live = goes_on_live(self.agent, records)
         replay(self.machine, records if live else records[:1])
         if len(entries) > 1:
             began = entries[1].time
@@ -309,7 +317,7 @@ class Rollout:
         """Continue live, or end: the log of the earlier process is used up. `deferred` was to be recorded meanwhile."""
         ended, self.replay = self.replay is None, None
         if not ended:
-            self.record(Resumed(1 + sum(isinstance(entry.record, Resumed) for entry in self.log.entries)))
+            self.record(self.log.resumption)
         self._cancel_if_stale()
         self._owner.on_recorded(self, ())
         for record in deferred:

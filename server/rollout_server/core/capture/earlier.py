@@ -17,11 +17,13 @@ class EarlierMain:
         tools: the names of its tools.
         system: the system messages at its start.
         first: the message after them, if any.
+        foreign: the client's ids of sub-agents whose conversations begin like it.
     """
 
     tools: tuple[str, ...]
     system: tuple[Message, ...]
     first: tuple[Message, ...]
+    foreign: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, tools: Sequence[str], messages: Sequence[Message]) -> EarlierMain:
@@ -29,7 +31,8 @@ class EarlierMain:
         system = tuple(takewhile(lambda message: message.role == "system", messages))
         return cls(tuple(tools), system, tuple(messages[len(system) : len(system) + 1]))
 
-    def goes_on_in(self, tools: Sequence[str], messages: Sequence[Message]) -> bool:
-        """Return whether a conversation with these tools and messages is a later part of it: see `Lineage`."""
+    def goes_on_in(self, tools: Sequence[str], messages: Sequence[Message], client_agent: str = "") -> bool:
+        """Return whether a conversation with these tools and messages, of this agent, is a later part of it: see `Lineage`."""
         other = EarlierMain.of(tools, messages)
-        return self.tools == other.tools and (self.first == other.first or self.system == other.system)
+        begins_alike = self.first == other.first or self.system == other.system
+        return client_agent not in self.foreign and self.tools == other.tools and begins_alike

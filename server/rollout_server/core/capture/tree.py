@@ -320,11 +320,13 @@ class CallTree:
         parting = find_difference(call, plan, self._latest)
         if parent is not None:
             return Branch(parent.conversation.id, parent.number, messages, parting, plan, auxiliary)
-        kind = self._kind(plan, auxiliary, messages)
+        kind = self._kind(call, plan, auxiliary, messages)
         first = kind is SegmentKind.MAIN or not (self._conversations or self._earlier)
         return Open(kind, messages, None if first else parting, auxiliary, plan)
 
-    def _kind(self, plan: CallPlan, auxiliary: bool, messages: Sequence[Mapping[str, JSON]]) -> SegmentKind:
+    def _kind(
+        self, call: ModelCall, plan: CallPlan, auxiliary: bool, messages: Sequence[Mapping[str, JSON]]
+    ) -> SegmentKind:
         """Return the label of a new conversation, which changes no mask."""
         if auxiliary:
             return SegmentKind.SUBAGENT
@@ -332,7 +334,7 @@ class CallTree:
             if self._earlier is None:
                 return SegmentKind.MAIN
             rendered = [Message.write(message) for message in messages]
-            goes_on = self._earlier.goes_on_in(plan.tools, rendered)
+            goes_on = self._earlier.goes_on_in(plan.tools, rendered, call.client_agent)
             return SegmentKind.DRIFT if goes_on else SegmentKind.SUBAGENT
         by_first, lineage = self._lineage(plan)
         if lineage is None or (not lineage.main and not by_first):

@@ -128,7 +128,7 @@ class Batch:
             case CancelRequested():
                 self._cancelled[number] = change.reason
             case KeyMinted():
-                self._keys[number] = change.digest
+                self._keys[number] = change.digests
             case DeliveryChanged():
                 self._deliveries[number] = change.stored
             case OutcomeReceived():

@@ -51,7 +51,8 @@ ROLLOUTS: Final = Table(
 """Accepted rollouts.
 
 `credentials` are encrypted, NULL if there are none. `received`: the outcome was acknowledged. `cancelled` is the reason of a caller
-that has cancelled the rollout, in UTF-8. `key_digest` is that of the key of its model endpoint.
+that has cancelled the rollout, in UTF-8. `key_digest` has those of the keys of its model endpoint:
+at most 16 SHA-256 digests in a row.
 """
 
 ENTRIES: Final = Table(

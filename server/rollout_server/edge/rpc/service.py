@@ -231,9 +231,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         if not rollout.agent.external:
             return None
         access = self._registry.model_access(rollout.uid)
-        if access.key and rollout.outcome is None and rollout.capture.add_key(access.key):
-            self._registry.journal.write(KeyMinted(rollout.uid, rollout.capture.key_digests))
-            await self._registry.accept([rollout])
+        if access.key and rollout.outcome is None:
+            if rollout.capture.add_key(access.key):
+                self._registry.journal.write(KeyMinted(rollout.uid, rollout.capture.key_digests))
+            await self._registry.accept([rollout])  # another caller's request for the key may not be stored yet
         return pb.ModelAccess(base_url=access.base_url, key=access.key)
 
     async def _render(self, request: pb.RenderPromptRequest) -> pb.RenderPromptResponse:

@@ -50,7 +50,7 @@ from rollout_server.core.record import Masked, Note
 from rollout_server.core.segment import AGENT, Role, SegmentKind
 from rollout_server.core.usage import lengths
 from rollout_server.runtime.capture.call_sampling import call_sampling
-from rollout_server.runtime.capture.continuation import earlier_main, has_turns, is_settled
+from rollout_server.runtime.capture.continuation import earlier_main, has_turns_of_this_process, is_settled
 from rollout_server.runtime.capture.endpoint import (
     MOST_CALLS,
     FinishedWork,
@@ -387,7 +387,7 @@ async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOp
     """Open the model endpoint of a rollout. It ends with the `async with` block. Raise `AgentMistake` for a second one."""
     context.refuse_replay("the model endpoint of an agent that owns its loop")
     capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec))
-    if has_turns(context.rollout) or not context.rollout.capture.open(capture):
+    if has_turns_of_this_process(context.rollout) or not context.rollout.capture.open(capture):
         raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")
     context.before_end.append(capture.settle)  # the driver's cancellation of the block would come too late
     try:

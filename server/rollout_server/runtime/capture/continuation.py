@@ -18,10 +18,14 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from rollout_server.core.capture.earlier import EarlierMain
+from rollout_server.core.capture.unreceived import UNSEEN, are_settled, unreceived
 from rollout_server.core.conversation import Conversation
 from rollout_server.core.ledger import SegmentKind
-from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
+from rollout_server.core.machine import LimitReached
+from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult, Stop
 from rollout_server.core.record import (
+    FINISH,
+    RESAMPLED,
     Answered,
     Asked,
     CaptureSettled,
@@ -29,19 +33,23 @@ from rollout_server.core.record import (
     GivenUp,
     Input,
     Masked,
+    Note,
     Observed,
     Record,
     Resumed,
 )
+from rollout_server.core.spec import ENGINES
 from rollout_server.runtime.agent_protocol import AGAIN
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.rollout import Rollout
 
-UNSEEN: Final = "the server was restarted, and nothing shows that the agent received this completion"
 EARLIER_ATTEMPT: Final = "the server was restarted, and the agent was run anew"
-_FINISH: Final = "finish"
 _SETTLE_SECONDS: Final = 5.0
 """How long `finish` waits until what the calls were is recorded, too. An agent class may do something else before."""
+_GENERATED_TWICE: Final = (
+    "the server was restarted while the turn was generated; the agent requests it again under another key, so it may be generated "
+    "twice"
+)
 
 
 def goes_on(rollout: Rollout) -> bool:
@@ -51,11 +59,11 @@ def goes_on(rollout: Rollout) -> bool:
 
 def go_on(rollout: Rollout) -> None:
     """Record that a rollout goes on. Called before its agent runs."""
-    records = _records(rollout)
-    rollout.record(Resumed(1 + sum(isinstance(record, Resumed) for record in records)))
+    records = rollout.log.records
+    rollout.record(rollout.log.resumption)
     for record in _closing_records(rollout, records):
         rollout.record(record)
-    if rollout.agent.on_restart == AGAIN:
+    if rollout.agent.on_restart == AGAIN and rollout.spec.messages:
         fork = rollout.machine.fork(SegmentKind.MAIN, tuple(rollout.spec.messages))
         rollout.record(replace(fork, tools=tuple(tool.name for tool in rollout.tools)))
 
@@ -64,67 +72,83 @@ def _closing_records(rollout: Rollout, records: Sequence[Record]) -> Iterator[In
     """Yield what ends the calls of the earlier process: open turns are given up, and some completions are masked."""
     opened = {record.turn: record.segment_id for record in records if isinstance(record, Asked)}
     ended = {record.turn for record in records if isinstance(record, Answered | GivenUp)}
-    yield from (GivenUp(turn, segment_id) for turn, segment_id in opened.items() if turn not in ended)
-    turns, reason = _unseen_turns(rollout, records), UNSEEN
-    if rollout.agent.on_restart == AGAIN:
-        turns, reason = {record.turn for record in records if isinstance(record, Answered)}, EARLIER_ATTEMPT
+    for turn, segment_id in opened.items():
+        if turn not in ended:
+            if rollout.spec.completions.dialect not in ENGINES:
+                yield Note(turn, RESAMPLED, f"turn {turn}: {_GENERATED_TWICE}")
+            yield GivenUp(turn, segment_id)
+    if rollout.agent.on_restart != AGAIN:
+        yield from (Masked(turn, UNSEEN) for turn in unreceived(rollout.machine, records))
+        return
     masked = {record.turn for record in records if isinstance(record, Masked)}
-    yield from (Masked(turn, reason) for turn in sorted(turns - masked))
+    answered = {record.turn for record in records if isinstance(record, Answered)}
+    yield from (Masked(turn, EARLIER_ATTEMPT) for turn in sorted(answered - masked))
 
 
-def _unseen_turns(rollout: Rollout, records: Sequence[Record]) -> set[int]:
-    """Return the last turns of the conversations that no call continued; none if the calls were settled by their end."""
-    if _are_settled(records):
-        return set()
-    last, seen = dict[Conversation, int](), set[int]()
-    for record in records:
-        match record:
-            case Asked(turn=turn):
-                seen.add(last.get(rollout.machine.of_turn(turn), 0))
-            case Answered(turn=turn):
-                last[rollout.machine.of_turn(turn)] = turn
-            case Forked(after_turn=turn):
-                seen.add(turn)
-    return set(last.values()) - seen
+def earlier_stop(rollout: Rollout) -> Stop | None:
+    """Return the stop if a limit had ended the calls of an earlier process: then they were settled before the agent finished."""
+    limit, records = rollout.machine.request_completion(), rollout.log.records
+    if rollout.agent.on_restart == AGAIN or not isinstance(limit, LimitReached) or not are_settled(records):
+        return None
+    settled = max(at for at, record in enumerate(records) if isinstance(record, CaptureSettled))
+    return limit.stop if finished_work(records[:settled]) is None else None
 
 
-def has_turns(rollout: Rollout) -> bool:
-    """Return whether this process has requested a turn of the rollout."""
-    latest = (record for record in reversed(_records(rollout)) if isinstance(record, Asked | Resumed))
+def has_turns_of_this_process(rollout: Rollout) -> bool:
+    """Return whether a turn of the rollout was requested since its start or its last `Resumed`."""
+    latest = (record for record in reversed(rollout.log.records) if isinstance(record, Asked | Resumed))
     return isinstance(next(latest, None), Asked)
 
 
 def is_settled(rollout: Rollout) -> bool:
-    """Return whether the calls of the rollout's agent were counted, perhaps by an earlier process, and there was none since."""
-    return _are_settled(_records(rollout))
+    """Return whether an earlier process has counted the calls, and there was none since. Not of an agent that is run anew."""
+    return rollout.agent.on_restart != AGAIN and are_settled(rollout.log.records)
 
 
 def earlier_main(rollout: Rollout) -> tuple[EarlierMain, Conversation] | None:
     """Return how the main conversation of an earlier process began, and the conversation in which it got its last completion.
 
-    None: it has no completion, or the agent is run anew.
+    None: it has no turn, or the agent is run anew.
     """
-    main, tools = rollout.machine.main, dict[Conversation, tuple[str, ...]]()
-    if not main.ends:
+    main, opened = rollout.machine.main, dict[Conversation, Forked]()
+    if not main.turn:
         return None
-    tools[main] = tuple(tool.name for tool in rollout.tools)
-    for record in _records(rollout):
+    for record in rollout.log.records:
         if isinstance(record, Forked):
-            tools[rollout.machine.find(record)] = record.tools
-    earlier = EarlierMain.of(tools[main], main.messages)
-    parts = [each for each in tools if each.ends and each.role.trainable and not each.role.model]
-    later = [each for each in parts if earlier.goes_on_in(tools[each], each.messages)]
+            opened[rollout.machine.find(record)] = record
+    tools = opened[main].tools if main in opened else [tool.name for tool in rollout.tools]
+    begun = EarlierMain.of(tools, main.messages)
+    # A sub-agent of its own by the recorded kind, although its conversation begins like the main one: only its id tells them apart.
+    foreign = {
+        _client_agent(fork)
+        for each, fork in opened.items()
+        if _is_subagent(fork) and fork.role.trainable and begun.goes_on_in(fork.tools, each.messages)
+    }
+    earlier = replace(begun, foreign=frozenset(foreign - {""}))
+    later = [
+        each
+        for each, fork in opened.items()
+        if each.ends and fork.role.trainable and not fork.role.model and not _is_subagent(fork)
+        if earlier.goes_on_in(fork.tools, each.messages, _client_agent(fork))
+    ]
     return earlier, max(later, key=lambda each: max(each.ends), default=main)
+
+
+def _is_subagent(fork: Forked) -> bool:
+    return fork.origin.kind is SegmentKind.SUBAGENT
+
+
+def _client_agent(fork: Forked) -> str:
+    return "" if fork.origin.parting is None else fork.origin.parting.client_agent
 
 
 async def finish(rollout: Rollout, work: FinishedWork) -> bool:
     """End the work of an agent that runs elsewhere, and store its result: see `AgentEndpoint.finish`."""
     repeated = await rollout.capture.finish(work)
     if not repeated:
-        rollout.record(Observed(_FINISH, json.dumps(asdict(work), default=lambda value: value.value)))
-        await rollout.capture.closed(
-            _SETTLE_SECONDS
-        )  # after a crash, nothing shows that the last completion was received
+        rollout.record(Observed(FINISH, json.dumps(asdict(work), default=lambda value: value.value)))
+        # Until the settlement is recorded. If the server crashes before that, the last completion is masked out.
+        await rollout.capture.closed(_SETTLE_SECONDS)
     await rollout.stored()
     return repeated
 
@@ -132,7 +156,7 @@ async def finish(rollout: Rollout, work: FinishedWork) -> bool:
 def finished_work(records: Sequence[Record]) -> FinishedWork | None:
     """Return the result of the agent's work from the log of a rollout; None if it has not ended."""
     for record in reversed(records):
-        if isinstance(record, Observed) and record.what == _FINISH:
+        if isinstance(record, Observed) and record.what == FINISH:
             return _read_work(json.loads(record.value_json))
     return None
 
@@ -143,12 +167,3 @@ def _read_work(value: dict[str, Any]) -> FinishedWork:
         source = failure["source"] and FailureClass(failure["source"])
         failure = Failure(**{**failure, "category": Category(failure["category"]), "source": source})
     return FinishedWork(RewardResult(**value["reward"]), failure)
-
-
-def _records(rollout: Rollout) -> Sequence[Record]:
-    return [entry.record for entry in rollout.log.entries]
-
-
-def _are_settled(records: Sequence[Record]) -> bool:
-    latest = (record for record in reversed(records) if isinstance(record, Asked | CaptureSettled))
-    return isinstance(next(latest, None), CaptureSettled)

@@ -21,7 +21,7 @@ from rollout_server.core.record import (
     ToolStarted,
 )
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
-from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, goes_on_live
+from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, goes_on_live, has_finished
 from rollout_server.runtime.capture.continuation import finished_work
 from rollout_server.runtime.journal import JournalUnusable, StoredRollout
 from rollout_server.runtime.log import Entry
@@ -168,7 +168,7 @@ def _rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: R
     uid = stored.start.uid
     try:
         rollout = Rollout(uid, start.admitted, start.tools, clock, owner, stored)
-        rollout.capture.restore(stored.key_digest, finished_work([entry.record for entry in stored.entries]))
+        rollout.capture.restore(stored.key_digests, finished_work([entry.record for entry in stored.entries]))
         if rollout.outcome is not None:
             rollout.capture.end()
         return rollout
@@ -191,8 +191,10 @@ def obstacle_to_resume(
         never_ran: it waits for its first slot, so there is nothing to replay.
     """
     records = [entry.record for entry in log]
-    policy = _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
-    return policy or (_live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records))
+    policy = _policy_obstacle(spec, agent, records, resume_by_default=resume_by_default, never_ran=never_ran)
+    if policy or has_finished(agent, records):
+        return policy
+    return _live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records)
 
 
 def _request_obstacle(spec: Spec, request_id: str) -> str:
@@ -202,12 +204,19 @@ def _request_obstacle(spec: Spec, request_id: str) -> str:
     return ""
 
 
-def _policy_obstacle(spec: Spec, agent: AgentProtocol, *, resume_by_default: bool, never_ran: bool = False) -> str:
+def _policy_obstacle(
+    spec: Spec,
+    agent: AgentProtocol,
+    records: Sequence[Record] = (),
+    *,
+    resume_by_default: bool,
+    never_ran: bool = False,
+) -> str:
     if spec.on_interrupt is InterruptPolicy.FAIL or (
         spec.on_interrupt is InterruptPolicy.UNSET and not resume_by_default
     ):
         return "it was not to be resumed (on_interrupt)"
-    if not (agent.replayable or goes_on_live(agent) or (never_ran and not agent.external)):
+    if not (agent.replayable or goes_on_live(agent, records) or never_ran):
         return f"the play of agent {agent.name!r} cannot be replayed ({_DECLARATION})"
     return ""
 

@@ -21,9 +21,9 @@ from rollout_server.core.ledger import Origin, SegmentKind
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, RewardResult, Stop, Warned
 from rollout_server.core.record import FIRST, Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
-from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, has_finished
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
-from rollout_server.runtime.capture.continuation import go_on, goes_on
+from rollout_server.runtime.capture.continuation import earlier_stop, go_on, goes_on
 from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import FurtherModels
@@ -97,7 +97,8 @@ async def drive(
         ended = Ended(end, reward, total_ms, queued_ms, warnings, rollout.reward_rule)
         _cancel(run, tasks)
         try:
-            if run is not None and rollout.agent.overrides("cleanup"):
+            goes_on_elsewhere = rollout.is_suspended and rollout.agent.external
+            if run is not None and rollout.agent.overrides("cleanup") and not goes_on_elsewhere:
                 ended = replace(ended, warnings=(*warnings, *await _run_cleanup(rollout, run, tasks)))
         finally:
             if not (rollout.is_suspended or _waits_for_group(rollout, run, ended)):
@@ -118,7 +119,9 @@ def _open(
 ) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
-        if rollout.machine.main.line.id != FIRST:  # an earlier attempt has used the trainer's first conversation
+        if (
+            rollout.agent.on_restart == AGAIN and rollout.machine.main.line.id != FIRST
+        ):  # an earlier attempt has used the trainer's first conversation
             sampler = sampler.fork(Fork(Origin(SegmentKind.SUBAGENT, FIRST)))
         return Run(
             RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models, capture_ports),
@@ -133,10 +136,15 @@ def _open(
 
 async def _run_to_end(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]) -> End:
     agent, end = rollout.agent, None
+    if agent.on_restart == END and has_finished(agent, rollout.log.records):
+        rollout.capture.close()  # only the reward is missing: neither `setup` nor `play` may start the agent again
+        return earlier_stop(rollout) or _natural_stop(rollout)
     if rollout.replay is not None:
         rollout.replay.proceed()
     if agent.overrides("setup"):
         end = await _run_part(rollout, "setup", agent.run_setup(run), tasks)
+    if end is None and (stop := earlier_stop(rollout)) is not None:
+        rollout.ending.reach(stop)
     end = end or await _run_part(rollout, "play", agent.perform(run.latest), tasks) or _replay_failure(rollout)
     if end is not None:
         return end

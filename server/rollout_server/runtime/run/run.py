@@ -20,7 +20,7 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
-from rollout_server.core.record import Appended, CaptureSettled, GivenUp, Masked, Note, Rewarded
+from rollout_server.core.record import START, Appended, CaptureSettled, GivenUp, Masked, Note, Observed, Rewarded
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.capture.endpoint import FinishedWork
@@ -273,6 +273,15 @@ class Run:
         then are given up. A rollout has one endpoint, opened before its first completion. Raises `AgentMistake` otherwise.
         """
         return open_capture(self, self._context, options)
+
+    async def begin(self) -> None:
+        """Record that the agent begins for the first time, and wait until that is stored. For `OwnLoopAgent`.
+
+        After a restart of the server it shows that the agent may have done something, and when the time of the rollout began.
+        """
+        if len(self._rollout.log.entries) == 1:
+            self._context.record(Observed(START, "null"))
+            await self._rollout.stored()
 
     async def late_work(self, seconds: float) -> FinishedWork | None:
         """Wait for the result of an agent that runs elsewhere, after a limit has ended its calls. For `ExternalAgent`."""
