@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from rollout_server import ExternalAgent, Run
+from rollout_server import Agent, ExternalAgent, Run
 from rollout_server.agent.own_loop import OwnLoopAgent
 from rollout_server.core.error import AlreadyFinished, NotPossible, RolloutOver
 from rollout_server.core.ledger import SegmentKind
@@ -402,6 +402,13 @@ def test_each_kind_of_agent_has_its_values() -> None:
     for kind, value in wrong:
         with pytest.raises(ValueError, match="on_restart is"):
             kind(on_restart=value)
+    for base, values, text in (
+        (Agent, {"on_restart": "again"}, "does not own its loop"),
+        (Agent, {"on_restart": "ned"}, "on_restart is 'ned'"),
+        (Remote, {"replayable": True}, "cannot be replayed"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            type("Wrong", (base,), {"name": "wrong", **values})()
 
 
 async def test_keys_of_earlier_processes() -> None:

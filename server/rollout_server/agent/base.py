@@ -7,13 +7,13 @@ import os
 from abc import ABCMeta
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from rollout_server.agent.checks import check_method, checked_attribute, checked_tools
 from rollout_server.agent.rubric import Rubric
 from rollout_server.core.limits import Limits
 from rollout_server.core.outcome import RewardResult, RewardRule
-from rollout_server.runtime.agent_protocol import Request
+from rollout_server.runtime.agent_protocol import END, Request
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
@@ -93,7 +93,7 @@ class Agent(metaclass=_AgentClass):
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
             A class that overrides `setup` or `play` is not replayable unless it sets this to True.
         on_restart: what becomes of an unfinished rollout after a restart of the server, for agents that own their loop; see
-            `OwnLoopAgent`.
+            `OwnLoopAgent`. All others have "end".
         external: whether the agent runs elsewhere. The start of a rollout then returns the access to its model endpoint.
         cleanup_seconds: time limit of `cleanup`, in seconds. The outcome of a rollout and the shutdown of the server wait for it.
         reward_group_seconds: time limit of `reward_group`, in seconds. The outcomes of the group's rollouts wait for it.
@@ -114,6 +114,7 @@ class Agent(metaclass=_AgentClass):
     cleanup_seconds: float = 10.0
     reward_group_seconds: float = 600.0
     reward_rule: Literal["copy", "split", "own"] = "copy"
+    _restarts: ClassVar[tuple[str, ...]] = (END,)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -239,7 +240,13 @@ class Agent(metaclass=_AgentClass):
         return self.tools
 
     def check_attributes(self) -> None:
-        """Check attributes that only a subclass has. Called after construction. Raises TypeError or ValueError."""
+        """Check attributes whose rules depend on the class. Called after construction. Raises TypeError or ValueError."""
+        if self.on_restart not in self._restarts:
+            possible = ", ".join(map(repr, self._restarts))
+            text = f"agent {self.name!r}: on_restart is {self.on_restart!r:.100}; it must be one of {possible}"
+            if self._restarts == (END,):
+                text += ", because the agent does not own its loop; replayable = True lets its rollouts be resumed"
+            raise ValueError(text)
 
     def overrides(self, method: str) -> bool:
         """Return whether the agent has a `setup`, `cleanup`, `reward_group` or `dataset` of its own; the default is not called."""

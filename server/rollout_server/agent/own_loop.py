@@ -51,6 +51,7 @@ class OwnLoopAgent(Agent):
     """
 
     description = ""
+    replayable = False
     capture: CaptureOptions = CaptureOptions()
     _restarts: ClassVar[tuple[str, ...]] = (END, AGAIN)
 
@@ -86,14 +87,12 @@ class OwnLoopAgent(Agent):
 
     def check_attributes(self) -> None:
         """Check what the metaclass does not know."""
+        super().check_attributes()
+        if self.replayable:
+            text = "replayable is True, but an agent that owns its loop cannot be replayed; leave it unset"
+            raise ValueError(f"agent {self.name!r}: {text}")
         if not isinstance(self.capture, CaptureOptions):
             raise TypeError(f"agent {self.name!r}: capture is {self.capture!r:.100}; it must be CaptureOptions")
-        possible = self._restarts
-        if self.on_restart not in possible:
-            text = (
-                f"agent {self.name!r}: on_restart is {self.on_restart!r:.100}; it must be one of {', '.join(possible)}"
-            )
-            raise ValueError(text)
 
 
 def reachable(access: ModelAccess, agent: str) -> ModelAccess:

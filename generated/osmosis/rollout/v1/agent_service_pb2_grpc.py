@@ -89,16 +89,18 @@ class AgentServiceServicer(object):
         INVALID_ARGUMENT: a field is invalid or not supported; each is named. Reason CONTEXT_LENGTH_EXCEEDED: the prompt is too long
         for the model; the rollout continues. FAILED_PRECONDITION with reason ONE_CONVERSATION: the rollout's trainer supports only one
         conversation, and the messages do not continue it. RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo.
-        Any caller may retry freely: an answer that was not delivered is returned again and trains once.
+        Any caller may retry freely: an answer that was not delivered is returned again and trains once. After a restart of the server the
+        repeated request gets another completion, and the earlier one does not train.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ConfirmCompletion(self, request, context):
-        """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again.
+        """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again,
+        until a restart of the server.
 
-        NOT_FOUND: the rollout has no such completion. Retry freely.
+        NOT_FOUND: the rollout has no such completion, or a server before a restart returned it. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -49,12 +49,14 @@ class AgentServiceStub:
     INVALID_ARGUMENT: a field is invalid or not supported; each is named. Reason CONTEXT_LENGTH_EXCEEDED: the prompt is too long
     for the model; the rollout continues. FAILED_PRECONDITION with reason ONE_CONVERSATION: the rollout's trainer supports only one
     conversation, and the messages do not continue it. RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo.
-    Any caller may retry freely: an answer that was not delivered is returned again and trains once.
+    Any caller may retry freely: an answer that was not delivered is returned again and trains once. After a restart of the server the
+    repeated request gets another completion, and the earlier one does not train.
     """
     ConfirmCompletion: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.ConfirmCompletionRequest, _agent_service_pb2.ConfirmCompletionResponse]
-    """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again.
+    """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again,
+    until a restart of the server.
 
-    NOT_FOUND: the rollout has no such completion. Retry freely.
+    NOT_FOUND: the rollout has no such completion, or a server before a restart returned it. Retry freely.
     """
     CountTokens: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.CountTokensRequest, _agent_service_pb2.CountTokensResponse]
     """Counts the tokens of a prompt without sampling.
@@ -91,12 +93,14 @@ class AgentServiceAsyncStub(AgentServiceStub):
     INVALID_ARGUMENT: a field is invalid or not supported; each is named. Reason CONTEXT_LENGTH_EXCEEDED: the prompt is too long
     for the model; the rollout continues. FAILED_PRECONDITION with reason ONE_CONVERSATION: the rollout's trainer supports only one
     conversation, and the messages do not continue it. RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo.
-    Any caller may retry freely: an answer that was not delivered is returned again and trains once.
+    Any caller may retry freely: an answer that was not delivered is returned again and trains once. After a restart of the server the
+    repeated request gets another completion, and the earlier one does not train.
     """
     ConfirmCompletion: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.ConfirmCompletionRequest, _agent_service_pb2.ConfirmCompletionResponse]  # type: ignore[assignment]
-    """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again.
+    """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again,
+    until a restart of the server.
 
-    NOT_FOUND: the rollout has no such completion. Retry freely.
+    NOT_FOUND: the rollout has no such completion, or a server before a restart returned it. Retry freely.
     """
     CountTokens: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.CountTokensRequest, _agent_service_pb2.CountTokensResponse]  # type: ignore[assignment]
     """Counts the tokens of a prompt without sampling.
@@ -136,7 +140,8 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: a field is invalid or not supported; each is named. Reason CONTEXT_LENGTH_EXCEEDED: the prompt is too long
         for the model; the rollout continues. FAILED_PRECONDITION with reason ONE_CONVERSATION: the rollout's trainer supports only one
         conversation, and the messages do not continue it. RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo.
-        Any caller may retry freely: an answer that was not delivered is returned again and trains once.
+        Any caller may retry freely: an answer that was not delivered is returned again and trains once. After a restart of the server the
+        repeated request gets another completion, and the earlier one does not train.
         """
 
     @_abc_1.abstractmethod
@@ -145,9 +150,10 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_service_pb2.ConfirmCompletionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_service_pb2.ConfirmCompletionResponse, _abc.Awaitable[_agent_service_pb2.ConfirmCompletionResponse]]:
-        """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again.
+        """Confirms that a completion reached the agent to its last byte. Without it, the same request gets the same completion again,
+        until a restart of the server.
 
-        NOT_FOUND: the rollout has no such completion. Retry freely.
+        NOT_FOUND: the rollout has no such completion, or a server before a restart returned it. Retry freely.
         """
 
     @_abc_1.abstractmethod

@@ -176,15 +176,15 @@ class RolloutEvent(_message.Message):
 
     @_builtins.property
     def given_up(self) -> Global___GivenUp:
-        """The agent stopped waiting for a completion. The conversation that requested it is over."""
+        """A completion that was requested is not waited for any more. The conversation that requested it is over."""
 
     @_builtins.property
     def masked(self) -> Global___Masked:
-        """The agent's author masked out a completion. The event's `turn` is the turn of that completion."""
+        """The agent's author or the server masked out a completion. The event's `turn` is the turn of that completion."""
 
     @_builtins.property
     def observed(self) -> Global___Observed:
-        """The agent called run.now(), run.random() or run.once()."""
+        """The agent called run.now(), run.random() or run.once(), or an agent that owns its loop began or ended its work."""
 
     @_builtins.property
     def rewarded(self) -> Global___Rewarded:
@@ -619,7 +619,9 @@ Global___Forked: _TypeAlias = Forked  # noqa: Y015
 
 @_typing.final
 class GivenUp(_message.Message):
-    """The agent stopped waiting for the completion of `turn`. The trainer may have generated it, but it is in no sample."""
+    """The completion of `turn` is not waited for any more: the agent stopped waiting, the prompt is too long for the model, or the server was
+    restarted and an agent that owns its loop goes on. The trainer may have generated the completion, but it is in no sample.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -636,13 +638,15 @@ Global___GivenUp: _TypeAlias = GivenUp  # noqa: Y015
 
 @_typing.final
 class Masked(_message.Message):
-    """The agent's author masked out a completion: its tokens have MASK_REASON_AUTHOR."""
+    """A completion was masked out: its tokens have MASK_REASON_AUTHOR. The agent's author did it, or the server: of an agent that owns its
+    loop, completions that led nowhere or that the agent may not have received before a restart.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """The reason that the author gave."""
+    """The reason, for people."""
     def __init__(
         self,
         *,
@@ -681,7 +685,7 @@ Global___Rewarded: _TypeAlias = Rewarded  # noqa: Y015
 @_typing.final
 class Observed(_message.Message):
     """The agent called run.now(), run.random() or run.once(). The value is recorded, and a replay of the agent gets the same value. Or an
-    agent that runs elsewhere has ended its work.
+    agent that owns its loop began for the first time ("start"), or an agent that runs elsewhere has ended its work ("finish").
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -689,9 +693,11 @@ class Observed(_message.Message):
     WHAT_FIELD_NUMBER: _builtins.int
     VALUE_JSON_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """"now", "random", "once" or "finish"."""
+    """"now", "random", "once", "start" or "finish"."""
     value_json: _builtins.str
-    """One JSON value: a time in ISO 8601, a seed, the result of the agent's own function, or of its work. From EVENT_DETAIL_MESSAGES on."""
+    """One JSON value: a time in ISO 8601, a seed, the result of the agent's own function, or of its work;
+    null for "start". From EVENT_DETAIL_MESSAGES on.
+    """
     def __init__(
         self,
         *,

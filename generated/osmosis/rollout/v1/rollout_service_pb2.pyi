@@ -1202,7 +1202,9 @@ class Agent(_message.Message):
     version: _builtins.str
     """Version of the agent, as its author gives it."""
     replayable: _builtins.bool
-    """The agent's rollouts can be resumed after a restart."""
+    """The agent's rollouts can be resumed by a replay after a restart. Agents that own their loop are not replayable, and can go on
+    nevertheless.
+    """
     default: _builtins.bool
     """The agent runs if a request names no agent."""
     description: _builtins.str

@@ -58,7 +58,7 @@ class _MaskReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MaskReason
     MASK_REASON_CLOSING: _MaskReason.ValueType  # 3
     """The stop token that is missing from a truncated completion."""
     MASK_REASON_AUTHOR: _MaskReason.ValueType  # 4
-    """The agent's author masked out sampled tokens."""
+    """The agent's author, or the server for an agent that owns its loop, masked out sampled tokens: see `Masked`."""
     MASK_REASON_STALE: _MaskReason.ValueType  # 5
     """The policy that sampled the tokens is older than `Staleness.max_lag` allows."""
 
@@ -74,7 +74,7 @@ MASK_REASON_ENVIRONMENT: MaskReason.ValueType  # 2
 MASK_REASON_CLOSING: MaskReason.ValueType  # 3
 """The stop token that is missing from a truncated completion."""
 MASK_REASON_AUTHOR: MaskReason.ValueType  # 4
-"""The agent's author masked out sampled tokens."""
+"""The agent's author, or the server for an agent that owns its loop, masked out sampled tokens: see `Masked`."""
 MASK_REASON_STALE: MaskReason.ValueType  # 5
 """The policy that sampled the tokens is older than `Staleness.max_lag` allows."""
 Global___MaskReason: _TypeAlias = MaskReason  # noqa: Y015
@@ -88,7 +88,7 @@ class _SegmentKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentKi
     SEGMENT_KIND_UNSPECIFIED: _SegmentKind.ValueType  # 0
     """Never sent."""
     SEGMENT_KIND_MAIN: _SegmentKind.ValueType  # 1
-    """The rollout's first segment."""
+    """The rollout's first segment. An agent that is run anew after a restart of the server has one for each attempt."""
     SEGMENT_KIND_DRIFT: _SegmentKind.ValueType  # 2
     """The trainer's prompt did not extend the previous segment."""
     SEGMENT_KIND_COMPACTION: _SegmentKind.ValueType  # 3
@@ -108,7 +108,7 @@ class SegmentKind(_SegmentKind, metaclass=_SegmentKindEnumTypeWrapper):
 SEGMENT_KIND_UNSPECIFIED: SegmentKind.ValueType  # 0
 """Never sent."""
 SEGMENT_KIND_MAIN: SegmentKind.ValueType  # 1
-"""The rollout's first segment."""
+"""The rollout's first segment. An agent that is run anew after a restart of the server has one for each attempt."""
 SEGMENT_KIND_DRIFT: SegmentKind.ValueType  # 2
 """The trainer's prompt did not extend the previous segment."""
 SEGMENT_KIND_COMPACTION: SegmentKind.ValueType  # 3
