@@ -198,6 +198,7 @@ class Agent(metaclass=_AgentClass):
         async def cleanup(self, run: Run) -> None:
             """Release what `setup` and `play` acquired. Called once for each rollout whose `setup` was called.
 
+            A server that stops calls it also for rollouts that its next process continues, except for those of an `ExternalAgent`.
             It runs after all other methods: after success, failure, cancellation, timeout and shutdown, and also if `setup`
             failed halfway. It has `cleanup_seconds`. An exception, or exceeding the limit, is logged and is the warning
             `cleanup_failed` of the outcome; end and reward stay the same. The properties of `run` can be read, such as `state` and

@@ -32,7 +32,8 @@ class ExternalAgent(OwnLoopAgent):
             agent has `idle_seconds` to finish.
         on_restart: what becomes of an unfinished rollout after a restart of the server. "continue": the agent goes on with the
             same base URL and key. "end": the rollout ends as interrupted. A class that overrides `setup` or `play`, which may
-            start the agent, has "end" unless it sets "continue"; then both are called again.
+            start the agent, has "end" unless it sets "continue"; then both are called again. `cleanup` is called by the process
+            that ends the rollout. A rollout whose agent has finished gets its reward after a restart in any case.
     """
 
     description = ""
