@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server import Run
+from rollout_server import ExternalAgent, Run
 from rollout_server.app import Server
 
 from tests.support.agents import Gated, Idle
@@ -91,3 +91,22 @@ async def test_a_server_whose_port_is_taken_leaves_its_rollouts_to_the_next_star
     async with serving(gated, counted, **changes) as caller:
         assert (await caller.finished(uid)).outcome.stop.reason == "stop"
         assert counted.runs == 1
+
+
+class Elsewhere(ExternalAgent):
+    """Runs elsewhere."""
+
+    name = "elsewhere"
+
+
+async def test_a_key_is_handed_out_once_it_is_stored(tmp_path: Path) -> None:
+    """Also to a second caller, whose request did not create it."""
+    async with serving(Elsewhere(), journal=str(tmp_path / "j"), public_url="https://agents.example/") as caller:
+        with locked(tmp_path / "j"):
+            starting = asyncio.create_task(refusal(caller.start(start("id"))))
+            await until(lambda: _is_known(caller))
+            listed = await caller.stub.ListRollouts(pb.ListRolloutsRequest(selection=pb.Selection(all=True)))
+            request = pb.GetRolloutRequest(uid=listed.rollouts[0].uid, include_access=True)
+            both = (refusal(caller.stub.GetRollout(request)) for _ in range(2))
+            for refused in (*await asyncio.gather(*both), await starting):
+                assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE")
