@@ -114,7 +114,7 @@ async def after(journal: KeptJournal, agent: Any, process: int = 2) -> tuple[Run
     script = type("Later", (Numbered,), {"process": process})
     harness.new_script = script
     harness.scripts["r1"] = script()
-    await harness.roster.restore()
+    await harness.restore()
     (rollout,) = harness.rollouts = [rollout for _, rollout in harness.roster.select(Selection(ME))]
     return harness, rollout
 

@@ -30,7 +30,7 @@ ENDS = {"on_interrupt": InterruptPolicy.FAIL}
 async def restored(journal: KeptJournal, *agents: Looping, **settings: object) -> RuntimeHarness:
     """The next process after a crash."""
     harness = RuntimeHarness(*agents, journal=journal.after_crash(), **settings)  # type: ignore[arg-type]
-    await harness.roster.restore()
+    await harness.restore()
     harness.rollouts = [rollout for _, rollout in harness.roster.select(Selection(ME))]
     return harness
 

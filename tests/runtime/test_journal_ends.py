@@ -78,13 +78,75 @@ async def test_a_cancel_that_was_answered_holds_after_a_crash() -> None:
     assert harness.roster.cancel(Selection(ME, uids=(running.uid,)), "enough") == [running.uid]
     journal.commit()
     second = next_process(journal)
-    await second.roster.restore()
+    await second.restore()
     restored, continued = known(second)
     assert (restored.uid, continued.uid) == (running.uid, other.uid)
     await second.roster.journal.flush()
     assert restored.outcome is not None
     assert restored.outcome.end == Cancellation("enough")
     assert continued.outcome is None
+
+
+@pytest.mark.parametrize("before", ["drain", "detached"])
+async def test_a_cancel_holds_whatever_end_was_requested_before(before: str) -> None:
+    """The rollout is suspended, or its agent still cleans up, so the end that was requested first is not stored."""
+
+    class Tidy(Looping):
+        replayable = True
+        cleanup_seconds = 100.0
+
+        async def cleanup(self, run: Run) -> None:
+            await asyncio.sleep(20)
+
+    journal = KeptJournal()
+    harness = RuntimeHarness(Looping() if before == "drain" else Tidy(), journal=journal)
+    rollout = harness.start(HANGS, completions=REPLAYS, cancel_after_detach=None if before == "drain" else 2.0)
+    await asyncio.sleep(1)
+    if before == "drain":
+        await harness.roster.drain(0)
+    else:
+        await asyncio.sleep(5)
+        assert rollout.ending.requested.result() == Cancellation("detached")
+    assert harness.roster.cancel(Selection(ME), "enough") == [rollout.uid]
+    await harness.roster.accept(())
+    second = next_process(journal)
+    await second.restore()
+    await second.roster.journal.flush()
+    (restored,) = known(second)
+    assert restored.outcome is not None
+    assert (restored.outcome.end, second.opened) == (Cancellation("enough"), [])
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_a_cancel_before_rollouts_continue_counts(resumable: bool) -> None:
+    journal = KeptJournal()
+    harness = RuntimeHarness(journal=journal)
+    harness.start(
+        Say(calls=(call("none"),), seconds=1), HANGS, completions=replace(REPLAYS, replays_turn_keys=resumable)
+    )
+    await asyncio.sleep(2)
+    second = next_process(journal)
+    await second.load()
+    (restored,) = known(second)
+    assert second.roster.cancel(Selection(ME), "enough") == [restored.uid]
+    await asyncio.sleep(0)
+    second.roster.resume()
+    await second.roster.journal.flush()
+    assert restored.outcome is not None
+    assert (restored.outcome.end, second.opened) == (Cancellation("enough"), [])
+    assert restored.outcome.metrics.total_ms > 0
+
+
+async def test_a_drain_ends_what_its_stream_could_not_start_again() -> None:
+    harness = RuntimeHarness(journal=KeptJournal())
+    stream = Target("", Dialect.STREAM)
+    unnamed = harness.start(HANGS, completions=stream)
+    named, _ = harness.wish(StartRequest(a_spec(completions=stream, rollout_id="named"), "me", "key"))
+    harness.scripts["named"] = Script(HANGS)
+    await asyncio.sleep(1)
+    await harness.roster.drain(0)
+    assert "has no request id" in failure_of(unnamed).message
+    assert (named.outcome, named.is_suspended) == (None, True)
 
 
 async def test_a_drain_ends_although_the_journal_cannot_be_written() -> None:
@@ -151,7 +213,7 @@ async def test_a_restart_does_not_charge_the_starts_per_minute_again() -> None:
     await asyncio.sleep(1)
     capacity = Capacity(per_caller=Quota(starts_per_minute=2), shared=True)
     second = next_process(journal, capacity=capacity)
-    await second.roster.restore()
+    await second.restore()
     for name in ("r7", "r8"):
         second.wish(StartRequest(a_spec(rollout_id=name), "me"))
     with pytest.raises(Busy, match="may start 2 rollouts a minute"):
@@ -168,7 +230,7 @@ async def test_a_log_that_contradicts_itself_is_named_without_its_contents() -> 
     others = [change for change in journal.committed if not isinstance(change, EntriesAppended)]
     damaged = KeptJournal([others[0], EntriesAppended(rollout.uid, entries), *others[1:]])
     with pytest.raises(JournalUnusable, match=f"rollout {rollout.uid} cannot be rebuilt") as caught:
-        await RuntimeHarness(journal=damaged).roster.load()
+        await RuntimeHarness(journal=damaged).load()
     assert "secret" not in str(caught.value)
     assert (caught.value.__cause__, caught.value.__context__) == (None, None)
 
@@ -181,7 +243,7 @@ async def test_nothing_runs_and_nothing_is_sent_before_the_server_is_open() -> N
     first.start(HANGS, on_interrupt=InterruptPolicy.FAIL, outcome=RECEIVER)
     await asyncio.sleep(10)
     second = next_process(journal, reporter=receiver)
-    await second.roster.load()
+    await second.load()
     await asyncio.sleep(10)
     assert (second.opened, receiver.parcels, second.roster.running, second.roster.queued) == ([], [], 0, 1)
     done, running, interrupted = known(second)
@@ -202,7 +264,7 @@ async def test_a_start_that_fails_before_the_server_is_open_changes_nothing() ->
     await asyncio.sleep(10)
     second = next_process(journal)
     before = [*second.roster.journal.committed]  # type: ignore[attr-defined]
-    await second.roster.load()
+    await second.load()
     await second.roster.drain(0)
     assert second.roster.journal.committed == before  # type: ignore[attr-defined]
 
@@ -213,7 +275,7 @@ async def test_after_a_restart_the_rollout_that_finished_first_is_dropped_first(
     slow, _ = first.start(Say("a", seconds=30)), first.start(Say("b"))
     await asyncio.sleep(60)
     second = next_process(journal, capacity=Capacity(finished=1))
-    await second.roster.restore()
+    await second.restore()
     assert [rollout.uid for rollout in known(second)] == [slow.uid]
 
 
@@ -229,7 +291,7 @@ async def test_a_rollout_that_never_ran_is_queued_again_whatever_its_agent(crash
         await first.roster.drain(0)
     second = next_process(journal, Own())
     second.scripts["r2"] = Script(Say("done"))
-    await second.roster.restore()
+    await second.restore()
     await asyncio.sleep(10)
     ran, waited, forbidden = known(second)
     assert "cannot be replayed" in failure_of(ran).message
@@ -258,7 +320,7 @@ async def test_an_interrupted_rollout_has_the_times_of_its_earlier_process() -> 
     first.start(HANGS, on_interrupt=InterruptPolicy.FAIL)
     await asyncio.sleep(50)
     second = next_process(journal)
-    await second.roster.restore()
+    await second.restore()
     await asyncio.sleep(1)
     ran, waited = (rollout.outcome.metrics for rollout in known(second) if rollout.outcome is not None)
     assert (ran.total_ms, ran.queued_ms) == (pytest.approx(20_000, abs=100), pytest.approx(0, abs=100))
@@ -272,7 +334,7 @@ async def test_the_retries_of_a_delivery_do_not_begin_anew_with_a_restart() -> N
     await asyncio.sleep(15)  # two attempts
     receiver = Receiver(DOWN)
     second = next_process(journal, reporter=receiver, patience=policy)
-    await second.roster.restore()
+    await second.restore()
     await asyncio.sleep(100)
     (rollout,) = known(second)
     assert len(receiver.parcels) == 1

@@ -509,7 +509,7 @@ async def restored(agent: Agent, journal: KeptJournal, *says: Say) -> Rollout:
     """The rollout of the journal, in a new process."""
     harness = RuntimeHarness(agent, journal=journal)
     harness.scripts["r1"] = Script(*says)
-    await harness.roster.restore()
+    await harness.restore()
     (rollout,) = (rollout for _, rollout in harness.roster.select(Selection(ME)))
     return rollout
 

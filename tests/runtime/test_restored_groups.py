@@ -175,11 +175,13 @@ async def check_quiet(harness: GroupHarness) -> None:
         assert rollout.credentials == Credentials()
 
 
-async def test_rollouts_that_were_to_be_cancelled_do_not_run_again() -> None:
+@pytest.mark.parametrize("resumable", [True, False])
+async def test_rollouts_that_were_to_be_cancelled_do_not_run_again(resumable: bool) -> None:
     first = GroupHarness(journal=KeptJournal())
-    scripted(first, _0=(Say("a", seconds=1),), _1=(Say(seconds=FOREVER),))
-    group = started(first, GroupPlan(2, min_usable=1))
-    await asyncio.sleep(1.5)
+    scripted(first, _0=(Say("a", seconds=2),), _1=(CALLS, Say(seconds=FOREVER)))
+    completions = replace(REPLAYS, replays_turn_keys=resumable)
+    group = started(first, GroupPlan(2, min_usable=1), completions=completions)
+    await asyncio.sleep(2.5)
     assert (await finished(group)).early_stop
     changes = first.roster.journal.committed  # type: ignore[attr-defined]
     ends = [at for at, each in enumerate(changes) if isinstance(each, EntriesAppended) and is_end(each)]
@@ -190,6 +192,7 @@ async def test_rollouts_that_were_to_be_cancelled_do_not_run_again() -> None:
     assert second.opened == []
     assert again.members[1].outcome is not None
     assert again.members[1].outcome.end == Cancellation(EARLY_STOP)
+    assert again.members[1].outcome.metrics.total_ms > 0  # it ran in the first process
 
 
 def is_end(change: EntriesAppended) -> bool:
@@ -292,7 +295,7 @@ async def test_no_second_reward_is_computed_if_a_part_of_the_ends_is_missing() -
     assert agent.groups == []
     assert isinstance(end := group.members[1].outcome.end, Failure)  # type: ignore[union-attr]
     assert (end.category, end.failure_class) == (Category.INTERRUPTED, FailureClass.SERVER)
-    assert "the reward of its group was computed without it" in end.message
+    assert "rollouts of its group had completed" in end.message
 
 
 async def test_a_failed_reward_stays_failed() -> None:
@@ -507,3 +510,37 @@ async def test_a_group_with_a_reward_may_demand_to_be_resumed() -> None:
     assert started(GroupHarness(Ranked(), journal=KeptJournal()), on_interrupt=resume)
     with pytest.raises(NotPossible, match="play of agent 'own' cannot be replayed"):
         started(GroupHarness(Own(), journal=KeptJournal()), on_interrupt=resume)
+
+
+async def test_a_restored_group_is_kept_from_its_end_on() -> None:
+    """Its rollouts are kept together, and a repeated start finds it, although one of them ended long before."""
+    capacity, plan = Capacity(finished_seconds=60), GroupPlan(2)
+    first = GroupHarness(journal=KeptJournal(), capacity=capacity)
+    scripted(first, _0=(Say("a"),), _1=(Say("b", seconds=90),))
+    started(first, plan)
+    await asyncio.sleep(1)
+    for sleep in (100, 30):  # it ends in the second process, and has ended in the third one
+        first = await first.next_process(capacity=capacity)
+        await asyncio.sleep(sleep)
+        first.roster.forget()
+        group = first.groups.get("mine", ME)
+        assert group.result is not None
+        assert first.start_request(a_request(), plan) == (group, True)
+    await asyncio.sleep(60)
+    first.roster.forget()
+    with pytest.raises(NotFound):
+        first.groups.get("mine", ME)
+
+
+@pytest.mark.parametrize("policy", [InterruptPolicy.FAIL, InterruptPolicy.UNSET])
+async def test_a_drain_starts_nothing_anew_that_the_next_process_would_end(policy: InterruptPolicy) -> None:
+    first = GroupHarness(journal=KeptJournal())
+    scripted(first, _0=(Say(seconds=FOREVER),), _0_r1=(Say("a"),), _1=(Say("b"),))
+    plain = Target("grpc://trainer:1", Dialect.GRPC)
+    group = started(first, GroupPlan(2, refill=1), completions=plain, on_interrupt=policy)
+    await asyncio.sleep(1)
+    await first.roster.drain(0)
+    second = await first.next_process()
+    again, anew = second.groups.get("mine", ME), int(policy is InterruptPolicy.UNSET)
+    assert await finished(again) == GroupResult(2, 1 + anew, anew, 1 + anew, 1 - anew, 0, early_stop=False)
+    assert (len(group.rollouts), second.opened) == (2 + anew, ["g/0/r1"] * anew)

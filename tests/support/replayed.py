@@ -106,7 +106,7 @@ class Recorded:
         journal = KeptJournal(self.changes[: self.steps[changes - 1] + 1])
         harness = RuntimeHarness(agent or self.agent(), journal=journal, **self.harness)
         harness.scripts[self.rollout.spec.rollout_id] = self.script(*(says or self.says))
-        await harness.roster.restore()
+        await harness.restore()
         (rollout,) = harness.rollouts = [rollout for _, rollout in harness.roster.select(Selection(ME))]
         stored = [e.record for c in journal.committed if isinstance(c, EntriesAppended) for e in c.entries]
         return harness, rollout, stored

@@ -157,6 +157,15 @@ class RuntimeHarness:
             self.rollouts.append(rollout)
         return rollout, found
 
+    async def load(self) -> None:
+        """Take over the rollouts of earlier processes, without groups."""
+        await self.roster.load(lambda groups, rollouts: None)
+
+    async def restore(self) -> None:
+        """Take over the rollouts of earlier processes, and continue them."""
+        await self.load()
+        self.roster.resume()
+
     async def close(self) -> None:
         """End all rollouts. Checks that each rollout ended exactly once and that all slots are free."""
         await self.roster.drain(0)

@@ -107,6 +107,7 @@ class Rollout:
         request, agent = admitted.request, admitted.agent
         self.uid = uid
         self.spec = request.spec
+        self.request_id = request.request_id
         self.caller = request.caller
         self.agent = agent
         self.tools = tools

@@ -24,7 +24,7 @@ from rollout_server.runtime.groups.reward import agent_failure, group_rewards
 from rollout_server.runtime.groups.state import EARLY_STOP, GroupPlan, GroupResult, GroupState, member_id
 from rollout_server.runtime.journal import FormedGroup, GroupDropped, GroupFormed, GroupGrew
 from rollout_server.runtime.ports import Credentials, Tool
-from rollout_server.runtime.registry.interruption import interrupted_text
+from rollout_server.runtime.registry.interruption import interrupted_text, obstacle_to_resume
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart
@@ -124,9 +124,10 @@ class RolloutGroup:
         """Request the ends that the rollouts of an earlier process were to have: right before they continue."""
         unfinished = [rollout for rollout in self.members if rollout.outcome is None]
         completed = any(isinstance(end, Stop) for end in self._state.ends)
-        if self._has_reward and unfinished and completed:  # only a damaged journal has a part of these ends
+        # The journal has a part of these ends if it is damaged, or all of them if the agent had no `reward_group` before.
+        if self._has_reward and unfinished and completed:
             self._reward_begun = True
-            text = interrupted_text("the reward of its group was computed without it")
+            text = interrupted_text("rollouts of its group had completed, so `reward_group` cannot run for all of them")
             end: End = Failure(Category.INTERRUPTED, text)
         elif self._state.early_stop:
             end = Cancellation(EARLY_STOP)
@@ -226,9 +227,9 @@ class RolloutGroup:
     def on_recorded(self, rollout: Rollout, end: End) -> None:
         """See `GroupMembership`."""
         registry = self._registry
-        # With a durable journal, what is started anew during a drain waits for the next process. The reward covers the rollouts
-        # that it found: what fails with it is not started anew.
-        stops = registry.draining and not registry.journal.is_durable
+        # What is started anew during a drain waits for the next process, which must be able to run it. The reward covers the
+        # rollouts that it found: what fails with it is not started anew.
+        stops = registry.draining and not self._can_wait()
         may_refill = not (self._tools is None or self._reward_begun or stops or _is_cancelled(rollout))
         self._step(rollout, end, may_refill=may_refill)
 
@@ -351,6 +352,14 @@ class RolloutGroup:
         rollout_id = member_id(request.spec.rollout_id, index, refills)
         spec = replace(request.spec, rollout_id=rollout_id, group_id=self.id, group_index=index)
         return replace(self.admitted, request=replace(request, spec=spec, request_id=""))
+
+    def _can_wait(self) -> bool:
+        """Return whether the next process of the server could run a refill that this one only accepts."""
+        registry, spec, agent = self._registry, self.admitted.request.spec, self.admitted.agent
+        by_default = registry.resume_by_default
+        return registry.journal.is_durable and not obstacle_to_resume(
+            spec, agent, (), request_id="", resume_by_default=by_default, never_ran=True
+        )
 
     def _index(self, rollout: Rollout) -> int:
         return rollout.spec.group_index or 0

@@ -64,10 +64,10 @@ class MissingAgent:
     tools_for = start = stop = run_setup = perform = judge = judge_group = run_cleanup = _never
 
 
-def unresumed(rollout: Rollout, end: End) -> Ended:
-    """Return the record of the end of an unfinished rollout of an earlier process that is not continued."""
-    ran, queued = 1000 * rollout.earlier_seconds, rollout.queued_ms()
-    return Ended(end, total_ms=ran, queued_ms=queued, reward_rule=rollout.reward_rule)
+def end_without_slot(rollout: Rollout) -> None:
+    """Record the requested end of a rollout that has no slot in this process. An earlier process may have run it."""
+    end, ran = rollout.ending.requested.result(), 1000 * rollout.earlier_seconds
+    rollout.record(Ended(end, total_ms=ran, queued_ms=rollout.queued_ms(), reward_rule=rollout.reward_rule))
 
 
 def interrupted_text(obstacle: str) -> str:
@@ -92,7 +92,14 @@ def interrupt(rollout: Rollout, *, durable: bool, resume_by_default: bool) -> No
     if durable and not (rollout.ending.requested.done() or rollout.ending.is_final):
         spec, agent, log = rollout.spec, rollout.agent, rollout.log.entries
         never_ran = rollout.state is RolloutState.QUEUED
-        obstacle = obstacle_to_resume(spec, agent, log, resume_by_default=resume_by_default, never_ran=never_ran)
+        obstacle = obstacle_to_resume(
+            spec,
+            agent,
+            log,
+            request_id=rollout.request_id,
+            resume_by_default=resume_by_default,
+            never_ran=never_ran,
+        )
         if not obstacle:
             rollout.suspend()
             return
@@ -132,6 +139,7 @@ def restored(
     end: End | None = None
     if rollout.outcome is None and stored.cancelled is not None:
         end = Cancellation(stored.cancelled)
+        rollout.ending.request(end)  # before its group or a caller requests another one
     elif start.obstacle:
         end = Failure(Category.INTERRUPTED, interrupted_text(start.obstacle), stored.entries[-1].turn)
     return RestoredRollout(rollout, start.admitted, end)
@@ -152,8 +160,13 @@ def _restored_start(
         text = f"agent {agent.name!r} had version {start.agent_version!r} then and has {agent.version!r} now"
         return RestoredStart(admitted, obstacle=text)
     never_ran = len(stored.entries) == 1
-    obstacle = _request_obstacle(spec, start.request.request_id) or obstacle_to_resume(
-        spec, agent, stored.entries, resume_by_default=resume_by_default, never_ran=never_ran
+    obstacle = obstacle_to_resume(
+        spec,
+        agent,
+        stored.entries,
+        request_id=start.request.request_id,
+        resume_by_default=resume_by_default,
+        never_ran=never_ran,
     )
     if obstacle:
         return RestoredStart(admitted, obstacle=obstacle)
@@ -182,19 +195,25 @@ def _rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: R
 
 
 def obstacle_to_resume(
-    spec: Spec, agent: AgentProtocol, log: Iterable[Entry], *, resume_by_default: bool, never_ran: bool
+    spec: Spec,
+    agent: AgentProtocol,
+    log: Iterable[Entry],
+    *,
+    request_id: str,
+    resume_by_default: bool,
+    never_ran: bool,
 ) -> str:
     """Return why a later process cannot continue an unfinished rollout, as part of a sentence; empty if it can.
 
     Args:
+        request_id: that of its start; empty if it has none.
         resume_by_default: a rollout is continued if `on_interrupt` of its spec is unset.
         never_ran: it waits for its first slot, so there is nothing to replay.
     """
     records = [entry.record for entry in log]
-    policy = _policy_obstacle(spec, agent, records, resume_by_default=resume_by_default, never_ran=never_ran)
-    if policy or has_finished(agent, records):
-        return policy
-    return _live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records)
+    obstacle = _request_obstacle(spec, request_id)
+    obstacle = obstacle or _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
+    return obstacle or (_live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records))
 
 
 def _request_obstacle(spec: Spec, request_id: str) -> str:

@@ -39,9 +39,9 @@ from rollout_server.runtime.registry.admission_queue import RolloutQueue
 from rollout_server.runtime.registry.dependencies import RegistryDependencies, RestoreGroups, by_name, log_finished
 from rollout_server.runtime.registry.interruption import (
     check_resumable,
+    end_without_slot,
     interrupt,
     restored,
-    unresumed,
 )
 from rollout_server.runtime.registry.outcome_outbox import Outbox
 from rollout_server.runtime.registry.policies import AnnouncedPolicies
@@ -75,7 +75,7 @@ class RolloutRegistry:
         bounds: Bounds = Bounds(),
         dependencies: RegistryDependencies = RegistryDependencies(),
     ) -> None:
-        self._resume_by_default = dependencies.resume_by_default
+        self.resume_by_default = dependencies.resume_by_default
         self.agents = by_name(agents)
         self.default_agent = agents[0].name
         self.capacity = capacity
@@ -98,7 +98,8 @@ class RolloutRegistry:
         self._queue = RolloutQueue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._retention = Retention(capacity, self._clock)
-        self._is_held_back, self._unresumable = False, list[tuple[Rollout, End]]()
+        self._is_held_back = False  # nothing begins to run: before `resume`, and after a drain has stopped what ran
+        self._unresumable: list[tuple[Rollout, End]] = []
 
     @property
     def running(self) -> int:
@@ -169,45 +170,40 @@ class RolloutRegistry:
             taken.append((self._take(each, tools[at]), False) if existing is None else (existing, True))
         return taken
 
-    async def restore(self) -> None:
-        """Take over the rollouts of earlier processes, and continue them."""
-        await self.load()
-        self.resume()
-
-    async def load(self, restore_groups: RestoreGroups = lambda groups, rollouts: None) -> None:
+    async def load(self, restore_groups: RestoreGroups) -> None:
         """Take over the rollouts of earlier processes from the journal. Called once, before the first start.
 
         Nothing runs and nothing is delivered before `resume`. `restore_groups` is called before a finished rollout can be
         dropped: it may hold some. Raises `JournalUnusable`.
         """
         self._is_held_back = True
-        finished: list[tuple[Rollout, StoredDelivery | None]] = []
+        finished: dict[Rollout, StoredDelivery | None] = {}
         for stored in await self.journal.load():
             if not stored.entries:  # its acceptance was not stored completely, so its start was not acknowledged
                 self.journal.write(RolloutDropped(stored.start.uid))
                 continue
-            found = restored(stored, self.agents, self._clock, self, resume_by_default=self._resume_by_default)
+            found = restored(stored, self.agents, self._clock, self, resume_by_default=self.resume_by_default)
             rollout, number = found.rollout, self._index.add(found.rollout, found.admitted)
             self._queue.measure(rollout)
             if rollout.outcome is not None:
-                finished.append((rollout, stored.stored_delivery))
+                finished[rollout] = stored.stored_delivery
             elif found.end is not None:
                 self._unresumable.append((rollout, found.end))
             else:
                 self._put(rollout, number)
         restore_groups(await self.journal.load_groups(), {each.uid: each for each in self._index.rollouts()})
-        # The retention drops what it got first.
-        for rollout, delivery in sorted(finished, key=lambda each: each[0].finished or 0.0):
+        for rollout, since in self._retention.starts(finished):
             if rollout.spec.outcome is not None:
-                self._outbox.restore(rollout, delivery)
-            self._settle(rollout)
+                self._outbox.restore(rollout, finished[rollout])
+            self._settle(rollout, since)
 
     def resume(self) -> None:
         """Continue the rollouts that `load` took over, or end them as interrupted, and continue the deliveries of outcomes."""
         self._is_held_back = False
         unresumable, self._unresumable = self._unresumable, []
         for rollout, end in unresumable:
-            rollout.record(unresumed(rollout, end))
+            rollout.ending.request(end)  # no effect on one that was cancelled since the ports were opened
+            end_without_slot(rollout)
         self._outbox.resume()
         self._fill()
 
@@ -270,7 +266,8 @@ class RolloutRegistry:
         """Request the end of the selected rollouts. Return the uids of those that had not finished."""
         chosen = [rollout for _, rollout in self.select(selection) if rollout.state is not RolloutState.FINISHED]
         for rollout in chosen:
-            if rollout.ending.request(Cancellation(reason)):
+            rollout.ending.request(Cancellation(reason))
+            if rollout.machine.outcome is None:  # whatever end was requested before: this process may not record it
                 self.journal.write(CancelRequested(rollout.uid, reason))
         return [rollout.uid for rollout in chosen]
 
@@ -310,7 +307,7 @@ class RolloutRegistry:
         self._is_held_back = self.journal.is_durable
         for rollout in self._index.rollouts():
             if rollout.machine.outcome is None:
-                interrupt(rollout, durable=self.journal.is_durable, resume_by_default=self._resume_by_default)
+                interrupt(rollout, durable=self.journal.is_durable, resume_by_default=self.resume_by_default)
         await until_done(self._tasks, max(seconds_to_end(agent) for agent in self.agents.values()))
         with suppress(JournalUnavailable, TimeoutError):  # deliveries of these ends begin once they are stored
             await asyncio.wait_for(self.journal.flush(), _LAST_DELIVERIES)
@@ -407,10 +404,8 @@ class RolloutRegistry:
 
     def _end_queued(self, rollout: Rollout) -> None:
         """End a rollout at once whose end is requested before it has a slot."""
-        if not self._queue.withdraw(rollout) or rollout.is_suspended:
-            return
-        end, rule = rollout.ending.requested.result(), rollout.reward_rule
-        rollout.record(Ended(end, queued_ms=rollout.queued_ms(), reward_rule=rule))
+        if self._queue.withdraw(rollout) and not rollout.is_suspended:
+            end_without_slot(rollout)
 
     def on_recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """See `RolloutOwner`."""
@@ -440,11 +435,11 @@ class RolloutRegistry:
         log_finished(rollout)
         self._settle(rollout)
 
-    def _settle(self, rollout: Rollout) -> None:
+    def _settle(self, rollout: Rollout, since: float | None = None) -> None:
         """Drop the credentials once the delivery is over, and move the rollout to the retention store once nothing uses it.
 
         Called when the rollout leaves its slot, when its delivery is over and when its hold is released, in any order. The last
-        of these calls finds all conditions true and moves it.
+        of these calls finds all conditions true and moves it. `since`: see `Retention.add`.
         """
         if self._outbox.holds(rollout):
             return
@@ -452,5 +447,5 @@ class RolloutRegistry:
             rollout.drop_credentials()
         if not (rollout.running or rollout.held):
             self._queue.forget(rollout)
-            self._retention.add(rollout)
+            self._retention.add(rollout, since)
             self.forget()

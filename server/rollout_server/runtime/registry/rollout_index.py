@@ -155,9 +155,20 @@ class Retention:
         self._rollouts: deque[tuple[Rollout, float]] = deque()
         self._bytes = 0
 
-    def add(self, rollout: Rollout) -> None:
-        """Add a finished rollout. Its retention time starts here, or, if an earlier process finished it, at its end."""
-        age = self._clock.wall() - (rollout.finished or 0.0) if rollout.is_restored else 0.0
+    @staticmethod
+    def starts(finished: Iterable[Rollout]) -> Sequence[tuple[Rollout, float]]:
+        """Return rollouts that earlier processes finished with the time from which on they are kept, the oldest first.
+
+        A rollout is kept from its end on, in a group from the newest end of the group on.
+        """
+        ends: dict[object, float] = {}
+        for each in finished:
+            ends[each.group or each] = max(ends.get(each.group or each, 0.0), each.finished or 0.0)
+        return sorted(((each, ends[each.group or each]) for each in finished), key=lambda pair: pair[1])
+
+    def add(self, rollout: Rollout, since: float | None = None) -> None:
+        """Add a finished rollout. Its retention time begins at `since`, in seconds since 1970; None: it begins here."""
+        age = 0.0 if since is None else self._clock.wall() - since
         self._rollouts.append((rollout, self._clock.monotonic() - max(age, 0.0)))
         self._bytes += rollout.machine.size
 
