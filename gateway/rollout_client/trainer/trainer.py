@@ -305,9 +305,8 @@ class Trainer:
         rollout = await transport.wait_finished(uid, outcome)
         self._outcomes.close(rollout_id)
         record = self._records.forget(rollout.uid)
-        self._records.forget(
-            uid
-        )  # another one if a server without a journal was restarted: it has started the rollout anew
+        # Another one if a server without a journal was restarted: it has started the rollout anew.
+        self._records.forget(uid)
         finished = verify_rollout(rollout, record)
         if finished.mismatch is not None and self._raises:
             raise RecordMismatch(finished)

@@ -179,6 +179,21 @@ async def test_a_cancellation_that_was_not_acknowledged_is_sent_again() -> None:
         await until(lambda: model.cancelled == 2)
 
 
+async def test_a_cancellation_without_an_outcome_is_sent_again_although_it_was_acknowledged() -> None:
+    model = ToyModel(gate=asyncio.Event())
+    async with lossy(Host(two_turns), model) as lost:
+        going = lost.started(n=2)
+        await until(lambda: model.at_once == 2)
+        name = lost.host.stream.came[0].start.rollout.request_id
+        going.cancel()
+        await until(lambda: len(lost.host.cancelled) == 2)
+        await lost.trainer.announce(step=2)  # once it is processed, so are the cancellations
+        lost.lose()
+        await until(lambda: len(lost.host.cancelled) == 3)
+        assert sorted(lost.host.cancelled[2].selection.rollout_ids) == [f"{name}/0", f"{name}/1"]
+        await asyncio.gather(going, return_exceptions=True)
+
+
 async def test_starts_without_a_response_are_repeated() -> None:
     async with lossy(Host(two_turns), ToyModel()) as lost:
         await lost.line.down()

@@ -66,6 +66,7 @@ class StreamSession:
         self._starts = PendingStarts()
         self._completions = completions
         self._running: dict[str, GroupStart] = {}
+        self._cancelled: dict[str, bool] = {}  # by the ids of the rollouts that run
         if not side.announced.is_initial:  # the server knows the announcements of this stream only
             self._outbox.put(TrainRequest(policy=side.announced.to_proto()))
         idle = side.batches is not None
@@ -78,9 +79,10 @@ class StreamSession:
 
     @property
     def cancelled(self) -> Sequence[str]:
-        """Ids of the rollouts whose cancellation the server has not acknowledged."""
+        """Ids of cancelled rollouts without an outcome. A crash of the server may lose a cancellation that it acknowledged."""
         items = self._outbox.unacknowledged()
-        return [each for item in items if item.HasField("cancel") for each in item.cancel.selection.rollout_ids]
+        sent = [each for item in items if item.HasField("cancel") for each in item.cancel.selection.rollout_ids]
+        return list(dict.fromkeys([*sent, *(each for each, cancelled in self._cancelled.items() if cancelled)]))
 
     async def start(self, request: StartRolloutRequest, rollout_ids: Sequence[str]) -> Mapping[str, str]:
         """Start a group and return the uids by rollout id. Raises RolloutError."""
@@ -91,6 +93,7 @@ class StreamSession:
         """Queue the cancellation of rollouts."""
         cancel = CancelRolloutsRequest(selection=Selection(rollout_ids=rollout_ids), reason=CANCEL_REASON)
         self._outbox.put(TrainRequest(cancel=cancel))
+        self._cancelled.update((each, True) for each in rollout_ids if each in self._cancelled)
 
     async def announce(self) -> None:
         """Announce the trainer's policy as it is now, and wait until the server has processed it or the stream has ended."""
@@ -110,6 +113,7 @@ class StreamSession:
                 start = self._starts.accept(item.started)
                 if start is not None:
                     self._running[item.started.rollout.uid] = start
+                    self._cancelled[item.started.rollout.spec.rollout_id] = False
             case "refused":
                 if not self._starts.refuse(item.refused):
                     _LOG.error("the server refused a cancellation or an announcement: %s", item.refused.message)
@@ -127,6 +131,7 @@ class StreamSession:
     def _settle(self, delivered: DeliveredOutcome) -> None:
         rollout = delivered.rollout
         self._running.pop(rollout.uid, None)
+        self._cancelled.pop(rollout.spec.rollout_id, None)
         self._completions.cancel(rollout.uid)
         self._side.outcomes.settle(rollout)
 
