@@ -59,10 +59,7 @@ from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.registry.rollout_index import Selection
-from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.run.lifecycle import start_agents
-from rollout_server.runtime.start_request import Caller
 from rollout_server.settings import Settings, load
 from rollout_server.settings.journal import MEMORY, journal_directory
 
@@ -81,7 +78,6 @@ that render whole conversations. Hundreds of sends and receives in one iteration
 COLLECTOR_THRESHOLDS = (10_000, 20, 20)
 """Rollouts are many objects that live long. With Python's thresholds, looking for cycles in them takes a quarter of the CPU."""
 _ON_THIS_MACHINE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-_UNFINISHED = Selection(Caller("", admin=True), states=(RolloutState.QUEUED, RolloutState.RUNNING))
 KEYS_SECONDS = 1.0
 """Interval in seconds at which the file of API keys is checked for changes."""
 
@@ -123,6 +119,7 @@ class Server:
         except BaseException:
             if self.grpc_port:  # callers may have started rollouts before it failed
                 await self._registry.drain(0)
+                await self._streams.drain(0)
             await self._stack.aclose()
             raise
         return self
@@ -153,7 +150,7 @@ class Server:
         self._registry = await self._make_registry(rules, keys)
         groups = GroupRegistry(self._registry)
         with naming_journal(), collector_paused():
-            await groups.load()
+            await groups.load(self._streams.restore)
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).
         socket = self._stack.enter_context(own_socket())
@@ -174,7 +171,7 @@ class Server:
         if settings.http:
             await self._start_http(socket, keys)
         # Not before the ports are open: if one cannot be opened, nothing has run and nothing was sent.
-        self._streams.restore(rollout for _, rollout in self._registry.select(_UNFINISHED))
+        self._streams.resume_restored()
         await groups.resume()
         self._repeat(self._registry.forget, settings.cleanup_seconds)
 

@@ -173,9 +173,6 @@ async def test_what_is_held_is_not_forgotten_before_it_is_released() -> None:
     rollout.release("a consumer")
     with pytest.raises(NotFound):
         world.roster.get(rollout.uid, ME)
-    rollout.hold("a consumer")
-    rollout.release("a consumer")  # too late, so it has no effect
-    world.roster.forget()
     await world.close()
 
 

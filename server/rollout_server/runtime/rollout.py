@@ -380,9 +380,8 @@ class Rollout:
             self._owner.journal.write(OutcomeReceived(self.uid))
 
     def hold(self, by: object) -> None:
-        """Keep it from being dropped until `release` by the same object. Has no effect on a rollout that has ended."""
-        if self.machine.outcome is None:
-            self._holders.add(by)
+        """Keep it from being dropped until `release` by the same object. Called before it ends, or is restored after its end."""
+        self._holders.add(by)
 
     def release(self, by: object) -> None:
         """End the hold of this object. Notify the owner if it was the last one."""

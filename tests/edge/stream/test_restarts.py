@@ -125,7 +125,10 @@ async def test_until_it_needs_its_trainer_it_can_be_taken_over_late(processes: P
     assert trainer.outcomes[0].outcome.stop.reason == "stop"
 
 
-async def test_an_outcome_that_was_not_acknowledged_comes_again(processes: Processes) -> None:
+@pytest.mark.parametrize("records", [10_000, 0])
+async def test_an_outcome_that_was_not_acknowledged_comes_again(processes: Processes, records: int) -> None:
+    """Until the grace time is over, it is kept although there is no room for finished rollouts."""
+    processes.settings["max_records"] = records
     place = await processes.next()
     former = await begun(place, asks=TURNS)
     await former.complete(former.asks.pop())
@@ -137,6 +140,13 @@ async def test_an_outcome_that_was_not_acknowledged_comes_again(processes: Proce
     assert trainer.outcomes == former.outcomes
     assert [item.event.sequence for item in trainer.events] == list(range(1, trainer.outcomes[0].last_sequence + 1))
     assert trainer.asks == []
+
+    async def is_dropped() -> bool:
+        listed = await place.stub.ListRollouts(rpb.ListRolloutsRequest())
+        return not listed.rollouts
+
+    if not records:
+        await until(is_dropped)  # the trainer has acknowledged it
 
 
 async def test_only_the_same_start_of_the_same_caller_takes_it_over(processes: Processes) -> None:

@@ -52,6 +52,7 @@ class Streams:
         self._connections: dict[str, StreamConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._rollouts: dict[str, StreamRollout] = {}
+        self._unreceived: list[Rollout] = []
         self._restored: asyncio.TimerHandle | None = None
         self._draining: RolloutError | None = None
         self._left = asyncio.Event()
@@ -111,14 +112,24 @@ class Streams:
         self._timers[stream.id] = loop.call_later(self.limits.grace, self._expire, stream, why)
 
     def restore(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep those unfinished rollouts that an earlier process of the server started on streams.
+        """Keep those rollouts that an earlier process of the server started on streams and whose outcome was not acknowledged.
 
-        For the grace period, their completions wait until their trainer repeats their start on a stream of this process.
+        Their completions wait until their trainer repeats their start on a stream of this process, and finished ones are not
+        dropped until then: for the grace period, which `resume_restored` begins.
         """
         for rollout in rollouts:
-            if rollout.spec.completions.dialect is Dialect.STREAM and rollout.uid not in self._rollouts:
+            if rollout.spec.completions.dialect is not Dialect.STREAM:
+                continue
+            if rollout.outcome is None:
                 self._follow(rollout)
-        self._restored = asyncio.get_running_loop().call_later(self.limits.grace, self._end_restored)
+            elif not rollout.received:
+                rollout.hold(self)
+                self._unreceived.append(rollout)
+
+    def resume_restored(self) -> None:
+        """Begin the grace period of `restore`. Called once, when trainers can connect."""
+        if self._rollouts or self._unreceived:
+            self._restored = asyncio.get_running_loop().call_later(self.limits.grace, self._end_restored)
 
     def stream_rollout(self, uid: str) -> StreamRollout | None:
         """Return a rollout that was started on a stream, or None."""
@@ -165,11 +176,13 @@ class Streams:
         if stream is not None:
             stream.leave(stream_rollout)
         stream_rollout.fail(why)
-        if stream_rollout.rollout.outcome is not None:
+        # The next process keeps an outcome that was not acknowledged: its trainer may ask for it.
+        if stream_rollout.rollout.outcome is not None and self._draining is None:
             self._forget(stream_rollout)
 
     def confirm(self, rollout: Rollout) -> None:
         """Forget a rollout whose outcome was acknowledged."""
+        rollout.release(self)
         stream_rollout = self._rollouts.get(rollout.uid)
         if stream_rollout is not None:
             self._forget(stream_rollout)
@@ -236,10 +249,14 @@ class Streams:
             _log.info("no trainer took over %d rollouts of an earlier process in time", len(waiting))
         for stream_rollout in waiting:
             stream_rollout.fail(why)
+        unreceived, self._unreceived = self._unreceived, []
+        for rollout in unreceived:
+            rollout.release(self)
 
     def _follow(self, rollout: Rollout) -> StreamRollout:
         stream_rollout = self._rollouts[rollout.uid] = StreamRollout(rollout, self._forget)
-        rollout.hold(stream_rollout)
+        if rollout.machine.outcome is None:  # an ended one may be about to be dropped
+            rollout.hold(stream_rollout)
         return stream_rollout
 
     def _forget(self, stream_rollout: StreamRollout) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rollout_server.core.error import Conflict, NotFound, RolloutError, Violation
 from rollout_server.runtime.groups.group import RolloutGroup
@@ -27,9 +27,17 @@ class GroupRegistry:
         self._requests: dict[tuple[str, str, str], RolloutGroup] = {}
         self._restored: list[RolloutGroup] = []
 
-    async def load(self) -> None:
-        """Take over the rollouts and groups of earlier processes. See `RolloutRegistry.load`."""
-        await self._registry.load(self._restore)
+    async def load(self, restore_streams: Callable[[Iterable[Rollout]], None] = lambda rollouts: None) -> None:
+        """Take over the rollouts and groups of earlier processes. See `RolloutRegistry.load`.
+
+        `restore_streams` is called with all rollouts, at the same time as groups are rebuilt.
+        """
+
+        def restore(groups: Sequence[StoredGroup], rollouts: Mapping[str, Rollout]) -> None:
+            self._restore(groups, rollouts)
+            restore_streams(rollouts.values())
+
+        await self._registry.load(restore)
 
     async def resume(self) -> None:
         """Continue what `load` took over. See `RolloutRegistry.resume`."""
