@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from rollout_server.core.error import Conflict, NotFound, NotPossible, Unavailable
-from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass
+from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Answered, Ended
 from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.groups.group import RolloutGroup
@@ -391,8 +391,10 @@ async def test_the_finished_rollouts_of_an_unfinished_group_are_kept_by_a_restar
         second.groups.get("mine", ME)
 
 
-async def test_the_rollouts_of_a_group_that_is_not_complete_go_on_one_by_one() -> None:
-    first = GroupHarness(Ranked(), journal=KeptJournal())
+@pytest.mark.parametrize("kind", [Looping, Ranked])
+async def test_the_rollouts_of_a_group_that_is_not_complete_go_on_one_by_one(kind: type[Looping]) -> None:
+    """Those whose group has a reward end, because the reward would be missing."""
+    first = GroupHarness(kind(), journal=KeptJournal())
     group = started(first, GroupPlan(2))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -401,15 +403,19 @@ async def test_the_rollouts_of_a_group_that_is_not_complete_go_on_one_by_one() -
     kept = [each for each in changes if getattr(each, "uid", "") != lost and not is_start(each, lost)]
     assert any(isinstance(each, GroupFormed) for each in kept)
     first.roster.journal = KeptJournal(kept)
-    agent = Ranked()
+    agent = kind()
     second = await first.next_process(agent)
     with pytest.raises(NotFound):
         second.groups.get("mine", ME)
     await asyncio.sleep(10)
     (rollout,) = [rollout for _, rollout in second.roster.select(Selection(ME))]
     assert rollout.outcome is not None
-    assert [warned.code for warned in rollout.outcome.warnings] == ["group_reward_missing"]
-    assert agent.groups == []
+    if isinstance(agent, Ranked):
+        assert isinstance(end := rollout.outcome.end, Failure)
+        assert (end.category, agent.groups) == (Category.INTERRUPTED, [])
+        assert "lost rollouts of its group" in end.message
+    else:
+        assert rollout.outcome.end == Stop("stop")
     changes = second.roster.journal.committed  # type: ignore[attr-defined]
     assert sum(isinstance(each, GroupDropped) for each in changes) == 1
 

@@ -141,9 +141,10 @@ class _InterruptPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Inter
     INTERRUPT_POLICY_UNSPECIFIED: _InterruptPolicy.ValueType  # 0
     """The server's setting: RESUME where that is possible, unless the setting says FAIL."""
     INTERRUPT_POLICY_RESUME: _InterruptPolicy.ValueType  # 1
-    """Replay the agent over the recorded results and continue. A start is refused with FAILED_PRECONDITION if that can never be
-    possible: the server has no durable journal, or the agent is not replayable. If it is not possible at the restart, such as during
-    a call of a tool that is not idempotent, the rollout ends with FAILURE_CATEGORY_INTERRUPTED.
+    """Continue: the agent is replayed over the recorded results, or, if it owns its loop, goes on or runs again (`on_restart`). A start
+    is refused with FAILED_PRECONDITION if that can never be possible: the server has no durable journal, the agent is neither
+    replayable nor goes on, or the start is on a trainer stream and has no request id. If it is not possible at the restart, such
+    as during a call of a tool that is not idempotent, the rollout ends with FAILURE_CATEGORY_INTERRUPTED.
     """
     INTERRUPT_POLICY_FAIL: _InterruptPolicy.ValueType  # 2
     """End with FAILURE_CATEGORY_INTERRUPTED."""
@@ -154,9 +155,10 @@ class InterruptPolicy(_InterruptPolicy, metaclass=_InterruptPolicyEnumTypeWrappe
 INTERRUPT_POLICY_UNSPECIFIED: InterruptPolicy.ValueType  # 0
 """The server's setting: RESUME where that is possible, unless the setting says FAIL."""
 INTERRUPT_POLICY_RESUME: InterruptPolicy.ValueType  # 1
-"""Replay the agent over the recorded results and continue. A start is refused with FAILED_PRECONDITION if that can never be
-possible: the server has no durable journal, or the agent is not replayable. If it is not possible at the restart, such as during
-a call of a tool that is not idempotent, the rollout ends with FAILURE_CATEGORY_INTERRUPTED.
+"""Continue: the agent is replayed over the recorded results, or, if it owns its loop, goes on or runs again (`on_restart`). A start
+is refused with FAILED_PRECONDITION if that can never be possible: the server has no durable journal, the agent is neither
+replayable nor goes on, or the start is on a trainer stream and has no request id. If it is not possible at the restart, such
+as during a call of a tool that is not idempotent, the rollout ends with FAILURE_CATEGORY_INTERRUPTED.
 """
 INTERRUPT_POLICY_FAIL: InterruptPolicy.ValueType  # 2
 """End with FAILURE_CATEGORY_INTERRUPTED."""

@@ -138,7 +138,8 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         for uid in selection.uids:
             self._registry.get(uid, caller())
         uids = self._registry.cancel(selection, request.reason or "cancelled")
-        await self._registry.accept(())  # a restart must not continue what a caller knows to be cancelled
+        if uids:
+            await self._registry.accept(())  # a restart must not continue what a caller knows to be cancelled
         return pb.CancelRolloutsResponse(uids=uids)
 
     async def AcknowledgeOutcome(

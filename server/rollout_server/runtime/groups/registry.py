@@ -7,10 +7,12 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rollout_server.core.error import Conflict, NotFound, RolloutError, Violation
+from rollout_server.core.outcome import Category, Failure
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.restored import GroupDamaged, restored_group
 from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.journal import GroupDropped, StoredGroup
+from rollout_server.runtime.registry.interruption import interrupted_text
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import AdmittedStart, Caller, StartRequest
@@ -26,6 +28,7 @@ class GroupRegistry:
         self._groups: dict[tuple[str, str], RolloutGroup] = {}
         self._requests: dict[tuple[str, str, str], RolloutGroup] = {}
         self._restored: list[RolloutGroup] = []
+        self._rewardless: list[Rollout] = []
 
     async def load(self, restore_streams: Callable[[Iterable[Rollout]], None] = lambda rollouts: None) -> None:
         """Take over the rollouts and groups of earlier processes. See `RolloutRegistry.load`.
@@ -44,6 +47,10 @@ class GroupRegistry:
         restored, self._restored = self._restored, []
         for group in restored:
             group.resume()
+        rewardless, self._rewardless = self._rewardless, []
+        text = interrupted_text("the journal has lost rollouts of its group, so the group cannot get its reward")
+        for rollout in rewardless:
+            rollout.ending.request(Failure(Category.INTERRUPTED, text))
         await asyncio.sleep(0)  # a queued rollout whose end was requested ends in the next iteration of the event loop
         self._registry.resume()
 
@@ -102,13 +109,19 @@ class GroupRegistry:
         return group
 
     def _restore(self, groups: Sequence[StoredGroup], rollouts: Mapping[str, Rollout]) -> None:
-        """Rebuild the groups of earlier processes. The rollouts of a group that cannot be rebuilt go on one by one."""
+        """Rebuild the groups of earlier processes. The rollouts of a group that cannot be rebuilt go on one by one.
+
+        Not those whose agent has a `reward_group`: they would end without that reward.
+        """
         for stored in groups:
             try:
                 group = restored_group(stored, rollouts, self._registry, self._drop)
             except GroupDamaged as error:
                 _log.error("group %s is not restored: %s; its rollouts go on one by one", stored.group.group_id, error)
                 self._registry.journal.write(GroupDropped(stored.group.uid))
+                members = *stored.group.members, *(uid for _, uid in stored.refills)
+                left = [rollouts[uid] for uid in members if uid in rollouts and rollouts[uid].outcome is None]
+                self._rewardless += [rollout for rollout in left if rollout.agent.overrides("reward_group")]
                 continue
             self._restored.append(group)
             if stored.group.is_listed:
