@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from tests.runtime.test_capture_restarts import (
     trained,
 )
 from tests.support.captured_agents import Fields, message_of, model_call, user
+from tests.support.group_harness import GroupHarness
 from tests.support.journal import KeptJournal
 from tests.support.runtime_harness import ME, RuntimeHarness, contents, outcome_of
 
@@ -307,3 +309,29 @@ async def test_a_drain_leaves_an_agent_alone_that_goes_on(on_restart: Any, clean
         assert [each.times for each in records(rollout, Resumed)] == [1]
         assert len(calls) == 1
         await harness.close()
+
+
+async def test_a_member_that_waits_for_its_group_keeps_its_end() -> None:
+    class Ranked(Remote):
+        name = "ranked"
+
+        async def reward_group(self, runs: Sequence[Run]) -> list[float]:
+            return [7.0 for _ in runs]
+
+    harness = GroupHarness(Ranked(), journal=KeptJournal())
+    harness.new_script = Numbered
+    first, second = harness.start_group(2, limits=Limits(turns=1)).members
+    await called(first, user("a"))
+    with pytest.raises(RolloutOver):
+        await called(first, user("b"))
+    await finish(first, DONE)
+    await asyncio.sleep(1)
+    uids = [first.uid, second.uid]
+    harness = await harness.next_process(Ranked())
+    await asyncio.sleep(1)
+    rollouts = {rollout.uid: rollout for _, rollout in harness.roster.select(Selection(ME))}
+    await finish(rollouts[uids[1]], DONE)
+    outcomes = [await outcome_of(rollouts[uid]) for uid in uids]
+    assert [outcome.end for outcome in outcomes] == [Stop("max_turns"), Stop("stop")]
+    assert [outcome.reward_result.reward for outcome in outcomes] == [7.0, 7.0]
+    await harness.close()
