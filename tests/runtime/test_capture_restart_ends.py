@@ -179,7 +179,7 @@ async def test_nor_in_one_that_is_cancelled_before_it_has_a_slot() -> None:
     harness = RuntimeHarness(Remote(), journal=journal.after_crash(), capacity=Capacity(running=1))
     harness.new_script = Numbered
     harness.scripts["r1"] = harness.scripts["r2"] = Numbered()
-    await harness.roster.restore()
+    await harness.restore()
     found = harness.rollouts = [rollout for _, rollout in harness.roster.select(Selection(ME))]
     assert harness.roster.queued == 1
     harness.roster.cancel(Selection(ME), "x")
@@ -256,7 +256,7 @@ async def test_an_agent_that_has_begun_does_not_begin_again() -> None:
     later = Patient()
     harness = RuntimeHarness(later, journal=crashed)
     harness.scripts["r1"] = harness.scripts["r2"] = Numbered()
-    await harness.roster.restore()
+    await harness.restore()
     harness.rollouts = [rollout for _, rollout in harness.roster.select(Selection(ME))]
     restored = {rollout.uid: rollout for rollout in harness.rollouts}
     first, second = [(await outcome_of(restored[rollout.uid])).end for rollout in rollouts]
