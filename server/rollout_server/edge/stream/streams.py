@@ -118,17 +118,16 @@ class Streams:
         dropped until then: for the grace period, which `resume_restored` begins.
         """
         for rollout in rollouts:
-            if rollout.spec.completions.dialect is not Dialect.STREAM:
-                continue
-            if rollout.outcome is None:
-                self._follow(rollout)
-            elif not rollout.received:
+            if rollout.spec.completions.dialect is Dialect.STREAM and not rollout.received:
                 rollout.hold(self)
                 self._unreceived.append(rollout)
 
     def resume_restored(self) -> None:
         """Begin the grace period of `restore`. Called once, when trainers can connect."""
-        if self._rollouts or self._unreceived:
+        for rollout in self._unreceived:
+            if rollout.outcome is None and rollout.uid not in self._rollouts:
+                self._follow(rollout)
+        if self._unreceived:
             self._restored = asyncio.get_running_loop().call_later(self.limits.grace, self._end_restored)
 
     def stream_rollout(self, uid: str) -> StreamRollout | None:
