@@ -211,9 +211,11 @@ def obstacle_to_resume(
         never_ran: it waits for its first slot, so there is nothing to replay.
     """
     records = [entry.record for entry in log]
-    obstacle = _request_obstacle(spec, request_id)
-    obstacle = obstacle or _policy_obstacle(spec, agent, resume_by_default=resume_by_default, never_ran=never_ran)
-    return obstacle or (_live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records))
+    policy = _policy_obstacle(spec, agent, records, resume_by_default=resume_by_default, never_ran=never_ran)
+    obstacle = _request_obstacle(spec, request_id) or policy
+    if obstacle or has_finished(agent, records):
+        return obstacle
+    return _live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records)
 
 
 def _request_obstacle(spec: Spec, request_id: str) -> str:
