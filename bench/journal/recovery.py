@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from rollout_server.app import tune_interpreter
 from rollout_server.edge.journal import SqliteJournal
 from rollout_server.runtime.aio.collector import collector_paused
+from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.journal import Change, Journal, StoredGroup, StoredRollout
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Caller
@@ -130,9 +131,10 @@ async def _take_over(directory: Path, finished: int, unfinished: int, turns: int
         opened = time.perf_counter()
         timed = _TimedJournal(journal)
         site = Site(Workload(max(_AT_ONCE, unfinished), finished, turns), timed)
+        groups = GroupRegistry(site.registry)
         with collector_paused():
-            await site.registry.load()
-        site.registry.resume()
+            await groups.load()
+        await groups.resume()
         restored = time.perf_counter()
         peak, size = _memory("VmHWM"), sum(file.stat().st_size for file in (directory / "journal").iterdir())
         every = site.registry.select(Selection(Caller("bench")))
