@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments demo up down test-quick test test-all bench bench-tokens bench-dialects bench-journal test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments demo up down test-quick test test-thorough test-all bench bench-tokens bench-dialects bench-journal test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -82,12 +82,15 @@ down: setup ## Stop the server and the trainer of `make up`
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
-	$(PYTEST) -m "not thorough" tests/core tests/runtime tests/agent
+	$(PYTEST) -m "not (thorough or heavy)" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests except the thorough ones (11 minutes on two cores)
-	$(PYTEST) -m "not thorough"
+test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests except the slow ones (11 minutes on two cores)
+	$(PYTEST) -m "not (thorough or heavy)"
 
-test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests, including load bursts, fuzzers and every chat template
+test-thorough: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests except load, attacks and fuzzers
+	$(PYTEST) -m "not heavy"
+
+test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests: before a release (24 minutes on two cores)
 	$(PYTEST)
 
 bench: setup ## Measure CPU per turn, compared with a minimal server
@@ -164,9 +167,9 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 environments: ## Create all environments that `make check` needs, in parallel
 	@$(MAKE) --no-print-directory -j5 $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl)
 
-check: environments ## Run all tests and checks that a change must pass (25 minutes on two cores)
+check: environments ## Run the tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks
-	@$(MAKE) --no-print-directory test-all
+	@$(MAKE) --no-print-directory test-thorough
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants

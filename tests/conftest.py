@@ -1,4 +1,4 @@
-"""Configuration for all suites: the mark `thorough`, hypothesis settings, and a table of the time per suite."""
+"""Configuration for all suites: the marks `thorough` and `heavy`, hypothesis settings, and a table of the time per suite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ gc.disable()
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-THOROUGH = re.compile(
+HEAVY = re.compile(
     r"""tests/(?:
       hostile/test_(?:bursts|fuzz|http|templates|tools)\.py                       # attacks, each on a server of its own
     | (?:edge/rpc/test_(?:proto|agent_service)|gateway/test_openapi)_fuzz\.py                        # fuzzers
@@ -39,7 +39,14 @@ THOROUGH = re.compile(
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
-    | exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
+    )""",
+    re.VERBOSE,
+)
+"""Load, attacks and fuzzers, which only `make test-all` runs."""
+
+THOROUGH = re.compile(
+    r"""tests/(?:
+      exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
     | exact/test_first_prompts\.py::test_(?:tokenizers\w+\[(?!toy\])|templates_of\w+)    # large tokenizers
     | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
@@ -50,7 +57,7 @@ THOROUGH = re.compile(
     )""",
     re.VERBOSE,
 )
-"""Slow tests, which only `make check` runs; `make test` does not."""
+"""Slow tests of tokens and durability, and the benchmarks, which `make check` runs and `make test` does not."""
 
 # A slow machine must not fail a test, so examples have no deadline.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -91,9 +98,11 @@ def state_of_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark thorough tests."""
+    """Mark slow tests."""
     for item in items:
-        if THOROUGH.match(item.nodeid):
+        if HEAVY.match(item.nodeid):
+            item.add_marker(pytest.mark.heavy)
+        elif THOROUGH.match(item.nodeid):
             item.add_marker(pytest.mark.thorough)
 
 
