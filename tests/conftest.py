@@ -15,9 +15,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from rollout_server.edge.tokens.template_probe import TemplateTraits
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
-
-from tests.support.syntax import without_collector
 
 # Collection creates objects that stay. Scanning them again and again would take a quarter of its time.
 gc.disable()
@@ -115,8 +114,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Parse the source of a failed test without the garbage collector."""
-    with without_collector():
+    """Parse the source of a failed test without the garbage collector: see `tests.support.syntax`."""
+    with collector_paused():
         return (yield)
 
 

@@ -47,7 +47,7 @@ def _check_known(world: World) -> None:
         stored = world.disk.rollouts.get(uid)
         require(stored is not None and stored.ended, f"{uid} was accepted and has no outcome")
     for uid, stored in world.disk.rollouts.items():
-        # A start that was refused, because the disk was full, may have been cancelled before. Nobody heard of its end.
+        # A rollout may end without a turn before its start is refused, because the disk is full. Nobody hears of its end.
         refused = stored.dropped and stored.delivery is None and uid not in world.callers.accepted
         owes = stored.ended and stored.start.request.spec.outcome is not None and not refused
         require(not owes or stored.over, f"{uid}: its delivery is not over")
