@@ -18,12 +18,13 @@ from rollout_gateway.model_api.routes import model_router
 from rollout_gateway.openapi import schemas
 from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
 from rollout_gateway.osmosis_http.routes import asynchronous_router, synchronous_router
+from rollout_gateway.page.routes import add_pages
 from rollout_gateway.rest.body import BODIES
 from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
 from rollout_gateway.rest.group_routes import groups_router
 from rollout_gateway.rest.rollout_routes import rollouts_router
-from rollout_gateway.rest.service_routes import add_pages, service_router
+from rollout_gateway.rest.service_routes import service_router
 from rollout_gateway.settings import GatewaySettings
 
 _DESCRIPTION: Final = """Runs rollouts of multi-turn, tool-using agents for RL training of LLMs.

@@ -1,0 +1,142 @@
+/** The REST API as a source of rollouts. The key of the API is asked for once and stays in this tab. */
+
+const KEY = "rollout-api-key";
+const RECONNECT_MS = 1000;
+
+/** An error that the API returned, with a text for people. */
+export class ApiError extends Error {
+  /** @param {number} status @param {string} code @param {string} message */
+  constructor(status, code, message) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+/** A source that reads a running gateway. `askForKey(reason)` resolves to an API key. */
+export class ApiSource {
+  constructor(askForKey) {
+    this._askForKey = askForKey;
+    this._asking = null;
+  }
+
+  /** @returns {Promise<Object>} version, limits and load of the server */
+  server() {
+    return this._json("v1/server");
+  }
+
+  /** @returns {Promise<{agents: Object[]}>} */
+  agents() {
+    return this._json("v1/agents");
+  }
+
+  /** @param {Object} query - query parameters; arrays are repeated, empty values left out */
+  list(query) {
+    return this._json(`v1/rollouts?${parameters(query)}`);
+  }
+
+  /** @param {string} uid @param {string} view - "basic", "messages", "samples" or "full" */
+  rollout(uid, view = "messages") {
+    return this._json(`v1/rollouts/${encodeURIComponent(uid)}?${parameters({ view })}`);
+  }
+
+  /** @param {string} id */
+  group(id) {
+    return this._json(`v1/groups/${encodeURIComponent(id)}`);
+  }
+
+  /** Cancel a rollout. Finished rollouts do not change. */
+  cancel(uid, reason) {
+    const body = JSON.stringify({ reason });
+    const headers = { "content-type": "application/json" };
+    return this._json(`v1/rollouts/${encodeURIComponent(uid)}/cancel`, { method: "POST", body, headers });
+  }
+
+  /** @returns {Promise<{texts: {start: number, stop: number, text: string, special: boolean}[]}>} texts of tokens */
+  texts(uid, segment, start, stop) {
+    const path = `v1/rollouts/${encodeURIComponent(uid)}/segments/${encodeURIComponent(segment)}/tokens`;
+    return this._json(`${path}?${parameters({ start, stop })}`);
+  }
+
+  /**
+   * Yield the events of a rollout until it has finished. A connection that breaks is resumed after the last event.
+   * @param {string} uid
+   * @param {number} after - sequence number
+   * @param {AbortSignal} signal - ends the iteration
+   * @param {(connected: boolean) => void} [onConnection] - called when the connection changes
+   */
+  async *events(uid, after, signal, onConnection = () => {}) {
+    const path = `v1/rollouts/${encodeURIComponent(uid)}/events`;
+    while (!signal.aborted) {
+      try {
+        const response = await this._fetch(`${path}?${parameters({ detail: "full", after })}`, { signal });
+        if (response.status === 204) return;
+        onConnection(true);
+        for await (const event of serverSentEvents(response.body)) {
+          after = event.sequence || after;
+          yield event;
+          if (event.event === "finished") return;
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        // A server that restarts is away or answers 5xx for a while; everything else will not change by itself.
+        if (error instanceof ApiError && error.status < 500) throw error;
+      }
+      onConnection(false);
+      await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS));
+    }
+  }
+
+  async _json(path, options) {
+    return (await this._fetch(path, options)).json();
+  }
+
+  async _fetch(path, options = {}) {
+    for (;;) {
+      const key = sessionStorage.getItem(KEY);
+      const authorization = key ? { authorization: `Bearer ${key}` } : {};
+      const response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
+      if (response.ok) return response;
+      const error = await errorOf(response);
+      if (response.status !== 401) throw error;
+      // Several requests may be refused at once; one question answers all of them.
+      if (sessionStorage.getItem(KEY) !== key) continue;
+      this._asking ??= this._askForKey(key ? error.message : "").finally(() => (this._asking = null));
+      sessionStorage.setItem(KEY, await this._asking);
+    }
+  }
+}
+
+async function errorOf(response) {
+  try {
+    const { error } = await response.json();
+    return new ApiError(response.status, error.code, error.message);
+  } catch {
+    return new ApiError(response.status, "", `The gateway answered ${response.status} ${response.statusText}`);
+  }
+}
+
+function parameters(query) {
+  const found = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) {
+    for (const each of [value].flat()) if (each !== "" && each !== undefined && each !== null) found.append(name, each);
+  }
+  return found;
+}
+
+/** Yield the JSON data of server-sent events (WHATWG HTML, 9.2). The gateway writes data on one line. */
+async function* serverSentEvents(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    let from = Math.max(0, buffer.length - 1);
+    buffer += value;
+    for (let end; (end = buffer.indexOf("\n\n", from)) >= 0; from = 0) {
+      const data = /^data: (.*)$/m.exec(buffer.slice(0, end));
+      buffer = buffer.slice(end + 2);
+      if (data) yield JSON.parse(data[1]);
+    }
+  }
+}

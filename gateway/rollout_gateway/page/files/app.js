@@ -1,0 +1,49 @@
+/** Start of the page: its parts by the fragment of the URL, and the question for the API key. */
+import { ApiSource } from "page/api.js";
+import { fill, h } from "page/dom.js";
+import { groupPage } from "page/group.js";
+import { listPage } from "page/list.js";
+import { rolloutPage } from "page/rollout.js";
+
+const main = document.querySelector("main");
+const source = new ApiSource(askForKey);
+let shown = null;
+
+function show() {
+  const [path, query] = location.hash.slice(1).split("?");
+  const [kind, id] = path.split("/").filter(Boolean).map(decodeURIComponent);
+  const parameters = new URLSearchParams(query);
+  shown?.close();
+  if (kind === "rollouts" && id) shown = rolloutPage(source, id, parameters);
+  else if (kind === "groups" && id) shown = groupPage(source, id);
+  else shown = listPage(source, parameters);
+  document.title = shown.title;
+  fill(main, shown.element);
+}
+
+function askForKey(refusal) {
+  return new Promise((resolve) => {
+    const input = h("input", { type: "password", name: "key", required: true, autocomplete: "off", "aria-label": "API key" });
+    const submit = (event) => {
+      event.preventDefault();
+      dialog.close();
+      dialog.remove();
+      resolve(input.value.trim());
+    };
+    const form = h(
+      "form",
+      { on: { submit } },
+      h("h2", {}, "API key"),
+      h("p", {}, "This server requires an API key. It stays in this tab and is forgotten when you close the tab."),
+      refusal && h("p.error", { role: "alert" }, refusal),
+      input,
+      h("button", {}, "Continue"),
+    );
+    const dialog = h("dialog", { on: { cancel: (event) => event.preventDefault() } }, form);
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+addEventListener("hashchange", show);
+show();

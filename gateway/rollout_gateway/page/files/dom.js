@@ -1,0 +1,76 @@
+/** Building elements and writing values. Text from models and tools is untrusted: it only ever becomes text nodes. */
+
+/**
+ * Create an element.
+ * @param {string} tag - such as "td" or "button.quiet" (classes follow dots)
+ * @param {Object} [properties] - DOM properties; names with a hyphen and `role` are attributes; `on` maps events to handlers
+ * @param {...(Node|string|number|null|undefined|Array)} children - null and undefined are left out
+ * @returns {HTMLElement}
+ */
+export function h(tag, properties = {}, ...children) {
+  const [name, ...classes] = tag.split(".");
+  const element = document.createElement(name);
+  element.classList.add(...classes);
+  for (const [key, value] of Object.entries(properties)) {
+    if (value === undefined || value === null) continue;
+    if (key === "on") Object.entries(value).forEach(([event, handler]) => element.addEventListener(event, handler));
+    else if (key === "data") Object.assign(element.dataset, value);
+    else if (key.includes("-") || key === "role") element.setAttribute(key, value);
+    else element[key] = value;
+  }
+  element.append(...children.flat().filter((child) => child !== null && child !== undefined).map(asNode));
+  return element;
+}
+
+function asNode(child) {
+  return child instanceof Node ? child : String(child);
+}
+
+/** Replace the children of an element. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined).map(asNode));
+  return element;
+}
+
+const WHOLE = new Intl.NumberFormat("en");
+
+/** @param {number} value @returns {string} such as "12,345" */
+export function count(value) {
+  return WHOLE.format(value);
+}
+
+/** @param {number} value @returns {string} with at most 4 significant digits */
+export function decimal(value) {
+  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+}
+
+/** @param {number} ms - milliseconds @returns {string} such as "85 ms", "2.4 s", "3 min 20 s" */
+export function duration(ms) {
+  if (ms < 1000) return `${Math.round(ms)} ms`;
+  if (ms < 60_000) return `${(ms / 1000).toFixed(1)} s`;
+  const seconds = Math.round(ms / 1000);
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}
+
+/** @param {string|null} time - RFC 3339 @returns {HTMLElement|null} the local time of day; hovering shows the date */
+export function clock(time) {
+  if (!time) return null;
+  const date = new Date(time);
+  return h("time", { dateTime: time, title: date.toLocaleString() }, date.toLocaleTimeString());
+}
+
+/** Copy text to the clipboard and confirm it on the button for a moment. */
+export async function copy(text, button) {
+  await navigator.clipboard.writeText(text);
+  const label = button.textContent;
+  button.textContent = "copied";
+  setTimeout(() => (button.textContent = label), 1000);
+}
+
+/** Offer text as a file for download. */
+export function download(name, text, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}

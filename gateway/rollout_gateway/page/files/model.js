@@ -1,0 +1,237 @@
+/**
+ * What is known of one rollout: a fold over its events, or its outcome alone if the events are not available.
+ *
+ * @typedef {{author: string, reason: string|null, turn: number, start: number, ids: number[], logprobs: number[]|null,
+ *   policyVersion: string, policyStep: number|null}} Span - `author` "model" or "other"; `reason` null: mask 1; `start`:
+ *   index of the first token in its segment
+ * @typedef {{id: string, kind: string, parentId: string, parentTokens: number, role: string, trainable: boolean|null,
+ *   verified: boolean, model: string, reward: number|null, parting: Object|null, spans: Span[], length: number}} Segment
+ * @typedef {{message: Object, kind: string, segment: string, turn: number, tool: Object|null}} ModelMessage - `kind`
+ *   "request", "completion", "tool" or "appended"; `turn`: of a completion, the turn that generated it, of others, the turn
+ *   whose prompt they are first part of; 0: no turn has seen it yet
+ * @typedef {{turn: number, segment: string, asked: string|null, answered: string|null, elapsedMs: number, attempts: number,
+ *   finishReason: string, promptTokens: number, generatedTokens: number, tools: Object[], reward: number|null,
+ *   masked: string, givenUp: boolean}} Turn
+ */
+
+export class RolloutModel {
+  /** @param {Object} rollout - JSON of GET /v1/rollouts/UID with view "messages" or "full" */
+  constructor(rollout) {
+    this.rollout = rollout;
+    /** @type {Map<string, Segment>} */
+    this.segments = new Map();
+    /** @type {ModelMessage[]} */
+    this.messages = [];
+    /** @type {Map<number, Turn>} */
+    this.turns = new Map();
+    this.drifts = [];
+    /** Events without a place of their own: resumed, note, forked, observed, model_called. */
+    this.remarks = [];
+    this.outcome = null;
+    this.sequence = 0;
+    this._waiting = new Map();
+    this._opened = new Map();
+    this._forks = new Map();
+    for (const message of rollout.spec.messages ?? []) this._append(message, "request", "0");
+  }
+
+  /** Build the model of a finished rollout from its outcome alone: there are no times, no calls and no drift. */
+  static ofOutcome(rollout) {
+    const model = new RolloutModel(rollout);
+    if (rollout.outcome) model._finish(rollout.outcome, true);
+    return model;
+  }
+
+  /** Segments in the order of their ids. @returns {Segment[]} */
+  get segmentList() {
+    return [...this.segments.values()];
+  }
+
+  /** Add the next event. Events that were added before are ignored. */
+  add(event) {
+    if (event.sequence && event.sequence <= this.sequence) return;
+    this.sequence = event.sequence || this.sequence;
+    this[`_on_${event.event}`]?.(event);
+  }
+
+  /** The span of a segment that has a token. @returns {Span|undefined} */
+  spanAt(segmentId, index) {
+    return this.segments.get(segmentId)?.spans.find((span) => index >= span.start && index < span.start + span.ids.length);
+  }
+
+  /** The span with the tokens of a message. @param {ModelMessage} message @returns {Span|undefined} */
+  spanOf(message) {
+    const author = message.kind === "completion" ? "model" : "other";
+    return this.segments.get(message.segment)?.spans.find((span) => span.turn === message.turn && span.author === author);
+  }
+
+  /** The messages whose tokens are in a span: one completion, or all messages that a prompt added. */
+  messagesOf(segmentId, span) {
+    const isOf = (each) => (each.kind === "completion") === (span.author === "model");
+    return this.messages.filter((each) => each.segment === segmentId && each.turn === span.turn && isOf(each));
+  }
+
+  _turn(number) {
+    if (!this.turns.has(number)) {
+      this.turns.set(number, {
+        turn: number, segment: "", asked: null, answered: null, elapsedMs: 0, attempts: 0, finishReason: "",
+        promptTokens: 0, generatedTokens: 0, tools: [], reward: null, masked: "", givenUp: false,
+      });
+    }
+    return this.turns.get(number);
+  }
+
+  _append(message, kind, conversation, tool = null) {
+    const entry = { message, kind, segment: conversation, turn: 0, tool };
+    this.messages.push(entry);
+    if (!this._waiting.has(conversation)) this._waiting.set(conversation, []);
+    this._waiting.get(conversation).push(entry);
+  }
+
+  _on_accepted(event) {
+    this.accepted = event;
+  }
+
+  _on_asked(event) {
+    Object.assign(this._turn(event.turn), { segment: event.segment_id, asked: event.time });
+  }
+
+  _on_segment_opened(event) {
+    this._opened.set(event.turn, event);
+  }
+
+  _on_answered(event) {
+    const opened = this._opened.get(event.turn);
+    const id = opened?.segment_id ?? event.segment_id;
+    const turn = this._turn(event.turn);
+    Object.assign(turn, {
+      segment: id, answered: event.time, elapsedMs: event.elapsed_ms, attempts: event.attempts,
+      finishReason: event.finish_reason, promptTokens: event.prompt_tokens, generatedTokens: event.generated_tokens,
+    });
+    for (const conversation of new Set([event.segment_id, id])) {
+      for (const entry of this._waiting.get(conversation) ?? []) Object.assign(entry, { segment: id, turn: event.turn });
+      this._waiting.delete(conversation);
+    }
+    if (event.message) this.messages.push({ message: event.message, kind: "completion", segment: id, turn: event.turn, tool: null });
+    if (event.spans) this._extend(id, event, opened);
+  }
+
+  _extend(id, event, opened) {
+    if (!this.segments.has(id)) {
+      const origin = opened?.origin ?? { kind: "main", parent_id: "", parent_tokens: 0 };
+      const fork = this._forks.get(id) ?? this._forks.get(origin.parent_id);
+      if (fork) this._forks.set(id, fork);
+      const role = fork?.role ?? "agent";
+      this.segments.set(id, segmentOf({ id, origin, role, trainable: fork?.trainable ?? null, model: fork?.model ?? "", verified: true, spans: [] }));
+    }
+    const segment = this.segments.get(id);
+    for (const span of event.spans) addSpan(segment, span);
+    segment.verified &&= event.verified;
+  }
+
+  _on_appended(event) {
+    for (const message of event.messages ?? []) this._append(message, "appended", event.segment_id);
+  }
+
+  _on_tool_started(event) {
+    const { call_id, name, index, time } = event;
+    this._turn(event.turn).tools.push({ callId: call_id, name, index, started: time, returned: null, elapsedMs: 0, failed: false });
+  }
+
+  _on_tool_returned(event) {
+    const tools = this._turn(event.turn).tools;
+    const tool = tools.find((each) => each.index === event.index && !each.returned);
+    if (tool) Object.assign(tool, { returned: event.time, elapsedMs: event.elapsed_ms, failed: event.failed });
+    if (event.message) this._append(event.message, "tool", event.segment_id, tool ?? event);
+  }
+
+  _on_drift_found(event) {
+    this.drifts.push(event);
+  }
+
+  _on_forked(event) {
+    this._forks.set(event.segment_id, event);
+    this.remarks.push(event);
+    for (const message of event.messages ?? []) this._append(message, "appended", event.segment_id);
+  }
+
+  _on_given_up(event) {
+    this._turn(event.turn).givenUp = true;
+  }
+
+  _on_masked(event) {
+    this._turn(event.turn).masked = event.reason || "masked";
+  }
+
+  _on_rewarded(event) {
+    const turn = this._turn(event.turn);
+    turn.reward = (turn.reward ?? 0) + event.value;
+  }
+
+  _on_resumed(event) {
+    this.remarks.push(event);
+  }
+
+  _on_note(event) {
+    this.remarks.push(event);
+  }
+
+  _on_observed(event) {
+    this.remarks.push(event);
+  }
+
+  _on_model_called(event) {
+    this.remarks.push(event);
+  }
+
+  _on_finished(event) {
+    this.finished = event.time;
+    this._finish(event.outcome, false);
+  }
+
+  _finish(outcome, isWhole) {
+    this.outcome = outcome;
+    // The spans of the events have the masks of that moment. Those of the outcome are final.
+    if (outcome.segments?.length) {
+      this.segments = new Map(outcome.segments.map((segment) => [segment.id, segmentOf(segment)]));
+    }
+    for (const each of outcome.turn_rewards ?? []) this._turn(each.turn).reward = each.value;
+    if (isWhole) this._readMessages(outcome.messages ?? []);
+  }
+
+  /** Give the messages of an outcome to the turns that generated them. */
+  _readMessages(messages) {
+    const main = this.segmentList.filter((segment) => segment.role === "agent" && segment.kind !== "subagent");
+    const owners = new Map();
+    for (const { id, spans } of main) {
+      for (const span of spans) if (span.author === "model") owners.set(span.turn, id);
+    }
+    const turns = [...owners.keys()].sort((a, b) => a - b);
+    const requested = this.messages.length;
+    this.messages = messages.map((message, index) => {
+      const kind = index < requested ? "request" : { assistant: "completion", tool: "tool" }[message.role] ?? "appended";
+      const turn = turns[0] ?? 0;
+      if (kind === "completion") turns.shift();
+      return { message, kind, segment: owners.get(turn) ?? "0", turn, tool: null };
+    });
+    this._waiting.clear();
+  }
+}
+
+function segmentOf(json) {
+  const segment = {
+    id: json.id, kind: json.origin.kind, parentId: json.origin.parent_id, parentTokens: json.origin.parent_tokens,
+    parting: json.origin.parting ?? null, role: json.role, trainable: json.trainable ?? null, verified: json.verified,
+    model: json.model ?? "", reward: json.reward ?? null, spans: [], length: 0,
+  };
+  for (const span of json.spans) addSpan(segment, span);
+  return segment;
+}
+
+function addSpan(segment, json) {
+  segment.spans.push({
+    author: json.author, reason: json.mask_reason ?? null, turn: json.turn, start: segment.length, ids: json.token_ids,
+    logprobs: json.logprobs ?? null, policyVersion: json.policy_version, policyStep: json.policy_step ?? null,
+  });
+  segment.length += json.token_ids.length;
+}

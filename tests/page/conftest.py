@@ -1,0 +1,61 @@
+"""The live page in a real headless Chromium, in front of a real service."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Error, Page, async_playwright
+
+from tests.system.conftest import Open, open_world
+
+# The background requests of a browser with an account at its vendor; none of them can succeed in a test.
+_QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+
+
+def _chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium of the system, or else that of Playwright."""
+    # A sandboxed Chromium refuses to run as root, as in a container of CI.
+    arguments = [*_QUIET, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    async with async_playwright() as playwright:
+        try:
+            opened = await playwright.chromium.launch(executable_path=_chromium(), args=arguments)
+        except Error as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"needs Chromium, which `make browser` installs: {error.message.splitlines()[0]}")
+        yield opened
+        await opened.close()
+
+
+@pytest.fixture
+async def page(browser: Browser) -> AsyncIterator[Page]:
+    """A new page. The test fails if the page raises an exception, or if its policy blocks something."""
+    context = await browser.new_context(viewport={"width": 1400, "height": 900}, locale="en-GB", timezone_id="UTC")
+    context.set_default_timeout(20_000)
+    opened, problems = await context.new_page(), list[str]()
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("console", lambda message: problems.append(message.text) if "Content Security" in message.text else None)
+    yield opened
+    await context.close()
+    assert not problems
+
+
+@pytest.fixture
+async def open_here() -> AsyncIterator[Open]:
+    """`await open_here(agents=..., model=..., **settings)`: a service that stops after the test."""
+    async with AsyncExitStack() as stack:
+
+        async def opened(**options: Any) -> Any:
+            return await open_world(stack, **options)
+
+        yield opened
