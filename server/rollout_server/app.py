@@ -218,6 +218,7 @@ class Server:
         metrics.watch_registry(registry)
         metrics.watch("trainer_streams", "Trainer streams, disconnected ones included.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)
+        metrics.watch("journal_failing", "1 while the journal refuses commits.", lambda: bool(journal.problem))
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
         lag.start()
         stack.push_async_callback(lag.stop)

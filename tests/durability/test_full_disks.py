@@ -67,6 +67,12 @@ async def check_refused(here: Stage, refused: Sequence[Trial]) -> None:
             assert str(here.server.journal) in (await response.json())["detail"]
 
 
+async def metrics(here: Stage) -> str:
+    """The server's metrics, as text."""
+    async with here.clients.http.get(here.server.url + "/metrics") as response:
+        return await response.text()
+
+
 @on_linux
 async def test_a_full_disk_refuses_new_rollouts_until_there_is_room(here: Stage) -> None:
     refused = starts("full")
@@ -74,8 +80,10 @@ async def test_a_full_disk_refuses_new_rollouts_until_there_is_room(here: Stage)
     here.trainers.generations.counts.clear()
     with no_room(here.server.process):
         await check_refused(here, refused)
+        assert "rollout_journal_failing 1.0" in await metrics(here)
         assert here.trainers.keys_by_rollout().keys().isdisjoint(each.rollout_id for each in refused)
     await accepted_again(here, refused)
+    assert "rollout_journal_failing 0.0" in await metrics(here)
     assert "Traceback" not in here.server.log
     here.server.kill()
     await here.server.restart()
