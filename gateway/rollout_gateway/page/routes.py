@@ -6,19 +6,30 @@ import base64
 import hashlib
 import re
 from importlib import resources
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.staticfiles import StaticFiles
 from starlette.requests import Request
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, Response
 
 _PAGE: Final = "/page"
 _DOCS: Final = "/docs/files"
 # Relative to the page: links stay valid behind a proxy that serves the gateway under a path prefix.
 _LOCAL: Final = _DOCS.removeprefix("/")
 _INLINE: Final = re.compile(r"<script(?: type=\"importmap\")?>(.*?)</script>", re.DOTALL)
+
+# `no-cache`: a browser asks whether a file has changed, so that an upgrade never mixes modules of two versions.
+_HEADERS: Final = {"cache-control": "no-cache", "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+
+
+class _PageFiles(StaticFiles):
+    def file_response(self, *args: Any, **options: Any) -> Response:
+        """Return the file, or 304 if the browser has it."""
+        response = super().file_response(*args, **options)
+        response.headers.update(_HEADERS)
+        return response
 
 
 def add_pages(app: FastAPI) -> None:
@@ -38,7 +49,7 @@ def add_pages(app: FastAPI) -> None:
     # The page writes text of models and tools into the document. Trusted Types refuse every way of parsing it as HTML.
     _add_page(app, "/", live, "img-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'")
     _add_page(app, "/docs", bytes(swagger.body).decode(), "img-src 'self' data:")
-    app.mount(_PAGE, StaticFiles(directory=str(files)))
+    app.mount(_PAGE, _PageFiles(directory=str(files)))
     app.mount(_DOCS, StaticFiles(directory=str(resources.files("fastapi_offline") / "static")))
 
 
@@ -50,7 +61,7 @@ def _add_page(app: FastAPI, path: str, html: str, more: str) -> None:
     )
 
     async def page(_: Request) -> HTMLResponse:
-        return HTMLResponse(html, headers={"content-security-policy": policy})
+        return HTMLResponse(html, headers={"content-security-policy": policy, **_HEADERS})
 
     app.add_route(path, page, include_in_schema=False)
 

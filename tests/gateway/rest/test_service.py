@@ -286,6 +286,12 @@ async def test_the_live_page_is_static(plain: Plain) -> None:
         # As a browser resolves it, also where a proxy serves the gateway under a prefix.
         assert urljoin("http://proxy/prefix/", link) == f"http://proxy/prefix/{link}"
         assert (await plain.http.get(urljoin(str(page.url), link))).status_code == (503 if link == "readyz" else 200)
+    module = await plain.http.get("/page/app.js")
+    assert module.headers["content-type"].startswith("text/javascript")
+    again = await plain.http.get("/page/app.js", headers={"if-none-match": module.headers["etag"]})
+    for each in (page, module, again):
+        assert (each.headers["cache-control"], each.headers["x-content-type-options"]) == ("no-cache", "nosniff")
+    assert again.status_code == 304
     assert {"page/app.js", "page/style.css", "docs", "readyz", "metrics"} <= {*links}
     assert "/" not in (await plain.http.get("/openapi.json")).json()["paths"]
     assert (await plain.http.post("/")).json()["error"]["code"] == "METHOD_NOT_ALLOWED"
