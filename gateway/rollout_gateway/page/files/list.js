@@ -1,5 +1,30 @@
-/** The list of rollouts. */
-import { h } from "page/dom.js";
+/** The list of rollouts: counts and rates of the server, filters, and one page of rollouts, kept up to date. */
+import * as cells from "page/cells.js";
+import { count, decimal, h } from "page/dom.js";
+import { errorLine, figures, isForElsewhere, LiveTable, poll, setText } from "page/live.js";
+import { FILTERS, RolloutPage } from "page/pages.js";
+
+const STATES = ["queued", "running", "finished"];
+const FAILURE_CLASSES = ["policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"];
+const TYPING_MS = 400;
+const RATE_MS = 30_000;
+const ANNOUNCE_MS = 30_000;
+const START = `rollout start --prompt "What is 5 plus 3?" \\
+  --completions http://localhost:8000/v1 --dialect vllm --model MODEL`;
+
+const COLUMNS = [
+  { name: "state", label: "State", show: cells.stateCell },
+  { name: "uid", label: "UID", show: cells.uidCell },
+  { name: "id", label: "Rollout id", show: ({ spec }) => cells.textCell(spec.rollout_id) },
+  { name: "agent", label: "Agent", show: ({ spec }) => cells.textCell(spec.agent) },
+  { name: "group", label: "Group", show: cells.groupCell },
+  { name: "turns", label: "Turns", show: cells.turnsCell },
+  { name: "tokens", label: "Tokens", title: "Generated tokens", show: cells.tokensCell },
+  { name: "reward", label: "Reward", show: cells.rewardCell },
+  { name: "end", label: "Ended", title: "Reason, or class and message of the failure", show: cells.endCell },
+  { name: "age", label: "Age", title: "Time since the rollout was accepted", show: cells.ageCell },
+  { name: "duration", label: "Duration", title: "From the acceptance to the end", show: cells.durationCell },
+];
 
 /**
  * @param {Object} source - where rollouts come from
@@ -7,5 +32,255 @@ import { h } from "page/dom.js";
  * @returns {{title: string, element: HTMLElement, close: () => void}}
  */
 export function listPage(source, parameters) {
-  return { title: "Rollouts", element: h("section"), close: () => {} };
+  const closing = new AbortController();
+  const list = new List(source, parameters, closing.signal);
+  const load = source.readOnly ? null : serverFigures(source, closing.signal);
+  const element = h("section.list", {}, h("h1.live-hidden", {}, "Rollouts"), load, list.element);
+  return { title: "Rollouts", element, close: () => closing.abort() };
+}
+
+class List {
+  constructor(source, parameters, signal) {
+    this.source = source;
+    this.signal = signal;
+    // Tokens of the pages from the first to this one. The browser keeps them with the link, for the way back from a rollout.
+    this.tokens = history.state?.tokens ?? [""];
+    this.filters = new Filters(source, parameters, () => this._toPage([""]));
+    this.error = errorLine();
+    this.table = new LiveTable("Rollouts, newest first", COLUMNS, (rollout) => rollout.uid);
+    this.empty = h("div.list-empty");
+    this.search = searchLine({ stop: () => (this.page.isStopped = true), searchOn: () => this._searchOn() });
+    this.pager = pager({ newer: () => this._toPage(this.tokens.slice(0, -1)), older: () => this._toPage([...this.tokens, this.page.next]) });
+    const parts = [this.filters, this.error, this.table, { element: this.empty }, this.search, this.pager];
+    this.element = h("div", {}, parts.map((part) => part.element));
+    this.table.listenToKeys(signal);
+    addEventListener("keydown", (event) => this._onKey(event), { signal });
+    signal.addEventListener("abort", () => this._leavePage());
+    this._readPage();
+  }
+
+  _onKey(event) {
+    if (event.key !== "/" || isForElsewhere(event)) return;
+    event.preventDefault();
+    this.filters.focus();
+  }
+
+  _toPage(tokens) {
+    this.tokens = tokens;
+    history.replaceState({ tokens }, "");
+    this._readPage();
+  }
+
+  _readPage() {
+    this._leavePage();
+    this.page = new RolloutPage(this.source, this.filters.values, this.tokens.at(-1));
+    this._follow();
+  }
+
+  _leavePage() {
+    this.following?.abort();
+    if (this.page) this.page.isStopped = true;
+  }
+
+  _searchOn() {
+    this.page.isStopped = false;
+    this._follow();
+  }
+
+  /** Read the page, and keep it up to date until there is another one. */
+  _follow() {
+    this.following?.abort();
+    this.following = new AbortController();
+    const { page } = this;
+    const show = () => page === this.page && !this.signal.aborted && this._show(true);
+    const step = () => (page.isRead || page.isStopped ? page.refresh() : page.read(show));
+    show();
+    poll(step, (error) => this._done(error), this.following.signal);
+  }
+
+  _done(error) {
+    // A restarted server does not know the tokens of earlier pages.
+    if (error?.status === 400 && this.tokens.length > 1) return this._toPage([""]);
+    this.error.show(error);
+    this._show(false);
+  }
+
+  _show(isReading) {
+    const { page } = this;
+    this.table.show(page.rollouts);
+    this.table.element.hidden = !page.rows.length;
+    this.search.show(page, isReading);
+    this.pager.show(page, this.tokens.length, isReading);
+    const emptyBy = page.rows.length || !page.isRead ? "" : this.filters.isSet ? "filters" : "nothing";
+    if (this.empty.dataset.by === emptyBy) return;
+    this.empty.dataset.by = emptyBy;
+    this.empty.replaceChildren(...emptyText(emptyBy, () => this.filters.clear()));
+  }
+}
+
+/** What to do about an empty list. */
+function emptyText(emptyBy, clear) {
+  if (emptyBy === "filters") return [h("p", {}, "No rollout matches these filters."), button("Clear the filters", clear)];
+  if (emptyBy === "nothing") return [h("p", {}, "There are no rollouts yet. Start one:"), h("pre", {}, START)];
+  return [];
+}
+
+/** The filters as a form. The fragment of the URL has those that are set, so that links can be shared. */
+class Filters {
+  constructor(source, parameters, changed) {
+    this.changed = changed;
+    this.lastTyped = "";
+    this.fields = {
+      state: choice(["", ...STATES], "any state"),
+      agent: choice([""], "any agent"),
+      group_id: h("input", { placeholder: "group id" }),
+      failure_class: choice(["", ...FAILURE_CLASSES], "any"),
+      text: h("input", { type: "search", placeholder: "uid or text  ( / )" }),
+    };
+    const labels = { state: "State", agent: "Agent", group_id: "Group", failure_class: "Failure class", text: "Search" };
+    const labelled = FILTERS.map((name) => h(`label.list-${name}`, {}, labels[name], this.fields[name]));
+    this.clearing = button("Clear", () => this.clear());
+    this.element = h("form.list-filters", { role: "search", "aria-label": "Filters" }, labelled, this.clearing);
+    for (const name of FILTERS) setValue(this.fields[name], parameters.get(name) ?? "");
+    this._listen();
+    this.clearing.disabled = !this.isSet;
+    source.agents().then(({ agents }) => addOptions(this.fields.agent, agents.map((agent) => agent.name)), () => {});
+  }
+
+  /** @returns {Object} the filters that are set */
+  get values() {
+    const all = FILTERS.map((name) => [name, this.fields[name].value.trim()]);
+    return Object.fromEntries(all.filter(([, value]) => value));
+  }
+
+  get isSet() {
+    return Object.keys(this.values).length > 0;
+  }
+
+  focus() {
+    this.fields.text.select();
+  }
+
+  clear() {
+    for (const field of Object.values(this.fields)) field.value = "";
+    this._apply("");
+    this.focus();
+  }
+
+  _listen() {
+    let typing = 0;
+    const apply = (name) => {
+      clearTimeout(typing);
+      this._apply(name);
+    };
+    this.element.addEventListener("submit", (event) => event.preventDefault());
+    for (const [name, field] of Object.entries(this.fields)) {
+      field.addEventListener("change", () => apply(name));
+      field.addEventListener("input", () => {
+        clearTimeout(typing);
+        typing = setTimeout(() => apply(name), TYPING_MS);
+      });
+    }
+  }
+
+  /** Write the filters into the URL. The back button goes back filter by filter, not letter by letter. */
+  _apply(name) {
+    const query = new URLSearchParams(this.values).toString();
+    const fragment = query ? `#/?${query}` : "#/";
+    if (fragment === (location.hash || "#/")) return;
+    history[this.lastTyped === name ? "replaceState" : "pushState"](null, "", fragment);
+    this.lastTyped = this.fields[name]?.localName === "input" ? name : null;
+    this.clearing.disabled = !this.isSet;
+    this.changed();
+  }
+}
+
+function choice(values, any) {
+  const select = h("select");
+  addOptions(select, values, any);
+  return select;
+}
+
+function addOptions(select, values, any = "") {
+  const known = new Set([...select.options].map((option) => option.value));
+  select.append(...values.filter((each) => !known.has(each)).map((value) => h("option", { value }, value || any)));
+}
+
+/** Set a field. A link may have a value that is not among the options. */
+function setValue(field, value) {
+  if (field.localName === "select") addOptions(field, [value]);
+  field.value = value;
+}
+
+function button(text, onClick, properties = {}) {
+  return h("button", { type: "button", ...properties, on: { click: onClick } }, text);
+}
+
+/** How a search that takes several requests goes on, and buttons to stop it and to continue it. */
+function searchLine({ stop, searchOn }) {
+  const text = h("span", {});
+  const stopping = button("Stop", stop);
+  const going = button("Search on", searchOn);
+  const show = (page, isReading) => {
+    const isStopped = page.isStopped && !page.isRead;
+    const isSearching = isReading && !isStopped && page.requests > 0;
+    const searching = `Searching older rollouts; found ${page.rows.length} so far.`;
+    setText(text, isSearching ? searching : isStopped ? `Stopped before the end; found ${page.rows.length}.` : "");
+    stopping.hidden = !isSearching;
+    going.hidden = !isStopped;
+  };
+  return { element: h("p.list-search.quiet", {}, text, " ", stopping, going), show };
+}
+
+function pager({ newer, older }) {
+  const text = h("span.quiet", { role: "status" });
+  const back = button("← Newer", newer);
+  const on = button("Older →", older);
+  const show = (page, number, isReading) => {
+    if (!isReading) setText(text, `Page ${number}: ${page.rows.length} ${page.rows.length === 1 ? "rollout" : "rollouts"}`);
+    back.disabled = number === 1;
+    on.disabled = !(page.isFull && page.next);
+  };
+  return { element: h("nav.list-pager", { "aria-label": "Pages" }, back, text, on), show };
+}
+
+/** Counts of the server, and rates over the last half minute. */
+function serverFigures(source, signal) {
+  const shown = figures("Server", ["running", "queued", "finished", "failed", "rollouts/min", "turns/s", "tokens/s"]);
+  const spoken = h("p.live-hidden", { role: "status" });
+  const polls = [];
+  let announced = -Infinity;
+  const step = async () => {
+    const server = await source.server();
+    showCounts(shown, server);
+    showRates(shown, polls, server);
+    if (performance.now() - announced < ANNOUNCE_MS) return;
+    announced = performance.now();
+    setText(spoken, `${server.running} running, ${server.queued} queued, ${server.finished} finished, ${server.failed} failed`);
+  };
+  // The list reports that the server is away.
+  poll(step, () => {}, signal);
+  return h("div", {}, shown.element, spoken);
+}
+
+function showCounts({ show }, server) {
+  const since = `since ${new Date(server.start_time).toLocaleString()}`;
+  show("running", count(server.running), `of ${count(server.max_running)}`);
+  show("queued", count(server.queued), `of ${count(server.max_queued)}`);
+  show("finished", count(server.finished), since);
+  show("failed", count(server.failed), "", server.failed ? "bad" : "");
+}
+
+function showRates({ show }, polls, server) {
+  const now = performance.now();
+  // Counters that went back are those of a new process.
+  if (polls.length && server.finished < polls.at(-1).server.finished) polls.length = 0;
+  polls.push({ now, server });
+  while (now - polls[0].now > RATE_MS) polls.shift();
+  if (polls.length < 2) return;
+  const seconds = (now - polls[0].now) / 1000;
+  const rate = (name) => (server[name] - polls[0].server[name]) / seconds;
+  show("rollouts/min", decimal(rate("finished") * 60));
+  show("turns/s", decimal(rate("turns")));
+  show("tokens/s", decimal(rate("generated_tokens")));
 }
