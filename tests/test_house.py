@@ -70,7 +70,13 @@ ROOMS: dict[str, set[str]] = {
     "rollout_server.local_stack": {ANYTHING},
     "pytest_rollout": {"rollout_server", "rollout_server.local_stack", "rollout_server.testing", THIRD},
     # It reads rollouts like any other client.
-    "rollout_server.inspection": {"rollout_server.inspection", "rollout_client", "osmosis", THIRD},
+    "rollout_server.inspection": {
+        "rollout_server.edge.tokens.token_text",
+        "rollout_server.inspection",
+        "rollout_client",
+        "osmosis",
+        THIRD,
+    },
     # It inspects templates with the renderer's code, without a server.
     "rollout_server.tokencheck": {
         "rollout_server.core",

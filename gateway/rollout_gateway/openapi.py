@@ -35,7 +35,7 @@ EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["RolloutBody"]["example"]
 INIT_EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["InitBody"]["example"]
 _ROOTS: Final = (
     *(pb.StartRolloutResponse, pb.ListRolloutsResponse, pb.CancelRolloutsResponse, pb.ListAgentsResponse),
-    *(pb.ModelAccess, group_pb2.StartGroupResponse, pb.GroupOutcome),
+    *(pb.ModelAccess, group_pb2.StartGroupResponse, pb.GroupOutcome, pb.DecodeTokensResponse, pb.GetServerInfoResponse),
 )
 _ENDS: Final = (outcome_pb2.Stop, outcome_pb2.Failure, outcome_pb2.Cancellation)
 

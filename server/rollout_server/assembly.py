@@ -71,6 +71,8 @@ FEATURES = (
     "model_endpoint",
     "policies",
     "redelivery",
+    "token_texts",
+    "text_search",
 )
 
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from osmosis.rollout.v1 import outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rich.console import Console
+from rollout_server.edge.tokens.token_text import split_token_texts
 from rollout_server.inspection.escape import visible
 from rollout_server.inspection.terminal import ViewOptions, lines, print_transcript
 from rollout_server.inspection.text import as_json
-from rollout_server.inspection.token_text import split_token_texts
 from rollout_server.inspection.transcript import transcript_of
 from rollout_server.testing.script import Script, ScriptedReply
 

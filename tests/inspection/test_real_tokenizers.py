@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollout_server.inspection.token_text import split_token_texts
+from rollout_server.edge.tokens.token_text import split_token_texts
 from transformers import AutoTokenizer
 
 from tests.support.tokenizers import FAMILIES, directory

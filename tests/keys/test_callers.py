@@ -58,6 +58,7 @@ def calls(uid: str) -> dict[str, Any]:
         "CancelRollouts": pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])),
         "AcknowledgeOutcome": pb.AcknowledgeOutcomeRequest(uid=uid),
         "RedeliverOutcomes": pb.RedeliverOutcomesRequest(selection=pb.Selection(uids=[uid])),
+        "DecodeTokens": pb.DecodeTokensRequest(uid=uid, segment_id="0"),
     }
 
 

@@ -129,6 +129,7 @@ class Fleet:
     WatchGroup = _followed("WatchGroup")
     GetRollout = _owned("GetRollout")
     GetGroup = _owned("GetGroup")
+    DecodeTokens = _owned("DecodeTokens")
     WaitRollout = _owned("WaitRollout")
     AcknowledgeOutcome = _owned("AcknowledgeOutcome")
     CallModel = _followed("CallModel")

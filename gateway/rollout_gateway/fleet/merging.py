@@ -50,11 +50,12 @@ async def merged_page(
     pages = await routing.call_all("ListRollouts", requests, context, "the list would be incomplete")
     following.update((member, page.next_page_token or None) for member, page in pages.items())
     merged = list(heapq.merge(*(_entries(*each) for each in pages.items()), key=_newness, reverse=True))
+    count = min(size, *(_certain(merged, *each, size) for each in pages.items()))
     # If a server has rollouts left over, its next page starts at the first of them. Reversed, so that the first one wins.
-    following.update((member, token) for _, token, member in reversed(merged[size:]))
+    following.update((member, token) for _, token, member in reversed(merged[count:]))
     positions = list(following.values())
     token = base64.urlsafe_b64encode(msgspec.json.encode((fits, positions))).decode() if any(positions) else ""
-    return pb.ListRolloutsResponse(rollouts=[rollout for rollout, _, _ in merged[:size]], next_page_token=token)
+    return pb.ListRolloutsResponse(rollouts=[rollout for rollout, _, _ in merged[:count]], next_page_token=token)
 
 
 _Entry = tuple[pb.Rollout, str, Member]
@@ -63,6 +64,16 @@ _Entry = tuple[pb.Rollout, str, Member]
 def _entries(member: Member, page: pb.ListRolloutsResponse) -> Iterable[_Entry]:
     """Return the rollouts of a server's page, each with the token of a page that starts at this rollout."""
     return ((rollout, token, member) for rollout, token in zip(page.rollouts, page.page_tokens, strict=True))
+
+
+def _certain(merged: Sequence[_Entry], member: Member, page: pb.ListRolloutsResponse, size: int) -> int:
+    """Return how many of the first rollouts stay the first, whatever is on the next page of this server.
+
+    A server ends a page early if its selection takes long. Its next rollouts may be newer than those of other servers.
+    """
+    if not page.next_page_token or len(page.rollouts) >= size:
+        return size
+    return max((index + 1 for index, entry in enumerate(merged) if entry[2] is member), default=0)
 
 
 def _newness(entry: _Entry) -> tuple[int, str]:
@@ -92,7 +103,8 @@ def summed(servers: Sequence[pb.GetServerInfoResponse]) -> pb.GetServerInfoRespo
     total.features[:] = [word for word in servers[0].features if all(word in each.features for each in servers)]
     for name in ("max_running", "max_queued", "running", "queued"):
         setattr(total, name, min(sum(getattr(each, name) for each in servers), 2**32 - 1))
-    total.finished = sum(each.finished for each in servers)
+    for name in ("finished", "failed", "turns", "generated_tokens"):
+        setattr(total, name, sum(getattr(each, name) for each in servers))
     total.max_request_bytes = min(each.max_request_bytes for each in servers)
     total.max_rollout_time.CopyFrom(min((each.max_rollout_time for each in servers), key=Duration.ToNanoseconds))
     total.start_time.CopyFrom(min((each.start_time for each in servers), key=Timestamp.ToNanoseconds))

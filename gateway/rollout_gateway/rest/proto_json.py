@@ -39,7 +39,11 @@ _NULLABLE: Final = frozenset(
     {"Rollout.delivery", "Rollout.outcome", "Group.result", "Sample.logprobs", "Span.logprobs"}
     | {"Span.mask_reason", "SampleSpan.mask_reason"}
 )
-_RENAMED: Final = {"Limits.time": "seconds", "RolloutSpec.cancel_after_detach": "cancel_after_detach_seconds"}
+_RENAMED: Final = {
+    "Limits.time": "seconds",
+    "RolloutSpec.cancel_after_detach": "cancel_after_detach_seconds",
+    "GetServerInfoResponse.max_rollout_time": "max_rollout_seconds",
+}
 # Fields that are left out: copies of other fields for the asynchronous HTTP API, and ends, which `outcome_json` writes.
 _HIDDEN: Final = frozenset(
     {"RolloutSpec.source_json", "StartRolloutResponse.function_tools_json"}

@@ -28,7 +28,11 @@ _QUERY: Final = {
     "labels": "label",
     "callers": "caller",
     "delivery_states": "delivery",
+    "failure_classes": "failure_class",
+    "text": "text",
 }
+# Conditions that only lists have.
+_LIST_ONLY: Final = ("delivery_states", "failure_classes", "text")
 
 #: Place in the body for each proto field. A field is left out if its name and those of its parts are the same in both.
 BODY_FIELDS: Final[Fields] = {
@@ -41,7 +45,7 @@ BODY_FIELDS: Final[Fields] = {
     ("selection",): ("all",),
     **{("credentials", f"{name}_bearer"): (name, "bearer") for name in _ENDPOINTS},
     ("credentials", "model_bearers"): ("models",),
-    **{("selection", name): (name,) for name in _QUERY if name != "delivery_states"},
+    **{("selection", name): (name,) for name in _QUERY if name not in _LIST_ONLY},
 }
 #: Place in the query for each proto field.
 QUERY_FIELDS: Final[Fields] = {
@@ -64,6 +68,8 @@ class ListQuery(BaseModel):
 
     state: list[enums.State] = Field([], max_length=8, description="One of these states.")
     delivery: list[enums.DeliveryState] = Field([], max_length=8, description="A delivery in one of these states.")
+    failure_class: list[enums.FailureClass] = Field([], max_length=8, description="Failed in one of these classes.")
+    text: _Word = Field("", description="Ids, labels, the end's message or the conversation contain it, ignoring case.")
     agent: _Word = Field("", description="The agent's name.")
     group_id: _Word = Field("", description="The group.")
     rollout_id: list[_Word] = Field([], max_length=_MAX_SELECTED, description="One of these rollout ids.")

@@ -22,6 +22,8 @@ _JSON: Final = "application/json"
 
 Uid = Annotated[str, Path(pattern=body.UID_PATTERN, description="Id that the server gave the rollout.")]
 
+Segment = Annotated[str, Path(max_length=64, description="Id of a segment of the rollout.")]
+
 
 class GetQuery(BaseModel):
     """Level of detail, and how long to wait until the rollout has finished."""
@@ -32,6 +34,15 @@ class GetQuery(BaseModel):
     wait: float = Field(0, ge=0, le=3600, description="Seconds to wait until the rollout has finished.")
 
 
+class TokensQuery(BaseModel):
+    """Which tokens of the segment: from `start` to before `stop`, at most 4,096."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    start: int = Field(0, ge=0, le=body.MAX_EXACT)
+    stop: int = Field(0, ge=0, le=body.MAX_EXACT, description="0: as many tokens as there are, at most 4,096.")
+
+
 _LOCATION: Final = {"headers": {"Location": {"description": "Path of the rollout.", "schema": shown.TEXT}}}
 _STARTED: Final[shown.Responses] = {
     200: shown.json_response("StartRolloutResponseModel", "The request id belongs to this existing rollout.")
@@ -40,6 +51,7 @@ _STARTED: Final[shown.Responses] = {
     **shown.errors(404, 409),
 }
 _CANCELLED: Final[shown.Responses] = {200: shown.json_response("CancelRolloutsResponseModel"), **shown.errors(404)}
+_TEXTS: Final[shown.Responses] = {200: shown.json_response("DecodeTokensResponseModel"), **shown.errors(404)}
 _ACCESS: Final[shown.Responses] = {200: shown.json_response("ModelAccessModel"), **shown.errors(400, 404)}
 _START: Final = shown.raw_body(body.StartRollout) | shown.header(IDEMPOTENCY_KEY)
 _CANCEL: Final = shown.raw_body(body.CancelRollouts)
@@ -103,6 +115,14 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         else:
             found = await rpc.GetRollout(pb.GetRolloutRequest(uid=uid, view=view))
         return Response(response_json(found.rollout, view), media_type=_JSON)
+
+    @router.get("/{uid}/segments/{segment}/tokens", responses=_TEXTS)
+    async def decode_tokens(
+        request: Request, uid: Uid, segment: Segment, query: Annotated[TokensQuery, Query()]
+    ) -> Response:
+        """Return the texts of tokens of a segment, of a running or finished rollout, if its spec names a tokenizer."""
+        window = pb.DecodeTokensRequest(uid=uid, segment_id=segment, start=query.start, stop=query.stop)
+        return Response(response_json(await rollouts.calls(request).rpc.DecodeTokens(window)), media_type=_JSON)
 
 
 def _add_access(router: APIRouter, rollouts: Rollouts) -> None:

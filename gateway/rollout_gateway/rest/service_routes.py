@@ -43,6 +43,16 @@ def service_router(
         listed = await rollouts.calls(request).rpc.ListAgents(ListAgentsRequest())
         return Response(response_json(listed), media_type="application/json")
 
+    @router.get(
+        "/v1/server",
+        responses={200: shown.json_response("GetServerInfoResponseModel"), **shown.errors()},
+        dependencies=[NO_QUERY],
+    )
+    async def get_server_info(request: Request) -> Response:
+        """Return the server's version, features, limits, load and counts. Needs no API key."""
+        server = await rollouts.calls(request).rpc.GetServerInfo(GetServerInfoRequest())
+        return Response(response_json(server), media_type="application/json")
+
     @router.get("/healthz", responses={200: shown.json_response("Alive")})
     async def healthz() -> Response:
         """Liveness: report that this process responds. Does not contact the rollout server and needs no API key."""

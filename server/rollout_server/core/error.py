@@ -122,6 +122,12 @@ class Gone(RolloutError):
         self.newest = newest
 
 
+class OutOfRange(RolloutError):
+    """A position in the request is beyond what there is so far."""
+
+    reason = "OUT_OF_RANGE"
+
+
 class Busy(RolloutError):
     """The server has no capacity at the moment. `retry_after` is in seconds."""
 

@@ -126,6 +126,11 @@ class Answered:
             return self
         return replace(self, reported=self.reported[length:], shared=length)
 
+    @property
+    def generated(self) -> int:
+        """The number of generated tokens; 0 if the trainer sends neither ids nor usage."""
+        return len(self.token_ids) if self.token_ids is not None else (self.usage or (0, 0))[1]
+
 
 @dataclass(frozen=True, slots=True)
 class Appended:

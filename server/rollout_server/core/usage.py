@@ -103,10 +103,9 @@ class Usage:
 
 def lengths(record: Answered, line: ConversationLedger) -> tuple[int, int]:
     """Return the number of generated tokens and of prompt tokens of a turn."""
-    usage = record.usage or (0, 0)
-    generated = len(record.token_ids) if record.token_ids is not None else usage[1]
+    generated = record.generated
     if record.reported is not None:
         return generated, record.shared + len(record.reported)
     if line.segment is not None and not line.gap:  # the turn is in the ledger
         return generated, line.tokens - generated
-    return generated, usage[0]
+    return generated, (record.usage or (0, 0))[0]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape
 
+from rollout_server.edge.tokens.token_text import Decode, TokenText
 from rollout_server.inspection.escape import visible
 from rollout_server.inspection.text import segment_token_texts
-from rollout_server.inspection.token_text import Decode, TokenText
 from rollout_server.inspection.transcript import TokenRun, Transcript, TranscriptSegment
 
 _WIDTH: Final = 1000

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollout_server.edge.tokens.token_text import Decode, TokenText, decoded_text
 from rollout_server.inspection.escape import BREAK, visible
 from rollout_server.inspection.text import calls_line, ending, headline, segment_token_texts
-from rollout_server.inspection.token_text import Decode, TokenText, decoded_text
 from rollout_server.inspection.transcript import TokenRun, Transcript, TranscriptDrift, TranscriptSegment
 
 if TYPE_CHECKING:

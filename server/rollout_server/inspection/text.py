@@ -7,7 +7,7 @@ from typing import Any
 from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2
 from rollout_client.samples import category_of
 
-from rollout_server.inspection.token_text import Decode, TokenText, decoded_text, split_token_texts
+from rollout_server.edge.tokens.token_text import Decode, TokenText, decoded_text, split_token_texts
 from rollout_server.inspection.transcript import TokenRun, Transcript, TranscriptDrift, TranscriptSegment
 
 _UNFINISHED = {

@@ -14,6 +14,7 @@ from rollout_server.core.capture.unreceived import UNSEEN, unreceived
 from rollout_server.core.machine import Machine, replay
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, Outcome, RewardRule
 from rollout_server.core.record import RESAMPLED, Accepted, Answered, Ended, Input, Masked, Note, Record
+from rollout_server.core.segment import Segment
 from rollout_server.core.staleness import cancel_reason
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.agent_protocol import goes_on_live
@@ -157,6 +158,14 @@ class Rollout:
     def outcome(self) -> Outcome | None:
         """The outcome; None until the end of the rollout is published."""
         return self.machine.outcome if self.log.is_over else None
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The segments of its ledger so far. Those of an earlier process count while its log is replayed."""
+        if self.replay is None:
+            return self.machine.ledger.segments
+        fresh = Machine(self.uid, self.spec.messages, self.spec.limits, self.spec.staleness)
+        return replay(fresh, self.log.records).ledger.segments
 
     @property
     def reward_rule(self) -> RewardRule:

@@ -13,8 +13,10 @@ from rollout_server.edge.wire.function_tool import function_tool_json
 
 from tests.edge.rpc.conftest import OpenServer
 from tests.support.agents import Gated, Idle
+from tests.support.grpc_trainer import GrpcTrainer
+from tests.support.grpc_trainer import serving as trainer_of
 from tests.support.server_client import Caller, first, kinds, refusal
-from tests.support.start_requests import seconds, start
+from tests.support.start_requests import seconds, start, target
 
 UNKNOWN = "0123456789abcdef0123"
 
@@ -173,7 +175,19 @@ async def test_the_server_tells_what_it_is(open_server: OpenServer) -> None:
     assert "http_masked" in told.features
     assert (told.max_running, told.max_queued, told.max_request_bytes) == (1, 3, 1_000_000)
     assert (told.max_rollout_time, told.start_time.seconds > 0) == (seconds(90.5), True)
-    assert (told.running, told.queued, told.finished) == (1, 1, 1)
+    assert (told.running, told.queued, told.finished, told.failed) == (1, 1, 1, 1)
+
+
+async def test_the_server_counts_what_it_has_done(caller: Caller) -> None:
+    before = await caller.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (before.finished, before.failed, before.turns, before.generated_tokens) == (0, 0, 0, 0)
+    async with trainer_of(GrpcTrainer([7, 8])) as trainer:
+        await caller.play(start(agent="calculator", completions=target(trainer.url)))
+    await caller.play(start())
+    failed = await caller.play(start(agent="calculator"))
+    assert failed.outcome.HasField("failure")
+    after = await caller.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert (after.finished, after.failed, after.turns, after.generated_tokens) == (3, 1, 1, 2)
 
 
 async def test_an_outcome_is_acknowledged_as_often_as_one_likes(caller: Caller, gated: Gated) -> None:

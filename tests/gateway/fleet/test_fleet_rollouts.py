@@ -14,6 +14,7 @@ from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet
+from rollout_server.runtime.registry import pages as scans
 
 from tests.gateway.fleet.fleets import Fleets, fleets
 from tests.support.agents import Idle
@@ -375,3 +376,29 @@ async def test_who_is_left_speaks_for_all(world: Fleets) -> None:
     ):
         refused = await refusal(call)
         assert (refused.code, refused.reason) == (Code.UNAVAILABLE, "SERVER_UNREACHABLE")
+
+
+async def test_the_texts_of_tokens_come_from_the_owner(world: Fleets) -> None:
+    for uid in await one_on_each(world):
+        refused = await refusal(world.fleet.DecodeTokens(pb.DecodeTokensRequest(uid=uid, segment_id="0")))
+        assert (refused.code, refused.reason) == (Code.NOT_FOUND, "SEGMENT_NOT_FOUND")
+
+
+async def test_pages_that_end_early_stay_in_order(world: Fleets, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(6):
+        await one_on_each(world)
+    chosen = [(await place.caller.start(start(labels={"a": "needle"}))).rollout.uid for place in world.places]
+    for _ in range(4):
+        await one_on_each(world)
+    chosen += [(await place.caller.start(start(labels={"a": "Needle"}))).rollout.uid for place in world.places]
+    monkeypatch.setattr(scans, "_SLICE", -1.0)
+    monkeypatch.setattr(scans, "_SLICES", 2)
+    for selection, expected in ((pb.Selection(text="needle"), chosen), (pb.Selection(group_id="none"), [])):
+        request, found = pb.ListRolloutsRequest(selection=selection, page_size=2), list[str]()
+        for _ in range(100):
+            page = await world.fleet.ListRollouts(request)
+            found += [rollout.uid for rollout in page.rollouts]
+            request.page_token = page.next_page_token
+            if not page.next_page_token:
+                break
+        assert found == expected[::-1]

@@ -644,12 +644,18 @@ class Selection(_message.Message):
     ALL_FIELD_NUMBER: _builtins.int
     DELIVERY_STATES_FIELD_NUMBER: _builtins.int
     CALLERS_FIELD_NUMBER: _builtins.int
+    FAILURE_CLASSES_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The rollout belongs to this group."""
     agent: _builtins.str
     """The rollout is run by this agent."""
     all: _builtins.bool
     """All rollouts of the caller. CancelRollouts and RedeliverOutcomes require it if no other condition is set."""
+    text: _builtins.str
+    """The text occurs, ignoring case, in the uid, rollout id, group id, agent, a key or value of the labels, the end's reason or message,
+    or a message of the conversation (its role excepted). At most 256 characters. Only ListRollouts allows it: INVALID_ARGUMENT.
+    """
     @_builtins.property
     def uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The rollout has one of these uids. At most 1,000."""
@@ -674,6 +680,10 @@ class Selection(_message.Message):
     def callers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The rollout belongs to one of these callers. Other callers than oneself require an admin key: PERMISSION_DENIED. At most 1,000."""
 
+    @_builtins.property
+    def failure_classes(self) -> _containers.RepeatedScalarFieldContainer[_outcome_pb2.FailureClass.ValueType]:
+        """The rollout has finished, and failed in one of these classes; CANCELLED: it was cancelled."""
+
     def __init__(
         self,
         *,
@@ -686,10 +696,12 @@ class Selection(_message.Message):
         all: _builtins.bool = ...,
         delivery_states: _abc.Iterable[Global___DeliveryState.ValueType] | None = ...,
         callers: _abc.Iterable[_builtins.str] | None = ...,
+        failure_classes: _abc.Iterable[_outcome_pb2.FailureClass.ValueType] | None = ...,
+        text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "all", b"all", "callers", b"callers", "delivery_states", b"delivery_states", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "states", b"states", "uids", b"uids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent", b"agent", "all", b"all", "callers", b"callers", "delivery_states", b"delivery_states", "failure_classes", b"failure_classes", "group_id", b"group_id", "labels", b"labels", "rollout_ids", b"rollout_ids", "states", b"states", "text", b"text", "uids", b"uids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -741,7 +753,7 @@ class ListRolloutsResponse(_message.Message):
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     PAGE_TOKENS_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Token of the next page; empty: this is the last page."""
+    """Token of the next page; empty: this is the last page. It may be set although there are no more rollouts."""
     @_builtins.property
     def rollouts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rollout]:
         """The rollouts, newest first."""
@@ -1069,6 +1081,102 @@ class RenderPromptResponse(_message.Message):
 Global___RenderPromptResponse: _TypeAlias = RenderPromptResponse  # noqa: Y015
 
 @_typing.final
+class DecodeTokensRequest(_message.Message):
+    """Requests the texts of tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    SEGMENT_ID_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    """The server's id of the rollout."""
+    segment_id: _builtins.str
+    """Id of a segment of the rollout."""
+    start: _builtins.int
+    """Index of the first token, in the segment."""
+    stop: _builtins.int
+    """Index behind the last token, at most 4,096 after `start`. 0: as many tokens as there are and as one call allows."""
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        segment_id: _builtins.str = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segment_id", b"segment_id", "start", b"start", "stop", b"stop", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeTokensRequest: _TypeAlias = DecodeTokensRequest  # noqa: Y015
+
+@_typing.final
+class TokenText(_message.Message):
+    """The text of one token, or of several that form a character together."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SPECIAL_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of the first token, in the segment."""
+    stop: _builtins.int
+    """Index behind the last token."""
+    text: _builtins.str
+    """The text, with special tokens as they are written. What the tokens before add to it (a leading space) is as in the whole text.
+    Bytes that are not UTF-8 are U+FFFD. Empty: the tokens have no text, for example because the ids are not in the vocabulary.
+    """
+    special: _builtins.bool
+    """It is one special token of the tokenizer, such as the end of a message."""
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        text: _builtins.str = ...,
+        special: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["special", b"special", "start", b"start", "stop", b"stop", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenText: _TypeAlias = TokenText  # noqa: Y015
+
+@_typing.final
+class DecodeTokensResponse(_message.Message):
+    """The texts of tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenText]:
+        """The texts, in order, without gaps. If the tokens of a character are only partly requested, the first text begins before `start`, and
+        the last one ends after `stop`. No text has tokens of two spans.
+        """
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[Global___TokenText] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeTokensResponse: _TypeAlias = DecodeTokensResponse  # noqa: Y015
+
+@_typing.final
 class SetPolicyRequest(_message.Message):
     """Announces a policy."""
 
@@ -1299,6 +1407,9 @@ class GetServerInfoResponse(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     DEFAULT_AGENT_FIELD_NUMBER: _builtins.int
     KEYS_REQUIRED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    TURNS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the installed distribution."""
     max_running: _builtins.int
@@ -1319,6 +1430,12 @@ class GetServerInfoResponse(_message.Message):
     """Name of the agent that runs if a request names none."""
     keys_required: _builtins.bool
     """The server has API keys: every other rpc requires one."""
+    failed: _builtins.int
+    """Number of the rollouts in `finished` that failed or were cancelled."""
+    turns: _builtins.int
+    """Number of completions received since the server started. Those that a resumed rollout received before are not counted."""
+    generated_tokens: _builtins.int
+    """Number of tokens of these completions, as far as their trainers and engines reported ids or usage."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Stable names of the features that work on this server, such as "http_masked", "grpc_completions", "token_mode", "journal"."""
@@ -1347,10 +1464,13 @@ class GetServerInfoResponse(_message.Message):
         draining: _builtins.bool = ...,
         default_agent: _builtins.str = ...,
         keys_required: _builtins.bool = ...,
+        failed: _builtins.int = ...,
+        turns: _builtins.int = ...,
+        generated_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["max_rollout_time", b"max_rollout_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_agent", b"default_agent", "draining", b"draining", "features", b"features", "finished", b"finished", "keys_required", b"keys_required", "max_queued", b"max_queued", "max_request_bytes", b"max_request_bytes", "max_rollout_time", b"max_rollout_time", "max_running", b"max_running", "queued", b"queued", "running", b"running", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_agent", b"default_agent", "draining", b"draining", "failed", b"failed", "features", b"features", "finished", b"finished", "generated_tokens", b"generated_tokens", "keys_required", b"keys_required", "max_queued", b"max_queued", "max_request_bytes", b"max_request_bytes", "max_rollout_time", b"max_rollout_time", "max_running", b"max_running", "queued", b"queued", "running", b"running", "start_time", b"start_time", "turns", b"turns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -109,6 +109,11 @@ class RolloutServiceStub(object):
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.SerializeToString,
                 response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.FromString,
                 _registered_method=True)
+        self.DecodeTokens = channel.unary_unary(
+                '/osmosis.rollout.v1.RolloutService/DecodeTokens',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.DecodeTokensRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.DecodeTokensResponse.FromString,
+                _registered_method=True)
         self.SetPolicy = channel.unary_unary(
                 '/osmosis.rollout.v1.RolloutService/SetPolicy',
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.SetPolicyRequest.SerializeToString,
@@ -193,9 +198,11 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRollouts(self, request, context):
-        """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
+        """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages. A call examines only so
+        many rollouts: a page may have fewer rollouts than requested, even none, although there is a next page.
 
-        INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
+        INVALID_ARGUMENT: the page token is malformed or belongs to another selection. RESOURCE_EXHAUSTED: too many selections are being
+        examined. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -270,6 +277,18 @@ class RolloutServiceServicer(object):
         INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
         exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
         server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DecodeTokens(self, request, context):
+        """Returns the texts of tokens of a segment, for displays. The rollout may be running: its segments so far are meant.
+
+        INVALID_ARGUMENT: `stop` is less than `start`, or more tokens are requested than allowed. NOT_FOUND: the rollout does not exist, or has
+        no segment with this id and with tokens. OUT_OF_RANGE: the segment has fewer tokens so far. FAILED_PRECONDITION with reason
+        NO_TOKENIZER: the rollout's spec names no tokenizer, or the server cannot load it. RESOURCE_EXHAUSTED: too many texts and prompts
+        are being made. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -378,6 +397,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.RenderPrompt,
                     request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.FromString,
                     response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.SerializeToString,
+            ),
+            'DecodeTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.DecodeTokens,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.DecodeTokensRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.DecodeTokensResponse.SerializeToString,
             ),
             'SetPolicy': grpc.unary_unary_rpc_method_handler(
                     servicer.SetPolicy,
@@ -760,6 +784,33 @@ class RolloutService(object):
             '/osmosis.rollout.v1.RolloutService/RenderPrompt',
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptRequest.SerializeToString,
             osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.RenderPromptResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecodeTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.RolloutService/DecodeTokens',
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.DecodeTokensRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_rollout__service__pb2.DecodeTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

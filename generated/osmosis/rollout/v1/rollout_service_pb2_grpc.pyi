@@ -73,9 +73,11 @@ class RolloutServiceStub:
     NOT_FOUND: the rollout does not exist. Retry freely.
     """
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
-    """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
+    """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages. A call examines only so
+    many rollouts: a page may have fewer rollouts than requested, even none, although there is a next page.
 
-    INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
+    INVALID_ARGUMENT: the page token is malformed or belongs to another selection. RESOURCE_EXHAUSTED: too many selections are being
+    examined. Retry freely.
     """
     CancelRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutsRequest, _rollout_service_pb2.CancelRolloutsResponse]
     """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
@@ -122,6 +124,14 @@ class RolloutServiceStub:
     INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
     exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
     server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+    """
+    DecodeTokens: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DecodeTokensRequest, _rollout_service_pb2.DecodeTokensResponse]
+    """Returns the texts of tokens of a segment, for displays. The rollout may be running: its segments so far are meant.
+
+    INVALID_ARGUMENT: `stop` is less than `start`, or more tokens are requested than allowed. NOT_FOUND: the rollout does not exist, or has
+    no segment with this id and with tokens. OUT_OF_RANGE: the segment has fewer tokens so far. FAILED_PRECONDITION with reason
+    NO_TOKENIZER: the rollout's spec names no tokenizer, or the server cannot load it. RESOURCE_EXHAUSTED: too many texts and prompts
+    are being made. Retry freely.
     """
     SetPolicy: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.SetPolicyRequest, _rollout_service_pb2.SetPolicyResponse]
     """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
@@ -186,9 +196,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     NOT_FOUND: the rollout does not exist. Retry freely.
     """
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
+    """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages. A call examines only so
+    many rollouts: a page may have fewer rollouts than requested, even none, although there is a next page.
 
-    INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
+    INVALID_ARGUMENT: the page token is malformed or belongs to another selection. RESOURCE_EXHAUSTED: too many selections are being
+    examined. Retry freely.
     """
     CancelRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.CancelRolloutsRequest, _rollout_service_pb2.CancelRolloutsResponse]  # type: ignore[assignment]
     """Requests cancellation of the selected rollouts. Finished ones do not change. Each cancelled rollout ends with its own outcome.
@@ -235,6 +247,14 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
     exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
     server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+    """
+    DecodeTokens: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DecodeTokensRequest, _rollout_service_pb2.DecodeTokensResponse]  # type: ignore[assignment]
+    """Returns the texts of tokens of a segment, for displays. The rollout may be running: its segments so far are meant.
+
+    INVALID_ARGUMENT: `stop` is less than `start`, or more tokens are requested than allowed. NOT_FOUND: the rollout does not exist, or has
+    no segment with this id and with tokens. OUT_OF_RANGE: the segment has fewer tokens so far. FAILED_PRECONDITION with reason
+    NO_TOKENIZER: the rollout's spec names no tokenizer, or the server cannot load it. RESOURCE_EXHAUSTED: too many texts and prompts
+    are being made. Retry freely.
     """
     SetPolicy: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.SetPolicyRequest, _rollout_service_pb2.SetPolicyResponse]  # type: ignore[assignment]
     """Announces the policy that generates the completions of the caller's rollouts that are not on a stream (those use
@@ -332,9 +352,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.ListRolloutsResponse]]:
-        """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages.
+        """Returns rollouts page by page, newest first. Rollouts that start in the meantime do not shift the pages. A call examines only so
+        many rollouts: a page may have fewer rollouts than requested, even none, although there is a next page.
 
-        INVALID_ARGUMENT: the page token is malformed or belongs to another selection. Retry freely.
+        INVALID_ARGUMENT: the page token is malformed or belongs to another selection. RESOURCE_EXHAUSTED: too many selections are being
+        examined. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -423,6 +445,20 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
         exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
         server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+        """
+
+    @_abc_1.abstractmethod
+    def DecodeTokens(
+        self,
+        request: _rollout_service_pb2.DecodeTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.DecodeTokensResponse, _abc.Awaitable[_rollout_service_pb2.DecodeTokensResponse]]:
+        """Returns the texts of tokens of a segment, for displays. The rollout may be running: its segments so far are meant.
+
+        INVALID_ARGUMENT: `stop` is less than `start`, or more tokens are requested than allowed. NOT_FOUND: the rollout does not exist, or has
+        no segment with this id and with tokens. OUT_OF_RANGE: the segment has fewer tokens so far. FAILED_PRECONDITION with reason
+        NO_TOKENIZER: the rollout's spec names no tokenizer, or the server cannot load it. RESOURCE_EXHAUSTED: too many texts and prompts
+        are being made. Retry freely.
         """
 
     @_abc_1.abstractmethod

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
     from rollout_client import Client
 
-    from rollout_server.inspection.token_text import Decode
+    from rollout_server.edge.tokens.token_text import Decode
 
 
 @dataclass(frozen=True, slots=True)

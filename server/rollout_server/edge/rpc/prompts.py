@@ -1,9 +1,9 @@
-"""Renders prompts that no turn of a rollout requests: for RenderPrompt and CountTokens."""
+"""Uses tokenizers for what no turn of a rollout requests: RenderPrompt, CountTokens and DecodeTokens."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from rollout_server.core.capture.call import OfferedTool
@@ -13,18 +13,19 @@ from rollout_server.core.message import Message
 from rollout_server.core.outcome import Category
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import Tool
 
 _T = TypeVar("_T")
 MOST_PROMPTS: Final = 64
-"""Prompts of one service that are rendered or wait for it."""
+"""Prompts, and texts of tokens, of one service that are made or wait for it."""
 MOST_BYTES: Final = 64 * 1024 * 1024
 """Total size of their requests. A single larger one is accepted."""
 
 
 class PromptRenderer:
-    """Renders first prompts as token mode does.
+    """Renders first prompts as token mode does, and calls other work on tokenizers.
 
     Running rollouts need the renderer's threads as well, so one prompt is rendered at a time.
     """
@@ -41,11 +42,22 @@ class PromptRenderer:
         """
         if len(self._tasks) >= MOST_PROMPTS or (self._tasks and sum(self._tasks.values()) + size > MOST_BYTES):
             work.close()
-            raise Busy("too many prompts are being rendered", retry_after=1.0, reason="TOO_MANY_CALLS")
+            raise Busy("too many prompts and texts of tokens are being made", retry_after=1.0, reason="TOO_MANY_CALLS")
         task = asyncio.create_task(work, name="render a prompt")
         self._tasks[task] = size
         task.add_done_callback(self._on_done)
         return await asyncio.shield(task)
+
+    async def run(self, name: TokenizerName | None, work: Callable[[LoadedTokenizer], _T]) -> _T:
+        """Call `work` on a tokenizer in a thread and return its result. Raises `NotPossible` (NO_TOKENIZER) as `token_ids` does."""
+        if name is None:
+            raise NotPossible("the rollout names no tokenizer, so its tokens have no texts", reason="NO_TOKENIZER")
+        try:
+            tokenizer = await self._tokenizers.load(name)
+        except RolloutFailed as error:
+            raise NotPossible(str(error), reason="NO_TOKENIZER") from None
+        async with self._lock:
+            return await tokenizer.run(work, tokenizer)
 
     async def token_ids(
         self,

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 import grpc
@@ -18,6 +17,7 @@ from rollout_server.core.error import InvalidRequest, Violation
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import caller
 from rollout_server.edge.rpc.prompts import PromptRenderer
+from rollout_server.edge.rpc.token_window import token_window
 from rollout_server.edge.tokens.cache import Tokenizers, as_function
 from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.event import event, timestamp
@@ -120,12 +120,11 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         size = request.page_size or DEFAULT_PAGE
         view = wire.valid_enum_value(request.view, pb.RolloutView, "view")
         before = wire.page_start(request.page_token, request.selection)
-        selected = self._registry.select(wire.selection(request.selection, caller()), before=before)
-        page = list(islice(selected, size + 1))
-        more, numbers = len(page) > size, [number for number, _ in page[:size]]
-        tokens = wire.page_tokens([number + 1 for number in numbers], request.selection)
-        following = wire.page_tokens(numbers[-1:] if more else [], request.selection)
-        shown = [rollout_to_proto(rollout, view) for _, rollout in page[:size]]
+        selected = wire.selection(request.selection, caller(), searches=True)
+        page = await self._registry.pages.page(selected, before, size)
+        tokens = wire.page_tokens([number + 1 for number, _ in page.rollouts], request.selection)
+        following = wire.page_tokens([] if page.next_before is None else [page.next_before], request.selection)
+        shown = [rollout_to_proto(rollout, view) for _, rollout in page.rollouts]
         return pb.ListRolloutsResponse(rollouts=shown, page_tokens=tokens, next_page_token="".join(following))
 
     async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:
@@ -190,6 +189,13 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Render the first prompt of a rollout that is not started."""
         return await self._prompts.run_bounded(self._render(request), request.ByteSize())
 
+    async def DecodeTokens(self, request: pb.DecodeTokensRequest, context: _Context) -> pb.DecodeTokensResponse:
+        """Return the texts of tokens of a segment."""
+        rollout = self._registry.get(request.uid, caller())
+        window, prompts = token_window(rollout, request), self._prompts
+        texts = await prompts.run_bounded(prompts.run(rollout.spec.tokenizer, window.texts), 4 * len(window.ids))
+        return pb.DecodeTokensResponse(texts=texts)
+
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: _Context) -> pb.SetPolicyResponse:
         """Announce the policy of the caller's rollouts that are not on a stream."""
         url, update = wire.announced_url(request), wire.policy_update(request.policy)
@@ -210,7 +216,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
         """Return the server's version, features and limits."""
-        registry, facts = self._registry, self._facts
+        registry, facts, totals = self._registry, self._facts, self._registry.totals
         return pb.GetServerInfoResponse(
             version=facts.version,
             features=facts.features,
@@ -221,7 +227,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             start_time=timestamp(facts.start_time),
             running=registry.running,
             queued=registry.queued,
-            finished=registry.finished,
+            finished=totals.finished,
+            failed=totals.failed,
+            turns=totals.turns,
+            generated_tokens=totals.generated_tokens,
             draining=registry.draining,
             default_agent=registry.default_agent,
             keys_required=facts.keys_required(),

@@ -18,6 +18,7 @@ from rollout_server.core.error import (
     InvalidRequest,
     NotFound,
     NotPossible,
+    OutOfRange,
     RolloutError,
     Superseded,
     Unauthenticated,
@@ -36,6 +37,7 @@ _CODES: dict[type[RolloutError], StatusCode] = {
     NotPossible: StatusCode.FAILED_PRECONDITION,
     Superseded: StatusCode.ABORTED,
     Gone: StatusCode.OUT_OF_RANGE,
+    OutOfRange: StatusCode.OUT_OF_RANGE,
     Busy: StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: StatusCode.UNAVAILABLE,
 }

@@ -148,6 +148,11 @@ class LoadedTokenizer:
         with self._turn:
             return self._tokenizer.decode(list(ids))
 
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        """Return the text of ids with special tokens and all spaces; `decode` may remove spaces, depending on the tokenizer."""
+        with self._turn:
+            return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def ends_completion(self, token_id: int, *, cut: bool) -> bool:
         """Return whether a completion whose last token is `token_id` is closed. `cut`: it was cut at `max_tokens`.
 

@@ -19,7 +19,7 @@ from rollout_server.edge.wire.spec import spec_from_proto
 from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.policy import PolicyUpdate
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
 
 
@@ -35,7 +35,10 @@ _DELIVERY_STATES = {value: state for state, value in enums.DELIVERY_STATES.items
 MAX_SELECTED = 1000
 ON_STREAM = Target("", Dialect.STREAM)
 """The target of a rollout whose trainer is on a stream."""
+MOST_TEXT = 256
+"""Characters of a text to search for."""
 _MOST_CLASSES = len(enums.FAILURE_CLASSES)
+_FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
 
 def start_request(
@@ -157,21 +160,28 @@ def announced_url(request: rollout_service_pb2.SetPolicyRequest) -> str:
     return request.completions_url.rstrip("/")
 
 
-def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection:
-    """Return the core value of a selection.
+def selection(proto: rollout_service_pb2.Selection, caller: Caller, *, searches: bool = False) -> Selection:
+    """Return the core value of a selection. `searches`: it may contain a text to search for.
 
     Raises `InvalidRequest`, and `Forbidden` if it names other callers without an admin key.
     """
+    if proto.text and not searches:
+        raise InvalidRequest(
+            Violation("selection.text", "is only for lists; list the rollouts and select them by uids")
+        )
+    if len(proto.text) > MOST_TEXT:
+        raise InvalidRequest(Violation("selection.text", f"must have at most {MOST_TEXT} characters"))
     for name, values in (("uids", proto.uids), ("rollout_ids", proto.rollout_ids), ("callers", proto.callers)):
         if len(values) > MAX_SELECTED:
             raise InvalidRequest(Violation(f"selection.{name}", f"at most {MAX_SELECTED} are allowed"))
     for name, states, words in (
         ("states", proto.states, _STATES),
         ("delivery_states", proto.delivery_states, _DELIVERY_STATES),
+        ("failure_classes", proto.failure_classes, _FAILURE_CLASSES),
     ):
         unknown = [state for state in states if state not in words]
         if unknown:
-            raise InvalidRequest(Violation(f"selection.{name}", f"unknown: {unknown}"))
+            raise InvalidRequest(Violation(f"selection.{name}", f"unknown: {unknown[:5]}"))
     if not all(caller.sees(name) for name in proto.callers):
         raise Forbidden("rollouts of other callers require an admin key")
     return Selection(
@@ -184,13 +194,15 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller) -> Selection
         labels=dict(proto.labels),
         delivery_states=tuple(_DELIVERY_STATES[state] for state in proto.delivery_states),
         callers=tuple(proto.callers),
+        failure_classes=tuple(_FAILURE_CLASSES[each] for each in proto.failure_classes),
+        text=proto.text,
     )
 
 
 def is_empty(proto: rollout_service_pb2.Selection) -> bool:
     """Return whether a selection sets neither a condition nor `all`."""
     lists = (proto.uids, proto.rollout_ids, proto.states, proto.labels, proto.delivery_states, proto.callers)
-    return not (proto.group_id or proto.agent or proto.all or any(lists))
+    return not (proto.group_id or proto.agent or proto.all or any(lists) or proto.failure_classes or proto.text)
 
 
 def valid_enum_value(value: int, kind: _EnumType, field: str) -> int:

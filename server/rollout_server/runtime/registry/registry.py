@@ -10,15 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from rollout_server.core.error import (
-    Busy,
-    Draining,
-    InvalidRequest,
-    NotFound,
-    NotPossible,
-    RolloutError,
-    Violation,
-)
+from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
@@ -44,8 +36,11 @@ from rollout_server.runtime.registry.interruption import (
     restored,
 )
 from rollout_server.runtime.registry.outcome_outbox import Outbox
+from rollout_server.runtime.registry.pages import RolloutPages
 from rollout_server.runtime.registry.policies import AnnouncedPolicies
-from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, Selection, check_alike
+from rollout_server.runtime.registry.rollout_index import Retention, RolloutIndex, check_alike
+from rollout_server.runtime.registry.selection import Selection
+from rollout_server.runtime.registry.totals import Totals
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive, seconds_to_end
 from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity, StartRequest
@@ -80,7 +75,7 @@ class RolloutRegistry:
         self.default_agent = agents[0].name
         self.capacity = capacity
         self.bounds = bounds
-        self.finished = 0
+        self.totals = Totals()
         self.draining = False
         self.policies = AnnouncedPolicies()
         self._open_sampler = open_sampler
@@ -95,6 +90,7 @@ class RolloutRegistry:
         self._capture_ports = CapturePorts(dependencies.model_access, dependencies.later_system)
         self._outbox = Outbox(dependencies, self._settle)
         self._index = RolloutIndex()
+        self.pages = RolloutPages(self._index)
         self._queue = RolloutQueue(capacity, self._clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self._retention = Retention(capacity, self._clock)
@@ -258,9 +254,9 @@ class RolloutRegistry:
         """Return a rollout that the caller may see. Raise `NotFound`."""
         return self._index.get(uid, caller)
 
-    def select(self, selection: Selection, *, before: int | None = None) -> Iterator[tuple[int, Rollout]]:
-        """Yield the selected rollouts with their numbers, newest first, only those with a number below `before`."""
-        return self._index.select(selection, before)
+    def select(self, selection: Selection) -> Iterator[tuple[int, Rollout]]:
+        """Yield the selected rollouts with their numbers, newest first."""
+        return self._index.select(selection)
 
     def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
         """Request the end of the selected rollouts. Return the uids of those that had not finished."""
@@ -422,6 +418,7 @@ class RolloutRegistry:
             # Send it now and not when the driver returns: an agent that ignores its cancellation must not delay the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
+        self.totals.count_turns(entries)
         if rollout.outcome is not None and not rollout.running:
             self._keep(rollout)
 
@@ -431,7 +428,7 @@ class RolloutRegistry:
             self._settle(rollout)
 
     def _keep(self, rollout: Rollout) -> None:
-        self.finished += 1
+        self.totals.count_end(rollout)
         log_finished(rollout)
         self._settle(rollout)
 

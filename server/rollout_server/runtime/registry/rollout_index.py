@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 
 from rollout_server.core.error import Conflict, NotFound
-from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.ports import Clock
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
 
@@ -27,36 +29,6 @@ class RegistryEntry:
     fingerprint: str
     request: tuple[str, str, str] | None
     until_received: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Selects the rollouts that `caller` may see and that meet every condition that is set."""
-
-    caller: Caller
-    uids: tuple[str, ...] = ()
-    rollout_ids: tuple[str, ...] = ()
-    group_id: str = ""
-    agent: str = ""
-    states: tuple[RolloutState, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
-    delivery_states: tuple[DeliveryState, ...] = ()
-    callers: tuple[str, ...] = ()
-
-    def matches(self, rollout: Rollout) -> bool:
-        """Return whether the rollout meets every condition."""
-        spec, delivery = rollout.spec, rollout.delivery
-        return (
-            self.caller.sees(rollout.caller)
-            and (not self.callers or rollout.caller in self.callers)
-            and (not self.uids or rollout.uid in self.uids)
-            and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
-            and (not self.group_id or spec.group_id == self.group_id)
-            and (not self.agent or spec.agent == self.agent)
-            and (not self.states or rollout.state in self.states)
-            and (not self.delivery_states or (delivery is not None and delivery.state in self.delivery_states))
-            and all(spec.labels.get(key) == value for key, value in self.labels.items())
-        )
 
 
 class RolloutIndex:
@@ -105,16 +77,20 @@ class RolloutIndex:
             )
         return entry.rollout
 
-    def select(self, selection: Selection, before: int | None) -> Iterator[tuple[int, Rollout]]:
-        """Yield the selected rollouts with their numbers, newest first, only those with a number below `before`."""
-        if selection.uids:
-            chosen = [self._entries[uid] for uid in set(selection.uids) if uid in self._entries]
-            entries: Sequence[RegistryEntry] = sorted(chosen, key=lambda entry: -entry.number)
-        else:
-            entries = list(reversed(self._entries.values()))
-        for entry in entries:
-            if (before is None or entry.number < before) and selection.matches(entry.rollout):
+    def select(self, selection: Selection) -> Iterator[tuple[int, Rollout]]:
+        """Yield the selected rollouts with their numbers, newest first. `Selection.text` is ignored."""
+        for entry in reversed(self.candidates(selection, None)):
+            if selection.matches(entry.rollout):
                 yield entry.number, entry.rollout
+
+    def candidates(self, selection: Selection, before: int | None) -> Sequence[RegistryEntry]:
+        """Return the entries among which the selected ones are, oldest first, only those with a number below `before`."""
+        entries: Iterable[RegistryEntry] = self._entries.values()
+        if selection.uids:
+            chosen = (self._entries[uid] for uid in set(selection.uids) if uid in self._entries)
+            entries = sorted(chosen, key=attrgetter("number"))
+        found = list(entries)
+        return found if before is None else found[: bisect_left(found, before, key=attrgetter("number"))]
 
     def find(self, admitted: AdmittedStart) -> Rollout | None:
         """Return the rollout of an earlier request under this id, or None if the id is free.

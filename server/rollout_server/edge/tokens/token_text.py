@@ -17,6 +17,8 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 _INCOMPLETE = "\ufffd"
 # More tokens than any character has. Without a limit, decoding a hostile sequence would take quadratic time.
 _MAX_TOKENS = 16
+CONTEXT_TOKENS = 64
+"""The most tokens on either side of a window that its texts depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,33 @@ def split_token_texts(ids: Sequence[int], decode: Decode | None, cuts: Iterable[
         found.append(TokenText(start, stop, text or None))
         context, start = (start if complete else stop), stop
     return found
+
+
+def window_token_texts(
+    ids: Sequence[int], decode: Decode, start: int, stop: int, cuts: Iterable[int] = ()
+) -> list[TokenText]:
+    """Return the texts that tokens from `start` to before `stop` are part of, as `split_token_texts` returns them for all.
+
+    Decodes only these tokens and a few around them, so that the windows of a segment together cost as much as all of it. Windows
+    agree about each token if the tokens around them are text. In a long run of tokens that are not, the split may differ.
+    """
+    if start >= stop:
+        return []
+    first = _context_start(ids, decode, start)
+    last = min(len(ids), stop + _MAX_TOKENS)
+    found = split_token_texts(ids[first:last], decode, [cut - first for cut in cuts if first < cut < last])
+    placed = (TokenText(each.start + first, each.stop + first, each.text) for each in found)
+    return [each for each in placed if each.stop > start and each.start < stop]
+
+
+def _context_start(ids: Sequence[int], decode: Decode, start: int) -> int:
+    """Return the nearest token before `start` after which a text ends whatever comes before, or the furthest to look at."""
+    furthest = max(0, start - CONTEXT_TOKENS)
+    for index in range(start - 1, furthest, -1):
+        text = _decode(decode, ids[index : index + 1])
+        if text and _INCOMPLETE not in text:
+            return index
+    return furthest
 
 
 def decoded_text(ids: Sequence[int], decode: Decode | None) -> str | None:
