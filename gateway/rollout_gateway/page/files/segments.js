@@ -1,0 +1,50 @@
+/** What the parts of a rollout share about segments: which one is shown, its drift, and its samples. */
+
+/** @typedef {import("page/model.js").Segment} Segment */
+
+/** The selected segment; without a selection the last main segment. @returns {Segment|null} */
+export function shownSegment({ model, selection }) {
+  const list = model.segmentList;
+  return model.segments.get(selection.segment) ?? list.findLast(({ kind }) => kind === "main") ?? list.at(-1) ?? null;
+}
+
+/**
+ * The drift of a segment: what opened it, and changes of environment tokens within it. Events have both texts; of a rollout
+ * without events, warnings have the message.
+ * @returns {{index: number, kind: string, expected: string, reported: string, message: string, opened: boolean}[]}
+ */
+export function driftsOf(model, segment) {
+  const turns = new Set(segment.spans.map((span) => span.turn));
+  const opener = segment.kind === "drift" && !segment.parting ? segment.spans[0]?.turn : null;
+  const warnings = (model.outcome?.warnings ?? []).filter((each) => each.code === "token_drift" && each.index !== null);
+  const known = model.drifts.length ? model.drifts : warnings;
+  const found = known.filter((each) => turns.has(each.turn)).map((each) => ({
+    index: each.index, kind: each.kind ?? "", expected: each.expected_text ?? "", reported: each.reported_text ?? "",
+    message: each.message ?? "", opened: each.turn === opener,
+  }));
+  if (opener !== null && !found.some((each) => each.opened)) {
+    found.push({ index: segment.parentTokens, kind: "", expected: "", reported: "", message: "", opened: true });
+  }
+  return found.sort((a, b) => a.index - b.index);
+}
+
+/** The samples of a finished rollout that were made of a segment. */
+export function samplesOf(model, segment) {
+  return (model.outcome?.samples ?? []).filter((sample) => sample.segment_id === segment?.id);
+}
+
+/** The number of tokens before the response: the segment's first prompt. */
+export function promptLength(segment) {
+  const first = segment.spans.find((span) => span.reason !== "prompt");
+  return first ? first.start : segment.length;
+}
+
+/** The ids of a range of a segment. */
+export function idsOf(segment, start, stop) {
+  return segment.spans.flatMap((span) => span.ids.slice(Math.max(0, start - span.start), Math.max(0, stop - span.start)));
+}
+
+/** The number of tokens with mask 1. */
+export function trainedTokens(segment) {
+  return segment.spans.reduce((sum, span) => sum + (span.author === "model" && span.reason === null ? span.ids.length : 0), 0);
+}

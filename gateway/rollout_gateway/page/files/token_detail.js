@@ -1,0 +1,85 @@
+/** All that is known of the token under the pointer or of the selected tokens. */
+import { count, decimal, h } from "page/dom.js";
+import { idsOf, promptLength, samplesOf } from "page/segments.js";
+import { KINDS, kindOf, visible } from "page/token_texts.js";
+
+const MAX_IDS = 12;
+
+/**
+ * @param {{view: import("page/rollout.js").View, segment: import("page/model.js").Segment,
+ *   texts: import("page/token_texts.js").TokenTexts}} strip
+ * @param {{start: number, stop: number}|null} range - of one text, or several tokens
+ * @returns {HTMLElement}
+ */
+export function tokenDetail({ view, segment, texts, drifts }, range) {
+  if (!range) {
+    return h("p.quiet", {}, "Point at a token, or select one: arrow keys move, Page Up and Page Down by turn, [ and ] by span, ",
+      "Shift extends, c copies ids, Shift+C the ids of the span.");
+  }
+  const found = texts.at(segment.id, range.start);
+  const isOne = range.stop === range.start + 1 || (found?.start === range.start && found.stop === range.stop);
+  const rows = isOne ? tokenRows(view, segment, range, found, drifts) : rangeRows(segment, range, texts);
+  return h("dl.tokens-facts", {}, rows.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+function tokenRows(view, segment, { start, stop }, found, drifts) {
+  const span = view.model.spanAt(segment.id, start);
+  const kind = kindOf(span);
+  const response = start - promptLength(segment);
+  const policy = [span.policyVersion && visible(span.policyVersion), span.policyStep !== null && `step ${span.policyStep}`];
+  const drift = drifts.find((each) => each.index === start);
+  return [
+    ["text", found ? h("code", {}, visible(found.text) || "∅") : "not available"],
+    [stop - start > 1 ? "ids" : "id", h("code", {}, some(idsOf(segment, start, stop)))],
+    ["index", `${count(start)} in the segment, ${response < 0 ? "in the prompt" : `${count(response)} in the response`}`],
+    ["author", span.author === "model" ? `model, turn ${span.turn}` : `${KINDS[kind].name}, turn ${span.turn}`],
+    ["mask", h("span", {}, h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), ` ${kind === "M" ? 1 : 0}: ${why(view, segment, span, kind, start)}`)],
+    span.author === "model" && ["logprob", logprobText(span, start, stop)],
+    span.author === "model" && ["policy", policy.filter(Boolean).join(", ") || "unknown"],
+    drift && ["drift", h("span.bad", {}, "here the trainer's prompt differs from the expected one")],
+  ];
+}
+
+function why(view, segment, span, kind, index) {
+  const reason = kind === "A" && view.model.turns.get(span.turn)?.masked;
+  const sample = samplesOf(view.model, segment).findLast((each) => each.part === 0 || each.prompt_ids.length <= index);
+  const refused = kind === "M" && sample?.trainable === false ? `; but its sample does not train: ${sample.untrainable_reason}` : "";
+  return `${KINDS[kind].why}${reason ? `: ${visible(reason)}` : ""}${refused}`;
+}
+
+function logprobText(span, start, stop) {
+  if (!span.logprobs) return "none: the trainer sent no logprobs";
+  const values = span.logprobs.slice(start - span.start, stop - span.start);
+  return values.map((value) => `${value.toFixed(4)} (p = ${decimal(100 * Math.exp(value))} %)`).join(", ");
+}
+
+function rangeRows(segment, { start, stop }, texts) {
+  const spans = segment.spans.filter((span) => span.start < stop && span.start + span.ids.length > start);
+  const overlap = (span) => Math.min(stop, span.start + span.ids.length) - Math.max(start, span.start);
+  const sampled = spans.filter((span) => span.author === "model");
+  const known = sampled.flatMap((span) => span.logprobs?.slice(Math.max(0, start - span.start), stop - span.start) ?? []);
+  const trained = spans.filter((span) => kindOf(span) === "M").reduce((sum, span) => sum + overlap(span), 0);
+  const sampledTokens = sampled.reduce((sum, span) => sum + overlap(span), 0);
+  return [
+    ["tokens", `${count(stop - start)}: ${count(start)} to ${count(stop - 1)} in the segment`],
+    ["text", h("code", {}, rangeText(segment, start, stop, texts))],
+    ["ids", h("code", {}, some(idsOf(segment, start, stop)))],
+    ["trained", `${count(trained)} with mask 1, ${count(sampledTokens)} by the model`],
+    ["logprobs", known.length ? `sum ${known.reduce((sum, value) => sum + value, 0).toFixed(4)} of ${count(known.length)} model tokens`
+      : sampled.length ? "none: the trainer sent no logprobs" : "no model tokens"],
+  ];
+}
+
+function rangeText(segment, start, stop, texts) {
+  let text = "";
+  for (let index = start; index < stop && text.length < 120; ) {
+    const found = texts.at(segment.id, index);
+    text += found ? visible(found.text) : "?";
+    index = found?.stop ?? index + 1;
+  }
+  return text.length < 120 ? text : `${text.slice(0, 120)}…`;
+}
+
+function some(ids) {
+  return ids.length > MAX_IDS ? `${ids.slice(0, MAX_IDS).join(" ")} … ${count(ids.length)} ids` : ids.join(" ");
+}
