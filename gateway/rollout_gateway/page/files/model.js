@@ -29,6 +29,8 @@ export class RolloutModel {
     this.remarks = [];
     this.outcome = null;
     this.sequence = 0;
+    /** Whether the events from the first on are added. */
+    this._isWhole = true;
     this._waiting = new Map();
     this._opened = new Map();
     this._forks = new Map();
@@ -38,7 +40,8 @@ export class RolloutModel {
   /** Build the model of a finished rollout from its outcome alone: there are no times, no calls and no drift. */
   static ofOutcome(rollout) {
     const model = new RolloutModel(rollout);
-    if (rollout.outcome) model._finish(rollout.outcome, true);
+    model._isWhole = false;
+    if (rollout.outcome) model._finish(rollout.outcome);
     return model;
   }
 
@@ -161,6 +164,9 @@ export class RolloutModel {
 
   _on_masked(event) {
     this._turn(event.turn).masked = event.reason || "masked";
+    for (const { spans } of this.segments.values()) {
+      for (const span of spans) if (span.turn === event.turn && span.author === "model") span.reason ??= "author";
+    }
   }
 
   _on_rewarded(event) {
@@ -186,17 +192,17 @@ export class RolloutModel {
 
   _on_finished(event) {
     this.finished = event.time;
-    this._finish(event.outcome, false);
+    this._finish(event.outcome);
   }
 
-  _finish(outcome, isWhole) {
+  _finish(outcome) {
     this.outcome = outcome;
     // The spans of the events have the masks of that moment. Those of the outcome are final.
     if (outcome.segments?.length) {
       this.segments = new Map(outcome.segments.map((segment) => [segment.id, segmentOf(segment)]));
     }
     for (const each of outcome.turn_rewards ?? []) this._turn(each.turn).reward = each.value;
-    if (isWhole) this._readMessages(outcome.messages ?? []);
+    if (!this._isWhole) this._readMessages(outcome.messages ?? []);
   }
 
   /** Give the messages of an outcome to the turns that generated them. */

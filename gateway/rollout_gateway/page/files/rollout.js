@@ -1,16 +1,22 @@
 /** One rollout: why it ended, messages beside tokens, segments and times, live while it runs. */
-import { h } from "page/dom.js";
+import { fill, h } from "page/dom.js";
+import { exportMenu } from "page/export.js";
 import { messagesPart } from "page/messages.js";
 import { RolloutModel } from "page/model.js";
+import { completed, linkTo, NOTHING, selectionOf } from "page/selection.js";
+import { summaryPart } from "page/summary.js";
 import { timelinePart } from "page/timeline.js";
 import { tokensPart } from "page/tokens.js";
 import { treePart } from "page/tree.js";
+
+const POLL_MS = 2000;
 
 /**
  * What the parts of the page share. Each part is a function `(view) => {element, update(), selected()}`: `update` is called
  * after the model has changed, at most once per frame, and `selected` after the selection has.
  *
- * @typedef {{source: Object, uid: string, model: RolloutModel, selection: Selection, select: (selection: Selection) => void}} View
+ * @typedef {{source: Object, uid: string, model: RolloutModel, selection: Selection, select: (selection: Selection) => void,
+ *   connection: string}} View - `connection`: "connecting", "live", "reconnecting" or "finished"
  * @typedef {{segment: string, turn: number, token: number|null}} Selection - turn 0: none; token: index in the segment
  */
 
@@ -21,5 +27,205 @@ import { treePart } from "page/tree.js";
  * @returns {{title: string, element: HTMLElement, close: () => void}}
  */
 export function rolloutPage(source, uid, parameters) {
-  return { title: `Rollout ${uid}`, element: h("section"), close: () => {} };
+  const page = new RolloutPage(source, uid, selectionOf(parameters));
+  page.start();
+  return { title: `Rollout ${uid}`, element: page.element, close: () => page.close() };
+}
+
+class RolloutPage {
+  constructor(source, uid, selection) {
+    this.element = h("article.rollout", {}, h("p.quiet", { role: "status" }, "Loading the rollout"));
+    this.view = { source, uid, model: null, selection, select: (wanted) => this._select(wanted), connection: "connecting" };
+    this._cancel = h("button", { on: { click: () => askToCancel(this.view) } }, "Cancel the rollout");
+    this._parts = [];
+    this._closing = new AbortController();
+    this._isFrameAsked = false;
+    // What the link names may arrive later than the page: it is scrolled to once it is there.
+    this._isSought = selection.turn > 0 || selection.token !== null;
+  }
+
+  async start() {
+    const { source, uid } = this.view;
+    document.addEventListener("keydown", (event) => this._onKey(event), { signal: this._closing.signal });
+    try {
+      this._show(new RolloutModel(await source.rollout(uid, "messages")));
+      if (!source.readOnly) this._poll();
+      await this._follow();
+    } catch (error) {
+      if (!this._closing.signal.aborted) this.element.prepend(h("p.error", { role: "alert" }, error.message));
+    }
+  }
+
+  close() {
+    this._closing.abort();
+  }
+
+  /** Follow the events. If they are not stored any more, show the outcome alone. */
+  async _follow() {
+    try {
+      await this._addEvents(0);
+      if (this.view.model.sequence) return;
+    } catch (error) {
+      if (error.code !== "OUT_OF_RANGE" && error.status !== 404) throw error;
+    }
+    if (this._closing.signal.aborted) return;
+    const rollout = await this.view.source.rollout(this.view.uid, "full");
+    this._show(RolloutModel.ofOutcome(rollout));
+    if (rollout.state !== "finished") await this._addEvents(rollout.last_sequence);
+    this._setConnection("finished");
+  }
+
+  async _addEvents(after) {
+    const { source, uid } = this.view;
+    const onConnection = (connected) => this._setConnection(connected ? "live" : "reconnecting");
+    for await (const event of source.events(uid, after, this._closing.signal, onConnection)) {
+      this.view.model.add(event);
+      this._changed();
+    }
+    if (this.view.model.outcome) this._setConnection("finished");
+  }
+
+  /** Ask for what no event tells: the place in the queue, the resources used so far, the delivery of the outcome. */
+  async _poll() {
+    const { source, uid } = this.view;
+    while (!this._closing.signal.aborted && !isSettled(this.view.model)) {
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
+      if (document.hidden || this._closing.signal.aborted) continue;
+      try {
+        const { state, metrics, delivery, finish_time } = await source.rollout(uid, "basic");
+        Object.assign(this.view.model.rollout, { state, metrics, delivery, finish_time });
+      } catch {
+        continue; // The stream of events says that the server is away.
+      }
+      this._changed();
+    }
+  }
+
+  _setConnection(connection) {
+    this.view.connection = connection;
+    this._changed();
+  }
+
+  _changed() {
+    if (this._isFrameAsked) return;
+    this._isFrameAsked = true;
+    requestAnimationFrame(() => {
+      this._isFrameAsked = false;
+      if (!this._closing.signal.aborted) this._update();
+    });
+  }
+
+  _show(model) {
+    const { view } = this;
+    view.model = model;
+    const [summary, timeline, tree, messages, tokens] = [summaryPart, timelinePart, treePart, messagesPart, tokensPart].map(
+      (part) => part(view),
+    );
+    this._parts = [summary, timeline, tree, messages, tokens];
+    summary.actions.append(this._cancel, exportMenu(view));
+    const columns = h("div.rollout-columns", {}, column("Messages", messages.element), column("Tokens", tokens.element));
+    fill(this.element, summary.element, tabs({ Timeline: timeline.element, Segments: tree.element }), columns);
+    this._update();
+  }
+
+  _update() {
+    const { source, model } = this.view;
+    this._cancel.hidden = Boolean(source.readOnly || model.outcome);
+    for (const part of this._parts) part.update();
+    if (this._isSought) this._seek();
+  }
+
+  _seek() {
+    const { model, selection } = this.view;
+    const wanted = completed(model, selection);
+    const isThere = wanted.token === null ? model.turns.has(wanted.turn) : model.spanAt(wanted.segment, wanted.token);
+    if (!isThere) return;
+    this._isSought = false;
+    this._select(wanted);
+  }
+
+  _select(wanted) {
+    this.view.selection = completed(this.view.model, wanted);
+    // Not a new entry: the Back button leaves the page.
+    history.replaceState(history.state, "", linkTo(this.view.uid, this.view.selection));
+    for (const part of this._parts) part.selected();
+  }
+
+  _onKey(event) {
+    if (!this.view.model || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+    const step = { j: 1, k: -1 }[event.key];
+    if (step) this._moveTurn(step);
+    else if (event.key === "Escape" && this.view.selection.turn) this._select(NOTHING);
+    else return;
+    event.preventDefault();
+  }
+
+  _moveTurn(step) {
+    const turns = [...this.view.model.turns.keys()].sort((a, b) => a - b);
+    const at = turns.indexOf(this.view.selection.turn);
+    const turn = at < 0 ? turns.at(step > 0 ? 0 : -1) : turns[at + step];
+    if (turn) this._select({ ...NOTHING, turn });
+  }
+}
+
+function isSettled({ outcome, rollout }) {
+  return outcome && rollout.state === "finished" && rollout.delivery?.state !== "pending";
+}
+
+function column(name, element) {
+  return h("section.rollout-column", { "aria-label": name, tabIndex: 0 }, h("h2", {}, name), element);
+}
+
+/** Tabs as in the ARIA Authoring Practices: arrow keys move, the panel of the chosen tab is shown. */
+function tabs(panels) {
+  const names = Object.keys(panels);
+  const buttons = names.map((name, index) =>
+    h("button", { id: `tab-${index}`, role: "tab", "aria-controls": `panel-${index}`, on: { click: () => choose(index) } }, name),
+  );
+  const shown = names.map((name, index) =>
+    h("div.rollout-panel", { id: `panel-${index}`, role: "tabpanel", tabIndex: 0, "aria-labelledby": `tab-${index}` }, panels[name]),
+  );
+  const choose = (chosen) => {
+    buttons.forEach((button, index) => {
+      button.ariaSelected = String(index === chosen);
+      button.tabIndex = index === chosen ? 0 : -1;
+      shown[index].hidden = index !== chosen;
+    });
+  };
+  const keydown = (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const next = (buttons.indexOf(event.target) + step + buttons.length) % buttons.length;
+    choose(next);
+    buttons[next].focus();
+  };
+  choose(0);
+  return h("section.rollout-tabs", {}, h("div", { role: "tablist", on: { keydown } }, buttons), shown);
+}
+
+function askToCancel(view) {
+  const reason = h("input", { name: "reason", maxLength: 200, autocomplete: "off", value: "cancelled from the page" });
+  const problem = h("p.error", { role: "alert" });
+  const submit = async (event) => {
+    event.preventDefault();
+    if (event.submitter.value !== "cancel") return dialog.close();
+    try {
+      await view.source.cancel(view.uid, reason.value);
+      dialog.close();
+    } catch (error) {
+      problem.textContent = error.message;
+    }
+  };
+  const form = h(
+    "form",
+    { on: { submit } },
+    h("h2", {}, "Cancel this rollout?"),
+    h("p", {}, "It ends with what it has so far. Its samples do not train, unless its request says so."),
+    h("label", {}, "Reason ", reason),
+    problem,
+    h("div.rollout-buttons", {}, h("button", { value: "cancel" }, "Cancel the rollout"), h("button", { value: "keep" }, "Keep it running")),
+  );
+  const dialog = h("dialog", { on: { close: () => dialog.remove() } }, form);
+  document.body.append(dialog);
+  dialog.showModal();
 }

@@ -1,0 +1,177 @@
+/** What a rollout is and why it ended, first of all: reward, warnings, samples, resources. */
+import { clock, copy, count, decimal, duration, fill, h } from "page/dom.js";
+import { selectionLink } from "page/selection.js";
+
+const STOPPED = {
+  stop: "The agent's loop came to its end.",
+  max_turns: "It met its limit of turns.",
+  max_tokens: "It met its limit of generated tokens.",
+  max_bytes: "It met its limit of the size of its messages.",
+};
+// Who has to act, as docs/failures.md says.
+const ADVICE = {
+  policy: "The model went beyond a limit. Nobody has to act, or whoever sets the limits.",
+  deadline: "Nobody has to act, or whoever sets the time limit of the request.",
+  environment: "For the agent's author: its code raised, or messages or parameters are not possible.",
+  tool: "For the tool's author: a tool could not be run at all.",
+  engine: "For the engine's operator: the inference engine could not complete the turn.",
+  trainer: "For the trainer's operator: the trainer could not complete the turn.",
+  server: "For the server's operator: see the server's log.",
+};
+
+/** @param {import("page/rollout.js").View} view @returns {Object} a part; `actions` is the place for its buttons */
+export function summaryPart(view) {
+  const state = h("span.rollout-state", { role: "status" });
+  const actions = h("div.rollout-actions");
+  const end = h("section.rollout-end", { "aria-label": "Result" });
+  const resources = h("dl.rollout-metrics", { "aria-label": "Resources" });
+  const [agent, policy] = [h("dd"), h("dd")];
+  const title = h("h1", {}, view.model.rollout.spec.rollout_id || view.uid);
+  const element = h("header.rollout-summary", {}, h("div.rollout-title", {}, title, state, actions), identity(view, agent, policy), end, resources);
+  let shownOutcome;
+  const update = () => {
+    const { outcome } = view.model;
+    showState(state, view);
+    agent.textContent = agentName(view.model);
+    policy.textContent = policies(view.model) || "–";
+    fill(resources, resourcesOf(view.model));
+    if (!outcome || outcome === shownOutcome) return;
+    shownOutcome = outcome;
+    end.dataset.end = outcome.end;
+    fill(end, endOf(view, outcome));
+  };
+  return { element, actions, update, selected() {} };
+}
+
+function showState(element, { connection, model }) {
+  const word = model.outcome ? { stop: "completed", failure: "failed", cancellation: "cancelled" }[model.outcome.end] : stateOf(model);
+  const follow = { live: "live", reconnecting: "reconnecting …", connecting: "loading …" }[connection];
+  const text = [word, follow].filter(Boolean).join(" · ");
+  // Screen readers announce each change.
+  if (element.textContent !== text) element.textContent = text;
+  element.dataset.state = connection === "reconnecting" ? "reconnecting" : word;
+}
+
+function stateOf({ rollout, turns }) {
+  return rollout.state === "queued" && turns.size ? "running" : rollout.state;
+}
+
+function identity(view, agent, policy) {
+  const { spec, caller, create_time } = view.model.rollout;
+  const copyUid = h("button.rollout-copy", { "aria-label": "Copy the uid", on: { click: () => copy(view.uid, copyUid) } }, "copy");
+  const labels = Object.entries(spec.labels ?? {}).map(([name, value]) => h("span.rollout-label", {}, `${name}=${value}`));
+  const group = spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, spec.group_id);
+  return terms("rollout-identity", [
+    ["uid", [h("code", {}, view.uid), " ", copyUid]],
+    ["agent", agent],
+    ["caller", caller],
+    ["group", group && [group, spec.group_index === undefined ? "" : ` no. ${spec.group_index}`]],
+    ["started", clock(create_time)],
+    ["policy", policy],
+    ["labels", labels.length ? labels : null],
+  ]);
+}
+
+function agentName({ rollout, accepted }) {
+  return [rollout.spec.agent, accepted?.agent_version].filter(Boolean).join(" ");
+}
+
+function terms(name, rows) {
+  const filled = rows.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h(
+    `dl.${name}`,
+    {},
+    filled.map(([term, value]) => h("div", {}, h("dt", {}, term), value.localName === "dd" ? value : h("dd", {}, value))),
+  );
+}
+
+function policies({ segments }) {
+  const spans = [...segments.values()].flatMap((segment) => segment.spans).sort((a, b) => a.turn - b.turn);
+  const all = [...new Set(spans.map((span) => span.policyVersion).filter(Boolean))];
+  return all.length > 2 ? `${all[0]} … ${all.at(-1)}` : all.join(", ");
+}
+
+function resourcesOf({ rollout, outcome, turns }) {
+  const used = outcome?.metrics ?? rollout.metrics ?? {};
+  const seen = [...turns.values()];
+  const total = (field) => seen.reduce((sum, turn) => sum + turn[field], 0);
+  // While it runs, what was followed is newer than what was asked for.
+  const calls = Math.max(used.tool_calls ?? 0, seen.reduce((sum, { tools }) => sum + tools.filter((tool) => tool.returned).length, 0));
+  const rows = [
+    ["turns", count(Math.max(used.turns ?? 0, seen.filter((turn) => turn.answered).length))],
+    ["tool calls", calls ? `${count(calls)}${used.tool_failures ? ` (${used.tool_failures} failed)` : ""}` : "0"],
+    ["generated", `${count(Math.max(used.generated_tokens ?? 0, total("generatedTokens")))} tokens`],
+    ["longest context", `${count(used.max_context_tokens ?? 0)} tokens`],
+    ["queued", duration(used.queued_ms ?? 0)],
+    ["completions", duration(used.completion_ms ?? 0)],
+    ["tools", duration(used.tool_ms ?? 0)],
+    ["total", duration(used.total_ms ?? 0)],
+  ];
+  if ((used.completion_attempts ?? 0) > (used.turns ?? 0)) rows.splice(1, 0, ["requests", count(used.completion_attempts)]);
+  return rows.map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)));
+}
+
+function endOf(view, outcome) {
+  return [h("div.rollout-why", {}, whyOf(view, outcome)), resultsOf(view, outcome), warningsOf(view, outcome)];
+}
+
+function whyOf(view, outcome) {
+  if (outcome.end === "failure") return failureOf(view, outcome);
+  if (outcome.end === "cancellation") return [h("h2.warn", {}, "Cancelled"), h("p", {}, outcome.reason || "The caller gave no reason.")];
+  const cut = outcome.truncated ? h("p.warn", {}, "The last completion was cut by its length limit.") : null;
+  const text = STOPPED[outcome.reason] ?? "The agent or the trainer gave this reason.";
+  return [h("h2.good", {}, `Completed: ${outcome.reason}`), h("p", {}, text), cut];
+}
+
+function failureOf(view, { failure_class, category, message, turn, http_status }) {
+  const where = turn ? selectionLink(view, { turn }, `turn ${turn}`) : "before the first turn";
+  const status = http_status ? `, HTTP ${http_status}` : "";
+  return [
+    h("h2.bad", {}, `Failed: ${failure_class}`),
+    h("p", {}, `${category} in `, where, status),
+    h("pre.rollout-message", {}, message),
+    h("p.quiet", {}, ADVICE[failure_class] ?? ADVICE.server),
+  ];
+}
+
+function resultsOf(view, outcome) {
+  const scores = Object.entries(outcome.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
+  const turns = (outcome.turn_rewards ?? []).flatMap(({ turn, value, segment_id }) => [
+    selectionLink(view, { turn, segment: segment_id }, `turn ${turn}`), ` ${decimal(value)} `,
+  ]);
+  return terms("rollout-results", [
+    ["reward", outcome.reward === null ? "none" : h("strong", {}, decimal(outcome.reward))],
+    ["scores", scores.join(", ")],
+    ["turn rewards", turns.length ? turns : null],
+    ["samples", samplesOf(outcome)],
+    ["tokens", verified(view.model)],
+  ]);
+}
+
+function samplesOf({ samples }) {
+  if (!samples?.length) return "none";
+  const left = samples.filter((sample) => sample.trainable === false);
+  const reasons = [...new Set(left.map((sample) => sample.untrainable_reason).filter(Boolean))].join(", ");
+  return `${samples.length - left.length} of ${samples.length} trainable${reasons && ` (${reasons})`}`;
+}
+
+function verified({ segmentList }) {
+  if (!segmentList.length) return h("span.quiet", {}, "the trainer sent no token ids");
+  if (segmentList.every((segment) => segment.verified)) {
+    return h("span.good", { title: "The trainer reported its prompts, so every token is the trainer's own" }, "✓ verified");
+  }
+  return h("span.warn", { title: "The trainer never reported its prompts. They are the server's own rendering." }, "not verified");
+}
+
+function warningsOf(view, { warnings }) {
+  if (!warnings?.length) return null;
+  const items = warnings.map(({ code, message, turn, index }) => {
+    const segment = view.model.turns.get(turn)?.segment ?? "";
+    const links = [
+      turn ? [" ", selectionLink(view, { turn, segment }, `turn ${turn}`)] : [],
+      index === null || index === undefined ? [] : [" ", selectionLink(view, { turn, segment, token: index }, `token ${count(index)}`)],
+    ];
+    return h("li", {}, h("strong.warn", {}, code), ` ${message}`, links.flat());
+  });
+  return h("ul.rollout-warnings", { "aria-label": "Warnings" }, items);
+}

@@ -1,0 +1,119 @@
+"""An agent that does everything that the page shows, and the scripts of its trainer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from rollout_server import Agent, RewardResult, Run, ToolError, tool
+from rollout_server.testing.script import ScriptedReply, tool_call
+
+from tests.support.bodies import TOKENIZER
+from tests.system.conftest import Service
+
+#: Text that would run, load or hide something in a page that does not treat it as text.
+HOSTILE = '<img src=x onerror="document.title=1"></script><b>bold</b> \x1b[31mred\x1b[0m \u202elanosrep\u202c &amp;'
+
+
+@tool
+async def price(fruit: str) -> int:
+    """Price of a fruit in cents.
+
+    Args:
+        fruit: its name, in the singular.
+    """
+    await asyncio.sleep(0.05)
+    if fruit not in ("apple", "pear"):
+        raise ToolError(f"there is no {fruit}; there are apple and pear")
+    return len(fruit)
+
+
+@tool(max_output_tokens=60)
+async def read_page(url: str) -> str:
+    """Text of a web page."""
+    await asyncio.sleep(0.02)
+    return "\n".join([HOSTILE, *(f"Line {number} of {url}" for number in range(200))])
+
+
+class Tour(Agent):
+    """Asks a critic, masks a completion, gives rewards and takes notes."""
+
+    name = "tour"
+    tools = (price, read_page)
+
+    async def play(self, run: Run) -> None:
+        """Sample until there is no tool call; then ask the critic, and sample once more."""
+        run.note("plan", f"the agent begins {HOSTILE}")
+        while (reply := await run.sample()).tool_calls:
+            await run.call(reply.tool_calls)
+            run.give_reward(0.25)
+        run.mask(reply, "not the final answer")
+        critic = await run.fork([{"role": "user", "content": "Criticise the answer."}], role="critic")
+        await critic.sample()
+        await run.append({"role": "user", "content": "Thanks. Now in one sentence."})
+        await run.sample()
+
+    async def reward(self, run: Run) -> RewardResult:
+        """Reward, and a score."""
+        return RewardResult(reward=0.75, scores={"brief": 1.0, "turns": run.turn})
+
+
+class Long(Agent):
+    """Append messages in bulk: `metadata.events` events."""
+
+    name = "long"
+
+    async def play(self, run: Run) -> None:
+        """Sample twice; between both come the messages."""
+        await run.sample()
+        count = run.metadata["events"]
+        assert isinstance(count, int)
+        for number in range(count):
+            await run.append({"role": "user", "content": f"Message {number}"})
+        await run.sample()
+
+
+#: Turns of `Tour`: two calls at once, a failing and a long one, an answer, the critic, and a last sentence.
+TOUR = (
+    ScriptedReply(
+        content="Let me look up both prices.",
+        reasoning="I need two prices.\nThey are independent.",
+        tool_calls=(
+            tool_call("call_1", "price", '{"fruit": "apple"}'),
+            tool_call("call_2", "price", '{"fruit": "pear"}'),
+        ),
+    ),
+    ScriptedReply(
+        content=None,
+        tool_calls=(
+            tool_call("call_3", "price", '{"fruit": "plum", "note": "' + "<b>no</b>" + '"}'),
+            tool_call("call_4", "read_page", '{"url": "https://fruit.example/plum"}'),
+        ),
+    ),
+    ScriptedReply(content=f"An apple costs 5 cents. {HOSTILE}"),
+    ScriptedReply(content="The answer does not name the pear."),
+    ScriptedReply(content="An apple costs 5 and a pear 4 cents.", cut=True),
+)
+
+
+def slow(seconds: float, *replies: ScriptedReply) -> tuple[ScriptedReply, ...]:
+    """The replies, each after this time."""
+    from dataclasses import replace
+
+    return tuple(replace(reply, delay=seconds) for reply in replies)
+
+
+async def begin(world: Service, rollout_id: str, agent: str, question: str = "What do fruits cost?", **changes: Any) -> str:
+    """Start a rollout over gRPC and return its uid."""
+    body = {
+        "rollout_id": rollout_id,
+        "agent": agent,
+        "messages": [{"role": "system", "content": "You are a shop."}, {"role": "user", "content": question}],
+        "completions": {"url": f"grpc://{world.trainer.grpc_target}".replace("grpc://grpc://", "grpc://")},
+        "sampling": {"temperature": 0.7, "max_tokens": 512, "logprobs": True},
+        "tokenizer": {"name": TOKENIZER},
+        **changes,
+    }
+    reply = await world.http.post("/v1/rollouts", json=body)
+    assert reply.status_code == 201, reply.text
+    return str(reply.json()["rollout"]["uid"])
