@@ -19,7 +19,8 @@ export function tokenDetail({ view, segment, texts, drifts }, range) {
   const found = texts.at(segment.id, range.start);
   const isOne = range.stop === range.start + 1 || (found?.start === range.start && found.stop === range.stop);
   const rows = isOne ? tokenRows(view, segment, range, found, drifts) : rangeRows(segment, range, texts);
-  return h("dl.tokens-facts", {}, rows.filter(Boolean).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+  return h("dl.tokens-facts", {}, rows.filter(Boolean).map(([name, value, isWide]) =>
+    h(isWide ? "div.tokens-wide" : "div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 
 function tokenRows(view, segment, { start, stop }, found, drifts) {
@@ -29,14 +30,14 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
   const policy = [span.policyVersion && visible(span.policyVersion), span.policyStep !== null && `step ${span.policyStep}`];
   const drift = drifts.find((each) => each.index === start);
   return [
-    ["text", found ? h("code", {}, visible(found.text) || "∅") : "not available"],
+    ["text", found ? h("code", {}, edged(visible(found.text)) || "∅") : "not available"],
     [stop - start > 1 ? "ids" : "id", h("code", {}, some(idsOf(segment, start, stop)))],
-    ["index", `${count(start)} in the segment, ${response < 0 ? "in the prompt" : `${count(response)} in the response`}`],
+    ["index", `${count(start)}; ${response < 0 ? "in the prompt" : `${count(response)} in the response`}`],
     ["author", span.author === "model" ? `model, turn ${span.turn}` : `${KINDS[kind].name}, turn ${span.turn}`],
-    ["mask", h("span", {}, h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), ` ${kind === "M" ? 1 : 0}: ${why(view, segment, span, kind, start)}`)],
     span.author === "model" && ["logprob", logprobText(span, start, stop)],
     span.author === "model" && ["policy", policy.filter(Boolean).join(", ") || "unknown"],
-    drift && ["drift", h("span.bad", {}, "here the trainer's prompt differs from the expected one")],
+    ["mask", h("span", {}, h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), `${kind === "M" ? 1 : 0}: ${why(view, segment, span, kind, start)}`), true],
+    drift && ["drift", h("span.bad", {}, "here the trainer's prompt differs from the expected one"), true],
   ];
 }
 
@@ -61,12 +62,12 @@ function rangeRows(segment, { start, stop }, texts) {
   const trained = spans.filter((span) => kindOf(span) === "M").reduce((sum, span) => sum + overlap(span), 0);
   const sampledTokens = sampled.reduce((sum, span) => sum + overlap(span), 0);
   return [
-    ["tokens", `${count(stop - start)}: ${count(start)} to ${count(stop - 1)} in the segment`],
-    ["text", h("code", {}, rangeText(segment, start, stop, texts))],
-    ["ids", h("code", {}, some(idsOf(segment, start, stop)))],
-    ["trained", `${count(trained)} with mask 1, ${count(sampledTokens)} by the model`],
-    ["logprobs", known.length ? `sum ${known.reduce((sum, value) => sum + value, 0).toFixed(4)} of ${count(known.length)} model tokens`
-      : sampled.length ? "none: the trainer sent no logprobs" : "no model tokens"],
+    ["tokens", `${count(stop - start)}, index ${count(start)} to ${count(stop - 1)}`],
+    ["mask", `${count(trained)} with mask 1, ${count(sampledTokens)} by the model`],
+    ["logprob", known.length ? `sum ${known.reduce((sum, value) => sum + value, 0).toFixed(4)} of ${count(known.length)} model tokens`
+      : sampled.length ? "none: the trainer sent no logprobs" : "no model tokens", true],
+    ["text", h("code", {}, rangeText(segment, start, stop, texts)), true],
+    ["ids", h("code", {}, some(idsOf(segment, start, stop))), true],
   ];
 }
 
@@ -78,6 +79,11 @@ function rangeText(segment, start, stop, texts) {
     index = found?.stop ?? index + 1;
   }
   return text.length < 120 ? text : `${text.slice(0, 120)}…`;
+}
+
+/** Show the spaces at both ends of a text. */
+function edged(text) {
+  return text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
 function some(ids) {

@@ -37,7 +37,8 @@ export function visible(text) {
  * @typedef {{start: number, stop: number, text: string, special: boolean}} TokenText
  */
 export class TokenTexts {
-  /** @param {Object} source @param {string} uid @param {() => void} changed - called after texts or an error have arrived */
+  /** @param {Object} source @param {string} uid @param {(segment: string, start: number, stop: number) => void} changed -
+   *   called after the texts of a range, or an error, have arrived */
   constructor(source, uid, changed) {
     this._source = source;
     this._uid = uid;
@@ -64,11 +65,10 @@ export class TokenTexts {
     if (!this._busy) this._run();
   }
 
-  /** Try again after an error. */
+  /** Forget an error, so that what is wanted again is fetched again. */
   retry() {
     this.error = null;
     this._asked.clear();
-    this._changed();
   }
 
   async _run() {
@@ -85,7 +85,7 @@ export class TokenTexts {
         this.error = error;
         this._queue.length = 0;
       }
-      this._changed();
+      this._changed(segment, start, stop);
     }
     this._busy = false;
   }

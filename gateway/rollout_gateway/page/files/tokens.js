@@ -5,6 +5,8 @@ import { driftsOf, samplesOf, shownSegment } from "page/segments.js";
 import { KINDS, kindOf, TokenTexts, visible } from "page/token_texts.js";
 
 const PIECE = 256;
+/** Pieces of up to so many tokens are about two lines high. */
+const SHORT = 40;
 const HUES = 6;
 /** Lower bounds of the probability of the heat classes 0 (most likely) to 9. */
 const HEAT = [0.99, 0.95, 0.9, 0.8, 0.65, 0.5, 0.3, 0.1, 0.01, 0];
@@ -19,7 +21,7 @@ export function tokensPart(view) {
 class TokenStrip {
   constructor(view) {
     this.view = view;
-    this.texts = new TokenTexts(view.source, view.uid, () => this._redraw());
+    this.texts = new TokenTexts(view.source, view.uid, (...range) => this._onTexts(...range));
     this.segment = null;
     this.colour = "author";
     /** The other end of a selected range. @type {number|null} */
@@ -27,12 +29,10 @@ class TokenStrip {
     this.pieces = [];
     this._build();
     this._near = new IntersectionObserver((entries) => this._onNear(entries), { root: this.strip, rootMargin: "75% 0px" });
-    this.update();
-    this.selected();
   }
 
   _build() {
-    this.title = h("h2");
+    this.title = h("p.tokens-title");
     this.notice = h("p.tokens-notice", { hidden: true });
     this.legend = h("ul.tokens-legend", { "aria-label": "Legend" });
     this.overview = svg("svg", { class: "tokens-overview", preserveAspectRatio: "none", "aria-hidden": "true" });
@@ -103,8 +103,9 @@ class TokenStrip {
       piece.element.remove();
     }
     for (const piece of wanted.slice(from)) {
-      piece.element = h(`div.tokens-piece.tokens-empty${piece.stop - piece.start > 40 ? "" : ".tokens-short"}`,
-        { role: "group", "aria-label": labelOf(piece) });
+      piece.element = h("div.tokens-piece.tokens-empty", { role: "group", "aria-label": labelOf(piece) });
+      piece.element.classList.toggle("tokens-short", piece.stop - piece.start <= SHORT);
+      piece.element.classList.toggle("tokens-rest", piece.start > piece.span.start);
       piece.element.piece = piece;
       this.pieces.push(piece);
       this.strip.append(piece.element);
@@ -189,10 +190,26 @@ class TokenStrip {
     return found;
   }
 
-  _redraw() {
-    for (const piece of this.pieces) if (piece.isFilled) this._draw(piece);
+  /** Draw again what is in a range of the segment. What the reader looks at stays where it is. */
+  _redraw(start = 0, stop = Infinity) {
+    const view = this.strip.getBoundingClientRect();
+    const place = () => this.strip.querySelector("#tokens-active") ?? this.strip.querySelector(".tokens-current");
+    const before = place()?.getBoundingClientRect();
+    for (const piece of this.pieces) if (piece.isFilled && piece.start < stop && piece.stop > start) this._draw(piece);
+    if (before && before.bottom > view.top && before.top < view.bottom) {
+      this.strip.scrollTop += place().getBoundingClientRect().top - before.top;
+    }
     this._updateNotice();
     this._showDetail();
+  }
+
+  _onTexts(segment, start, stop) {
+    if (segment === this.segment?.id) this._redraw(start, stop);
+  }
+
+  _retry() {
+    this.texts.retry();
+    this._redraw();
   }
 
   _setColour(colour) {
@@ -204,9 +221,7 @@ class TokenStrip {
   _updateHead() {
     const { segment } = this;
     const trained = segment?.spans.filter((span) => kindOf(span) === "M").reduce((sum, span) => sum + span.ids.length, 0);
-    fill(this.title, "Tokens ", segment
-      ? h("span.quiet", {}, `segment ${segment.id} · ${segment.kind} · ${count(trained)} of ${count(segment.length)} train`)
-      : h("span.quiet", {}, "none yet"));
+    fill(this.title, segment ? `Segment ${segment.id} (${segment.kind}): ${count(trained)} of ${count(segment.length)} tokens train` : "No tokens yet");
     this._updateNotice();
     this._updateLegend();
     this._drawOverview();
@@ -220,7 +235,7 @@ class TokenStrip {
     if (reasons.length) lines.push(h("span.warn", {}, `Mask 1 says who wrote a token; this sample does not train: ${reasons.join(", ")}.`));
     if (segment && !segment.verified) lines.push("The trainer reported no prompts: prompt and environment tokens are the server's own rendering.");
     if (texts.error) lines.push(h("span", {}, `Token ids are shown, because their texts are not available: ${visible(texts.error.message)} `,
-      texts.error.status < 500 ? null : h("button", { on: { click: () => texts.retry() } }, "Try again")));
+      texts.error.status < 500 ? null : h("button", { on: { click: () => this._retry() } }, "Try again")));
     this.notice.hidden = !lines.length;
     fill(this.notice, lines.map((line) => h("span.tokens-line", {}, line)));
   }
