@@ -103,7 +103,9 @@ def slow(seconds: float, *replies: ScriptedReply) -> tuple[ScriptedReply, ...]:
     return tuple(replace(reply, delay=seconds) for reply in replies)
 
 
-async def begin(world: Service, rollout_id: str, agent: str, question: str = "What do fruits cost?", **changes: Any) -> str:
+async def begin(
+    world: Service, rollout_id: str, agent: str, question: str = "What do fruits cost?", **changes: Any
+) -> str:
     """Start a rollout over gRPC and return its uid."""
     body = {
         "rollout_id": rollout_id,
