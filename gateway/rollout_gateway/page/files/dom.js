@@ -32,6 +32,13 @@ export function fill(element, ...children) {
   return element;
 }
 
+const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+
+/** Write control characters out: they could hide text, or reverse it. @param {string} text @returns {string} */
+export function printable(text) {
+  return text.replace(CONTROL, (found) => `[U+${found.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}]`);
+}
+
 const WHOLE = new Intl.NumberFormat("en");
 
 /** @param {number} value @returns {string} such as "12,345" */
@@ -73,4 +80,11 @@ export function download(name, text, type) {
   const url = URL.createObjectURL(new Blob([text], { type }));
   h("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** Scroll a part of the page, and the part only, so that an element of it can be seen. */
+export function reveal(element, scroller) {
+  const [inner, outer] = [element.getBoundingClientRect(), scroller.getBoundingClientRect()];
+  const [top, bottom] = [Math.max(outer.top, 0) + 40, Math.min(outer.bottom, innerHeight)];
+  if (inner.top < top || Math.min(inner.bottom, inner.top + 80) > bottom) scroller.scrollTop += inner.top - top - 20;
 }

@@ -11,7 +11,7 @@
  *   whose prompt they are first part of; 0: no turn has seen it yet
  * @typedef {{turn: number, segment: string, asked: string|null, answered: string|null, elapsedMs: number, attempts: number,
  *   finishReason: string, promptTokens: number, generatedTokens: number, tools: Object[], reward: number|null,
- *   masked: string, givenUp: boolean}} Turn
+ *   masked: string, givenUp: boolean, ended: string|null}} Turn - `ended`: when it was given up
  */
 
 export class RolloutModel {
@@ -25,12 +25,12 @@ export class RolloutModel {
     /** @type {Map<number, Turn>} */
     this.turns = new Map();
     this.drifts = [];
-    /** Events without a place of their own: resumed, note, forked, observed, model_called. */
-    this.remarks = [];
+    /** Messages, and the events between them that are neither part of a message nor of a turn, in their order. */
+    this.items = [];
     this.outcome = null;
     this.sequence = 0;
     /** Whether the events from the first on are added. */
-    this._isWhole = true;
+    this.isWhole = true;
     this._waiting = new Map();
     this._opened = new Map();
     this._forks = new Map();
@@ -40,7 +40,7 @@ export class RolloutModel {
   /** Build the model of a finished rollout from its outcome alone: there are no times, no calls and no drift. */
   static ofOutcome(rollout) {
     const model = new RolloutModel(rollout);
-    model._isWhole = false;
+    model.isWhole = false;
     if (rollout.outcome) model._finish(rollout.outcome);
     return model;
   }
@@ -48,6 +48,11 @@ export class RolloutModel {
   /** Segments in the order of their ids. @returns {Segment[]} */
   get segmentList() {
     return [...this.segments.values()];
+  }
+
+  /** What is known of a conversation: its segment, or else the event that opened it. @returns {Object} */
+  conversation(id) {
+    return this.segments.get(id) ?? this._forks.get(id) ?? {};
   }
 
   /** Add the next event. Events that were added before are ignored. */
@@ -78,15 +83,20 @@ export class RolloutModel {
     if (!this.turns.has(number)) {
       this.turns.set(number, {
         turn: number, segment: "", asked: null, answered: null, elapsedMs: 0, attempts: 0, finishReason: "",
-        promptTokens: 0, generatedTokens: 0, tools: [], reward: null, masked: "", givenUp: false,
+        promptTokens: 0, generatedTokens: 0, tools: [], reward: null, masked: "", givenUp: false, ended: null,
       });
     }
     return this.turns.get(number);
   }
 
+  _push(entry) {
+    this.messages.push(entry);
+    this.items.push(entry);
+  }
+
   _append(message, kind, conversation, tool = null) {
     const entry = { message, kind, segment: conversation, turn: 0, tool };
-    this.messages.push(entry);
+    this._push(entry);
     if (!this._waiting.has(conversation)) this._waiting.set(conversation, []);
     this._waiting.get(conversation).push(entry);
   }
@@ -115,7 +125,7 @@ export class RolloutModel {
       for (const entry of this._waiting.get(conversation) ?? []) Object.assign(entry, { segment: id, turn: event.turn });
       this._waiting.delete(conversation);
     }
-    if (event.message) this.messages.push({ message: event.message, kind: "completion", segment: id, turn: event.turn, tool: null });
+    if (event.message) this._push({ message: event.message, kind: "completion", segment: id, turn: event.turn, tool: null });
     if (event.spans) this._extend(id, event, opened);
   }
 
@@ -150,16 +160,18 @@ export class RolloutModel {
 
   _on_drift_found(event) {
     this.drifts.push(event);
+    this.items.push(event);
   }
 
   _on_forked(event) {
     this._forks.set(event.segment_id, event);
-    this.remarks.push(event);
+    this.items.push(event);
     for (const message of event.messages ?? []) this._append(message, "appended", event.segment_id);
   }
 
   _on_given_up(event) {
-    this._turn(event.turn).givenUp = true;
+    Object.assign(this._turn(event.turn), { givenUp: true, ended: event.time });
+    this.items.push(event);
   }
 
   _on_masked(event) {
@@ -175,19 +187,23 @@ export class RolloutModel {
   }
 
   _on_resumed(event) {
-    this.remarks.push(event);
+    this.items.push(event);
   }
 
   _on_note(event) {
-    this.remarks.push(event);
+    this.items.push(event);
   }
 
   _on_observed(event) {
-    this.remarks.push(event);
+    this.items.push(event);
   }
 
   _on_model_called(event) {
-    this.remarks.push(event);
+    this.items.push(event);
+  }
+
+  _on_capture_settled(event) {
+    this.items.push(event);
   }
 
   _on_finished(event) {
@@ -202,7 +218,7 @@ export class RolloutModel {
       this.segments = new Map(outcome.segments.map((segment) => [segment.id, segmentOf(segment)]));
     }
     for (const each of outcome.turn_rewards ?? []) this._turn(each.turn).reward = each.value;
-    if (!this._isWhole) this._readMessages(outcome.messages ?? []);
+    if (!this.isWhole) this._readMessages(outcome.messages ?? []);
   }
 
   /** Give the messages of an outcome to the turns that generated them. */
@@ -220,6 +236,7 @@ export class RolloutModel {
       if (kind === "completion") turns.shift();
       return { message, kind, segment: owners.get(turn) ?? "0", turn, tool: null };
     });
+    this.items = [...this.messages];
     this._waiting.clear();
   }
 }

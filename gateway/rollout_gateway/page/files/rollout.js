@@ -141,6 +141,7 @@ class RolloutPage {
     const isThere = wanted.token === null ? model.turns.has(wanted.turn) : model.spanAt(wanted.segment, wanted.token);
     if (!isThere) return;
     this._isSought = false;
+    this.element.querySelector(".rollout-columns").scrollIntoView();
     this._select(wanted);
   }
 

@@ -1,5 +1,5 @@
 /** What a rollout is and why it ended, first of all: reward, warnings, samples, resources. */
-import { clock, copy, count, decimal, duration, fill, h } from "page/dom.js";
+import { clock, copy, count, decimal, duration, fill, h, printable } from "page/dom.js";
 import { selectionLink } from "page/selection.js";
 
 const STOPPED = {
@@ -26,7 +26,7 @@ export function summaryPart(view) {
   const end = h("section.rollout-end", { "aria-label": "Result" });
   const resources = h("dl.rollout-metrics", { "aria-label": "Resources" });
   const [agent, policy] = [h("dd"), h("dd")];
-  const title = h("h1", {}, view.model.rollout.spec.rollout_id || view.uid);
+  const title = h("h1", {}, printable(view.model.rollout.spec.rollout_id || view.uid));
   const element = h("header.rollout-summary", {}, h("div.rollout-title", {}, title, state, actions), identity(view, agent, policy), end, resources);
   let shownOutcome;
   const update = () => {
@@ -59,8 +59,8 @@ function stateOf({ rollout, turns }) {
 function identity(view, agent, policy) {
   const { spec, caller, create_time } = view.model.rollout;
   const copyUid = h("button.rollout-copy", { "aria-label": "Copy the uid", on: { click: () => copy(view.uid, copyUid) } }, "copy");
-  const labels = Object.entries(spec.labels ?? {}).map(([name, value]) => h("span.rollout-label", {}, `${name}=${value}`));
-  const group = spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, spec.group_id);
+  const labels = Object.entries(spec.labels ?? {}).map(([name, value]) => h("span.rollout-label", {}, printable(`${name}=${value}`)));
+  const group = spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, printable(spec.group_id));
   return terms("rollout-identity", [
     ["uid", [h("code", {}, view.uid), " ", copyUid]],
     ["agent", agent],
@@ -105,7 +105,7 @@ function resourcesOf({ rollout, outcome, turns }) {
     ["queued", duration(used.queued_ms ?? 0)],
     ["completions", duration(used.completion_ms ?? 0)],
     ["tools", duration(used.tool_ms ?? 0)],
-    ["total", duration(used.total_ms ?? 0)],
+    ["total", outcome ? duration(used.total_ms) : "–"],
   ];
   if ((used.completion_attempts ?? 0) > (used.turns ?? 0)) rows.splice(1, 0, ["requests", count(used.completion_attempts)]);
   return rows.map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)));
@@ -117,10 +117,10 @@ function endOf(view, outcome) {
 
 function whyOf(view, outcome) {
   if (outcome.end === "failure") return failureOf(view, outcome);
-  if (outcome.end === "cancellation") return [h("h2.warn", {}, "Cancelled"), h("p", {}, outcome.reason || "The caller gave no reason.")];
+  if (outcome.end === "cancellation") return [h("h2.warn", {}, "Cancelled"), h("p", {}, printable(outcome.reason) || "The caller gave no reason.")];
   const cut = outcome.truncated ? h("p.warn", {}, "The last completion was cut by its length limit.") : null;
   const text = STOPPED[outcome.reason] ?? "The agent or the trainer gave this reason.";
-  return [h("h2.good", {}, `Completed: ${outcome.reason}`), h("p", {}, text), cut];
+  return [h("h2.good", {}, `Completed: ${printable(outcome.reason)}`), h("p", {}, text), cut];
 }
 
 function failureOf(view, { failure_class, category, message, turn, http_status }) {
@@ -129,7 +129,7 @@ function failureOf(view, { failure_class, category, message, turn, http_status }
   return [
     h("h2.bad", {}, `Failed: ${failure_class}`),
     h("p", {}, `${category} in `, where, status),
-    h("pre.rollout-message", {}, message),
+    h("pre.rollout-message", {}, printable(message)),
     h("p.quiet", {}, ADVICE[failure_class] ?? ADVICE.server),
   ];
 }
@@ -171,7 +171,7 @@ function warningsOf(view, { warnings }) {
       turn ? [" ", selectionLink(view, { turn, segment }, `turn ${turn}`)] : [],
       index === null || index === undefined ? [] : [" ", selectionLink(view, { turn, segment, token: index }, `token ${count(index)}`)],
     ];
-    return h("li", {}, h("strong.warn", {}, code), ` ${message}`, links.flat());
+    return h("li", {}, h("strong.warn", {}, code), ` ${printable(message)}`, links.flat());
   });
   return h("ul.rollout-warnings", { "aria-label": "Warnings" }, items);
 }

@@ -1,6 +1,194 @@
-import { h } from "page/dom.js";
+/** When what happened: a lane each for the queue, the engine, tools, further models and the delivery of the outcome. */
+import { count, decimal, duration, fill, h, printable } from "page/dom.js";
+
+const ROW = 18;
+const TICKS = 8;
+// Many bars are drawn less often.
+const MANY = 500;
+const PAUSE_MS = 1000;
+// The largest part of the axis beyond the rollout itself: a delivery may take hours.
+const DELIVERY = 0.25;
+const HINT = "Point at a bar for its numbers. The arrow keys move between bars, Enter selects the turn.";
+
+/**
+ * @typedef {{lane: string, start: number, stop: number, isOpen: boolean, isBad: boolean, text: string, turn: number, row: number,
+ *   segment: string}} Bar - times in milliseconds since 1970; `isOpen`: not ended yet
+ */
 
 /** @param {import("page/rollout.js").View} view */
 export function timelinePart(view) {
-  return { element: h("section"), update() {}, selected() {} };
+  const names = svg("svg", { class: "timeline-names", "aria-hidden": "true" });
+  const chart = svg("svg", { role: "group", "aria-label": "Timeline; arrow keys move between the bars, Enter selects the turn" });
+  const told = h("p.timeline-told", { role: "status" });
+  const element = h("div.timeline", { on: { click: choose, keydown, pointerover: tell, focusin: tell } }, names, chart, told);
+  let bars = [];
+  let drawn = "";
+  let drawnAt = 0;
+  let bar;
+
+  function update() {
+    const { model } = view;
+    const isRunning = !model.outcome || model.rollout.delivery?.state === "pending";
+    const state = JSON.stringify([model.sequence, model.rollout.delivery, model.rollout.metrics?.queued_ms, isRunning && Date.now()]);
+    if (state === drawn || (bars.length > MANY && isRunning && Date.now() - drawnAt < PAUSE_MS)) return;
+    [drawn, drawnAt] = [state, Date.now()];
+    const focused = bars.indexOf(barAt(document.activeElement));
+    bars = barsOf(model);
+    draw(names, chart, bars, marksOf(model));
+    if (!bar) told.textContent = model.isWhole ? HINT : "There are no times: the events are not stored any more.";
+    selected();
+    if (focused >= 0) chart.querySelectorAll(".timeline-bar")[focused]?.focus();
+  }
+
+  function selected() {
+    for (const each of chart.querySelectorAll(".timeline-bar")) {
+      const isChosen = view.selection.turn > 0 && barAt(each).turn === view.selection.turn;
+      if (isChosen) each.setAttribute("aria-current", "true");
+      else each.removeAttribute("aria-current");
+    }
+  }
+
+  function barAt(node) {
+    return bars[node?.closest?.(".timeline-bar")?.dataset.index];
+  }
+
+  function tell(event) {
+    bar = barAt(event.target) ?? bar;
+    if (bar) told.textContent = bar.text;
+  }
+
+  function choose(event) {
+    const bar = barAt(event.target);
+    if (bar?.turn) view.select({ segment: bar.segment, turn: bar.turn, token: null });
+  }
+
+  function keydown(event) {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const index = bars.indexOf(barAt(event.target));
+    if (index < 0 || (!step && event.key !== "Enter")) return;
+    event.preventDefault();
+    if (step) chart.querySelectorAll(".timeline-bar")[index + step]?.focus();
+    else choose(event);
+  }
+
+  return { element, update, selected };
+}
+
+/** @param {import("page/model.js").RolloutModel} model @returns {Bar[]} by their starts */
+function barsOf(model) {
+  const { accepted, finished, rollout } = model;
+  if (!accepted) return [];
+  const end = finished ? Date.parse(finished) : Math.max(Date.now(), Date.parse(accepted.time));
+  const bars = [queueBar(model, end), ...model.items.filter((item) => item.event === "model_called").map(modelBar)];
+  for (const turn of model.turns.values()) if (turn.asked) bars.push(turnBar(turn, end), ...turn.tools.map((tool) => toolBar(turn, tool, end)));
+  if (rollout.delivery && finished) bars.push(deliveryBar(rollout.delivery, end, end - Date.parse(accepted.time)));
+  return stacked(bars.filter(Boolean).sort((a, b) => a.start - b.start));
+}
+
+function queueBar({ accepted, rollout, outcome, turns }, end) {
+  const start = Date.parse(accepted.time);
+  const queued = (outcome?.metrics ?? rollout.metrics)?.queued_ms ?? 0;
+  const isOpen = rollout.state === "queued" && !turns.size;
+  if (!isOpen && queued < 1) return null;
+  const stop = isOpen ? end : start + queued;
+  return { lane: "queue", start, stop, isOpen, isBad: false, turn: 0, segment: "", text: `in the queue for ${duration(stop - start)}` };
+}
+
+function turnBar(turn, end) {
+  const start = Date.parse(turn.asked);
+  const stop = Date.parse(turn.answered ?? turn.ended ?? "") || end;
+  const isOpen = !turn.answered && !turn.ended;
+  const speed = turn.elapsedMs > 0 ? `, ${decimal(Math.round((turn.generatedTokens / turn.elapsedMs) * 1000))} tokens/s` : "";
+  const result = turn.answered
+    ? `: ${count(turn.generatedTokens)} tokens after a prompt of ${count(turn.promptTokens)}${speed}, ${turn.finishReason}`
+    : `: ${turn.givenUp ? "given up" : "no completion"}`;
+  const requests = turn.attempts > 1 ? `, ${turn.attempts} requests` : "";
+  const text = `turn ${turn.turn}, engine ${duration(stop - start)}${requests}${result}`;
+  return { lane: "engine", start, stop, isOpen, isBad: turn.attempts > 1 || turn.givenUp, text: printable(text), turn: turn.turn, segment: turn.segment };
+}
+
+function toolBar({ turn, segment }, tool, end) {
+  const start = Date.parse(tool.started);
+  const stop = Date.parse(tool.returned ?? "") || end;
+  const state = tool.failed ? ", failed" : tool.returned ? "" : ", has not returned";
+  const text = printable(`turn ${turn}, tool ${tool.name} ${tool.callId}: ${duration(stop - start)}${state}`);
+  return { lane: "tools", start, stop, isOpen: !tool.returned, isBad: tool.failed, text, turn, segment };
+}
+
+function modelBar({ time, elapsed_ms, model, generated_tokens, attempts }) {
+  const stop = Date.parse(time);
+  const text = printable(`model ${model}: ${duration(elapsed_ms)}, ${count(generated_tokens)} tokens, ${attempts} requests`);
+  return { lane: "models", start: stop - elapsed_ms, stop, isOpen: false, isBad: attempts > 1, text, turn: 0, segment: "" };
+}
+
+function deliveryBar({ state, attempts, error, end_time, next_attempt_time }, start, whole) {
+  const isOpen = state === "pending";
+  const stop = isOpen ? Math.max(Date.now(), start) : Math.max(Date.parse(end_time ?? "") || start, start);
+  const next = isOpen && next_attempt_time ? `, next at ${new Date(next_attempt_time).toLocaleTimeString()}` : "";
+  const text = printable(`delivery ${state}: ${attempts} attempts in ${duration(stop - start)}${next}${error ? `; ${error}` : ""}`);
+  return { lane: "delivery", start, stop: Math.min(stop, start + Math.max(whole, 1) * DELIVERY), isOpen, isBad: state === "refused" || state === "expired", text, turn: 0, segment: "" };
+}
+
+/** Give each bar the first row of its lane that is free at its start. */
+function stacked(bars) {
+  const free = {};
+  for (const bar of bars) {
+    const ends = (free[bar.lane] ??= []);
+    const at = ends.findIndex((end) => end <= bar.start);
+    bar.row = at < 0 ? ends.length : at;
+    ends[bar.row] = bar.stop;
+  }
+  return bars;
+}
+
+function marksOf({ items }) {
+  return items.filter((item) => item.event === "resumed").map((item) => Date.parse(item.time));
+}
+
+function draw(names, chart, bars, marks) {
+  const start = Math.min(...bars.slice(0, 1).map((bar) => bar.start));
+  const stop = bars.reduce((latest, bar) => Math.max(latest, bar.stop), start + 1);
+  const percent = (time) => `${(((time - start) / (stop - start)) * 100).toFixed(3)}%`;
+  const tops = {};
+  let height = ROW;
+  for (const lane of ["queue", "engine", "tools", "models", "delivery"]) {
+    const rows = bars.reduce((most, bar) => (bar.lane === lane ? Math.max(most, bar.row + 1) : most), 0);
+    if (rows) [tops[lane], height] = [height, height + rows * ROW + 4];
+  }
+  for (const each of [names, chart]) each.setAttribute("height", height);
+  names.replaceChildren(...Object.entries(tops).map(([lane, top]) => svg("text", { x: 0, y: top + 12 }, lane)));
+  const ticks = bars.length ? ticksOf(stop - start) : [];
+  chart.replaceChildren(
+    ...ticks.flatMap((ms) => [
+      svg("line", { x1: percent(start + ms), x2: percent(start + ms), y1: ROW - 4, y2: height }),
+      svg("text", { x: percent(start + ms), y: 10 }, duration(ms)),
+    ]),
+    ...marks.map((time) => svg("line", { class: "timeline-mark", x1: percent(time), x2: percent(time), y1: ROW - 4, y2: height })),
+    ...bars.map((bar, index) => barElement(bar, index, percent, tops[bar.lane] + bar.row * ROW, stop - start)),
+  );
+}
+
+function barElement(bar, index, percent, top, total) {
+  // A bar that is too short to be seen still has a few pixels.
+  const width = `${Math.max(((bar.stop - bar.start) / total) * 100, 0.25).toFixed(3)}%`;
+  const box = svg("rect", { x: percent(bar.start), y: top, width, height: ROW - 4 });
+  const flags = { ...(bar.isOpen && { "data-open": "" }), ...(bar.isBad && { "data-bad": "" }) };
+  const properties = { class: "timeline-bar", role: "button", tabindex: index ? -1 : 0, "aria-label": bar.text, "data-lane": bar.lane, "data-index": index };
+  return svg("g", { ...properties, ...flags }, box);
+}
+
+/** @returns {number[]} round times from 0 to at most `total`, in milliseconds */
+function ticksOf(total) {
+  const rough = total / TICKS;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => power * factor >= rough);
+  // The last label would not fit.
+  return Array.from({ length: TICKS + 1 }, (_, index) => index * step).filter((ms) => ms < total * 0.96);
+}
+
+function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }

@@ -1,0 +1,53 @@
+/** Contents of messages: texts, parts and JSON, folded if they are long. Nothing is ever loaded from a link. */
+import { copy, count, h, printable } from "page/dom.js";
+
+const SHORT = 60;
+const LINES = 40;
+const CHARACTERS = 6000;
+
+/** @param {string|Object[]|null} content - of a message @returns {HTMLElement[]} */
+export function contentOf(content) {
+  if (content === null || content === undefined || content === "") return [];
+  if (typeof content === "string") return [blockOf(content)];
+  return [content].flat().map((part) => (part?.type === "text" && typeof part.text === "string" ? blockOf(part.text) : partOf(part)));
+}
+
+/** A text; the rest of a long one behind a button. @param {string} text @returns {HTMLElement} */
+export function blockOf(text) {
+  const lines = text.split("\n");
+  const head = lines.slice(0, LINES).join("\n").slice(0, CHARACTERS);
+  const block = h("pre.content-text", {}, printable(head));
+  if (head.length === text.length) return block;
+  const label = `Show all ${count(lines.length)} lines, ${count(text.length)} characters`;
+  const more = h("button.content-more", { on: { click: () => (block.textContent = printable(text)) } }, label);
+  return h("div", {}, block, more);
+}
+
+/** A JSON text, indented if that changes nothing but white space, and as it is otherwise. Copying copies it as it is. */
+export function jsonBlock(text) {
+  const button = h("button.content-copy", { "aria-label": "Copy the JSON", on: { click: () => copy(text, button) } }, "copy");
+  return h("div.content-json", {}, blockOf(indented(text) ?? text), button);
+}
+
+function indented(text) {
+  try {
+    const value = JSON.parse(text);
+    const bare = text.replace(/"(?:[^"\\]|\\.)*"|\s+/g, (found) => (found.startsWith('"') ? found : ""));
+    // Large integers, repeated keys and escapes would not survive.
+    if (JSON.stringify(value) !== bare) return null;
+    return bare.length <= SHORT ? text : JSON.stringify(value, null, 2);
+  } catch {
+    return null;
+  }
+}
+
+/** A placeholder for an image, or the JSON of a part of another kind. */
+function partOf(part) {
+  const source = part?.image_url?.url ?? part?.image_url ?? part?.url;
+  if (typeof source !== "string") return jsonBlock(JSON.stringify(part));
+  const [, type, encoding] = /^data:([^;,]*)([^,]*),/.exec(source) ?? [];
+  const data = source.length - source.indexOf(",") - 1;
+  const size = encoding?.includes("base64") ? Math.floor((data * 3) / 4) : data;
+  const words = type === undefined ? `at ${source.slice(0, 300)} (not loaded)` : `${type || "text/plain"}, ${count(size)} bytes`;
+  return h("div.content-part", {}, printable(`${part.type ?? "part"}: ${words}`));
+}
