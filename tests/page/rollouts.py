@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
 from typing import Any
 
 from rollout_server import Agent, RewardResult, Run, ToolError, tool
-from rollout_server.testing.script import ScriptedReply, tool_call
+from rollout_server.testing.script import Script, ScriptedReply, tool_call
 
 from tests.support.bodies import TOKENIZER
 from tests.system.conftest import Service
@@ -98,8 +100,6 @@ TOUR = (
 
 def slow(seconds: float, *replies: ScriptedReply) -> tuple[ScriptedReply, ...]:
     """The replies, each after this time."""
-    from dataclasses import replace
-
     return tuple(replace(reply, delay=seconds) for reply in replies)
 
 
@@ -111,7 +111,7 @@ async def begin(
         "rollout_id": rollout_id,
         "agent": agent,
         "messages": [{"role": "system", "content": "You are a shop."}, {"role": "user", "content": question}],
-        "completions": {"url": f"grpc://{world.trainer.grpc_target}".replace("grpc://grpc://", "grpc://")},
+        "completions": {"url": f"grpc://{world.trainer.grpc_target}"},
         "sampling": {"temperature": 0.7, "max_tokens": 512, "logprobs": True},
         "tokenizer": {"name": TOKENIZER},
         **changes,
@@ -119,3 +119,28 @@ async def begin(
     reply = await world.http.post("/v1/rollouts", json=body)
     assert reply.status_code == 201, reply.text
     return str(reply.json()["rollout"]["uid"])
+
+
+async def play(world: Service, rollout_id: str, script: Script, **changes: Any) -> str:
+    """Start a rollout of `Tour` with a script of the trainer, and return its uid."""
+    await world.trainer.put_script(rollout_id, script)
+    return await begin(world, rollout_id, "tour", **changes)
+
+
+async def finished(world: Service, uid: str) -> dict[str, Any]:
+    """Wait for the end of a rollout, and return it in full."""
+    reply = await world.http.get(f"/v1/rollouts/{uid}", params={"view": "full", "wait": 60})
+    rollout: dict[str, Any] = reply.json()
+    assert rollout["state"] == "finished"
+    return rollout
+
+
+async def events(world: Service, uid: str) -> list[dict[str, Any]]:
+    """All events of a finished rollout."""
+    reply = await world.http.get(f"/v1/rollouts/{uid}/events", params={"detail": "full"})
+    return [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n") if line.startswith("data: ")]
+
+
+def link(world: Service, uid: str, query: str = "") -> str:
+    """The URL of the page of a rollout."""
+    return f"http://127.0.0.1:{world.server.http_port}/#/rollouts/{uid}{query}"

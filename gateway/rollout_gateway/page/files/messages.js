@@ -146,11 +146,17 @@ function turnMarks({ turn, generatedTokens, finishReason, reward, masked, attemp
   ];
 }
 
+// What the server appends to a result that is too long for the conversation.
+const CUT = /\n?\[Cut: the last ([\d,]+) of ([\d,]+) characters are missing\]$/;
+
 function toolMarks(tool, message) {
+  const last = typeof message.content === "string" ? message.content : message.content?.at?.(-1)?.text;
+  const [, missing, all] = CUT.exec(last ?? "") ?? [];
   return [
     mark("", h("b", {}, printable(tool?.name ?? message.name ?? "")), tool || message.tool_call_id ? ` ${message.tool_call_id ?? ""}` : null),
     tool?.elapsedMs === undefined ? null : mark("", duration(tool.elapsedMs)),
     tool?.failed ? mark("bad", "failed") : null,
+    missing ? mark("warn", `cut: ${missing} of ${all} characters are missing`) : null,
   ];
 }
 
@@ -205,8 +211,8 @@ function judgeOf({ model, message, finish_reason, generated_tokens, attempts, el
   return h("article.messages-judge", {}, head, ...reasoningOf(message), ...contentOf(message.content));
 }
 
-function driftOf(view, { turn, kind, index, expected_text, reported_text, segment_id }) {
-  const place = selectionLink(view, { turn, segment: segment_id, token: index }, `token ${count(index)}`);
+function driftOf(view, { turn, kind, index, expected_text, reported_text }) {
+  const place = selectionLink(view, { turn, token: index }, `token ${count(index)}`);
   const texts = expected_text || reported_text
     ? h("div.messages-drift", {}, h("span", {}, "expected "), blockOf(expected_text), h("span", {}, "reported "), blockOf(reported_text))
     : null;

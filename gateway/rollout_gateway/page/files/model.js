@@ -117,11 +117,13 @@ export class RolloutModel {
     const opened = this._opened.get(event.turn);
     const id = opened?.segment_id ?? event.segment_id;
     const turn = this._turn(event.turn);
+    // A drift goes on in a new segment with the messages that wait for the old one.
+    const conversations = new Set([turn.segment, event.segment_id, id]);
     Object.assign(turn, {
       segment: id, answered: event.time, elapsedMs: event.elapsed_ms, attempts: event.attempts,
       finishReason: event.finish_reason, promptTokens: event.prompt_tokens, generatedTokens: event.generated_tokens,
     });
-    for (const conversation of new Set([event.segment_id, id])) {
+    for (const conversation of conversations) {
       for (const entry of this._waiting.get(conversation) ?? []) Object.assign(entry, { segment: id, turn: event.turn });
       this._waiting.delete(conversation);
     }

@@ -155,7 +155,8 @@ function samplesOf({ samples }) {
   return `${samples.length - left.length} of ${samples.length} trainable${reasons && ` (${reasons})`}`;
 }
 
-function verified({ segmentList }) {
+function verified({ segmentList, turns }) {
+  if (!turns.size) return "none";
   if (!segmentList.length) return h("span.quiet", {}, "the trainer sent no token ids");
   if (segmentList.every((segment) => segment.verified)) {
     return h("span.good", { title: "The trainer reported its prompts, so every token is the trainer's own" }, "✓ verified");

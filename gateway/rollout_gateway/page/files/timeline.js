@@ -80,7 +80,7 @@ function barsOf(model) {
   if (!accepted) return [];
   const end = finished ? Date.parse(finished) : Math.max(Date.now(), Date.parse(accepted.time));
   const bars = [queueBar(model, end), ...model.items.filter((item) => item.event === "model_called").map(modelBar)];
-  for (const turn of model.turns.values()) if (turn.asked) bars.push(turnBar(turn, end), ...turn.tools.map((tool) => toolBar(turn, tool, end)));
+  for (const turn of model.turns.values()) if (turn.asked) bars.push(turnBar(turn, end, model.outcome), ...turn.tools.map((tool) => toolBar(turn, tool, end)));
   if (rollout.delivery && finished) bars.push(deliveryBar(rollout.delivery, end, end - Date.parse(accepted.time)));
   return stacked(bars.filter(Boolean).sort((a, b) => a.start - b.start));
 }
@@ -94,7 +94,7 @@ function queueBar({ accepted, rollout, outcome, turns }, end) {
   return { lane: "queue", start, stop, isOpen, isBad: false, turn: 0, segment: "", text: `in the queue for ${duration(stop - start)}` };
 }
 
-function turnBar(turn, end) {
+function turnBar(turn, end, outcome) {
   const start = Date.parse(turn.asked);
   const stop = Date.parse(turn.answered ?? turn.ended ?? "") || end;
   const isOpen = !turn.answered && !turn.ended;
@@ -104,7 +104,8 @@ function turnBar(turn, end) {
     : `: ${turn.givenUp ? "given up" : "no completion"}`;
   const requests = turn.attempts > 1 ? `, ${turn.attempts} requests` : "";
   const text = `turn ${turn.turn}, engine ${duration(stop - start)}${requests}${result}`;
-  return { lane: "engine", start, stop, isOpen, isBad: turn.attempts > 1 || turn.givenUp, text: printable(text), turn: turn.turn, segment: turn.segment };
+  const isBad = turn.attempts > 1 || turn.givenUp || (isOpen && outcome?.end === "failure");
+  return { lane: "engine", start, stop, isOpen, isBad, text: printable(text), turn: turn.turn, segment: turn.segment };
 }
 
 function toolBar({ turn, segment }, tool, end) {

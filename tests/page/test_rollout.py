@@ -1,0 +1,277 @@
+"""The page of one rollout: live, linked, cancelled, failed, and with text that is hostile."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import Locator, Page, expect
+from rollout_server.calculator import Calculator
+from rollout_server.testing.script import Fault, FaultKind, Script
+
+from tests.durability.server import free_port
+from tests.page.rollouts import HOSTILE, TOUR, Long, Tour, begin, events, finished, link, play, slow
+from tests.support.bodies import QUESTION
+from tests.system.conftest import Open, open_world
+
+#: How the page writes the control characters of `HOSTILE`.
+SHOWN = HOSTILE.replace("\x1b", "[U+001B]").replace("\u202e", "[U+202E]").replace("\u202c", "[U+202C]")
+STUCK = Script(lines=(TOUR[0], Fault(kind=FaultKind.SILENCE)))
+
+
+def cards(page: Page, kind: str = "") -> Locator:
+    return page.locator(f'.messages-card[data-kind="{kind}"]' if kind else ".messages-card")
+
+
+def state(page: Page) -> Locator:
+    return page.locator(".rollout-state")
+
+
+async def current(page: Page) -> list[str]:
+    """The texts of the selected messages."""
+    texts = await page.locator(".messages-card[aria-current] > :not(header)").all_inner_texts()
+    return [text.strip() for text in texts]
+
+
+async def query_of(page: Page) -> dict[str, str]:
+    """The selection in the URL."""
+    found: dict[str, str] = await page.evaluate("() => Object.fromEntries(new URLSearchParams(location.hash.split('?')[1]))")
+    return found
+
+
+async def test_it_follows_a_rollout_turn_by_turn(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "slow", Script(lines=slow(0.4, *TOUR)))
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("running · live")
+    await expect(cards(page, "completion").first).to_contain_text("Let me look up both prices.")
+    assert await cards(page, "completion").count() < len(TOUR)
+    await expect(state(page)).to_have_text("completed")
+    await expect(cards(page, "completion")).to_have_count(len(TOUR))
+    await expect(cards(page, "tool")).to_have_count(4)
+    await expect(page.locator(".rollout-why")).to_contain_text("Completed: stop")
+    await expect(page.locator(".rollout-results")).to_contain_text("0.75")
+    await expect(page.locator(".rollout-results")).to_contain_text("2 of 2 trainable")
+    await expect(cards(page, "completion").nth(2)).to_contain_text("masked: not the final answer")
+    await expect(cards(page, "completion").nth(4)).to_contain_text("cut by its length limit")
+    await expect(cards(page, "tool").nth(2)).to_contain_text("failed")
+    await expect(cards(page, "tool").nth(3)).to_contain_text("characters are missing")
+    await expect(page.locator(".messages-aside")).to_have_count(2)
+    await expect(page.locator(".messages-aside").first).to_contain_text("critic")
+
+
+async def test_ten_thousand_events(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Long()])
+    uid = await begin(world, "long", "long", metadata={"events": 10_000})
+    last = (await finished(world, uid))["last_sequence"]
+    assert last > 10_000
+    began = time.monotonic()
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("completed", timeout=60_000)
+    await expect(cards(page)).to_have_count(10_004)
+    assert time.monotonic() - began < 30
+    await page.evaluate("() => (globalThis.longest = 0)")
+    watch = "() => new PerformanceObserver((l) => l.getEntries().forEach((e) => (longest = Math.max(longest, e.duration))))"
+    await page.evaluate(f"{watch[6:]}.observe({{ type: 'longtask' }})")
+    await cards(page).nth(5000).click()
+    await expect(cards(page).nth(5000)).to_have_attribute("aria-current", "true")
+    assert await page.evaluate("() => longest") < 2000
+
+
+async def test_hostile_text_stays_text(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    labels, name = {"run": HOSTILE}, f"x{HOSTILE}"
+    await world.trainer.put_script(name, Script(lines=(*TOUR[:3], Fault.error(400, HOSTILE))))
+    uid = await begin(world, name, "tour", HOSTILE, labels=labels, group_id="<b>g</b>")
+    await finished(world, uid)
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("failed")
+    await expect(page.locator("h1")).to_have_text(f"x{SHOWN}")
+    await expect(page.locator(".rollout-label")).to_have_text(f"run={SHOWN}")
+    await expect(page.locator(".rollout-message")).to_contain_text("<img src=x onerror=")
+    await expect(cards(page, "request").nth(1)).to_contain_text(SHOWN)
+    await expect(cards(page, "completion").nth(2)).to_contain_text(SHOWN)
+    await expect(cards(page, "tool").nth(3)).to_contain_text("</script><b>bold</b>")
+    await expect(page.locator(".messages-remark").first).to_contain_text(SHOWN)
+    assert await page.locator("main :is(img, script, i, iframe, object, link)").count() == 0
+    assert await page.title() != "1"
+
+
+async def test_images_are_never_loaded(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    data = "data:image/png;base64," + 400 * "A"
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in ("https://elsewhere.example/x.png", data)]
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    message = {"role": "user", "content": [{"type": "text", "text": "See"}, *parts]}
+    uid = await begin(world, "images", "tour", messages=[message], token_mode="messages", completions={"url": world.trainer.url})
+    await page.goto(link(world, uid))
+    await expect(page.locator(".content-part").nth(0)).to_contain_text("elsewhere.example/x.png (not loaded)")
+    await expect(page.locator(".content-part").nth(1)).to_contain_text("image/png, 300 bytes")
+    assert not any("elsewhere" in url for url in requested)
+
+
+async def test_cancelling(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "stuck", STUCK)
+    await page.goto(link(world, uid))
+    await expect(cards(page, "tool")).to_have_count(2)
+    await page.get_by_role("button", name="Cancel the rollout").click()
+    await page.get_by_role("button", name="Keep it running").click()
+    await expect(state(page)).to_have_text("running · live")
+    await page.get_by_role("button", name="Cancel the rollout").click()
+    await page.get_by_label("Reason").fill("seen <enough>")
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel the rollout").click()
+    await expect(state(page)).to_have_text("cancelled")
+    await expect(page.locator(".rollout-why")).to_have_text("Cancelledseen <enough>")
+    await expect(page.get_by_role("button", name="Cancel the rollout")).to_be_hidden()
+    assert (await finished(world, uid))["outcome"]["reason"] == "seen <enough>"
+
+
+async def test_a_refused_cancellation_says_why(open_here: Open, page: Page) -> None:
+    """The server drops the rollout's owner: the key is replaced while the page is open."""
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "stuck", STUCK)
+    await page.goto(link(world, uid))
+    await expect(cards(page, "tool")).to_have_count(2)
+    await page.get_by_role("button", name="Cancel the rollout").click()
+    await page.get_by_label("Reason").evaluate("(input) => { input.maxLength = 100000; input.value = 'x'.repeat(70000) }")
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel the rollout").click()
+    await expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("reason")
+
+
+async def test_a_failure_comes_first(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "fails", Script(lines=(TOUR[0], Fault.error(400, "no such prompt"))))
+    await page.goto(link(world, uid))
+    why = page.locator(".rollout-why")
+    await expect(why).to_contain_text("Failed: trainer")
+    await expect(why).to_contain_text("no such prompt")
+    await expect(why).to_contain_text("For the trainer's operator")
+    await expect(page.locator(".rollout-results")).to_contain_text("0 of 1 trainable (failure_trainer)")
+    await why.get_by_role("link", name="turn 2").click()
+    assert (await query_of(page))["turn"] == "2"
+
+
+async def test_links_to_turns_and_tokens(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    segment = (await finished(world, uid))["outcome"]["segments"][0]
+    lengths = [len(span["token_ids"]) for span in segment["spans"]]
+    await page.goto(link(world, uid, "?turn=3"))
+    await expect(page.locator(".messages-card[aria-current]")).to_have_count(3)
+    await expect(page.locator(".messages-card[aria-current]").first).to_be_in_viewport()
+    await page.goto("about:blank")
+    await page.goto(link(world, uid, f"?segment=0&token={sum(lengths[:4])}"))
+    await expect(page.locator(".messages-card[aria-current]")).to_have_count(2)
+    assert await query_of(page) == {"segment": "0", "turn": "3", "token": str(sum(lengths[:4]))}
+    await expect(page.locator('.tokens-cell[aria-selected="true"]').first).to_be_in_viewport()
+    for each in range(3):
+        await cards(page).nth(each).click()
+    await page.go_back()
+    assert page.url == "about:blank"
+
+
+async def test_messages_and_tokens_select_each_other(open_here: Open, page: Page) -> None:
+    """Each message selects the tokens of its turn and author, and each span of tokens selects its messages."""
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    segments = (await finished(world, uid))["outcome"]["segments"]
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("completed")
+    starts: dict[tuple[str, int], list[int]] = {}
+    for index in range(await cards(page).count()):
+        await cards(page).nth(index).click(position={"x": 40, "y": 8})
+        query = await query_of(page)
+        starts.setdefault((query["segment"], int(query["token"])), []).append(index)
+        await expect(page.locator('.tokens-cell[aria-selected="true"]').first).to_have_attribute("data-start", query["token"])
+    spans = [(segment["id"], start, span) for segment in segments for start, span in placed(segment)]
+    assert set(starts) == {(segment, start) for segment, start, _ in spans}
+    for segment, start, span in spans:
+        is_model = span["author"] == "model"
+        shown = [await cards(page).nth(index).get_attribute("data-kind") == "completion" for index in starts[segment, start]]
+        assert shown == [True] if is_model else not any(shown)
+        await cards(page).nth(starts[segment, start][0]).click(position={"x": 40, "y": 8})
+        await page.locator(f'.tokens-cell[data-start="{start + len(span["token_ids"]) - 1}"]').click()
+        chosen = await page.locator(".messages-card").evaluate_all(
+            "(all) => all.flatMap((each, index) => (each.hasAttribute('aria-current') ? [index] : []))"
+        )
+        assert chosen == starts[segment, start]
+
+
+def placed(segment: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """The spans of a segment with the index of their first token."""
+    found, start = [], 0
+    for span in segment["spans"]:
+        found.append((start, span))
+        start += len(span["token_ids"])
+    return found
+
+
+async def test_keys(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("completed")
+    for expected in ("1", "2"):
+        await page.keyboard.press("j")
+        assert (await query_of(page))["turn"] == expected
+    await page.keyboard.press("k")
+    assert (await query_of(page))["turn"] == "1"
+    await page.keyboard.press("Escape")
+    assert await query_of(page) == {}
+    await page.get_by_role("tab", name="Timeline").focus()
+    await page.keyboard.press("ArrowRight")
+    await expect(page.get_by_role("tab", name="Segments")).to_be_focused()
+    await expect(page.get_by_role("tabpanel", name="Segments")).to_be_visible()
+    await cards(page).first.focus()
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("ArrowDown")
+    await page.keyboard.press("Enter")
+    assert await current(page) == [(await cards(page).nth(2).locator(":scope > :not(header)").all_inner_texts())[0], *(await current(page))[1:]]
+    assert (await query_of(page))["turn"] == "1"
+
+
+async def test_it_survives_a_restart_of_the_server(page: Page, tmp_path: Path) -> None:
+    ports = {"http_port": free_port(), "grpc_port": free_port()}
+    async with AsyncExitStack() as outer:
+        async with AsyncExitStack() as first:
+            world = await open_world(first, agents=[Calculator()], journal=tmp_path, **ports)
+            trainer = await outer.enter_async_context(type(world.trainer)(model=world.trainer.model, tools_from=world.trainer.tools_from))
+            await trainer.put_script("resumed", Script(then_model=True, lines=(Fault(kind=FaultKind.SILENCE),)))
+            url = f"grpc://{trainer.grpc_target}"
+            uid = await begin(world, "resumed", "calculator", QUESTION, completions={"url": url})
+            await page.goto(link(world, uid))
+            await expect(state(page)).to_have_text("running · live")
+        await expect(state(page)).to_have_text("running · reconnecting …")
+        async with AsyncExitStack() as second:
+            world = await open_world(second, agents=[Calculator()], journal=tmp_path, **ports)
+            await expect(state(page)).to_have_text("completed")
+            found = await events(world, uid)
+            kinds = [event["event"] for event in found]
+            assert kinds.count("resumed") == 1
+            await expect(cards(page, "completion")).to_have_count(kinds.count("answered"))
+            await expect(cards(page, "tool")).to_have_count(kinds.count("tool_returned"))
+            await expect(page.locator(".messages-remark")).to_contain_text(["resumed after a restart"])
+
+
+async def test_exports(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    rollout = await finished(world, uid)
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("completed")
+
+    async def exported(name: str) -> str:
+        await page.locator(".rollout-export summary").click()
+        async with page.expect_download() as download:
+            await page.get_by_role("button", name=re.compile(re.escape(name))).click()
+        return Path(await (await download.value).path()).read_text()
+
+    assert [json.loads(line) for line in (await exported("Samples")).splitlines()] == rollout["outcome"]["samples"]
+    assert [json.loads(line) for line in (await exported("Events")).splitlines()] == await events(world, uid)
+    assert json.loads(await exported("Rollout (JSON)")) == rollout
