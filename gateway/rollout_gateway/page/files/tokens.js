@@ -129,9 +129,9 @@ class TokenStrip {
   _empty(piece) {
     if (!piece.isFilled) return;
     piece.isFilled = false;
-    piece.element.classList.add("tokens-empty");
     // The browser keeps the size that the piece had: see `contain-intrinsic-block-size` in style.css.
-    requestAnimationFrame(() => piece.isFilled || fill(piece.element));
+    piece.element.classList.add("tokens-empty");
+    fill(piece.element);
   }
 
   _draw(piece) {

@@ -26,16 +26,23 @@ const DRIFT = {
 /** @param {import("page/rollout.js").View} view */
 export function treePart(view) {
   const element = h("section.tree", { "aria-label": "Segments" });
-  const texts = new TokenTexts(view.source, view.uid, () => update());
+  const texts = new TokenTexts(view.source, view.uid, () => draw());
   let drawn = "";
-  const update = () => {
-    const { model } = view;
-    const list = model.segmentList;
-    const state = [list.length, model.drifts.length, Boolean(model.outcome), texts.error, list.map((each) => [each.length, trainedTokens(each)])];
+  const draw = () => {
+    const list = view.model.segmentList;
+    const focused = element.contains(document.activeElement) && document.activeElement.dataset.segment;
+    const isOne = list.length === 1 && !driftsOf(view.model, list[0]).length;
     fill(element, list.length === 0 ? h("p.quiet", {}, "No segment yet: no completion with token ids has arrived.")
-      : list.length === 1 && !driftsOf(model, list[0]).length ? h("div.tree-only", {}, row(view, list[0])) : branches(view, texts, ""));
-    drawn = String(state);
+      : isOne ? row(view, list[0]) : branches(view, texts, ""));
     selected();
+    if (focused) element.querySelector(`[data-segment="${CSS.escape(focused)}"]`)?.focus();
+  };
+  const update = () => {
+    const { drifts, outcome, segmentList } = view.model;
+    const state = String([drifts.length, Boolean(outcome), ...segmentList.flatMap((each) => [each.id, each.length, trainedTokens(each)])]);
+    if (state === drawn) return;
+    drawn = state;
+    draw();
   };
   const selected = () => {
     const shown = shownSegment(view)?.id;
