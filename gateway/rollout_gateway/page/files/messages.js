@@ -94,7 +94,7 @@ function cardOf(view, entry) {
   const head = h("header.messages-head");
   const element = h("article.messages-card", { data: { kind, role: message.role } }, head);
   const conversation = segmentLabel(view.model, entry.segment);
-  element.classList.toggle("messages-aside", Boolean(conversation));
+  element.classList.toggle("messages-aside", isAside(view.model, entry.segment));
   if (kind === "tool") {
     fill(head, role("tool"), toolMarks(tool, message));
     element.append(...contentOf(message.content));
@@ -177,11 +177,17 @@ function callOf(call, state) {
   return h("div.messages-call", {}, head, jsonBlock(text));
 }
 
+/** Whether a conversation is beside the one before it, and does not go on with it. */
+function isAside(model, id) {
+  const { origin, kind = origin?.kind, role: part = "agent" } = model.conversation(id);
+  return ["subagent", "branch"].includes(kind) || part !== "agent";
+}
+
 /** "segment 1 · critic" for conversations beside the main one, and for what comes after a drift. */
 function segmentLabel(model, id) {
   if (id === "0" || id === "") return null;
   const { role: part = "agent", origin, kind } = model.conversation(id);
-  return mark("messages-segment", ["segment", id, part === "agent" ? null : printable(part), kind ?? origin?.kind].filter(Boolean).join(" · "));
+  return mark("messages-segment", [`segment ${id}`, part === "agent" ? null : printable(part), kind ?? origin?.kind].filter(Boolean).join(" · "));
 }
 
 const REMARKS = {
