@@ -264,11 +264,12 @@ function serverFigures(source, signal) {
 }
 
 function showCounts({ show }, server) {
-  const since = `since ${new Date(server.start_time).toLocaleString()}`;
+  const { text, title } = cells.ageCell({ create_time: server.start_time });
   show("running", count(server.running), `of ${count(server.max_running)}`);
   show("queued", count(server.queued), `of ${count(server.max_queued)}`);
-  show("finished", count(server.finished), since);
-  show("failed", count(server.failed), "", server.failed ? "bad" : "");
+  show("finished", count(server.finished), `in ${text}`, "", `Since the server started at ${title}`);
+  const share = server.finished ? `${decimal((100 * server.failed) / server.finished)} %` : "";
+  show("failed", count(server.failed), share, server.failed ? "bad" : "");
 }
 
 function showRates({ show }, polls, server) {

@@ -8,7 +8,7 @@ const TITLE_CHARACTERS = 2000;
 
 /**
  * Call `step` now and then every 2 seconds while the tab is visible. If steps are slow, the pauses are longer, so that a page that
- * is left open costs the server little.
+ * is left open costs the server little. The first step, which may read more than the others, does not count.
  * @param {() => Promise<void>} step
  * @param {(error: Error|null) => void} done - called after each step
  * @param {AbortSignal} signal - ends it
@@ -16,6 +16,7 @@ const TITLE_CHARACTERS = 2000;
 export function poll(step, done, signal) {
   let timer = 0;
   let isRunning = false;
+  let pause = 0;
   async function run() {
     clearTimeout(timer);
     if (signal.aborted || isRunning || document.hidden) return;
@@ -25,7 +26,8 @@ export function poll(step, done, signal) {
     isRunning = false;
     if (signal.aborted) return;
     done(error);
-    timer = setTimeout(run, Math.min(LONGEST_PAUSE_MS, Math.max(PAUSE_MS, 10 * (performance.now() - begun))));
+    pause = Math.max(PAUSE_MS, pause && Math.min(LONGEST_PAUSE_MS, 4 * (performance.now() - begun)));
+    timer = setTimeout(run, pause);
   }
   document.addEventListener("visibilitychange", run, { signal });
   run();
@@ -43,16 +45,17 @@ export function errorLine() {
  * Named numbers in a row.
  * @param {string} label - for screen readers
  * @param {string[]} names
- * @returns {{element: HTMLElement, show: (name: string, value: string, more?: string, kind?: string) => void}}
+ * @returns {{element: HTMLElement, show: (name: string, value: string, more?: string, kind?: string, title?: string) => void}}
  */
 export function figures(label, names) {
   const values = new Map(names.map((name) => [name, { value: h("span", {}, "–"), more: h("span.quiet") }]));
   const one = ([name, { value, more }]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", more));
-  const show = (name, value, more = "", kind = "") => {
+  const show = (name, value, more = "", kind = "", title = "") => {
     const parts = values.get(name);
     setText(parts.value, value);
     setText(parts.more, more);
     parts.value.className = kind;
+    parts.value.title = title;
   };
   return { element: h("dl.live-figures", { role: "group", "aria-label": label }, [...values].map(one)), show };
 }
