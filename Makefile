@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-tokens bench-dialects bench-journal test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-tokens bench-dialects bench-journal test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture page-pictures deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -172,6 +172,9 @@ browser: setup ## Install Chromium for the tests of the live page, if there is n
 	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit; done; \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium >/dev/null; \
 		else $(BIN)/playwright install chromium; fi
+
+page-pictures: browser ## Take the pictures of the live page in docs/images
+	$(BIN)/python -m tests.page.pictures docs/images
 
 check: environments browser ## Run the tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks

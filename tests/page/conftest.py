@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Error, Page, async_playwright
+from playwright.async_api import Browser, Error, Page, Playwright, async_playwright
 
 from tests.system.conftest import Open, open_world
 
@@ -21,14 +21,19 @@ def _chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture
-async def browser() -> AsyncIterator[Browser]:
-    """Chromium of the system, or else that of Playwright."""
+async def launch(playwright: Playwright) -> Browser:
+    """Start Chromium of the system, or else that of Playwright. Raises playwright's `Error` if there is none."""
     # A sandboxed Chromium refuses to run as root, as in a container of CI.
     arguments = [*_QUIET, *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    return await playwright.chromium.launch(executable_path=_chromium(), args=arguments)
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium without a page."""
     async with async_playwright() as playwright:
         try:
-            opened = await playwright.chromium.launch(executable_path=_chromium(), args=arguments)
+            opened = await launch(playwright)
         except Error as error:
             if os.environ.get("CI"):
                 raise
