@@ -7,7 +7,7 @@ import threading
 
 from rollout_server import Agent, Run
 from rollout_server.core.outcome import Cancellation, Stop
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 
 from tests.support.runtime_harness import FOREVER, ME, RuntimeHarness, Say, outcome_of

@@ -14,7 +14,7 @@ from rollout_server import Agent, Limits, Run, ToolContext, tool
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import Observed
 from rollout_server.runtime.errors import ArgumentError
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.tool import FunctionTool
 
 from tests.support.runtime_harness import FOREVER, ME, RuntimeHarness, Say, call, contents, outcome_of

@@ -9,7 +9,7 @@ import pytest
 from rollout_server import Agent, Run
 from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.core.record import Asked, Ended, ToolReturned, ToolStarted
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
@@ -70,7 +70,7 @@ async def test_a_queued_rollout_ends_at_once_and_never_runs(new_world: type[Runt
     assert outcome.end == Cancellation("not needed")
     assert outcome.metrics.queued_ms == pytest.approx(5000)
     assert outcome.metrics.total_ms == 0.0
-    assert (world.roster.running, world.roster.queued, world.roster.finished) == (1, 1, 1)
+    assert (world.roster.running, world.roster.queued, world.roster.totals.finished) == (1, 1, 1)
     world.roster.cancel(Selection(ME, uids=(first.uid,)), "")
     assert (await outcome_of(third)).end == Stop("stop")
     assert world.opened == [first.spec.rollout_id, third.spec.rollout_id]
@@ -86,7 +86,7 @@ async def test_a_rollout_that_is_cancelled_while_its_place_becomes_free_ends_onc
             world.roster.cancel(ALL, "not needed")
     assert (await outcome_of(second)).end == Cancellation("not needed")
     await asyncio.sleep(1)
-    assert (world.roster.running, world.roster.queued, world.roster.finished) == (0, 0, 2)
+    assert (world.roster.running, world.roster.queued, world.roster.totals.finished) == (0, 0, 2)
 
 
 async def test_the_first_wish_to_end_counts(new_world: type[RuntimeHarness]) -> None:

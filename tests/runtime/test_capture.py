@@ -20,7 +20,7 @@ from rollout_server.runtime.capture.endpoint import MOST_CALLS, FinishedWork
 from rollout_server.runtime.capture.offered_tools import ClientTool
 from rollout_server.runtime.errors import AgentMistake, PromptTooLong, RolloutFailed
 from rollout_server.runtime.ports import Fork
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 
 from tests.support.captured_agents import Elsewhere, Fields, message_of, model_call, user

@@ -14,7 +14,7 @@ from rollout_server.core.record import FINISH, CaptureSettled, Masked, Observed,
 from rollout_server.core.spec import Dialect, Target, TokenizerName
 from rollout_server.runtime.capture.continuation import finish
 from rollout_server.runtime.capture.endpoint import FinishedWork
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 

@@ -19,7 +19,7 @@ from rollout_server.core.spec import Dialect, InterruptPolicy, Target, Tokenizer
 from rollout_server.runtime.capture.continuation import EARLIER_ATTEMPT, UNSEEN, finish
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 
 from tests.support.captured_agents import Fields, message_of, model_call, user

@@ -19,7 +19,7 @@ from rollout_server.core.record import Answered, CaptureSettled
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.errors import PromptTooLong
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 
 from tests.support.captured_agents import Elsewhere, Fields, message_of, model_call, user

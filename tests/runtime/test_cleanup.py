@@ -12,7 +12,7 @@ import pytest
 from rollout_server import Agent, Limits, Run, tool
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.runtime.errors import RolloutEnded
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 

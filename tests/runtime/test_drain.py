@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from rollout_server.core.error import Draining
 from rollout_server.core.outcome import Cancellation, Category, Failure, Outcome, Stop
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.test_ends import Stubborn

@@ -10,7 +10,7 @@ from rollout_server import Agent, Limits, Run
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
 from rollout_server.core.record import Note
 from rollout_server.runtime.errors import RolloutEnded
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.support.runtime_harness import (
@@ -91,7 +91,7 @@ async def test_an_agent_that_does_not_give_way_ends_once_and_frees_its_place(
     agent.free.set()
     await asyncio.sleep(1)
     assert check_log(rollout) == outcome
-    assert (world.roster.running, world.roster.queued, world.roster.finished) == (0, 0, 2)
+    assert (world.roster.running, world.roster.queued, world.roster.totals.finished) == (0, 0, 2)
 
 
 async def test_an_agent_that_asks_again_and_again_after_its_end_ends_once_and_frees_its_place(

@@ -13,7 +13,7 @@ from rollout_server.core.outcome import Cancellation, Stop
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.registry.dependencies import RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity
 
@@ -54,7 +54,7 @@ async def test_finished_rollouts_are_forgotten_by_number_those_that_finished_fir
     await outcome_of(slow)
     await asyncio.sleep(1)
     assert [rollout for _, rollout in world.roster.select(ALL)] == [rest[0], slow]
-    assert world.roster.finished == 4
+    assert world.roster.totals.finished == 4
 
 
 async def test_a_forgotten_rollout_is_let_go_however_long_its_time_limit_was() -> None:

@@ -18,7 +18,7 @@ from rollout_server.runtime.groups.state import GroupPlan, GroupResult
 from rollout_server.runtime.journal import MemoryJournal
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
 from rollout_server.runtime.ports import CompletionRequest, Credentials
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity, StartRequest
 

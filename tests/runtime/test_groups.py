@@ -20,7 +20,7 @@ from rollout_server.core.error import (
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.ports import Credentials, Tool
 from rollout_server.runtime.registry.registry import Check
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 

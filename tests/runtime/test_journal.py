@@ -13,7 +13,7 @@ from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.groups.state import GroupResult
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity
@@ -48,7 +48,7 @@ async def test_records_are_seen_once_they_are_stored() -> None:
         assert rollout.log.last_sequence > before
         await asyncio.sleep(10)
     assert isinstance(rollout.outcome.end, Stop)
-    assert harness.roster.finished == 1
+    assert harness.roster.totals.finished == 1
 
 
 async def test_a_start_is_acknowledged_once_it_is_stored() -> None:

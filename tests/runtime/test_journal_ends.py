@@ -14,7 +14,7 @@ from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.journal import EntriesAppended, JournalUnusable
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
@@ -183,7 +183,7 @@ async def test_a_refused_rollout_whose_end_was_recorded_is_forgotten() -> None:
     journal.fail("")
     await asyncio.sleep(100)
     assert (receiver.parcels, known(harness), harness.roster.active_bytes) == ([], [], 0)
-    assert (harness.roster.running, harness.roster.owed, harness.roster.finished) == (0, 0, 0)
+    assert (harness.roster.running, harness.roster.owed, harness.roster.totals.finished) == (0, 0, 0)
 
 
 async def test_who_watches_a_refused_rollout_gets_the_refusal() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollout_server.core.spec import Spec
 from rollout_server.runtime.ports import Sampler, Tool
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.support.runtime_harness import (

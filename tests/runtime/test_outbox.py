@@ -12,7 +12,7 @@ from rollout_server.core.spec import Target
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryRefused, DeliveryState, DeliveryUnsettled
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import Attempt, DeliveryRetryPolicy, NoReporter
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Capacity
 
 from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
@@ -77,7 +77,7 @@ async def test_outcomes_of_several_rollouts_have_keys_of_their_own(new_world: ty
     world = new_world(reporter=receiver)
     for number in range(5):
         world.wish(owing(world, rollout_id=f"r{number}"))
-    await until(lambda: world.roster.finished == 5 and world.roster.owed == 0)
+    await until(lambda: world.roster.totals.finished == 5 and world.roster.owed == 0)
     assert len({parcel.key for parcel in receiver.parcels}) == len({parcel.body for parcel in receiver.parcels}) == 5
 
 
@@ -87,7 +87,7 @@ async def test_what_was_cancelled_before_it_ran_is_told_of_too(new_world: type[R
     world.start(Say(seconds=FOREVER))
     queued, _ = world.wish(owing(world))
     world.roster.cancel(Selection(ME, uids=(queued.uid,)), "not needed")
-    await until(lambda: world.roster.finished == 1 and world.roster.owed == 0)
+    await until(lambda: world.roster.totals.finished == 1 and world.roster.owed == 0)
     assert [str(Cancellation("not needed")) in parcel.body.decode() for parcel in receiver.parcels] == [True, True]
     assert queued.delivery is not None
     assert queued.delivery.state is DeliveryState.ACKNOWLEDGED

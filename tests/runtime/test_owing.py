@@ -15,7 +15,7 @@ from rollout_server.runtime.outcome_delivery import (
 )
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 
@@ -112,7 +112,7 @@ class TestAcknowledged:
         agent.free.set()
         await asyncio.sleep(1000)
         assert len(receiver.parcels) == 1
-        assert (world.roster.finished, rollout.credentials) == (1, Credentials())
+        assert (world.roster.totals.finished, rollout.credentials) == (1, Credentials())
         assert world.roster.get(rollout.uid, ME) is rollout, "it counts once as a remembered rollout"
 
     async def test_of_a_delivery_that_was_acknowledged_it_changes_nothing(

@@ -10,7 +10,7 @@ from rollout_server.core.error import NotFound
 from rollout_server.core.outcome import Stop
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity
 

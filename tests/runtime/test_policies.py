@@ -14,7 +14,7 @@ from rollout_server.core.outcome import Category, Failure, Stop
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.policy import LONGEST_VERSION, PolicyUpdate
 from rollout_server.runtime.registry.policies import MOST_ENDPOINTS, AnnouncedPolicies
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 
 from tests.support.runtime_harness import ME, RuntimeHarness, Say, call, outcome_of

@@ -10,7 +10,7 @@ from rollout_server.core.error import Busy
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Stop
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity, Quota, StartRequest
 

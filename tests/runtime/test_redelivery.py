@@ -9,7 +9,7 @@ from rollout_server.core.error import Draining, NotFound
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryRefused, DeliveryState
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity
 
@@ -183,7 +183,7 @@ async def test_an_agent_that_does_not_give_way_changes_nothing(new_world: type[R
     await until(lambda: not rollout.owes)
     agent.free.set()
     await asyncio.sleep(1000)
-    assert (world.roster.finished, world.roster.active_bytes) == (1, 0)
+    assert (world.roster.totals.finished, world.roster.active_bytes) == (1, 0)
     assert world.roster.get(rollout.uid, ME) is rollout
 
 

@@ -19,7 +19,7 @@ from rollout_server.runtime.errors import AgentMistake, ToolError
 from rollout_server.runtime.journal import EntriesAppended
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.context import calling_tool
 from rollout_server.runtime.tools.process_context import context_json

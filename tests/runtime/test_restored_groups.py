@@ -15,7 +15,7 @@ from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.state import EARLY_STOP, GroupPlan, GroupResult
 from rollout_server.runtime.journal import EntriesAppended, GroupDropped, GroupFormed, RolloutAccepted
 from rollout_server.runtime.ports import CompletionRequest, Credentials
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity, StartRequest
 

@@ -10,7 +10,7 @@ from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, 
 from rollout_server.core.limits import CALLS_PER_TURN
 from rollout_server.core.spec import Dialect, DriftPolicy
 from rollout_server.core.spec_validation import Bounds
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 
@@ -33,11 +33,11 @@ async def test_a_rollout_goes_from_queued_over_running_to_finished(new_world: ty
     world = new_world(capacity=Capacity(running=1))
     first, second = world.start(Say("8", seconds=10)), world.start(Say("8", seconds=10))
     assert (first.state, second.state) == (RolloutState.RUNNING, RolloutState.QUEUED)
-    assert (world.roster.running, world.roster.queued, world.roster.finished) == (1, 1, 0)
+    assert (world.roster.running, world.roster.queued, world.roster.totals.finished) == (1, 1, 0)
     await outcome_of(first)
     await asyncio.sleep(1)
     assert (first.state, second.state) == (RolloutState.FINISHED, RolloutState.RUNNING)
-    assert (world.roster.running, world.roster.queued, world.roster.finished) == (1, 0, 1)
+    assert (world.roster.running, world.roster.queued, world.roster.totals.finished) == (1, 0, 1)
     outcome = await outcome_of(second)
     assert outcome.metrics.queued_ms == pytest.approx(10_000)
     assert second.finished == pytest.approx(second.created + 20)
@@ -171,9 +171,12 @@ async def test_pages_miss_nothing_and_repeat_nothing_while_rollouts_come_and_go(
     goes = stays[5]
     seen: list[Rollout] = []
     before: int | None = None
-    while page := [pair for pair, _ in zip(world.roster.select(ALL, before=before), range(3), strict=False)]:
-        seen.extend(rollout for _, rollout in page)
-        before = page[-1][0]
+    while True:
+        page = await world.roster.pages.page(ALL, before, 3)
+        seen.extend(rollout for _, rollout in page.rollouts)
+        before = page.next_before
+        if before is None:
+            break
         world.start(BLOCKED)
         world.roster.cancel(Selection(ME, uids=(goes.uid,)), "")
         await asyncio.sleep(1)

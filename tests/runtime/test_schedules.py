@@ -16,7 +16,7 @@ from rollout_server.core.record import Ended
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, DeliveryUnsettled, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Capacity
 

@@ -11,7 +11,7 @@ from rollout_server import Agent, Run, tool
 from rollout_server.core.outcome import Cancellation, Category, Failure, FailureClass, Outcome, Stop
 from rollout_server.core.spec import StaleAction, Staleness
 from rollout_server.runtime.policy import PolicyUpdate
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity
 

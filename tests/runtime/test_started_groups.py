@@ -14,7 +14,7 @@ from rollout_server.runtime.groups.group import EARLY_STOP
 from rollout_server.runtime.groups.state import GroupPlan, GroupResult, GroupState
 from rollout_server.runtime.journal import MemoryJournal
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
 

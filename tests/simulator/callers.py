@@ -16,7 +16,7 @@ from rollout_server.runtime.groups.group import FinishedMember, RolloutGroup
 from rollout_server.runtime.groups.state import GroupResult
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.policy import PolicyUpdate
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller
 

@@ -16,7 +16,7 @@ from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.registry.dependencies import Attempt, DeliveryRetryPolicy, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity, Quota
 

@@ -9,7 +9,7 @@ from rollout_server import Agent, RewardResult, Run
 from rollout_server.runtime.groups.group import FinishedMember, RolloutGroup
 from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.groups.state import GroupPlan, GroupResult
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import StartRequest
 
 from tests.support.runtime_harness import ADMIN, RuntimeHarness, Say, Script, a_spec, check_log
@@ -100,7 +100,7 @@ class GroupHarness(RuntimeHarness):
         for rollout in rollouts:
             check_log(rollout)
         assert (self.roster.running, self.roster.queued) == (0, 0)
-        assert self.roster.finished == len(rollouts) + self.dropped
+        assert self.roster.totals.finished == len(rollouts) + self.dropped
 
 
 async def finished(group: RolloutGroup) -> GroupResult:

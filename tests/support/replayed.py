@@ -30,7 +30,7 @@ from rollout_server.core.record import (
 from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.journal import Change, EntriesAppended
 from rollout_server.runtime.ports import CompletionRequest
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout
 

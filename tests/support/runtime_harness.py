@@ -171,7 +171,7 @@ class RuntimeHarness:
         await self.roster.drain(0)
         for rollout in self.rollouts:
             check_log(rollout)
-        assert (self.roster.running, self.roster.queued, self.roster.finished) == (0, 0, len(self.rollouts))
+        assert (self.roster.running, self.roster.queued, self.roster.totals.finished) == (0, 0, len(self.rollouts))
 
     def script(self, rollout: Rollout) -> Script:
         """The script of a rollout."""

@@ -26,7 +26,7 @@ from rollout_server.runtime.journal import AcceptedStart
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
 from rollout_server.runtime.ports import CompletionRequest, Sampler, Tool
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import StartRequest
 

@@ -15,7 +15,7 @@ from rollout_server.core.record import Answered
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.dependencies import Attempt, Observer
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Caller, Capacity
 

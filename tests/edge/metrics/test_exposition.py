@@ -9,7 +9,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.registry.rollout_index import Selection
+from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
 
 from tests.edge.metrics.counted import TARGET, USER, Counted, call, calling, done, failing, outcome_of, read, said

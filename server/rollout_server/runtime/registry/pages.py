@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollout_server.core.error import Busy
-from rollout_server.runtime.registry.rollout_index import RegistryEntry, RolloutIndex
+from rollout_server.runtime.registry.rollout_index import RegistryEntry, RolloutIndex, filtered
 from rollout_server.runtime.registry.selection import Selection, TextSearch
 from rollout_server.runtime.rollout import Rollout
 
@@ -17,6 +17,8 @@ _SLICE: Final = 0.003
 """Seconds for which a scan may block the event loop."""
 _SLICES: Final = 100
 """Slices after which a scan ends, and with it the page."""
+_CHUNK: Final = 256
+"""Candidates whose conditions are tested in one step."""
 MOST_SCANS: Final = 64
 """Scans that run or wait for their turn."""
 
@@ -95,19 +97,24 @@ class _Scan:
         return True
 
     def _examine(self, candidates: Sequence[RegistryEntry]) -> Iterator[bool]:
-        """Examine one candidate after the other. Yields after each step whether it was the last one of a candidate."""
-        for entry in reversed(candidates):
-            is_found = self._selection.matches(entry.rollout)
-            if is_found and self._search is not None:
-                for is_found in self._search.steps(entry.rollout):
+        """Examine one candidate after the other. Yields after each step whether the next one begins with another candidate."""
+        conditions = self._selection.conditions()
+        for stop in range(len(candidates), 0, -_CHUNK):
+            chunk = candidates[max(0, stop - _CHUNK) : stop][::-1]
+            for entry in filtered(chunk, conditions):
+                is_found = self._search is None
+                for is_found in self._search.steps(entry.rollout) if self._search is not None else ():
                     if is_found:
                         break
                     yield False
-            if is_found and len(self.found) == self._size:
-                self.next_before = self.found[-1][0]
-                return
-            if is_found:
-                self.found.append((entry.number, entry.rollout))
-            self.next_before = entry.number
+                if is_found and len(self.found) == self._size:
+                    self.next_before = self.found[-1][0]
+                    return
+                if is_found:
+                    self.found.append((entry.number, entry.rollout))
+                self.next_before = entry.number
+                if self._search is not None:
+                    yield True
+            self.next_before = chunk[-1].number
             yield True
         self.next_before = None

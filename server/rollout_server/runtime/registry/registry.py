@@ -260,7 +260,8 @@ class RolloutRegistry:
 
     def cancel(self, selection: Selection, reason: str) -> Sequence[str]:
         """Request the end of the selected rollouts. Return the uids of those that had not finished."""
-        chosen = [rollout for _, rollout in self.select(selection) if rollout.state is not RolloutState.FINISHED]
+        found = self.select(selection.unfinished())
+        chosen = [rollout for _, rollout in found if rollout.state is not RolloutState.FINISHED]
         for rollout in chosen:
             rollout.ending.request(Cancellation(reason))
             if rollout.machine.outcome is None:  # whatever end was requested before: this process may not record it
@@ -429,6 +430,7 @@ class RolloutRegistry:
 
     def _keep(self, rollout: Rollout) -> None:
         self.totals.count_end(rollout)
+        self._index.mark_finished(rollout)
         log_finished(rollout)
         self._settle(rollout)
 

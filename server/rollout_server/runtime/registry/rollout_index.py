@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
 
 from rollout_server.core.error import Conflict, NotFound
 from rollout_server.runtime.ports import Clock
+from rollout_server.runtime.registry.rollout_sets import MOST_UNSORTED, RolloutSets
 from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
@@ -31,12 +32,22 @@ class RegistryEntry:
     until_received: bool
 
 
+def filtered(
+    entries: Sequence[RegistryEntry], conditions: Sequence[Callable[[Rollout], bool]]
+) -> Sequence[RegistryEntry]:
+    """Return the entries whose rollouts meet all conditions."""
+    for meets in conditions:
+        entries = [entry for entry in entries if meets(entry.rollout)]
+    return entries
+
+
 class RolloutIndex:
     """Rollouts in the order in which they were accepted."""
 
     def __init__(self) -> None:
         self._entries: dict[str, RegistryEntry] = {}
         self._requests: dict[tuple[str, str, str], str] = {}
+        self._sets: RolloutSets[RegistryEntry] = RolloutSets()
         self._numbers = count(1)
 
     def add(self, rollout: Rollout, admitted: AdmittedStart) -> int:
@@ -44,6 +55,7 @@ class RolloutIndex:
         key = admitted.key
         entry = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.request.until_received)
         self._entries[rollout.uid] = entry
+        self._sets.add(rollout, entry)
         if key is not None:
             self._requests[key] = rollout.uid
         return entry.number
@@ -54,8 +66,13 @@ class RolloutIndex:
     def drop(self, uid: str) -> Rollout:
         """Remove a rollout and its request id, and return it. Raise KeyError for an unknown uid."""
         self.free_request(uid)
-        entry = self._entries.pop(uid)
-        return entry.rollout
+        rollout = self._entries.pop(uid).rollout
+        self._sets.remove(rollout)
+        return rollout
+
+    def mark_finished(self, rollout: Rollout) -> None:
+        """Take note that a rollout has finished."""
+        self._sets.mark_finished(rollout)
 
     def free_request(self, uid: str) -> None:
         """Free the request id of a rollout, so that a repeated request starts a new one."""
@@ -79,17 +96,18 @@ class RolloutIndex:
 
     def select(self, selection: Selection) -> Iterator[tuple[int, Rollout]]:
         """Yield the selected rollouts with their numbers, newest first. `Selection.text` is ignored."""
-        for entry in reversed(self.candidates(selection, None)):
-            if selection.matches(entry.rollout):
-                yield entry.number, entry.rollout
+        for entry in filtered(self.candidates(selection, None)[::-1], selection.conditions()):
+            yield entry.number, entry.rollout
 
     def candidates(self, selection: Selection, before: int | None) -> Sequence[RegistryEntry]:
         """Return the entries among which the selected ones are, oldest first, only those with a number below `before`."""
-        entries: Iterable[RegistryEntry] = self._entries.values()
         if selection.uids:
             chosen = (self._entries[uid] for uid in set(selection.uids) if uid in self._entries)
-            entries = sorted(chosen, key=attrgetter("number"))
-        found = list(entries)
+            found: Sequence[RegistryEntry] = list(chosen)
+        else:
+            found = self._sets.smallest(selection, self._entries)
+        if len(found) <= MOST_UNSORTED:
+            found = sorted(found, key=attrgetter("number"))
         return found if before is None else found[: bisect_left(found, before, key=attrgetter("number"))]
 
     def find(self, admitted: AdmittedStart) -> Rollout | None:

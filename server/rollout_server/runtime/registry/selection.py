@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from rollout_server.core.message import JSON, MalformedMessage, Message
 from rollout_server.core.outcome import Failure, FailureClass, Outcome, failure_class_of
-from rollout_server.runtime.outcome_delivery import DeliveryState
+from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller
 
@@ -21,7 +21,7 @@ _PIECE: Final = 64 * 1024
 class Selection:
     """Selects the rollouts that `caller` may see and that meet every condition that is set.
 
-    `text` is not checked by `matches`, because a search takes long: see `TextSearch`.
+    `text` is not one of the `conditions`, because a search takes long: see `TextSearch`.
     """
 
     caller: Caller
@@ -36,21 +36,38 @@ class Selection:
     failure_classes: tuple[FailureClass, ...] = ()
     text: str = ""
 
-    def matches(self, rollout: Rollout) -> bool:
-        """Return whether the rollout meets every condition except `text`."""
-        spec, delivery = rollout.spec, rollout.delivery
-        return (
-            self.caller.sees(rollout.caller)
-            and (not self.callers or rollout.caller in self.callers)
-            and (not self.uids or rollout.uid in self.uids)
-            and (not self.rollout_ids or spec.rollout_id in self.rollout_ids)
-            and (not self.group_id or spec.group_id == self.group_id)
-            and (not self.agent or spec.agent == self.agent)
-            and (not self.states or rollout.state in self.states)
-            and (not self.delivery_states or (delivery is not None and delivery.state in self.delivery_states))
-            and (not self.failure_classes or _failed_as(rollout.outcome, self.failure_classes))
-            and all(spec.labels.get(key) == value for key, value in self.labels.items())
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether no finished rollout is selected."""
+        return bool(self.states) and RolloutState.FINISHED not in self.states
+
+    def unfinished(self) -> Selection:
+        """Return a selection of at least the unfinished ones among the selected rollouts. They are found quickly."""
+        states = [
+            each for each in (RolloutState.QUEUED, RolloutState.RUNNING) if each in self.states or not self.states
+        ]
+        return replace(self, states=tuple(states)) if states else self
+
+    def conditions(self) -> Sequence[Callable[[Rollout], bool]]:
+        """Return the conditions that a rollout must meet, except `text`. Only those that are set: a list may test every rollout."""
+        caller, callers, uids, labels = self.caller, frozenset(self.callers), frozenset(self.uids), self.labels.items()
+        tests: Sequence[tuple[object, Callable[[Rollout], bool]]] = (
+            (not caller.admin, lambda each: caller.sees(each.caller)),
+            (callers, lambda each: each.caller in callers),
+            (uids, lambda each: each.uid in uids),
+            (self.rollout_ids, lambda each: each.spec.rollout_id in self.rollout_ids),
+            (self.group_id, lambda each: each.spec.group_id == self.group_id),
+            (self.agent, lambda each: each.spec.agent == self.agent),
+            (labels, lambda each: labels <= each.spec.labels.items()),
+            (self.states, lambda each: each.state in self.states),
+            (self.delivery_states, lambda each: _delivers_in(each.delivery, self.delivery_states)),
+            (self.failure_classes, lambda each: _failed_as(each.outcome, self.failure_classes)),
         )
+        return [test for is_set, test in tests if is_set]
+
+
+def _delivers_in(delivery: Delivery | None, states: tuple[DeliveryState, ...]) -> bool:
+    return delivery is not None and delivery.state in states
 
 
 def _failed_as(outcome: Outcome | None, classes: tuple[FailureClass, ...]) -> bool:
