@@ -71,7 +71,7 @@ def _field(message: AnyMessage, key: object, where: str) -> tuple[FieldDescripto
     if not isinstance(key, str):
         raise TypeError(f"{where or 'keywords '}: field names must be str, not {_kind(key)}")
     known = message.DESCRIPTOR.fields_by_name
-    for name, one_of_many in ((key, False), (key + _JSON, False), (key + "s", True)):
+    for name, one_of_many in ((key, False), (key + _JSON, False), (key + "s", True), (key + "es", True)):
         if name in known and (not one_of_many or known[name].is_repeated):
             return cast(FieldDescriptor, known[name]), one_of_many
     close = difflib.get_close_matches(key, keywords(type(message)), n=1)

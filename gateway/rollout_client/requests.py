@@ -30,7 +30,7 @@ from rollout_client.connection import AUTHORIZATION, CallMetadata, timeout_or_in
 from rollout_client.event_cursor import EventCursor, GroupCursor
 from rollout_client.proto_fields import build, fill, text
 from rollout_client.retry import Attempts, Retry
-from rollout_client.spec import start_request
+from rollout_client.spec import FailureClass, start_request
 from rollout_client.unary_retry import LongPoll
 
 View: TypeAlias = Literal["basic", "messages", "samples", "full"]
@@ -43,7 +43,8 @@ class SelectionFields(TypedDict, total=False):
     """Filter for rollouts. A rollout matches if it meets every condition; a list condition is met by any of its values.
 
     A singular name takes one value of the list: `uid="u"` is `uids=["u"]`. `labels` must all be present on the rollout.
-    `all=True` selects every rollout of the caller. `callers` other than yourself require an admin key.
+    `all=True` selects every rollout of the caller. `callers` other than yourself require an admin key. Only `list` searches
+    for a `text`.
     """
 
     uid: str
@@ -60,6 +61,9 @@ class SelectionFields(TypedDict, total=False):
     delivery_states: DeliveryState | Sequence[DeliveryState]
     caller: str
     callers: Sequence[str]
+    failure_class: FailureClass
+    failure_classes: FailureClass | Sequence[FailureClass]
+    text: str
 
 
 class WorkResult(TypedDict, total=False):

@@ -46,7 +46,7 @@ def spec_of(**fields: Any) -> spec_pb2.RolloutSpec:
         (Target, spec_pb2.Target, set()),
         (Tokenizer, spec_pb2.Tokenizer, set()),
         (Credentials, spec_pb2.Credentials, set()),
-        (SelectionFields, pb.Selection, {"uid", "rollout_id", "state", "delivery_state", "caller"}),
+        (SelectionFields, pb.Selection, {"uid", "rollout_id", "state", "delivery_state", "caller", "failure_class"}),
     ],
 )
 def test_the_typed_keywords_are_the_fields_of_the_contract(
@@ -194,6 +194,8 @@ def test_one_text_is_a_list_of_one_where_texts_are_listed() -> None:
         delivery_states=[pb.DELIVERY_STATE_PENDING, pb.DELIVERY_STATE_EXPIRED],
     )
     assert build(pb.Selection, {"states": "queued"}) == pb.Selection(states=[pb.ROLLOUT_STATE_QUEUED])
+    cancelled = pb.Selection(failure_classes=[outcome_pb2.FAILURE_CLASS_CANCELLED])
+    assert build(pb.Selection, {"failure_class": "cancelled"}) == cancelled
 
 
 class Number(float):

@@ -97,7 +97,7 @@ async def test_what_is_forgotten_is_in_no_set(new_world: type[RuntimeHarness]) -
 async def test_many_scans_take_turns_and_too_many_are_refused(
     new_world: type[RuntimeHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_SLICE", -1.0)
+    monkeypatch.setattr(pages, "SLICE", -1.0)
     world = new_world()
     for _ in range(50):
         world.start(BLOCKED)

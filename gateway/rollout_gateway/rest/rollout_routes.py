@@ -1,5 +1,6 @@
 """REST API: starting, reading and cancelling rollouts."""
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Final
 
@@ -19,6 +20,7 @@ from rollout_gateway.rest.proto_json import duration, response_json
 from rollout_gateway.rest.request import IDEMPOTENCY_KEY, ListQuery, cancel_request, list_request, start_request, wrong
 
 _JSON: Final = "application/json"
+_LARGE: Final = 64 * 1024
 
 Uid = Annotated[str, Path(pattern=body.UID_PATTERN, description="Id that the server gave the rollout.")]
 
@@ -56,6 +58,13 @@ _ACCESS: Final[shown.Responses] = {200: shown.json_response("ModelAccessModel"),
 _START: Final = shown.raw_body(body.StartRollout) | shown.header(IDEMPOTENCY_KEY)
 _CANCEL: Final = shown.raw_body(body.CancelRollouts)
 _CANCEL_ONE: Final = shown.raw_body(body.CancelOne, required=False)
+
+
+async def _json_response(message: Any, view: int = pb.ROLLOUT_VIEW_BASIC) -> Response:
+    """Return the JSON of a message. Of a large one it is made in a thread, so that other requests do not wait for it."""
+    large = message.ByteSize() > _LARGE
+    content = await asyncio.to_thread(response_json, message, view) if large else response_json(message, view)
+    return Response(content, media_type=_JSON)
 
 
 async def _no_query(request: Request) -> None:
@@ -100,7 +109,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
         """List rollouts in pages, newest first. Rollouts that start meanwhile do not shift the pages."""
         listing = list_request(query)
         page = await rollouts.calls(request).rpc.ListRollouts(listing)
-        return Response(response_json(page, listing.view), media_type=_JSON)
+        return await _json_response(page, listing.view)
 
     @router.get("/{uid}", responses={200: shown.json_response("RolloutModel"), **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
@@ -114,7 +123,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
             found = await unless_hung_up(request, _result_of(call))
         else:
             found = await rpc.GetRollout(pb.GetRolloutRequest(uid=uid, view=view))
-        return Response(response_json(found.rollout, view), media_type=_JSON)
+        return await _json_response(found.rollout, view)
 
     @router.get("/{uid}/segments/{segment}/tokens", responses=_TEXTS)
     async def decode_tokens(
@@ -122,7 +131,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
     ) -> Response:
         """Return the texts of tokens of a segment, of a running or finished rollout, if its spec names a tokenizer."""
         window = pb.DecodeTokensRequest(uid=uid, segment_id=segment, start=query.start, stop=query.stop)
-        return Response(response_json(await rollouts.calls(request).rpc.DecodeTokens(window)), media_type=_JSON)
+        return await _json_response(await rollouts.calls(request).rpc.DecodeTokens(window))
 
 
 def _add_access(router: APIRouter, rollouts: Rollouts) -> None:

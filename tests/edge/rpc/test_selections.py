@@ -123,7 +123,7 @@ async def test_a_wrong_condition_is_named(caller: Caller, conditions: dict[str, 
 async def test_a_scan_that_takes_long_ends_early_and_goes_on(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(20):
         await caller.play(start(rollout_id=f"{'odd' if number % 2 else 'even'} {number}"))
-    monkeypatch.setattr(pages, "_SLICE", -1.0)
+    monkeypatch.setattr(pages, "SLICE", -1.0)
     monkeypatch.setattr(pages, "_SLICES", 3)
     expected = [f"odd {number}" for number in range(19, 0, -2)]
     assert await listed(caller, 5, text="odd") == expected

@@ -391,7 +391,7 @@ async def test_pages_that_end_early_stay_in_order(world: Fleets, monkeypatch: py
     for _ in range(4):
         await one_on_each(world)
     chosen += [(await place.caller.start(start(labels={"a": "Needle"}))).rollout.uid for place in world.places]
-    monkeypatch.setattr(scans, "_SLICE", -1.0)
+    monkeypatch.setattr(scans, "SLICE", -1.0)
     monkeypatch.setattr(scans, "_SLICES", 2)
     for selection, expected in ((pb.Selection(text="needle"), chosen), (pb.Selection(group_id="none"), [])):
         request, found = pb.ListRolloutsRequest(selection=selection, page_size=2), list[str]()

@@ -24,6 +24,7 @@ from rollout_server.edge.wire.event import event, timestamp
 from rollout_server.edge.wire.message import messages_to_proto, tool_to_proto
 from rollout_server.edge.wire.rollout import agent_to_proto, group_item, group_to_proto, rollout_to_proto, started
 from rollout_server.edge.wire.spec import duration, seconds
+from rollout_server.runtime.aio.slices import in_slices
 from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.groups.state import GroupPlan
 from rollout_server.runtime.journal import KeyMinted
@@ -124,7 +125,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         page = await self._registry.pages.page(selected, before, size)
         tokens = wire.page_tokens([number + 1 for number, _ in page.rollouts], request.selection)
         following = wire.page_tokens([] if page.next_before is None else [page.next_before], request.selection)
-        shown = [rollout_to_proto(rollout, view) for _, rollout in page.rollouts]
+        shown = await in_slices(rollout_to_proto(rollout, view) for _, rollout in page.rollouts)
         return pb.ListRolloutsResponse(rollouts=shown, page_tokens=tokens, next_page_token="".join(following))
 
     async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:

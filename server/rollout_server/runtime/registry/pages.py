@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from rollout_server.core.error import Busy
+from rollout_server.runtime.aio.slices import SLICE
 from rollout_server.runtime.registry.rollout_index import RegistryEntry, RolloutIndex, filtered
 from rollout_server.runtime.registry.selection import Selection, TextSearch
 from rollout_server.runtime.rollout import Rollout
 
-_SLICE: Final = 0.003
-"""Seconds for which a scan may block the event loop."""
 _SLICES: Final = 100
 """Slices after which a scan ends, and with it the page."""
 _CHUNK: Final = 256
@@ -90,7 +89,7 @@ class _Scan:
 
         A rollout is searched to its end, even if that takes further slices: the next page must not begin with it again.
         """
-        ends = time.perf_counter() + _SLICE
+        ends = time.perf_counter() + SLICE
         for is_between in self._steps:
             if time.perf_counter() > ends:
                 return last and is_between
