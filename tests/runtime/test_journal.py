@@ -273,3 +273,18 @@ async def test_the_downtime_between_earlier_processes_is_not_time_of_the_rollout
     outcome = await outcome_of(harness.rollouts[0])
     assert isinstance(outcome.end, Stop)
     assert outcome.metrics.total_ms < 50_000
+
+
+async def test_the_segments_of_a_rollout_are_there_before_its_log_is_replayed() -> None:
+    journal = KeptJournal()
+    first = RuntimeHarness(journal=journal)
+    rollout = first.start(Say("", calls=(call("nothing"),), tokens=3), Say("b", seconds=FOREVER))
+    await asyncio.sleep(10)
+    (segment,) = rollout.segments
+    second = RuntimeHarness(journal=journal.after_crash())
+    await second.load()
+    again = second.roster.get(rollout.uid, ME)
+    assert again.machine.ledger.segments == ()
+    (found,) = again.segments
+    assert (found.id, found.ids(), found.spans) == (segment.id, segment.ids(), segment.spans)
+    assert len(found.ids()) > 3

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from osmosis.rollout.v1 import token_pb2
+from osmosis.rollout.v1 import spec_pb2, token_pb2
 from rollout_server import Run
+from rollout_server.calculator import Calculator
+from rollout_server.core.ledger import pack_tokens
+from rollout_server.edge.rpc import prompts
+from rollout_server.edge.rpc.token_window import TokenWindow
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 from transformers import AutoTokenizer
@@ -112,7 +121,7 @@ async def test_an_unknown_segment_is_not_found(caller: Caller, trainer: StrictTr
 async def test_without_a_tokenizer_there_are_no_texts(caller: Caller) -> None:
     def report(request: Any, response: Any) -> None:
         response.prompt_ids.values.extend([1, 2])
-        trainer.spans.insert(0, token_pb2.Span(author="AUTHOR_OTHER", turn=1, token_ids=[1, 2]))
+        trainer.spans.insert(0, token_pb2.Span(author=token_pb2.AUTHOR_OTHER, turn=1, token_ids=[1, 2]))
         response.after.CopyFrom(trainer.checkpoint())
 
     async with serving(GrpcTrainer([7])) as trainer:
@@ -121,3 +130,59 @@ async def test_without_a_tokenizer_there_are_no_texts(caller: Caller) -> None:
     refused = await refusal(texts(caller, rollout.uid))
     assert (refused.code, refused.reason) == (PRECONDITION, "NO_TOKENIZER")
     assert refused.text == "the rollout names no tokenizer, so its tokens have no texts"
+
+
+async def test_a_tokenizer_that_is_gone_is_named(
+    open_server: OpenServer, trainer: StrictTrainer, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(TOY_TOKENIZER, other)
+    caller = await open_server(Calculator(), tokenizers={"toy": TOY_TOKENIZER, "other": other}, tokenizer_cache_size=1)
+    rollout = await finished(caller, trainer, tokenizer=spec_pb2.Tokenizer(name="other"))
+    assert await texts(caller, rollout.uid)
+    shutil.rmtree(other)
+    assert await texts(caller, (await finished(caller, trainer)).uid)  # loads the other one in its place
+    refused = await refusal(texts(caller, rollout.uid))
+    assert (refused.code, refused.reason) == (PRECONDITION, "NO_TOKENIZER")
+    assert "'other'" in refused.text
+    assert str(tmp_path) not in refused.text
+
+
+async def test_many_calls_at_once_are_bounded(
+    open_server: OpenServer, trainer: StrictTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "MOST_PROMPTS", 8)
+    caller = await open_server(Calculator())
+    uid = (await finished(caller, trainer)).uid
+    calls = [asyncio.ensure_future(texts(caller, uid)) for _ in range(300)]
+    info = await asyncio.wait_for(caller.stub.GetServerInfo(pb.GetServerInfoRequest()), 5)
+    assert info.finished == 1
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    codes = {result.code() for result in results if isinstance(result, grpc.aio.AioRpcError)}
+    found = [result for result in results if isinstance(result, list)]
+    assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert len(found) >= 8
+    assert all(each == found[0] != [] for each in found)
+    assert await texts(caller, uid) == found[0]
+
+
+async def test_the_texts_of_a_dropped_rollout_are_gone(open_server: OpenServer, trainer: StrictTrainer) -> None:
+    caller = await open_server(Calculator(), max_records=1)
+    uid = (await finished(caller, trainer)).uid
+    reading = [asyncio.ensure_future(texts(caller, uid)) for _ in range(20)]
+    await finished(caller, trainer)
+    for result in await asyncio.gather(*reading, return_exceptions=True):
+        assert isinstance(result, list) or (isinstance(result, grpc.aio.AioRpcError) and result.code() is MISSING)
+    assert (await refusal(texts(caller, uid))).code is MISSING
+
+
+def test_hostile_ids_have_texts_and_a_segment_without_tokens_has_none() -> None:
+    tokenizer = LoadedTokenizer("toy", AutoTokenizer.from_pretrained(TOY_TOKENIZER), ThreadPoolExecutor(1))
+    special = tokenizer.encode("<|im_end|>")[0]
+    ids = pack_tokens([2**31 - 1, special, 10**6, *tokenizer.encode("🙂")[:1], special, *tokenizer.encode("é")])
+    window = TokenWindow(ids, 100, 100, 100 + len(ids), (101, 103))
+    found = window.texts(tokenizer)
+    assert [text.start for text in found[1:]] == [text.stop for text in found[:-1]]
+    assert [(text.start, text.text) for text in found if text.special] == [(101, "<|im_end|>"), (104, "<|im_end|>")]
+    assert found[-1].text.endswith("é")
+    assert TokenWindow(pack_tokens(), 0, 0, 0, ()).texts(tokenizer) == []
