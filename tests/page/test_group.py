@@ -62,7 +62,13 @@ async def test_members_stand_side_by_side(open_here: Open, page: Page) -> None:
     await expect(column(page, "trained").last).to_have_text(await column(page, "tokens").last.inner_text())
     await expect(column(page, "trained").nth(3)).to_have_text("0")
     figures = page.get_by_role("group", name="Rewards")
-    for text in (r"finished\s*4 of 4", r"usable\s*4 of 4 needed", r"mean reward\s*0.6667", r"std\s*0.7638", r"max\s*1.5"):
+    for text in (
+        r"finished\s*4 of 4",
+        r"usable\s*4 of 4 needed",
+        r"mean reward\s*0.6667",
+        r"std\s*0.7638",
+        r"max\s*1.5",
+    ):
         await expect(figures).to_contain_text(re.compile(text))
     await expect(page.get_by_role("status")).to_have_text("1 of 4 finished rollouts has no reward.")
     await expect(page.get_by_label("Prompt")).to_have_text(QUESTION)

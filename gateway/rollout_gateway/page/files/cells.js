@@ -15,8 +15,8 @@ export function stateOf(rollout) {
 
 /** Whether the samples of a finished rollout train. @param {Object} rollout */
 export function isUsable({ outcome, spec }) {
-  const trains = spec.train_on ?? TRAIN_BY_DEFAULT;
-  return outcome.end === "stop" || trains.includes(outcome.end === "cancellation" ? "cancelled" : outcome.failure_class);
+  const failureClass = outcome.end === "cancellation" ? "cancelled" : outcome.failure_class;
+  return outcome.end === "stop" || (spec.train_on ?? TRAIN_BY_DEFAULT).includes(failureClass);
 }
 
 /** @returns {Cell} */
@@ -54,15 +54,16 @@ export function tokensCell({ metrics }) {
 export function rewardCell({ outcome }) {
   const reward = outcome?.reward ?? null;
   if (reward !== null) return { text: decimal(reward), title: String(reward) };
-  return outcome?.end === "stop" ? { text: "none", title: "The rollout completed without a reward.", kind: "warn" } : NOTHING;
+  if (outcome?.end !== "stop") return NOTHING;
+  return { text: "none", title: "The rollout completed without a reward.", kind: "warn" };
 }
 
 /** How it ended: the reason, or the class and the message of a failure. @returns {Cell} */
 export function endCell({ outcome }) {
   if (!outcome) return NOTHING;
-  if (outcome.end === "failure") return { ...textCell(`${outcome.failure_class}: ${outcome.message}`), kind: "bad" };
+  if (outcome.end === "failure") return textCell(`${outcome.failure_class}: ${outcome.message}`);
   const reason = outcome.truncated ? `${outcome.reason}, truncated` : outcome.reason;
-  return { ...textCell(reason), kind: outcome.end === "stop" ? "quiet" : "warn" };
+  return { ...textCell(reason), kind: outcome.end === "stop" ? "quiet" : "" };
 }
 
 /** Time since the rollout was accepted. @returns {Cell} */

@@ -9,10 +9,12 @@ const MOST_ROLLOUTS = 2048;
 // To count trained tokens, the samples of each rollout are read.
 const MOST_COUNTED = 64;
 const PROMPT_CHARACTERS = 4000;
+const TRAINED = `Tokens with mask 1 in trainable samples; counted in groups of at most ${MOST_COUNTED} rollouts`;
 
 /**
- * @typedef {{rollout: Object, index: number|null, isReplaced: boolean, usable: boolean|null, advantage: number|null}} Member -
- *   `isReplaced`: another rollout was started in its place; `usable`: null while it runs; `advantage`: reward minus mean
+ * @typedef {{rollout: Object, index: number|null, isReplaced: boolean, usable: boolean|null, advantage: number|null}}
+ *   Member - `isReplaced`: another rollout was started in its place; `usable`: null while it runs; `advantage`: reward
+ *   minus mean
  */
 
 /** @returns {{title: string, element: HTMLElement, close: () => void}} */
@@ -29,7 +31,7 @@ class Group {
     this.signal = signal;
     /** @type {Member[]} */
     this.members = [];
-    /** @type {Map<string, {trained: number, versions: string}>} trained tokens by uid */
+    /** @type {Map<string, {trained: number|null, versions: string}>} trained tokens by uid */
     this.samples = new Map();
     this.error = errorLine();
     this.about = h("p.group-about.quiet");
@@ -38,8 +40,8 @@ class Group {
     this.signs = h("div.group-signs", { role: "status" });
     this.table = new LiveTable("Rollouts of the group, by index", this._columns(), (member) => member.rollout.uid);
     const title = h("h1.group-title", {}, "Group ", h("bdi.mono", { title: id.slice(0, PROMPT_CHARACTERS) }, id));
-    const parts = [title, this.about, this.error.element, this.prompt, this.figures.element, this.signs, this.table.element];
-    this.element = h("section.group", {}, parts);
+    const head = [title, this.about, this.error.element, this.prompt];
+    this.element = h("section.group", {}, head, this.figures.element, this.signs, this.table.element);
     this.table.listenToKeys(signal);
     poll(() => this._step(), (error) => this.error.show(error), signal);
   }
@@ -47,7 +49,7 @@ class Group {
   _columns() {
     const of = (show) => (member) => show(member.rollout);
     return [
-      { name: "index", label: "#", title: "Index in the group", show: ({ index }) => ({ text: index === null ? "" : String(index) }) },
+      { name: "index", label: "#", title: "Index in the group", show: ({ index }) => ({ text: String(index ?? "") }) },
       { name: "state", label: "State", show: of(cells.stateCell) },
       { name: "uid", label: "UID", show: of(cells.uidCell) },
       { name: "reward", label: "Reward", show: of(cells.rewardCell) },
@@ -56,7 +58,7 @@ class Group {
       { name: "end", label: "Ended", title: "Reason, or class and message of the failure", show: of(cells.endCell) },
       { name: "turns", label: "Turns", show: of(cells.turnsCell) },
       { name: "tokens", label: "Tokens", title: "Generated tokens", show: of(cells.tokensCell) },
-      { name: "trained", label: "Trained", title: "Tokens with mask 1 in trainable samples", show: (member) => this._trainedCell(member) },
+      { name: "trained", label: "Trained", title: TRAINED, show: (member) => this._trainedCell(member) },
       { name: "usable", label: "Usable", title: "It completed, or failed in a class that trains", show: usableCell },
       { name: "duration", label: "Duration", title: "From the acceptance to the end", show: of(cells.durationCell) },
     ];
@@ -97,7 +99,7 @@ class Group {
   _show(group) {
     const current = this.members.filter((member) => !member.isReplaced);
     const statistics = statisticsOf(current);
-    fill(this.about, aboutText(group, this.members));
+    fill(this.about, aboutText(this.id, group, this.members));
     showFigures(this.figures, current, statistics, group);
     const signs = signsOf(current, statistics);
     // An unchanged sign is not announced again.
@@ -129,7 +131,9 @@ class Group {
 
   _trainedCell({ rollout }) {
     const found = this.samples.get(rollout.uid);
-    return found ? { text: count(found.trained), title: found.versions && `Policy ${found.versions}` } : { text: "" };
+    if (!found) return { text: "" };
+    if (found.trained === null) return { text: "–", title: "The rollout has no samples." };
+    return { text: count(found.trained), title: found.versions && `Policy ${found.versions}` };
   }
 }
 
@@ -149,13 +153,13 @@ function membersOf(rollouts, group) {
     if (reward !== null && !member.isReplaced) member.advantage = reward - mean;
   }
   const order = (member) => member.index ?? Infinity;
-  const isEarlier = (a, b) => (a.rollout.create_time < b.rollout.create_time ? -1 : 1);
-  return members.sort((a, b) => (order(a) === order(b) ? isEarlier(a, b) : order(a) - order(b)));
+  const inTime = (a, b) => (a.rollout.create_time < b.rollout.create_time ? -1 : 1);
+  return members.sort((a, b) => (order(a) === order(b) ? inTime(a, b) : order(a) - order(b)));
 }
 
 /** Mean, sample standard deviation (divided by n - 1) and bounds of the rewards. NaN if there are too few. */
 function statisticsOf(members) {
-  const rewards = members.map((member) => member.rollout.outcome?.reward ?? null).filter((reward) => reward !== null);
+  const rewards = members.map((member) => member.rollout.outcome?.reward ?? null).filter((each) => each !== null);
   const mean = rewards.reduce((sum, each) => sum + each, 0) / rewards.length;
   const squares = rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0);
   const [min, max] = rewards.length ? [Math.min(...rewards), Math.max(...rewards)] : [NaN, NaN];
@@ -167,7 +171,8 @@ function showFigures({ show }, members, { mean, std, min, max }, group) {
   const generated = finished.reduce((sum, { rollout }) => sum + rollout.metrics.generated_tokens, 0);
   const shown = (value) => (Number.isNaN(value) ? "–" : decimal(value));
   show("finished", count(finished.length), `of ${count(members.length)}`);
-  show("usable", count(finished.filter((member) => member.usable).length), group?.min_usable ? `of ${group.min_usable} needed` : "");
+  const needed = group?.min_usable ? `of ${group.min_usable} needed` : "";
+  show("usable", count(finished.filter((member) => member.usable).length), needed);
   show("mean reward", shown(mean));
   show("std", shown(std));
   show("min", shown(min));
@@ -181,18 +186,21 @@ function signsOf(members, { number, min, max }) {
   const without = finished.filter((member) => (member.rollout.outcome.reward ?? null) === null).length;
   const soFar = finished.length < members.length ? " so far" : "";
   const signs = [];
-  if (number > 1 && min === max) signs.push(`Zero advantage: all ${number} rewards${soFar} are ${decimal(min)}. This group teaches nothing.`);
-  if (without) signs.push(`${without} of ${finished.length} finished rollouts ${without === 1 ? "has" : "have"} no reward.`);
+  const equal = `Zero advantage: all ${number} rewards${soFar} are ${decimal(min)}.`;
+  if (number > 1 && min === max) signs.push(soFar ? equal : `${equal} This group teaches nothing.`);
+  const verb = without === 1 ? "has" : "have";
+  if (without) signs.push(`${without} of ${finished.length} finished rollouts ${verb} no reward.`);
   return signs;
 }
 
-function aboutText(group, members) {
-  if (!members.length) return "No rollouts of this group: none was started with this group id, or the server has dropped them.";
+function aboutText(id, group, members) {
+  if (!members.length) return "No rollouts of this group: none was started, or the server has dropped them.";
   const parts = [`${count(members.length)} rollouts`];
   if (!group) parts.push("started one by one with this group id");
-  if (group?.refill) parts.push(`${group.result?.refilled ?? members.filter((each) => each.isReplaced).length} of ${group.refill} refills`);
+  if (group?.refill) parts.push(`${members.filter((member) => member.isReplaced).length} of ${group.refill} refills`);
   if (group?.result?.early_stop) parts.push("stopped early: enough were usable");
-  return [parts.join(" · "), " · started at ", clock(members[0].rollout.create_time)];
+  const link = h("a", { href: `#/?${new URLSearchParams({ group_id: id })}` }, "show in the list");
+  return [parts.join(" · "), " · started at ", clock(members[0].rollout.create_time), " · ", link];
 }
 
 /** @returns {import("page/live.js").Cell} */
@@ -208,14 +216,17 @@ function usableCell({ usable, isReplaced }) {
 }
 
 function scoresCell({ outcome }) {
-  return cells.textCell(Object.entries(outcome?.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`).join(", "));
+  const scores = Object.entries(outcome?.scores ?? {});
+  return cells.textCell(scores.map(([name, value]) => `${name} ${decimal(value)}`).join(", "));
 }
 
 function trainedOf({ outcome }) {
-  const spans = (outcome?.samples ?? []).filter((sample) => sample.trainable !== false).flatMap((sample) => sample.spans);
-  const trained = spans.filter((span) => (span.mask_reason ?? null) === null);
+  if (!outcome?.samples?.length) return { trained: null, versions: "" };
+  const samples = outcome.samples.filter((sample) => sample.trainable !== false);
+  const trained = samples.flatMap((sample) => sample.spans).filter((span) => (span.mask_reason ?? null) === null);
   const versions = new Set(trained.map((span) => span.policy_version).filter(Boolean));
-  return { trained: trained.reduce((sum, span) => sum + span.stop - span.start, 0), versions: [...versions].join(", ") };
+  const tokens = trained.reduce((sum, span) => sum + span.stop - span.start, 0);
+  return { trained: tokens, versions: [...versions].join(", ") };
 }
 
 /** The text of a message's content. Parts without text, such as images, are shown by their type. */

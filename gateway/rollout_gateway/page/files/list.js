@@ -1,10 +1,11 @@
 /** The list of rollouts: counts and rates of the server, filters, and one page of rollouts, kept up to date. */
 import * as cells from "page/cells.js";
-import { count, decimal, h } from "page/dom.js";
+import { count, h } from "page/dom.js";
 import { errorLine, figures, isForElsewhere, LiveTable, poll, setText } from "page/live.js";
 import { FILTERS, RolloutPage } from "page/pages.js";
 
 const STATES = ["queued", "running", "finished"];
+const LABELS = { state: "State", agent: "Agent", group_id: "Group", failure_class: "Failure class", text: "Search" };
 const FAILURE_CLASSES = ["policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"];
 const TYPING_MS = 400;
 const RATE_MS = 30_000;
@@ -43,14 +44,15 @@ class List {
   constructor(source, parameters, signal) {
     this.source = source;
     this.signal = signal;
-    // Tokens of the pages from the first to this one. The browser keeps them with the link, for the way back from a rollout.
+    // Tokens of the pages up to this one. The browser keeps them with the link, for the way back from a rollout.
     this.tokens = history.state?.tokens ?? [""];
     this.filters = new Filters(source, parameters, () => this._toPage([""]));
     this.error = errorLine();
     this.table = new LiveTable("Rollouts, newest first", COLUMNS, (rollout) => rollout.uid);
     this.empty = h("div.list-empty");
     this.search = searchLine({ stop: () => (this.page.isStopped = true), searchOn: () => this._searchOn() });
-    this.pager = pager({ newer: () => this._toPage(this.tokens.slice(0, -1)), older: () => this._toPage([...this.tokens, this.page.next]) });
+    const newer = () => this._toPage(this.tokens.slice(0, -1));
+    this.pager = pager({ newer, older: () => this._toPage([...this.tokens, this.page.next]) });
     const parts = [this.filters, this.error, this.table, { element: this.empty }, this.search, this.pager];
     this.element = h("div", {}, parts.map((part) => part.element));
     this.table.listenToKeys(signal);
@@ -68,6 +70,7 @@ class List {
   _toPage(tokens) {
     this.tokens = tokens;
     history.replaceState({ tokens }, "");
+    scrollTo(0, 0);
     this._readPage();
   }
 
@@ -94,13 +97,15 @@ class List {
     const { page } = this;
     const show = () => page === this.page && !this.signal.aborted && this._show(true);
     const step = () => (page.isRead || page.isStopped ? page.refresh() : page.read(show));
-    show();
+    // Until the first response, the table keeps the rows of the page before.
+    if (page.requests) show();
     poll(step, (error) => this._done(error), this.following.signal);
   }
 
   _done(error) {
-    // A restarted server does not know the tokens of earlier pages.
-    if (error?.status === 400 && this.tokens.length > 1) return this._toPage([""]);
+    // Refused: the token is of another server. Empty: the server has dropped the rollouts of the page.
+    const isGone = [400, 422].includes(error?.status) || (this.page.isRead && !this.page.rows.length);
+    if (isGone && this.tokens.length > 1) return this._toPage([""]);
     this.error.show(error);
     this._show(false);
   }
@@ -114,14 +119,16 @@ class List {
     const emptyBy = page.rows.length || !page.isRead ? "" : this.filters.isSet ? "filters" : "nothing";
     if (this.empty.dataset.by === emptyBy) return;
     this.empty.dataset.by = emptyBy;
-    this.empty.replaceChildren(...emptyText(emptyBy, () => this.filters.clear()));
+    this.empty.replaceChildren(...emptyText(emptyBy, this.source, () => this.filters.clear()));
   }
 }
 
 /** What to do about an empty list. */
-function emptyText(emptyBy, clear) {
-  if (emptyBy === "filters") return [h("p", {}, "No rollout matches these filters."), button("Clear the filters", clear)];
-  if (emptyBy === "nothing") return [h("p", {}, "There are no rollouts yet. Start one:"), h("pre", {}, START)];
+function emptyText(emptyBy, { readOnly }, clear) {
+  const said = (text) => h("p", {}, text);
+  if (emptyBy === "filters") return [said("No rollout matches these filters."), button("Clear the filters", clear)];
+  if (emptyBy === "nothing" && readOnly) return [said("There are no rollouts.")];
+  if (emptyBy === "nothing") return [said("There are no rollouts yet. Start one:"), h("pre", {}, START)];
   return [];
 }
 
@@ -137,8 +144,7 @@ class Filters {
       failure_class: choice(["", ...FAILURE_CLASSES], "any"),
       text: h("input", { type: "search", placeholder: "uid or text  ( / )" }),
     };
-    const labels = { state: "State", agent: "Agent", group_id: "Group", failure_class: "Failure class", text: "Search" };
-    const labelled = FILTERS.map((name) => h(`label.list-${name}`, {}, labels[name], this.fields[name]));
+    const labelled = FILTERS.map((name) => h(`label.list-${name}`, {}, LABELS[name], this.fields[name]));
     this.clearing = button("Clear", () => this.clear());
     this.element = h("form.list-filters", { role: "search", "aria-label": "Filters" }, labelled, this.clearing);
     for (const name of FILTERS) setValue(this.fields[name], parameters.get(name) ?? "");
@@ -237,7 +243,8 @@ function pager({ newer, older }) {
   const back = button("← Newer", newer);
   const on = button("Older →", older);
   const show = (page, number, isReading) => {
-    if (!isReading) setText(text, `Page ${number}: ${page.rows.length} ${page.rows.length === 1 ? "rollout" : "rollouts"}`);
+    const found = page.rows.length;
+    if (!isReading) setText(text, `Page ${number}: ${found} ${found === 1 ? "rollout" : "rollouts"}`);
     back.disabled = number === 1;
     on.disabled = !(page.isFull && page.next);
   };
@@ -256,7 +263,8 @@ function serverFigures(source, signal) {
     showRates(shown, polls, server);
     if (performance.now() - announced < ANNOUNCE_MS) return;
     announced = performance.now();
-    setText(spoken, `${server.running} running, ${server.queued} queued, ${server.finished} finished, ${server.failed} failed`);
+    const names = ["running", "queued", "finished", "failed"];
+    setText(spoken, names.map((name) => `${server[name]} ${name}`).join(", "));
   };
   // The list reports that the server is away.
   poll(step, () => {}, signal);
@@ -268,7 +276,7 @@ function showCounts({ show }, server) {
   show("running", count(server.running), `of ${count(server.max_running)}`);
   show("queued", count(server.queued), `of ${count(server.max_queued)}`);
   show("finished", count(server.finished), `in ${text}`, "", `Since the server started at ${title}`);
-  const share = server.finished ? `${decimal((100 * server.failed) / server.finished)} %` : "";
+  const share = server.finished ? `${rounded((100 * server.failed) / server.finished)} %` : "";
   show("failed", count(server.failed), share, server.failed ? "bad" : "");
 }
 
@@ -281,7 +289,12 @@ function showRates({ show }, polls, server) {
   if (polls.length < 2) return;
   const seconds = (now - polls[0].now) / 1000;
   const rate = (name) => (server[name] - polls[0].server[name]) / seconds;
-  show("rollouts/min", decimal(rate("finished") * 60));
-  show("turns/s", decimal(rate("turns")));
-  show("tokens/s", decimal(rate("generated_tokens")));
+  show("rollouts/min", rounded(rate("finished") * 60));
+  show("turns/s", rounded(rate("turns")));
+  show("tokens/s", rounded(rate("generated_tokens")));
+}
+
+/** A number that changes all the time: with as few digits as can be read. */
+function rounded(value) {
+  return count(value < 10 ? Number(value.toFixed(1)) : Math.round(value));
 }

@@ -7,8 +7,8 @@ const SHOWN_CHARACTERS = 300;
 const TITLE_CHARACTERS = 2000;
 
 /**
- * Call `step` now and then every 2 seconds while the tab is visible. If steps are slow, the pauses are longer, so that a page that
- * is left open costs the server little. The first step, which may read more than the others, does not count.
+ * Call `step` now and then every 2 seconds while the tab is visible. If steps are slow, the pauses are longer, so that
+ * a page that is left open costs the server little. The first step, which may read more than the others, does not count.
  * @param {() => Promise<void>} step
  * @param {(error: Error|null) => void} done - called after each step
  * @param {AbortSignal} signal - ends it
@@ -33,11 +33,15 @@ export function poll(step, done, signal) {
   run();
 }
 
-/** A line for the error of the last step, announced once. @returns {{element: HTMLElement, show: (error: Error|null) => void}} */
+/**
+ * A line for the error of the last step, announced once.
+ * @returns {{element: HTMLElement, show: (error: Error|null) => void}}
+ */
 export function errorLine() {
   const element = h("p.error.live-error", { role: "alert" });
   // fetch() reports a server that cannot be reached as a TypeError, with a text for developers.
-  const textOf = (error) => (error instanceof TypeError ? "The server cannot be reached. Trying again." : error.message);
+  const away = "The server cannot be reached. Trying again.";
+  const textOf = (error) => (error instanceof TypeError ? away : error.message);
   return { element, show: (error) => setText(element, error ? textOf(error) : "") };
 }
 
@@ -45,7 +49,7 @@ export function errorLine() {
  * Named numbers in a row.
  * @param {string} label - for screen readers
  * @param {string[]} names
- * @returns {{element: HTMLElement, show: (name: string, value: string, more?: string, kind?: string, title?: string) => void}}
+ * @returns {{element: HTMLElement, show: Function}} `show(name, value, more, kind, title)`: `more` is beside the value
  */
 export function figures(label, names) {
   const values = new Map(names.map((name) => [name, { value: h("span", {}, "–"), more: h("span.quiet") }]));
@@ -69,7 +73,8 @@ export function setText(element, text) {
  * A table of items whose rows keep their elements from one `show` to the next.
  *
  * @typedef {{text: string, title?: string, href?: string, kind?: string}} Cell - `kind` is a class of the cell
- * @typedef {{name: string, label: string, title?: string, show: (item: Object) => Cell}} Column - `live-NAME` is a class of its cells
+ * @typedef {{name: string, label: string, title?: string, show: (item: Object) => Cell}} Column - `live-NAME` is a class
+ *   of its cells
  */
 export class LiveTable {
   /** @param {string} caption - for screen readers @param {Column[]} columns @param {(item: Object) => string} keyOf */

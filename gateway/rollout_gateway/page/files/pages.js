@@ -5,8 +5,8 @@ export const PAGE_SIZE = 50;
 export const FILTERS = ["state", "agent", "group_id", "failure_class", "text"];
 
 /**
- * The rollouts that match filters, newest first, from a token on. Filters by text or failure class read many rollouts to find
- * few, so the server may return a short page and a token to go on with.
+ * The rollouts that match filters, newest first, from a token on. Filters may read many rollouts to find few, so the
+ * server may return a short page, even an empty one, and a token to go on with.
  */
 export class RolloutPage {
   /** @param {Object} source @param {Object} filters @param {string} token - "": the first page */
@@ -59,7 +59,8 @@ export class RolloutPage {
       return;
     }
     const rows = [...fresh, ...(await this._olderThan(fresh))];
-    if (rows.length > PAGE_SIZE) this.next = rows[PAGE_SIZE].token;
+    // A fleet sends no tokens of rollouts: what was pushed off this page is then missing between it and the next one.
+    if (rows.length > PAGE_SIZE) this.next = rows[PAGE_SIZE].token || this.next;
     this.rows = rows.slice(0, PAGE_SIZE);
   }
 
