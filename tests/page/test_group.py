@@ -9,8 +9,9 @@ from playwright.async_api import Locator, Page, expect
 from rollout_server import Agent, RewardResult, Run
 from rollout_server.calculator import Calculator
 
-from tests.gateway.rest.test_real_server import QUESTION, body, finished, start
+from tests.gateway.rest.test_real_server import body, finished, start
 from tests.support.agents import Gated
+from tests.support.bodies import QUESTION
 from tests.system.conftest import Open, Service
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\u2066/../" + "g" * 210
