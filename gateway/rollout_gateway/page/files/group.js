@@ -34,13 +34,14 @@ class Group {
     /** @type {Map<string, {trained: number|null, versions: string}>} trained tokens by uid */
     this.samples = new Map();
     this.error = errorLine();
-    this.about = h("p.group-about.quiet");
+    this.about = h("span");
     this.prompt = h("figure.group-prompt", { hidden: true });
     this.figures = figures("Rewards", ["finished", "usable", "mean reward", "std", "min", "max", "mean tokens"]);
     this.signs = h("div.group-signs", { role: "status" });
     this.table = new LiveTable("Rollouts of the group, by index", this._columns(), (member) => member.rollout.uid);
     const title = h("h1.group-title", {}, "Group ", h("bdi.mono", { title: id.slice(0, PROMPT_CHARACTERS) }, id));
-    const head = [title, this.about, this.error.element, this.prompt];
+    const list = h("a", { href: `#/?${new URLSearchParams({ group_id: id })}` }, "show in the list");
+    const head = [title, h("p.group-about.quiet", {}, this.about, " · ", list), this.error.element, this.prompt];
     this.element = h("section.group", {}, head, this.figures.element, this.signs, this.table.element);
     this.table.listenToKeys(signal);
     poll(() => this._step(), (error) => this.error.show(error), signal);
@@ -93,13 +94,14 @@ class Group {
       found.push(...page.rollouts);
       token = page.next_page_token;
     } while (token && found.length < MOST_ROLLOUTS);
+    this.hasMore = Boolean(token);
     return found;
   }
 
   _show(group) {
     const current = this.members.filter((member) => !member.isReplaced);
     const statistics = statisticsOf(current);
-    fill(this.about, aboutText(this.id, group, this.members));
+    fill(this.about, aboutText(group, this.members, this.hasMore));
     showFigures(this.figures, current, statistics, group);
     const signs = signsOf(current, statistics);
     // An unchanged sign is not announced again.
@@ -114,7 +116,7 @@ class Group {
     const message = messages.find((each) => each.role === "user") ?? messages[0];
     const from = [spec.agent, spec.completions?.model || spec.completions?.url].filter(Boolean).join(" · ");
     const text = message ? textOf(message.content) : "The request has no messages.";
-    const body = h("pre", { tabIndex: 0, "aria-label": "Prompt" }, text.slice(0, PROMPT_CHARACTERS));
+    const body = h("pre", { tabIndex: 0, role: "region", "aria-label": "Prompt" }, text.slice(0, PROMPT_CHARACTERS));
     fill(this.prompt, h("figcaption.quiet", {}, `Prompt for ${from}`), body).hidden = false;
   }
 
@@ -193,14 +195,13 @@ function signsOf(members, { number, min, max }) {
   return signs;
 }
 
-function aboutText(id, group, members) {
+function aboutText(group, members, hasMore) {
   if (!members.length) return "No rollouts of this group: none was started, or the server has dropped them.";
-  const parts = [`${count(members.length)} rollouts`];
+  const parts = [`${hasMore ? "the newest " : ""}${count(members.length)} rollouts`];
   if (!group) parts.push("started one by one with this group id");
   if (group?.refill) parts.push(`${members.filter((member) => member.isReplaced).length} of ${group.refill} refills`);
   if (group?.result?.early_stop) parts.push("stopped early: enough were usable");
-  const link = h("a", { href: `#/?${new URLSearchParams({ group_id: id })}` }, "show in the list");
-  return [parts.join(" · "), " · started at ", clock(members[0].rollout.create_time), " · ", link];
+  return [parts.join(" · "), " · started at ", clock(members[0].rollout.create_time)];
 }
 
 /** @returns {import("page/live.js").Cell} */

@@ -136,13 +136,13 @@ function emptyText(emptyBy, { readOnly }, clear) {
 class Filters {
   constructor(source, parameters, changed) {
     this.changed = changed;
-    this.lastTyped = "";
+    this.lastTyped = null;
     this.fields = {
       state: choice(["", ...STATES], "any state"),
       agent: choice([""], "any agent"),
-      group_id: h("input", { placeholder: "group id" }),
-      failure_class: choice(["", ...FAILURE_CLASSES], "any"),
-      text: h("input", { type: "search", placeholder: "uid or text  ( / )" }),
+      group_id: h("input", { maxLength: LONGEST_TEXT, placeholder: "group id" }),
+      failure_class: choice(["", ...FAILURE_CLASSES], "any class"),
+      text: h("input", { type: "search", maxLength: LONGEST_TEXT, placeholder: "uid or text  ( / )" }),
     };
     const labelled = FILTERS.map((name) => h(`label.list-${name}`, {}, LABELS[name], this.fields[name]));
     this.clearing = button("Clear", () => this.clear());
@@ -164,6 +164,7 @@ class Filters {
   }
 
   focus() {
+    this.fields.text.focus();
     this.fields.text.select();
   }
 
@@ -193,7 +194,8 @@ class Filters {
   _apply(name) {
     const query = new URLSearchParams(this.values).toString();
     const fragment = query ? `#/?${query}` : "#/";
-    if (fragment === (location.hash || "#/")) return;
+    // What was typed last may come after another page was opened.
+    if (fragment === (location.hash || "#/") || !this.element.isConnected) return;
     history[this.lastTyped === name ? "replaceState" : "pushState"](null, "", fragment);
     this.lastTyped = this.fields[name]?.localName === "input" ? name : null;
     this.clearing.disabled = !this.isSet;

@@ -56,12 +56,14 @@ export class RolloutPage {
     if (fresh.length >= PAGE_SIZE || !found.next_page_token) {
       this.rows = fresh;
       this.next = found.next_page_token;
+      this.isRead = true;
       return;
     }
     const rows = [...fresh, ...(await this._olderThan(fresh))];
     // A fleet sends no tokens of rollouts: what was pushed off this page is then missing between it and the next one.
     if (rows.length > PAGE_SIZE) this.next = rows[PAGE_SIZE].token || this.next;
     this.rows = rows.slice(0, PAGE_SIZE);
+    this.isRead ||= this.isFull;
   }
 
   /** The rows that are not in `fresh`, without those that have changed and match no more. */
