@@ -1,16 +1,13 @@
 /** The token strip: every token of a segment, who wrote it, and why it trains or not. Only what is near the view is in the DOM. */
-import { copy, count, decimal, fill, h } from "page/dom.js";
+import { copy, count, fill, h } from "page/dom.js";
+import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens } from "page/segments.js";
+import { COLOURINGS } from "page/token_colours.js";
 import { tokenDetail } from "page/token_detail.js";
-import { driftsOf, samplesOf, shownSegment } from "page/segments.js";
 import { KINDS, kindOf, TokenTexts, visible } from "page/token_texts.js";
 
 const PIECE = 256;
 /** Pieces of up to so many tokens are about two lines high. */
 const SHORT = 40;
-const HUES = 6;
-/** Lower bounds of the probability of the heat classes 0 (most likely) to 9. */
-const HEAT = [0.99, 0.95, 0.9, 0.8, 0.65, 0.5, 0.3, 0.1, 0.01, 0];
-const COLOURS = { author: "who wrote it", logprob: "logprob", policy: "policy", turn: "turn" };
 
 /** @param {import("page/rollout.js").View} view */
 export function tokensPart(view) {
@@ -27,6 +24,9 @@ class TokenStrip {
     /** The other end of a selected range. @type {number|null} */
     this.anchor = null;
     this.pieces = [];
+    /** The end of the strip stays in view. */
+    this.follows = view.model.rollout.state !== "finished";
+    this._last = { scrollTop: 0, scrollHeight: 0 };
     this._build();
     this._near = new IntersectionObserver((entries) => this._onNear(entries), { root: this.strip, rootMargin: "75% 0px" });
   }
@@ -45,9 +45,10 @@ class TokenStrip {
         keydown: (event) => this._onKey(event),
         pointerover: (event) => this._onHover(event),
         pointerleave: () => this._showDetail(),
+        scroll: () => this._onScroll(),
       },
     });
-    const choices = Object.entries(COLOURS).map(([value, name]) => h(
+    const choices = Object.entries(COLOURINGS).map(([value, { name }]) => h(
       "label", {}, h("input", { type: "radio", name: "tokens-colour", value, checked: value === this.colour,
         on: { change: () => this._setColour(value) } }), h("span", {}, name)));
     const switcher = h("fieldset.tokens-switch", {}, h("legend", {}, "Colours show"), choices);
@@ -58,14 +59,14 @@ class TokenStrip {
   /** Draw what has changed in the model. */
   update() {
     const segment = shownSegment(this.view);
-    const atEnd = this.strip.scrollTop > 0 && this.strip.scrollHeight - this.strip.scrollTop - this.strip.clientHeight < 40;
     if (segment?.id !== this.segment?.id) this._clear();
     this.segment = segment;
+    this.shade = null;
     this.strip.setAttribute("aria-label", segment ? `Tokens of segment ${segment.id}` : "Tokens");
     this._updatePieces();
     this._updateHead();
     this._showDetail();
-    if (atEnd && !this.view.model.outcome) this._showPiece(this.pieces.length - 1, "end");
+    this._follow();
   }
 
   /** Show what is selected now. */
@@ -76,9 +77,10 @@ class TokenStrip {
     const isOwn = this.segment && (!segment || segment === this.segment.id);
     this._mark();
     this._showDetail();
-    if (!isOwn) return;
+    if (!isOwn || (token === null && !turn)) return;
+    this.follows = false;
     if (token !== null) this._reveal(token);
-    else if (turn) this._showPiece(this.pieces.findIndex(({ span }) => span.turn === turn && span.author === "model"), "start");
+    else this._showPiece(this.pieces.findIndex(({ span }) => span.turn === turn && span.author === "model"));
   }
 
   _clear() {
@@ -120,6 +122,19 @@ class TokenStrip {
       if (isIntersecting) this._fill(target.piece);
       else this._empty(target.piece);
     }
+    this._follow();
+  }
+
+  /** Follow the end from when the reader is there until the reader scrolls up. Heights change while texts arrive. */
+  _onScroll() {
+    const { scrollTop, scrollHeight, clientHeight } = this.strip;
+    if (scrollHeight - scrollTop - clientHeight < 40) this.follows = true;
+    else if (scrollTop < this._last.scrollTop && scrollHeight >= this._last.scrollHeight) this.follows = false;
+    this._last = { scrollTop, scrollHeight };
+  }
+
+  _follow() {
+    if (this.follows) this.strip.scrollTop = this.strip.scrollHeight;
   }
 
   _fill(piece) {
@@ -136,6 +151,7 @@ class TokenStrip {
 
   _draw(piece) {
     piece.isFilled = true;
+    this.shade ??= COLOURINGS[this.colour].shader(this.segment);
     piece.element.classList.remove("tokens-empty");
     this.texts.want(this.segment.id, piece.start, piece.stop);
     const kind = kindOf(piece.span);
@@ -156,7 +172,8 @@ class TokenStrip {
     const ids = piece.span.ids.slice(index - piece.span.start, stop - piece.span.start);
     const cell = h("span.tokens-cell", { role: "option", "aria-selected": "false", data: { start: index, stop } });
     cell.classList.add(`tokens-${KINDS[kind].name}`);
-    for (const name of this._shade(piece.span, index)) cell.classList.add(name);
+    const colour = this.shade(piece.span, index);
+    if (colour) cell.classList.add(colour);
     if (!found) cell.classList.add(this.texts.error ? "tokens-id" : "tokens-wait");
     else if (found.special) cell.classList.add("tokens-special");
     if (this.drifts.some((drift) => drift.index === index)) cell.classList.add("tokens-drift");
@@ -168,28 +185,6 @@ class TokenStrip {
     return stop;
   }
 
-  /** The classes of a token in the chosen colouring. */
-  _shade(span, index) {
-    if (this.colour === "author") return ["tokens-by-author"];
-    if (this.colour === "turn") return [`tokens-hue-${span.turn % HUES}`];
-    if (span.author !== "model") return [];
-    if (this.colour === "policy") return [`tokens-hue-${this._policies().get(policyOf(span)).index % HUES}`];
-    const logprob = span.logprobs?.[index - span.start];
-    return logprob === undefined ? [] : [`tokens-heat-${heatOf(logprob)}`];
-  }
-
-  /** The policies of the segment in the order of their first tokens. */
-  _policies() {
-    const found = new Map();
-    for (const span of this.segment?.spans ?? []) {
-      if (span.author !== "model") continue;
-      const name = policyOf(span);
-      if (!found.has(name)) found.set(name, { index: found.size, tokens: 0 });
-      found.get(name).tokens += span.ids.length;
-    }
-    return found;
-  }
-
   /** Draw again what is in a range of the segment. What the reader looks at stays where it is. */
   _redraw(start = 0, stop = Infinity) {
     const view = this.strip.getBoundingClientRect();
@@ -199,6 +194,7 @@ class TokenStrip {
     if (before && before.bottom > view.top && before.top < view.bottom) {
       this.strip.scrollTop += place().getBoundingClientRect().top - before.top;
     }
+    this._follow();
     this._updateNotice();
     this._showDetail();
   }
@@ -214,14 +210,14 @@ class TokenStrip {
 
   _setColour(colour) {
     this.colour = colour;
+    this.shade = null;
     this._redraw();
     this._updateLegend();
   }
 
   _updateHead() {
     const { segment } = this;
-    const trained = segment?.spans.filter((span) => kindOf(span) === "M").reduce((sum, span) => sum + span.ids.length, 0);
-    fill(this.title, segment ? `Segment ${segment.id} (${segment.kind}): ${count(trained)} of ${count(segment.length)} tokens train` : "No tokens yet");
+    fill(this.title, segment ? `Segment ${segment.id} (${segment.kind}): ${count(trainedTokens(segment))} of ${count(segment.length)} tokens train` : "No tokens yet");
     this._updateNotice();
     this._updateLegend();
     this._drawOverview();
@@ -241,8 +237,9 @@ class TokenStrip {
   }
 
   _updateLegend() {
-    const rows = { author: authorRows, logprob: logprobRows, policy: policyRows, turn: turnRows }[this.colour](this);
-    fill(this.legend, rows.map(([classes, key, text, why]) => h("li", { title: why ?? "" }, classes && h(`b.tokens-key.${classes}`, {}, key), text)));
+    const rows = this.segment ? COLOURINGS[this.colour].legend(this.segment) : [];
+    fill(this.legend, rows.map(({ name, key, text, why }) =>
+      h("li", { title: why ?? "" }, name ? h(`b.tokens-key.${name}`, {}, key ?? "") : null, h("span", {}, text))));
   }
 
   _drawOverview() {
@@ -305,7 +302,7 @@ class TokenStrip {
     const to = this._target(event.key, token ?? 0);
     if (to === null) return;
     event.preventDefault();
-    this._go(token === null ? 0 : to, event.shiftKey);
+    this._go(token === null && event.key.startsWith("Arrow") ? 0 : to, event.shiftKey);
   }
 
   /** @returns {number|null} the token to which a key moves */
@@ -352,8 +349,7 @@ class TokenStrip {
     const range = this._range();
     const span = this.view.model.spanAt(this.segment.id, this._token());
     const from = isSpan ? { start: span.start, stop: span.start + span.ids.length } : range;
-    const ids = this.segment.spans.flatMap((each) => each.ids.slice(Math.max(0, from.start - each.start), Math.max(0, from.stop - each.start)));
-    await copy(JSON.stringify(ids), button);
+    await copy(JSON.stringify(idsOf(this.segment, from.start, from.stop)), button);
   }
 
   _showDetail(cell = null) {
@@ -369,24 +365,24 @@ class TokenStrip {
     if (at < 0) return;
     this._fill(this.pieces[at]);
     const cell = [...this.pieces[at].element.querySelectorAll(".tokens-cell")].find((each) => token < Number(each.dataset.stop));
-    this._scrollTo(cell, "nearest");
+    this._scrollTo(cell);
   }
 
-  _showPiece(index, block) {
+  _showPiece(index) {
     if (index < 0) return;
     this._fill(this.pieces[index]);
-    this._scrollTo(this.pieces[index].element, block);
+    this._scrollTo(this.pieces[index].element, true);
   }
 
-  /** Scroll the strip, and nothing around it. */
-  _scrollTo(element, block) {
+  /** Scroll the strip, and nothing around it: to the start of an element, or as little as possible. */
+  _scrollTo(element, isStart = false) {
     const box = element.getBoundingClientRect();
     const view = this.strip.getBoundingClientRect();
-    const margin = block === "nearest" ? Math.min(40, view.height / 4) : 0;
+    const margin = isStart ? 0 : Math.min(40, view.height / 4);
     const above = box.top - view.top - margin;
     const below = box.bottom - view.bottom + margin;
-    if (block === "start" || (block === "nearest" && above < 0)) this.strip.scrollTop += above;
-    else if (block === "end" || below > 0) this.strip.scrollTop += below;
+    if (isStart || above < 0) this.strip.scrollTop += above;
+    else if (below > 0) this.strip.scrollTop += below;
   }
 
   _mark() {
@@ -421,42 +417,6 @@ function cut(span, marks) {
 
 function labelOf({ span, start, stop }) {
   return `${KINDS[kindOf(span)].name}, turn ${span.turn}, tokens ${start} to ${stop - 1}`;
-}
-
-function policyOf(span) {
-  const version = span.policyVersion || "unknown version";
-  return span.policyStep === null ? version : `${version}, step ${span.policyStep}`;
-}
-
-/** @param {number} logprob @returns {number} class 0 (likely) to 9 */
-export function heatOf(logprob) {
-  const found = HEAT.findIndex((bound) => Math.exp(logprob) >= bound);
-  return found < 0 ? HEAT.length - 1 : found;
-}
-
-function authorRows({ segment }) {
-  const sums = {};
-  for (const span of segment?.spans ?? []) sums[kindOf(span)] = (sums[kindOf(span)] ?? 0) + span.ids.length;
-  return Object.entries(KINDS).filter(([kind]) => kind === "M" || sums[kind]).map(([kind, { name, why }]) =>
-    [`tokens-${name}`, kind, `${name}${kind === "M" ? ", trains" : ""} ${count(sums[kind] ?? 0)}`, why]);
-}
-
-function logprobRows({ segment }) {
-  const spans = (segment?.spans ?? []).filter((span) => span.author === "model");
-  if (!spans.some((span) => span.logprobs)) return [[null, "", "The trainer sent no logprobs for this segment."]];
-  const missing = spans.filter((span) => !span.logprobs).reduce((sum, span) => sum + span.ids.length, 0);
-  const rows = HEAT.map((bound, index) => [`tokens-heat-${index}`, "", index === HEAT.length - 1 ? "less" : `p ≥ ${decimal(bound)}`]);
-  return missing ? [...rows, [null, "", `${count(missing)} model tokens have no logprob`]] : rows;
-}
-
-function policyRows(strip) {
-  return [...strip._policies()].map(([name, { index, tokens }]) => [`tokens-hue-${index % HUES}`, "", `${visible(name)}: ${count(tokens)}`]);
-}
-
-function turnRows({ segment }) {
-  const turns = [...new Set((segment?.spans ?? []).map((span) => span.turn))];
-  const rows = turns.slice(0, HUES).map((turn) => [`tokens-hue-${turn % HUES}`, "", `turn ${turn}`]);
-  return turns.length > HUES ? [...rows, [null, "", `… ${count(turns.length)} turns; colours repeat`]] : rows;
 }
 
 function svg(name, attributes) {
