@@ -6,8 +6,12 @@ import { tokenDetail } from "page/token_detail.js";
 import { KINDS, kindOf, TokenTexts, visible } from "page/token_texts.js";
 
 const PIECE = 256;
+/** So many pieces before and after a visible one have their texts fetched. */
+const AHEAD = 6;
 /** Pieces of up to so many tokens are about two lines high. */
 const SHORT = 40;
+
+const CELL = h("span", { role: "option", "aria-selected": "false" });
 
 /** @param {import("page/rollout.js").View} view */
 export function tokensPart(view) {
@@ -59,6 +63,11 @@ class TokenStrip {
   /** Draw what has changed in the model. */
   update() {
     const segment = shownSegment(this.view);
+    const { drifts, outcome } = this.view.model;
+    const spans = (segment?.spans ?? []).map((span) => `${span.ids.length}${kindOf(span)}`);
+    const state = [segment?.id, drifts.length, Boolean(outcome), ...spans].join();
+    if (state === this._state) return;
+    this._state = state;
     if (segment?.id !== this.segment?.id) this._clear();
     this.segment = segment;
     this.shade = null;
@@ -87,7 +96,6 @@ class TokenStrip {
     for (const piece of this.pieces) this._near.unobserve(piece.element);
     this.pieces = [];
     this.anchor = null;
-    this.drawn = "";
     fill(this.strip);
     this.strip.scrollTop = 0;
   }
@@ -151,9 +159,10 @@ class TokenStrip {
 
   _draw(piece) {
     piece.isFilled = true;
+    piece.isMarked = false;
     this.shade ??= COLOURINGS[this.colour].shader(this.segment);
     piece.element.classList.remove("tokens-empty");
-    this.texts.want(this.segment.id, piece.start, piece.stop);
+    this._fetchAround(piece);
     const kind = kindOf(piece.span);
     const label = h("div.tokens-label", { "aria-hidden": "true" },
       h(`b.tokens-${KINDS[kind].name}`, { title: KINDS[kind].name }, kind), h("span", {}, piece.start === piece.span.start
@@ -165,20 +174,26 @@ class TokenStrip {
     this._markPiece(piece);
   }
 
+  /** Fetch the texts of a piece and of those around it, which the reader may see next. */
+  _fetchAround(piece) {
+    const at = this.pieces.indexOf(piece);
+    for (const near of this.pieces.slice(Math.max(0, at - AHEAD), at + AHEAD + 1)) this.texts.want(this.segment.id, near.start, near.stop);
+  }
+
   /** Add the cell of the token at an index. @returns {number} the index after the cell */
   _drawCell(cells, piece, index, kind) {
     const found = this.texts.at(this.segment.id, index);
     const stop = Math.min(found?.stop ?? index + 1, piece.stop);
-    const ids = piece.span.ids.slice(index - piece.span.start, stop - piece.span.start);
-    const cell = h("span.tokens-cell", { role: "option", "aria-selected": "false", data: { start: index, stop } });
-    cell.classList.add(`tokens-${KINDS[kind].name}`);
-    const colour = this.shade(piece.span, index);
-    if (colour) cell.classList.add(colour);
-    if (!found) cell.classList.add(this.texts.error ? "tokens-id" : "tokens-wait");
-    else if (found.special) cell.classList.add("tokens-special");
-    if (this.drifts.some((drift) => drift.index === index)) cell.classList.add("tokens-drift");
+    const classes = ["tokens-cell", `tokens-${KINDS[kind].name}`, this.shade(piece.span, index)];
+    if (!found) classes.push(this.texts.error ? "tokens-id" : "tokens-wait");
+    else if (found.special) classes.push("tokens-special");
+    if (this.drifts.some((drift) => drift.index === index)) classes.push("tokens-drift");
+    const cell = CELL.cloneNode();
+    cell.className = classes.filter(Boolean).join(" ");
+    cell.setAttribute("data-start", index);
+    cell.setAttribute("data-stop", stop);
     // A text that began in an earlier piece was shown there.
-    const text = found ? (found.start < index ? "…" : visible(found.text)) : ids.join(" ");
+    const text = found ? (found.start < index ? "…" : visible(found.text)) : String(piece.span.ids[index - piece.span.start]);
     cell.textContent = text === "" ? "∅" : text;
     cells.append(cell);
     if (found?.text.includes("\n")) cells.append("\n");
@@ -244,9 +259,6 @@ class TokenStrip {
 
   _drawOverview() {
     const { segment, overview } = this;
-    const drawn = segment ? `${segment.id}:${segment.spans.map((span) => `${span.ids.length}${kindOf(span)}`)}:${this.drifts.length}` : "";
-    if (drawn === this.drawn) return;
-    this.drawn = drawn;
     const rect = (name, x, width) => svg("rect", { class: `tokens-${name}`, x, width, height: 1, y: 0 });
     fill(overview, (segment?.spans ?? []).map((span) => rect(KINDS[kindOf(span)].name, span.start, span.ids.length)),
       this.drifts.map((drift) => rect("drift", drift.index, segment.length / 300)));
@@ -393,6 +405,9 @@ class TokenStrip {
     const range = this._range();
     const { turn, token } = this.view.selection;
     piece.element.classList.toggle("tokens-current", token === null && turn !== 0 && turn === piece.span.turn);
+    const isMarked = range !== null && piece.start < range.stop && piece.stop > range.start;
+    if (!isMarked && !piece.isMarked) return;
+    piece.isMarked = isMarked;
     for (const cell of piece.element.querySelectorAll(".tokens-cell")) {
       const isSelected = range !== null && Number(cell.dataset.start) < range.stop && Number(cell.dataset.stop) > range.start;
       if ((cell.getAttribute("aria-selected") === "true") !== isSelected) cell.setAttribute("aria-selected", isSelected);
