@@ -28,6 +28,12 @@ export function driftsOf(model, segment) {
   return found.sort((a, b) => a.index - b.index);
 }
 
+/** Where segments that drift opened leave this one. @returns {{index: number, left: string}[]} `left`: id of the segment that goes on */
+export function departuresOf(model, segment) {
+  const children = model.segmentList.filter((each) => each.kind === "drift" && each.parentId === segment.id && !each.parting);
+  return children.map((each) => ({ index: each.parentTokens, left: each.id }));
+}
+
 /** The samples of a finished rollout that were made of a segment. */
 export function samplesOf(model, segment) {
   return (model.outcome?.samples ?? []).filter((sample) => sample.segment_id === segment?.id);

@@ -37,7 +37,8 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
     span.author === "model" && ["logprob", logprobText(span, start, stop)],
     span.author === "model" && ["policy", policy.filter(Boolean).join(", ") || "unknown"],
     ["mask", h("span", {}, h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), `${kind === "M" ? 1 : 0}: ${why(view, segment, span, kind, start)}`), true],
-    drift && ["drift", h("span.bad", {}, "here the trainer's prompt differs from the expected one"), true],
+    drift && ["drift", h("span.bad", {}, drift.left ? `the next prompt differs from here on: segment ${drift.left} goes on with the trainer's tokens`
+      : "the trainer's prompt differs from the expected one from here on"), true],
   ];
 }
 

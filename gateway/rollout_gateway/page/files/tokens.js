@@ -1,6 +1,6 @@
 /** The token strip: every token of a segment, who wrote it, and why it trains or not. Only what is near the view is in the DOM. */
 import { copy, count, fill, h } from "page/dom.js";
-import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens } from "page/segments.js";
+import { departuresOf, driftsOf, idsOf, samplesOf, shownSegment, trainedTokens } from "page/segments.js";
 import { COLOURINGS } from "page/token_colours.js";
 import { tokenDetail } from "page/token_detail.js";
 import { KINDS, kindOf, TokenTexts, visible } from "page/token_texts.js";
@@ -87,7 +87,7 @@ class TokenStrip {
     this._mark();
     this._showDetail();
     if (!isOwn || (token === null && !turn)) return;
-    this.follows = false;
+    this.follows = token === this.segment.length - 1;
     if (token !== null) this._reveal(token);
     else this._showPiece(this.pieces.findIndex(({ span }) => span.turn === turn && span.author === "model"));
   }
@@ -102,7 +102,7 @@ class TokenStrip {
 
   /** Make pieces for new spans, and again for spans whose mask has changed. */
   _updatePieces() {
-    this.drifts = this.segment ? driftsOf(this.view.model, this.segment) : [];
+    this.drifts = this.segment ? [...driftsOf(this.view.model, this.segment), ...departuresOf(this.view.model, this.segment)] : [];
     const marks = new Set(this.drifts.map((each) => each.index));
     const wanted = (this.segment?.spans ?? []).flatMap((span) => cut(span, marks));
     const isSame = (piece, index) => this.pieces[index]?.key === piece.key;
@@ -136,13 +136,21 @@ class TokenStrip {
   /** Follow the end from when the reader is there until the reader scrolls up. Heights change while texts arrive. */
   _onScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this.strip;
+    if (scrollTop === this._last.scrollTop) return;
     if (scrollHeight - scrollTop - clientHeight < 40) this.follows = true;
     else if (scrollTop < this._last.scrollTop && scrollHeight >= this._last.scrollHeight) this.follows = false;
     this._last = { scrollTop, scrollHeight };
   }
 
   _follow() {
-    if (this.follows) this.strip.scrollTop = this.strip.scrollHeight;
+    if (this.follows) this._scrollBy(this.strip.scrollHeight);
+  }
+
+  /** Scroll without a decision of the reader: see `_onScroll`. */
+  _scrollBy(pixels) {
+    this.strip.scrollTop += pixels;
+    const { scrollTop, scrollHeight } = this.strip;
+    this._last = { scrollTop, scrollHeight };
   }
 
   _fill(piece) {
@@ -207,7 +215,7 @@ class TokenStrip {
     const before = place()?.getBoundingClientRect();
     for (const piece of this.pieces) if (piece.isFilled && piece.start < stop && piece.stop > start) this._draw(piece);
     if (before && before.bottom > view.top && before.top < view.bottom) {
-      this.strip.scrollTop += place().getBoundingClientRect().top - before.top;
+      this._scrollBy(place().getBoundingClientRect().top - before.top);
     }
     this._follow();
     this._updateNotice();
@@ -393,8 +401,8 @@ class TokenStrip {
     const margin = isStart ? 0 : Math.min(40, view.height / 4);
     const above = box.top - view.top - margin;
     const below = box.bottom - view.bottom + margin;
-    if (isStart || above < 0) this.strip.scrollTop += above;
-    else if (below > 0) this.strip.scrollTop += below;
+    if (isStart || above < 0) this._scrollBy(above);
+    else if (below > 0) this._scrollBy(below);
   }
 
   _mark() {
