@@ -160,9 +160,13 @@ async def test_each_cell_is_as_the_samples_and_texts_say(open_here: Open, page: 
             plain = "·" * len(text["text"]) if text["text"].isspace() and set(text["text"]) == {" "} else text["text"]
             assert shown_text == (visible(plain) or "∅")
         for reason, count in ((each, letters.count(each)) for each in set(letters)):
-            await expect(page.get_by_role("list", name="Legend")).to_contain_text(f"{reason}{', trains' * (reason == 'model')} {count}")
+            await expect(page.get_by_role("list", name="Legend")).to_contain_text(
+                f"{reason}{', trains' * (reason == 'model')} {count}"
+            )
         reasons |= set(letters)
-    assert reasons >= {"tools": {"masked", "environment"}, "cut": {"closing"}, "policies": {"stale"}}.get(name, {"model"})
+    assert reasons >= {"tools": {"masked", "environment"}, "cut": {"closing"}, "policies": {"stale"}}.get(
+        name, {"model"}
+    )
     assert await page.title() == f"Rollout {uid}"
 
 
@@ -237,7 +241,9 @@ async def test_what_a_token_is_and_copies_of_ids(open_here: Open, page: Page) ->
 async def test_texts_and_logprobs_that_are_not_there_are_told(open_here: Open, page: Page) -> None:
     _, _, shown = await played(open_here, page, SCRIPTS["no logprobs"], tokenizer=None)
     await shown.go()
-    await expect(page.get_by_text("Token ids are shown, because their texts are not available: the rollout names no tokenizer")).to_be_visible()
+    await expect(
+        page.get_by_text("Token ids are shown, because their texts are not available: the rollout names no tokenizer")
+    ).to_be_visible()
     cells = await page.evaluate(ALL_CELLS)
     assert [int(cell[2]) for cell in cells] == shown.ids()
     await page.get_by_text("logprob", exact=True).click()
@@ -260,7 +266,12 @@ async def test_colours_show_logprobs_policies_and_turns(open_here: Open, page: P
     await page.get_by_label("logprob", exact=True).check(force=True)
     cells = {cell[0]: cell[3] for cell in await page.evaluate(ALL_CELLS)}
     heated = {start for start, classes in cells.items() if any(each.startswith("tokens-heat-") for each in classes)}
-    written = {start + n for span, start in zip(spans, starts, strict=False) if span["logprobs"] for n in range(len(span["token_ids"]))}
+    written = {
+        start + n
+        for span, start in zip(spans, starts, strict=False)
+        if span["logprobs"]
+        for n in range(len(span["token_ids"]))
+    }
     assert heated == written & cells.keys()
 
 
@@ -282,7 +293,9 @@ async def test_new_turns_are_appended_and_followed(open_here: Open, page: Page) 
     assert await strip.evaluate("(strip) => strip.scrollTop") == 0
 
 
-async def test_a_long_segment_keeps_the_document_small(open_here: Open, page: Page, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_long_segment_keeps_the_document_small(
+    open_here: Open, page: Page, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = Script((ScriptedReply(content="The quick brown fox jumps over the lazy dog.\n" * 1060),))
     _, _, shown = await played(open_here, page, script, sampling={"max_tokens": 32768, "logprobs": True})
     length = len(shown.ids())
@@ -297,7 +310,7 @@ async def test_a_long_segment_keeps_the_document_small(open_here: Open, page: Pa
         await expect(page.locator(".tokens-wait")).to_have_count(0)
         most = max(most, await page.locator(".tokens *").count())
     with capsys.disabled():
-        print(f"\n{length} tokens: loaded and drawn in {drawn:.2f} s, at most {most} elements")
+        print(f"\n{length} tokens: loaded and drawn in {drawn:.2f} s, at most {most} elements")  # noqa: T201
     assert most < 5000
     await shown.strip.focus()
     await page.keyboard.press("End")

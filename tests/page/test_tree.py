@@ -43,7 +43,9 @@ async def test_conversations_of_an_agent_are_nested(open_here: Open, page: Page)
         row = rows.filter(has_text=f"Segment {segment['id']}")
         await expect(row).to_contain_text(segment["origin"]["kind"])
         await expect(row).to_contain_text(f"{sum(sample['response_mask'])} with mask 1")
-        await expect(row).to_contain_text("trains" if sample["trainable"] else f"does not train: {sample['untrainable_reason']}")
+        await expect(row).to_contain_text(
+            "trains" if sample["trainable"] else f"does not train: {sample['untrainable_reason']}"
+        )
     inner = found.locator("li li")
     await expect(inner.filter(has_text="Segment 3").last).to_contain_text("with 2")
     await expect(rows.nth(1)).to_contain_text("critic")
@@ -60,7 +62,9 @@ async def test_drift_is_marked_at_its_index_with_the_tokens_of_both_sides(open_h
     found = await tree(shown)
     (warning,) = (each for each in shown.outcome["warnings"] if each["code"] == "token_drift")
     index = warning["index"]
-    await expect(found).to_contain_text(f"Drift at token {index}: sampled tokens came back as other tokens of the same text")
+    await expect(found).to_contain_text(
+        f"Drift at token {index}: sampled tokens came back as other tokens of the same text"
+    )
     for number, name in enumerate(("expected", "reported")):
         side = found.locator(".tree-side").filter(has_text=name)
         tokens = side.get_by_role("button")
@@ -73,7 +77,10 @@ async def test_drift_is_marked_at_its_index_with_the_tokens_of_both_sides(open_h
         assert await shown.token() == index
         await expect(page.locator("#tokens-active")).to_have_attribute("data-start", str(index))
         await expect(page.locator("#tokens-active")).to_have_class(re.compile("tokens-drift"))
-        differs = ("the next prompt differs from here on: segment 1", "the trainer's prompt differs from the expected one")
+        differs = (
+            "the next prompt differs from here on: segment 1",
+            "the trainer's prompt differs from the expected one",
+        )
         await expect(page.locator(".tokens-detail")).to_contain_text(differs[number])
 
 

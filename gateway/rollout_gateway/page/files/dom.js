@@ -69,10 +69,22 @@ export function clock(time) {
 
 /** Copy text to the clipboard and confirm it on the button for a moment. */
 export async function copy(text, button) {
-  await navigator.clipboard.writeText(text);
+  // Browsers offer the clipboard only to pages that came over HTTPS or from this machine.
+  const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false) || copyBySelection(text);
   const label = button.textContent;
-  button.textContent = "copied";
+  button.textContent = isCopied ? "copied" : "not allowed";
   setTimeout(() => (button.textContent = label), 1000);
+}
+
+function copyBySelection(text) {
+  const focused = document.activeElement;
+  const area = h("textarea", { value: text, readOnly: true });
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  return isCopied;
 }
 
 /** Offer text as a file for download. */

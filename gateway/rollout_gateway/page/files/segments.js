@@ -2,16 +2,17 @@
 
 /** @typedef {import("page/model.js").Segment} Segment */
 
-/** The selected segment; without a selection the last main segment. @returns {Segment|null} */
+/** The selected segment; without a selection the last main one. @returns {Segment|null} */
 export function shownSegment({ model, selection }) {
   const list = model.segmentList;
   return model.segments.get(selection.segment) ?? list.findLast(({ kind }) => kind === "main") ?? list.at(-1) ?? null;
 }
 
 /**
- * The drift of a segment: what opened it, and changes of environment tokens within it. Events have both texts; of a rollout
- * without events, warnings have the message.
- * @returns {{index: number, kind: string, expected: string, reported: string, message: string, opened: boolean}[]}
+ * The drift of a segment: what opened it, and changes of environment tokens within it. Events have both texts; of a
+ * rollout without events, warnings have the message.
+ * @returns {{index: number, kind: string, expected: string, reported: string, message: string,
+ *   opened: boolean}[]} `opened`: the drift opened the segment
  */
 export function driftsOf(model, segment) {
   const turns = new Set(segment.spans.map((span) => span.turn));
@@ -19,8 +20,12 @@ export function driftsOf(model, segment) {
   const warnings = (model.outcome?.warnings ?? []).filter((each) => each.code === "token_drift" && each.index !== null);
   const known = model.drifts.length ? model.drifts : warnings;
   const found = known.filter((each) => turns.has(each.turn)).map((each) => ({
-    index: each.index, kind: each.kind ?? "", expected: each.expected_text ?? "", reported: each.reported_text ?? "",
-    message: each.message ?? "", opened: each.turn === opener,
+    index: each.index,
+    kind: each.kind ?? "",
+    expected: each.expected_text ?? "",
+    reported: each.reported_text ?? "",
+    message: each.message ?? "",
+    opened: each.turn === opener,
   }));
   if (opener !== null && !found.some((each) => each.opened)) {
     found.push({ index: segment.parentTokens, kind: "", expected: "", reported: "", message: "", opened: true });
@@ -28,10 +33,21 @@ export function driftsOf(model, segment) {
   return found.sort((a, b) => a.index - b.index);
 }
 
-/** Where segments that drift opened leave this one. @returns {{index: number, left: string}[]} `left`: id of the segment that goes on */
+/**
+ * Where segments that drift opened leave this one.
+ * @returns {{index: number, left: string}[]} `left`: id of the segment that goes on
+ */
 export function departuresOf(model, segment) {
-  const children = model.segmentList.filter((each) => each.kind === "drift" && each.parentId === segment.id && !each.parting);
-  return children.map((each) => ({ index: each.parentTokens, left: each.id }));
+  const isOne = (each) => each.kind === "drift" && each.parentId === segment.id && !each.parting;
+  return model.segmentList.filter(isOne).map((each) => ({ index: each.parentTokens, left: each.id }));
+}
+
+/** Why the sample of a segment does not train, in the API's words. @returns {string} empty: it trains, or is not known */
+export function whyNotTrained(model, segment) {
+  const refused = samplesOf(model, segment).filter((sample) => sample.trainable === false);
+  const reasons = new Set(refused.map((sample) => sample.untrainable_reason || "not trainable"));
+  if (!model.outcome && segment.trainable === false) reasons.add("role_not_trainable");
+  return [...reasons].join(", ");
 }
 
 /** The samples of a finished rollout that were made of a segment. */
@@ -47,10 +63,12 @@ export function promptLength(segment) {
 
 /** The ids of a range of a segment. */
 export function idsOf(segment, start, stop) {
-  return segment.spans.flatMap((span) => span.ids.slice(Math.max(0, start - span.start), Math.max(0, stop - span.start)));
+  const part = ({ ids, start: from }) => ids.slice(Math.max(0, start - from), Math.max(0, stop - from));
+  return segment.spans.flatMap(part);
 }
 
 /** The number of tokens with mask 1. */
 export function trainedTokens(segment) {
-  return segment.spans.reduce((sum, span) => sum + (span.author === "model" && span.reason === null ? span.ids.length : 0), 0);
+  const trained = segment.spans.filter((span) => span.author === "model" && span.reason === null);
+  return trained.reduce((sum, span) => sum + span.ids.length, 0);
 }

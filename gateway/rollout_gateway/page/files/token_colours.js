@@ -55,24 +55,31 @@ function sums(segment, property) {
 function authorRows(segment) {
   const found = {};
   for (const span of segment.spans) found[kindOf(span)] = (found[kindOf(span)] ?? 0) + span.ids.length;
-  return Object.entries(KINDS).filter(([kind]) => kind === "M" || found[kind]).map(([kind, { name, why }]) =>
-    ({ name: `tokens-${name}`, key: kind, text: `${name}${kind === "M" ? ", trains" : ""} ${count(found[kind] ?? 0)}`, why }));
+  const shown = Object.entries(KINDS).filter(([kind]) => kind === "M" || found[kind]);
+  return shown.map(([kind, { name, why }]) => {
+    const text = `${name}${kind === "M" ? ", trains" : ""} ${count(found[kind] ?? 0)}`;
+    return { name: `tokens-${name}`, key: kind, text, why };
+  });
 }
 
 function logprobRows(segment) {
   const known = sums(segment, (span) => span.logprobs !== null);
   if (!known.get(true)) return [{ name: null, text: "The trainer sent no logprobs for this segment." }];
-  const last = HEAT.length - 1;
-  const rows = HEAT.map((bound, index) => ({ name: `tokens-heat-${index}`, text: index === last ? "less" : `p ≥ ${decimal(bound)}` }));
-  return known.has(false) ? [...rows, { name: null, text: `${count(known.get(false))} model tokens have no logprob` }] : rows;
+  const text = (bound) => (bound ? `p ≥ ${decimal(bound)}` : "less");
+  const rows = HEAT.map((bound, index) => ({ name: `tokens-heat-${index}`, text: text(bound) }));
+  if (known.has(false)) rows.push({ name: null, text: `${count(known.get(false))} model tokens have no logprob` });
+  return rows;
 }
 
 function policyRows(segment) {
-  return [...sums(segment, policyOf)].map(([policy, tokens], index) => ({ name: hue(index), text: `${visible(policy)}: ${count(tokens)}` }));
+  const policies = [...sums(segment, policyOf)];
+  const text = ([policy, tokens]) => `${visible(policy)}: ${count(tokens)}`;
+  return policies.map((each, index) => ({ name: hue(index), text: text(each) }));
 }
 
 function turnRows(segment) {
   const turns = [...new Set(segment.spans.map((span) => span.turn))];
   const rows = turns.slice(0, HUES).map((turn) => ({ name: hue(turn), text: `turn ${turn}` }));
-  return turns.length > HUES ? [...rows, { name: null, text: `… ${count(turns.length)} turns; colours repeat` }] : rows;
+  if (turns.length > HUES) rows.push({ name: null, text: `… ${count(turns.length)} turns; colours repeat` });
+  return rows;
 }

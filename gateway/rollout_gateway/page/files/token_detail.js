@@ -13,8 +13,8 @@ const MAX_IDS = 12;
  */
 export function tokenDetail({ view, segment, texts, drifts }, range) {
   if (!range) {
-    return h("p.quiet", {}, "Point at a token, or select one: arrow keys move, Page Up and Page Down by turn, [ and ] by span, ",
-      "Shift extends, c copies ids, Shift+C the ids of the span.");
+    return h("p.quiet", {}, "Point at a token, or select one. Arrow keys move by token, Page Up and Page Down ",
+      "by turn, [ and ] by span; Shift extends; c copies ids, Shift+C the ids of the span.");
   }
   const found = texts.at(segment.id, range.start);
   const isOne = range.stop === range.start + 1 || (found?.start === range.start && found.stop === range.stop);
@@ -27,26 +27,33 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
   const span = view.model.spanAt(segment.id, start);
   const kind = kindOf(span);
   const response = start - promptLength(segment);
-  const policy = [span.policyVersion && visible(span.policyVersion), span.policyStep !== null && `step ${span.policyStep}`];
+  const isModel = span.author === "model";
+  const step = span.policyStep === null ? "" : `step ${span.policyStep}`;
+  const policy = [visible(span.policyVersion), step].filter(Boolean).join(", ");
   const drift = drifts.find((each) => each.index === start);
   return [
     ["text", found ? h("code", {}, edged(visible(found.text)) || "∅") : "not available"],
     [stop - start > 1 ? "ids" : "id", h("code", {}, some(idsOf(segment, start, stop)))],
     ["index", `${count(start)}; ${response < 0 ? "in the prompt" : `${count(response)} in the response`}`],
-    ["author", span.author === "model" ? `model, turn ${span.turn}` : `${KINDS[kind].name}, turn ${span.turn}`],
-    span.author === "model" && ["logprob", logprobText(span, start, stop)],
-    span.author === "model" && ["policy", policy.filter(Boolean).join(", ") || "unknown"],
-    ["mask", h("span", {}, h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), `${kind === "M" ? 1 : 0}: ${why(view, segment, span, kind, start)}`), true],
-    drift && ["drift", h("span.bad", {}, drift.left ? `the next prompt differs from here on: segment ${drift.left} goes on with the trainer's tokens`
-      : "the trainer's prompt differs from the expected one from here on"), true],
+    ["author", `${isModel ? "model" : KINDS[kind].name}, turn ${span.turn}`],
+    isModel && ["logprob", logprobText(span, start, stop)],
+    isModel && ["policy", policy || "unknown"],
+    ["mask", [h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), why(view, segment, span, kind, start)], true],
+    drift && ["drift", h("span.bad", {}, driftText(drift)), true],
   ];
 }
 
 function why(view, segment, span, kind, index) {
   const reason = kind === "A" && view.model.turns.get(span.turn)?.masked;
   const sample = samplesOf(view.model, segment).findLast((each) => each.part === 0 || each.prompt_ids.length <= index);
-  const refused = kind === "M" && sample?.trainable === false ? `; but its sample does not train: ${sample.untrainable_reason}` : "";
-  return `${KINDS[kind].why}${reason ? `: ${visible(reason)}` : ""}${refused}`;
+  const refused = kind === "M" && sample?.trainable === false;
+  const but = refused ? `; but its sample does not train: ${sample.untrainable_reason}` : "";
+  return `${kind === "M" ? 1 : 0}: ${KINDS[kind].why}${reason ? `: ${visible(reason)}` : ""}${but}`;
+}
+
+function driftText({ left }) {
+  if (left) return `the next prompt differs from here on: segment ${left} goes on with the trainer's tokens`;
+  return "the trainer's prompt differs from the expected one from here on";
 }
 
 function logprobText(span, start, stop) {
@@ -59,14 +66,16 @@ function rangeRows(segment, { start, stop }, texts) {
   const spans = segment.spans.filter((span) => span.start < stop && span.start + span.ids.length > start);
   const overlap = (span) => Math.min(stop, span.start + span.ids.length) - Math.max(start, span.start);
   const sampled = spans.filter((span) => span.author === "model");
-  const known = sampled.flatMap((span) => span.logprobs?.slice(Math.max(0, start - span.start), stop - span.start) ?? []);
-  const trained = spans.filter((span) => kindOf(span) === "M").reduce((sum, span) => sum + overlap(span), 0);
-  const sampledTokens = sampled.reduce((sum, span) => sum + overlap(span), 0);
+  const logprobs = (span) => span.logprobs?.slice(Math.max(0, start - span.start), stop - span.start) ?? [];
+  const known = sampled.flatMap(logprobs);
+  const tokens = (list) => count(list.reduce((sum, span) => sum + overlap(span), 0));
+  const trained = spans.filter((span) => kindOf(span) === "M");
+  const sum = known.reduce((total, value) => total + value, 0).toFixed(4);
+  const none = sampled.length ? "none: the trainer sent no logprobs" : "no model tokens";
   return [
     ["tokens", `${count(stop - start)}, index ${count(start)} to ${count(stop - 1)}`],
-    ["mask", `${count(trained)} with mask 1, ${count(sampledTokens)} by the model`],
-    ["logprob", known.length ? `sum ${known.reduce((sum, value) => sum + value, 0).toFixed(4)} of ${count(known.length)} model tokens`
-      : sampled.length ? "none: the trainer sent no logprobs" : "no model tokens", true],
+    ["mask", `${tokens(trained)} with mask 1, ${tokens(sampled)} by the model`],
+    ["logprob", known.length ? `sum ${sum} of ${count(known.length)} model tokens` : none, true],
     ["text", h("code", {}, rangeText(segment, start, stop, texts)), true],
     ["ids", h("code", {}, some(idsOf(segment, start, stop))), true],
   ];

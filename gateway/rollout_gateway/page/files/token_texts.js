@@ -37,8 +37,12 @@ export function visible(text) {
  * @typedef {{start: number, stop: number, text: string, special: boolean}} TokenText
  */
 export class TokenTexts {
-  /** @param {Object} source @param {string} uid @param {(segment: string, start: number, stop: number) => void} changed -
-   *   called after the texts of a range, or an error, have arrived */
+  /**
+   * @param {Object} source
+   * @param {string} uid
+   * @param {(segment: string, start: number, stop: number) => void} changed - called after the texts of a range, or an
+   *   error, have arrived
+   */
   constructor(source, uid, changed) {
     this._source = source;
     this._uid = uid;

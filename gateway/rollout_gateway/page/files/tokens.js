@@ -1,8 +1,15 @@
-/** The token strip: every token of a segment, who wrote it, and why it trains or not. Only what is near the view is in the DOM. */
+/**
+ * The token strip: every token of a segment, who wrote it, and why it trains or not.
+ *
+ * A segment may have hundreds of thousands of tokens. Its spans are cut into pieces, and only those near the view have
+ * cells.
+ */
 import { copy, count, fill, h } from "page/dom.js";
-import { departuresOf, driftsOf, idsOf, samplesOf, shownSegment, trainedTokens } from "page/segments.js";
+import { departuresOf, driftsOf, idsOf, shownSegment, trainedTokens, whyNotTrained } from "page/segments.js";
 import { COLOURINGS } from "page/token_colours.js";
 import { tokenDetail } from "page/token_detail.js";
+import { targetOf } from "page/token_moves.js";
+import { tokenOverview } from "page/token_overview.js";
 import { KINDS, kindOf, TokenTexts, visible } from "page/token_texts.js";
 
 const PIECE = 256;
@@ -32,15 +39,15 @@ class TokenStrip {
     this.follows = view.model.rollout.state !== "finished";
     this._last = { scrollTop: 0, scrollHeight: 0 };
     this._build();
-    this._near = new IntersectionObserver((entries) => this._onNear(entries), { root: this.strip, rootMargin: "75% 0px" });
+    const near = { root: this.strip, rootMargin: "75% 0px" };
+    this._near = new IntersectionObserver((entries) => this._onNear(entries), near);
   }
 
   _build() {
     this.title = h("p.tokens-title");
-    this.notice = h("p.tokens-notice", { hidden: true });
+    this.notice = h("div.tokens-notice", { hidden: true });
     this.legend = h("ul.tokens-legend", { "aria-label": "Legend" });
-    this.overview = svg("svg", { class: "tokens-overview", preserveAspectRatio: "none", "aria-hidden": "true" });
-    this.overview.addEventListener("click", (event) => this._onOverview(event));
+    this.overview = tokenOverview((part) => this._go(Math.floor(part * this.segment.length)));
     this.detail = h("div.tokens-detail", { role: "status", "aria-live": "polite" });
     this.strip = h("div.tokens-strip", {
       role: "listbox", tabIndex: 0, "aria-multiselectable": "true", "aria-label": "Tokens",
@@ -52,12 +59,15 @@ class TokenStrip {
         scroll: () => this._onScroll(),
       },
     });
-    const choices = Object.entries(COLOURINGS).map(([value, { name }]) => h(
-      "label", {}, h("input", { type: "radio", name: "tokens-colour", value, checked: value === this.colour,
-        on: { change: () => this._setColour(value) } }), h("span", {}, name)));
+    const choices = Object.entries(COLOURINGS).map(([value, { name }]) => {
+      const change = () => this._setColour(value);
+      const checked = value === this.colour;
+      const input = h("input", { type: "radio", name: "tokens-colour", value, checked, on: { change } });
+      return h("label", {}, input, h("span", {}, name));
+    });
     const switcher = h("fieldset.tokens-switch", {}, h("legend", {}, "Colours show"), choices);
-    const head = h("header.tokens-head", {}, this.title, switcher);
-    this.element = h("section.tokens", { "aria-label": "Tokens" }, head, this.legend, this.notice, this.overview, this.strip, this.detail);
+    this.element = h("section.tokens", { "aria-label": "Tokens" }, h("header.tokens-head", {}, this.title, switcher),
+      this.legend, this.notice, this.overview.element, this.strip, this.detail);
   }
 
   /** Draw what has changed in the model. */
@@ -102,27 +112,34 @@ class TokenStrip {
 
   /** Make pieces for new spans, and again for spans whose mask has changed. */
   _updatePieces() {
-    this.drifts = this.segment ? [...driftsOf(this.view.model, this.segment), ...departuresOf(this.view.model, this.segment)] : [];
-    const marks = new Set(this.drifts.map((each) => each.index));
-    const wanted = (this.segment?.spans ?? []).flatMap((span) => cut(span, marks));
-    const isSame = (piece, index) => this.pieces[index]?.key === piece.key;
-    const kept = wanted.findIndex((piece, index) => !isSame(piece, index));
-    const from = kept < 0 ? wanted.length : kept;
-    for (const piece of this.pieces.splice(from)) {
+    const { segment } = this;
+    const { model } = this.view;
+    this.drifts = segment ? [...driftsOf(model, segment), ...departuresOf(model, segment)] : [];
+    const wanted = (segment?.spans ?? []).flatMap((span) => cut(span, this.drifts));
+    const isMoved = (piece, at) => this.pieces[at]?.start !== piece.start || this.pieces[at].stop !== piece.stop;
+    const moved = wanted.findIndex(isMoved);
+    const kept = moved < 0 ? wanted.length : moved;
+    for (const piece of this.pieces.splice(kept)) {
       this._near.unobserve(piece.element);
       piece.element.remove();
     }
-    for (const piece of wanted.slice(from)) {
-      piece.element = h("div.tokens-piece.tokens-empty", { role: "group", "aria-label": labelOf(piece) });
-      piece.element.classList.toggle("tokens-short", piece.stop - piece.start <= SHORT);
-      piece.element.classList.toggle("tokens-rest", piece.start > piece.span.start);
-      piece.element.piece = piece;
-      this.pieces.push(piece);
-      this.strip.append(piece.element);
-      this._near.observe(piece.element);
-    }
-    // The spans of an outcome replace those of the events.
-    wanted.forEach((piece, index) => (this.pieces[index].span = piece.span));
+    this.pieces.forEach((piece, at) => {
+      const isSame = piece.key === wanted[at].key;
+      Object.assign(piece, wanted[at]);
+      piece.element.ariaLabel = labelOf(piece);
+      if (!isSame && piece.isFilled) this._draw(piece);
+    });
+    for (const piece of wanted.slice(kept)) this._addPiece(piece);
+  }
+
+  _addPiece(piece) {
+    piece.element = h("div.tokens-piece.tokens-empty", { role: "group", ariaLabel: labelOf(piece) });
+    piece.element.classList.toggle("tokens-short", piece.stop - piece.start <= SHORT);
+    piece.element.classList.toggle("tokens-rest", piece.start > piece.span.start);
+    piece.element.piece = piece;
+    this.pieces.push(piece);
+    this.strip.append(piece.element);
+    this._near.observe(piece.element);
   }
 
   _onNear(entries) {
@@ -172,20 +189,21 @@ class TokenStrip {
     piece.element.classList.remove("tokens-empty");
     this._fetchAround(piece);
     const kind = kindOf(piece.span);
-    const label = h("div.tokens-label", { "aria-hidden": "true" },
-      h(`b.tokens-${KINDS[kind].name}`, { title: KINDS[kind].name }, kind), h("span", {}, piece.start === piece.span.start
-        ? (kind === "P" ? `prompt · ${count(piece.span.ids.length)}` : `turn ${piece.span.turn} · ${count(piece.span.ids.length)}`)
-        : `from ${count(piece.start)}`));
+    const { turn, ids, start } = piece.span;
+    const name = `${kind === "P" ? "prompt" : `turn ${turn}`} · ${count(ids.length)}`;
+    const place = piece.start > start ? `from ${count(piece.start)}` : name;
+    const letter = h(`b.tokens-${KINDS[kind].name}`, { title: KINDS[kind].name }, kind);
     const cells = h("div.tokens-cells", { role: "presentation" });
     for (let index = piece.start; index < piece.stop; ) index = this._drawCell(cells, piece, index, kind);
-    fill(piece.element, label, cells);
+    fill(piece.element, h("div.tokens-label", { "aria-hidden": "true" }, letter, h("span", {}, place)), cells);
     this._markPiece(piece);
   }
 
   /** Fetch the texts of a piece and of those around it, which the reader may see next. */
   _fetchAround(piece) {
     const at = this.pieces.indexOf(piece);
-    for (const near of this.pieces.slice(Math.max(0, at - AHEAD), at + AHEAD + 1)) this.texts.want(this.segment.id, near.start, near.stop);
+    const around = this.pieces.slice(Math.max(0, at - AHEAD), at + AHEAD + 1);
+    for (const { start, stop } of around) this.texts.want(this.segment.id, start, stop);
   }
 
   /** Add the cell of the token at an index. @returns {number} the index after the cell */
@@ -200,9 +218,9 @@ class TokenStrip {
     cell.className = classes.filter(Boolean).join(" ");
     cell.setAttribute("data-start", index);
     cell.setAttribute("data-stop", stop);
+    if (!found) cell.textContent = piece.span.ids[index - piece.span.start];
     // A text that began in an earlier piece was shown there.
-    const text = found ? (found.start < index ? "…" : visible(found.text)) : String(piece.span.ids[index - piece.span.start]);
-    cell.textContent = text === "" ? "∅" : text;
+    else cell.textContent = found.start < index ? "…" : visible(found.text) || "∅";
     cells.append(cell);
     if (found?.text.includes("\n")) cells.append("\n");
     return stop;
@@ -240,42 +258,33 @@ class TokenStrip {
 
   _updateHead() {
     const { segment } = this;
-    fill(this.title, segment ? `Segment ${segment.id} (${segment.kind}): ${count(trainedTokens(segment))} of ${count(segment.length)} tokens train` : "No tokens yet");
+    const numbers = segment && `${count(trainedTokens(segment))} of ${count(segment.length)} tokens train`;
+    fill(this.title, segment ? `Segment ${segment.id} (${segment.kind}): ${numbers}` : "No tokens yet");
     this._updateNotice();
     this._updateLegend();
-    this._drawOverview();
+    this.overview.draw(segment, this.drifts);
   }
 
   _updateNotice() {
     const { segment, texts } = this;
-    const refused = samplesOf(this.view.model, segment).filter((sample) => sample.trainable === false);
-    const reasons = [...new Set(refused.map((sample) => sample.untrainable_reason || "not trainable"))];
-    const lines = [];
-    if (reasons.length) lines.push(h("span.warn", {}, `Mask 1 says who wrote a token; this sample does not train: ${reasons.join(", ")}.`));
-    if (segment && !segment.verified) lines.push("The trainer reported no prompts: prompt and environment tokens are the server's own rendering.");
-    if (texts.error) lines.push(h("span", {}, `Token ids are shown, because their texts are not available: ${visible(texts.error.message)} `,
-      texts.error.status < 500 ? null : h("button", { on: { click: () => this._retry() } }, "Try again")));
+    const reason = segment && whyNotTrained(this.view.model, segment);
+    const again = () => h("button", { on: { click: () => this._retry() } }, "Try again");
+    const lines = [
+      reason && h("p.warn", {}, `Mask 1 says which tokens would train; this sample does not train: ${reason}.`),
+      segment && !segment.verified
+        && h("p", {}, "The trainer reported no prompts: prompt and environment tokens are the server's own rendering."),
+      texts.error && h("p", {},
+        `Token ids are shown, because their texts are not available: ${visible(texts.error.message)} `,
+        texts.error.code === "NO_TOKENIZER" ? null : again()),
+    ].filter(Boolean);
     this.notice.hidden = !lines.length;
-    fill(this.notice, lines.map((line) => h("span.tokens-line", {}, line)));
+    fill(this.notice, lines);
   }
 
   _updateLegend() {
     const rows = this.segment ? COLOURINGS[this.colour].legend(this.segment) : [];
     fill(this.legend, rows.map(({ name, key, text, why }) =>
       h("li", { title: why ?? "" }, name ? h(`b.tokens-key.${name}`, {}, key ?? "") : null, h("span", {}, text))));
-  }
-
-  _drawOverview() {
-    const { segment, overview } = this;
-    const rect = (name, x, width) => svg("rect", { class: `tokens-${name}`, x, width, height: 1, y: 0 });
-    fill(overview, (segment?.spans ?? []).map((span) => rect(KINDS[kindOf(span)].name, span.start, span.ids.length)),
-      this.drifts.map((drift) => rect("drift", drift.index, segment.length / 300)));
-    overview.setAttribute("viewBox", `0 0 ${Math.max(1, segment?.length ?? 1)} 1`);
-  }
-
-  _onOverview(event) {
-    const { left, width } = this.overview.getBoundingClientRect();
-    if (this.segment) this._go(Math.floor(((event.clientX - left) / width) * this.segment.length));
   }
 
   _onHover(event) {
@@ -308,7 +317,8 @@ class TokenStrip {
   _range() {
     const token = this._token();
     if (token === null) return null;
-    const ends = [token, this.anchor ?? token].map((index) => this.texts.at(this.segment.id, index) ?? { start: index, stop: index + 1 });
+    const textAt = (index) => this.texts.at(this.segment.id, index) ?? { start: index, stop: index + 1 };
+    const ends = [textAt(token), textAt(this.anchor ?? token)];
     return { start: Math.min(...ends.map((end) => end.start)), stop: Math.max(...ends.map((end) => end.stop)) };
   }
 
@@ -319,73 +329,36 @@ class TokenStrip {
       if (token !== null) this._copy(event.key === "C");
       return;
     }
-    const to = this._target(event.key, token ?? 0);
+    const at = token ?? 0;
+    const range = (this.anchor === null && this._range()) || { start: at, stop: at + 1 };
+    const cells = () => [...this.strip.querySelectorAll(".tokens-cell")];
+    const to = targetOf(event.key, at, { segment: this.segment, range, cells });
     if (to === null) return;
     event.preventDefault();
     this._go(token === null && event.key.startsWith("Arrow") ? 0 : to, event.shiftKey);
   }
 
-  /** @returns {number|null} the token to which a key moves */
-  _target(key, token) {
-    const { spans } = this.segment;
-    const at = this._range() ?? { start: token, stop: token + 1 };
-    const here = spans.findIndex((span) => token < span.start + span.ids.length);
-    const turns = spans.filter((span, index) => index === 0 || span.turn !== spans[index - 1].turn);
-    const turn = turns.findLastIndex((span) => span.start <= token);
-    const start = (list, index) => list[Math.max(0, Math.min(list.length - 1, index))].start;
-    switch (key) {
-      case "ArrowRight": return this.anchor === null ? at.stop : token + 1;
-      case "ArrowLeft": return this.anchor === null ? at.start - 1 : token - 1;
-      case "ArrowDown": return this._beside(token, 1);
-      case "ArrowUp": return this._beside(token, -1);
-      case "Home": return 0;
-      case "End": return this.segment.length - 1;
-      case "PageDown": return start(turns, turn + 1);
-      case "PageUp": return start(turns, turn - 1);
-      case "]": return start(spans, here + 1);
-      case "[": return start(spans, here - 1);
-      default: return null;
-    }
-  }
-
-  /** @returns {number} the token above or below another, as it is drawn */
-  _beside(token, direction) {
-    const cells = [...this.strip.querySelectorAll(".tokens-cell")];
-    const here = cells.findIndex((cell) => token < Number(cell.dataset.stop) && token >= Number(cell.dataset.start));
-    if (here < 0) return token;
-    const box = cells[here].getBoundingClientRect();
-    let best = null;
-    for (let index = here + direction; index >= 0 && index < cells.length; index += direction) {
-      const other = cells[index].getBoundingClientRect();
-      if (Math.abs(other.top - box.top) < box.height / 2) continue;
-      if (best && Math.abs(other.top - best.top) > box.height / 2) break;
-      const distance = Math.abs(other.left - box.left);
-      if (!best || distance < best.distance) best = { top: other.top, distance, token: Number(cells[index].dataset.start) };
-    }
-    return best?.token ?? token;
-  }
-
-  async _copy(isSpan, button = h("button")) {
-    const range = this._range();
-    const span = this.view.model.spanAt(this.segment.id, this._token());
-    const from = isSpan ? { start: span.start, stop: span.start + span.ids.length } : range;
-    await copy(JSON.stringify(idsOf(this.segment, from.start, from.stop)), button);
+  _copy(isSpan) {
+    const { start, stop } = this._range();
+    const ids = isSpan ? this.view.model.spanAt(this.segment.id, this._token()).ids : idsOf(this.segment, start, stop);
+    copy(JSON.stringify(ids), this.detail.querySelectorAll("button")[isSpan ? 1 : 0]);
   }
 
   _showDetail(cell = null) {
     if (!this.segment) return void fill(this.detail);
     const range = cell ? { start: Number(cell.dataset.start), stop: Number(cell.dataset.stop) } : this._range();
-    const copies = cell || !range ? [] : [["copy ids", false], ["copy ids of the span", true]].map(([label, isSpan]) =>
-      h("button", { on: { click: (event) => this._copy(isSpan, event.target) } }, label));
-    fill(this.detail, tokenDetail(this, range), copies.length ? h("div.tokens-copy", {}, copies) : null);
+    const button = (label, isSpan) => h("button", { on: { click: () => this._copy(isSpan) } }, label);
+    const copies = cell || !range ? null
+      : h("div.tokens-copy", {}, button("copy ids", false), button("copy ids of the span", true));
+    fill(this.detail, tokenDetail(this, range), copies);
   }
 
   _reveal(token) {
     const at = this.pieces.findIndex((piece) => token < piece.stop);
     if (at < 0) return;
     this._fill(this.pieces[at]);
-    const cell = [...this.pieces[at].element.querySelectorAll(".tokens-cell")].find((each) => token < Number(each.dataset.stop));
-    this._scrollTo(cell);
+    const cells = [...this.pieces[at].element.querySelectorAll(".tokens-cell")];
+    this._scrollTo(cells.find((cell) => token < Number(cell.dataset.stop)));
   }
 
   _showPiece(index) {
@@ -417,33 +390,26 @@ class TokenStrip {
     if (!isMarked && !piece.isMarked) return;
     piece.isMarked = isMarked;
     for (const cell of piece.element.querySelectorAll(".tokens-cell")) {
-      const isSelected = range !== null && Number(cell.dataset.start) < range.stop && Number(cell.dataset.stop) > range.start;
-      if ((cell.getAttribute("aria-selected") === "true") !== isSelected) cell.setAttribute("aria-selected", isSelected);
-      const isActive = isSelected && Number(cell.dataset.start) <= token && token < Number(cell.dataset.stop);
+      const [start, stop] = [Number(cell.dataset.start), Number(cell.dataset.stop)];
+      const isActive = isMarked && start <= token && token < stop;
+      cell.ariaSelected = String(isMarked && start < range.stop && stop > range.start);
       cell.id = isActive ? "tokens-active" : "";
       if (isActive) this.strip.setAttribute("aria-activedescendant", cell.id);
     }
   }
 }
 
-/** Cut a span into pieces, also where drift is marked. */
-function cut(span, marks) {
-  const stop = span.start + span.ids.length;
+/** Cut a span into pieces. The key of a piece changes when it must be drawn again. */
+function cut(span, drifts) {
   const pieces = [];
-  for (let start = span.start; start < stop; start += PIECE) {
-    const end = Math.min(stop, start + PIECE);
-    const marked = [...marks].filter((index) => index >= start && index < end);
-    pieces.push({ span, start, stop: end, key: `${start}-${end}-${span.turn}-${kindOf(span)}-${marked}` });
+  for (let start = span.start; start < span.start + span.ids.length; start += PIECE) {
+    const stop = Math.min(span.start + span.ids.length, start + PIECE);
+    const marks = drifts.map((drift) => drift.index).filter((index) => index >= start && index < stop);
+    pieces.push({ span, start, stop, key: `${kindOf(span)} ${span.turn} ${marks}` });
   }
   return pieces;
 }
 
 function labelOf({ span, start, stop }) {
   return `${KINDS[kindOf(span)].name}, turn ${span.turn}, tokens ${start} to ${stop - 1}`;
-}
-
-function svg(name, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
 }

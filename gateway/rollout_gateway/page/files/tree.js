@@ -1,6 +1,6 @@
 /** The tree of segments: why each was opened, what it trains, and drift at its index with the tokens of both sides. */
 import { count, decimal, fill, h } from "page/dom.js";
-import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens } from "page/segments.js";
+import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, whyNotTrained } from "page/segments.js";
 import { TokenTexts, visible } from "page/token_texts.js";
 
 /** Tokens of both sides that are shown before and after the index of a drift. */
@@ -39,7 +39,8 @@ export function treePart(view) {
   };
   const update = () => {
     const { drifts, outcome, segmentList } = view.model;
-    const state = String([drifts.length, Boolean(outcome), ...segmentList.flatMap((each) => [each.id, each.length, trainedTokens(each)])]);
+    const segments = segmentList.flatMap((each) => [each.id, each.length, trainedTokens(each)]);
+    const state = String([drifts.length, Boolean(outcome), ...segments]);
     if (state === drawn) return;
     drawn = state;
     draw();
@@ -54,62 +55,80 @@ export function treePart(view) {
 /** The segments that follow another one, each with its drift and what follows it. */
 function branches(view, texts, parentId) {
   const { model } = view;
-  const isRoot = ({ parentId: parent }) => (parentId ? parent === parentId : !model.segments.has(parent));
-  const children = model.segmentList.filter(isRoot);
-  if (!children.length) return null;
-  return h("ul.tree-list", {}, children.map((segment) => h("li", {},
-    row(view, segment),
-    driftsOf(model, segment).map((drift) => driftBlock(view, texts, segment, drift)),
-    branches(view, texts, segment.id))));
+  const isHere = ({ parentId: parent }) => (parentId ? parent === parentId : !model.segments.has(parent));
+  const segments = model.segmentList.filter(isHere);
+  if (!segments.length) return null;
+  const item = (segment) => {
+    const drifts = driftsOf(model, segment).map((drift) => driftBlock(view, texts, segment, drift));
+    return h("li", {}, row(view, segment), drifts, branches(view, texts, segment.id));
+  };
+  return h("ul.tree-list", {}, segments.map(item));
 }
 
 function row(view, segment) {
-  const { model } = view;
-  const samples = samplesOf(model, segment);
-  const refused = samples.find((sample) => sample.trainable === false);
-  const reason = refused?.untrainable_reason ?? (segment.trainable === false ? "role_not_trainable" : "");
-  const name = segment.role && segment.role !== "agent" ? `${segment.role} ` : "";
-  const shared = segment.parentId && (segment.parentTokens ? `shares ${count(segment.parentTokens)} tokens with ${segment.parentId}` : `after ${segment.parentId}`);
-  const select = () => view.select({ segment: segment.id, turn: 0, token: null });
-  return h("button.tree-row", { data: { segment: segment.id }, title: `${segment.kind}: ${WHY[segment.kind] ?? ""}`, on: { click: select } },
-    h("span.tree-name", {}, h("b", {}, `Segment ${segment.id}`), " ", h("span.tree-kind", { data: { kind: segment.kind } }, segment.kind), " ",
-      visible(name), segment.model ? h("span.quiet", {}, `by ${visible(segment.model)} `) : null,
-      h("span.quiet", {}, segment.parting ? partingText(segment.parting) : shared)),
-    h("span.tree-number", {}, `${count(segment.length)} tokens`),
+  const { id, kind, role, model, reward, verified, length } = segment;
+  const refused = whyNotTrained(view.model, segment);
+  const trains = samplesOf(view.model, segment).length ? h("span.good", {}, "trains") : "";
+  const select = () => view.select({ segment: id, turn: 0, token: null });
+  return h("button.tree-row", { data: { segment: id }, title: `${kind}: ${WHY[kind] ?? ""}`, on: { click: select } },
+    h("span.tree-name", {},
+      h("b", {}, `Segment ${id}`), " ", h("span.tree-kind", { data: { kind } }, kind), " ",
+      role && role !== "agent" ? `${visible(role)} ` : null,
+      model ? h("span.quiet", {}, `by ${visible(model)} `) : null,
+      h("span.quiet", {}, originText(segment))),
+    h("span.tree-number", {}, `${count(length)} tokens`),
     h("span.tree-number", {}, `${count(trainedTokens(segment))} with mask 1`),
-    h("span.tree-number", {}, segment.reward === null ? h("span.quiet", {}, "no reward") : `reward ${decimal(segment.reward)}`),
-    h("span", {}, reason ? h("span.warn", {}, `does not train: ${reason}`) : samples.length ? h("span.good", {}, "trains") : ""),
-    h("span", {}, segment.verified ? h("span.good", {}, "✓ verified") : h("span.warn", { title: "The trainer reported no prompts." }, "not verified")));
+    h("span.tree-number", {}, reward === null ? h("span.quiet", {}, "no reward") : `reward ${decimal(reward)}`),
+    h("span", {}, refused ? h("span.warn", {}, `does not train: ${refused}`) : trains),
+    h("span", {}, verified ? h("span.good", {}, "✓ verified")
+      : h("span.warn", { title: "The trainer reported no prompts." }, "not verified")));
 }
 
-/** Where and why a call of an agent that owns its loop left its other conversations. */
-function partingText({ message, field, expected, found, api, client_agent: agent }) {
+/** How a segment began. For an agent that owns its loop: where and why its call left its other conversations. */
+function originText({ parentId, parentTokens, parting }) {
+  if (!parting) {
+    if (!parentId) return "";
+    return parentTokens ? `shares ${count(parentTokens)} tokens with ${parentId}` : `after ${parentId}`;
+  }
+  const { message, field, expected, found, api, client_agent: agent } = parting;
   const call = `${api ? `a ${api} call` : "a call"}${agent ? ` of ${visible(agent)}` : ""}`;
   const quoted = (text) => `“${visible(text)}”`;
-  if (field === "history") return `${call} had only ${message} messages${expected ? `, where the conversation went on with ${quoted(expected)}` : ""}`;
-  return `${call} parted at message ${message} (${field})${expected || found ? `: ${quoted(expected)}, now ${quoted(found)}` : ""}`;
+  if (field !== "history") {
+    const texts = expected || found ? `: ${quoted(expected)}, now ${quoted(found)}` : "";
+    return `${call} parted at message ${message} (${field})${texts}`;
+  }
+  const went = expected ? `, where the conversation went on with ${quoted(expected)}` : "";
+  return `${call} had only ${message} messages${went}`;
 }
 
 function driftBlock(view, texts, segment, drift) {
-  const select = (id) => () => view.select({ segment: id, turn: view.model.spanAt(id, drift.index)?.turn ?? 0, token: drift.index });
-  const parent = drift.opened ? view.model.segments.get(segment.parentId) : null;
-  const side = (name, of, text) => h("div.tree-side", {}, h("span.quiet", {}, name),
-    of && drift.index < of.length ? h("button.tree-tokens", { title: `Show token ${drift.index} of segment ${of.id}`, on: { click: select(of.id) } }, tokensAround(texts, of, drift.index)) : null,
+  const { index, opened, kind, message, expected, reported } = drift;
+  const parent = opened ? view.model.segments.get(segment.parentId) : null;
+  const side = (name, of, text) => h("div.tree-side", {},
+    h("span.quiet", {}, name),
+    of && index < of.length ? tokensAround(view, texts, of, index) : null,
     text ? h("code.tree-text", {}, visible(text)) : null);
+  const why = DRIFT[kind] ?? (visible(message) || "the prompts differ");
   return h("div.tree-drift", {},
-    h("p", {}, h("b.bad", {}, `Drift at token ${count(drift.index)}`), `: ${DRIFT[drift.kind] ?? (visible(drift.message) || "the prompts differ")}`),
-    side("expected", parent, drift.expected), side("reported", segment, drift.reported));
+    h("p", {}, h("b.bad", {}, `Drift at token ${count(index)}`), `: ${why}`),
+    side("expected", parent, expected),
+    side("reported", segment, reported));
 }
 
-/** A few tokens before and after an index, with their ids. */
-function tokensAround(texts, segment, index) {
+/** A few tokens before and after an index, with their ids. A click selects the token at the index. */
+function tokensAround(view, texts, segment, index) {
   const start = Math.max(0, index - BEFORE);
   const stop = Math.min(segment.length, index + AFTER);
   texts.want(segment.id, start, stop);
-  return idsOf(segment, start, stop).map((id, offset) => {
-    const at = start + offset;
-    const found = texts.at(segment.id, at);
-    const text = found && (found.start === at ? visible(found.text) : "…");
-    return h(at < index ? "span.tree-token.tree-same" : "span.tree-token", {}, h("span", {}, text ?? ""), h("small", {}, id));
+  const tokens = idsOf(segment, start, stop).map((id, offset) => {
+    const found = texts.at(segment.id, start + offset);
+    const text = found && (found.start === start + offset ? visible(found.text) : "…");
+    const token = h("span.tree-token", {}, h("span", {}, text ?? ""), h("small", {}, id));
+    token.classList.toggle("tree-same", start + offset < index);
+    return token;
   });
+  const turn = view.model.spanAt(segment.id, index)?.turn ?? 0;
+  const select = () => view.select({ segment: segment.id, turn, token: index });
+  const title = `Show token ${index} of segment ${segment.id}`;
+  return h("button.tree-tokens", { title, on: { click: select } }, tokens);
 }
