@@ -52,6 +52,7 @@ THOROUGH = re.compile(
     | simulator/test_worlds\.py::\w+\[[1-7]\]                                     # 250 simulated worlds each
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
+    | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events
     | test_bench\.py
     )""",
     re.VERBOSE,

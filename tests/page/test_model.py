@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.async_api import Page
-from rollout_server.testing.script import Fault, ScriptedReply, Script
+from rollout_server.testing.script import Fault, Script, ScriptedReply
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -30,7 +30,9 @@ FOLD = """async ([rollout, events]) => {
 }"""
 
 
-async def fold(page: Page, world: Service, rollout: dict[str, Any], found: list[dict[str, Any]] | None) -> dict[str, Any]:
+async def fold(
+    page: Page, world: Service, rollout: dict[str, Any], found: list[dict[str, Any]] | None
+) -> dict[str, Any]:
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     result: dict[str, Any] = await page.evaluate(FOLD, [rollout, found])
     return result
@@ -51,7 +53,9 @@ async def test_events_and_their_outcome_give_the_same(open_here: Open, page: Pag
     assert [segment["spans"] for segment in live["segments"]] == [segment["spans"] for segment in whole["segments"]]
     assert whole["segments"] == alone["segments"]
     main = [each for each in whole["messages"] if each["segment"] == "0"]
-    assert [(each["role"], each["turn"]) for each in alone["messages"]] == [(each["role"], each["turn"]) for each in main]
+    assert [(each["role"], each["turn"]) for each in alone["messages"]] == [
+        (each["role"], each["turn"]) for each in main
+    ]
     assert [turn["masked"] for turn in whole["turns"]] == ["", "", "not the final answer", "", ""]
     assert [turn["reward"] for turn in whole["turns"]] == [0.25, 0.25, None, None, None]
 

@@ -114,8 +114,8 @@ function cardOf(view, entry) {
     const now = JSON.stringify([turn, view.model.outcome !== null]);
     if (now === before) return;
     before = now;
-    fill(head, role(message.role), conversation, turnMarks(turn));
-    turn.tools.forEach((each) => states[each.index] && fill(states[each.index], callState(each)));
+    fill(head, role(message.role), conversation, turn && turnMarks(turn));
+    turn?.tools.forEach((each) => states[each.index] && fill(states[each.index], callState(each)));
   };
   return { element: labelled(element, `${message.role}, turn ${entry.turn}`), refresh };
 }
@@ -133,11 +133,11 @@ function mark(kind, ...children) {
   return h(`span.messages-mark${kind && `.${kind}`}`, {}, ...children);
 }
 
-function turnMarks({ turn, generatedTokens, finishReason, reward, masked, attempts, elapsedMs }) {
+function turnMarks({ turn, answered, generatedTokens, finishReason, reward, masked, attempts, elapsedMs }) {
   return [
     mark("", `turn ${turn}`),
     mark("", `${count(generatedTokens)} tokens`),
-    mark("", duration(elapsedMs)),
+    answered ? mark("", duration(elapsedMs)) : null,
     attempts > 1 ? mark("warn", `${attempts} requests`) : null,
     finishReason === "length" ? mark("warn", "cut by its length limit") : null,
     finishReason && !["length", "stop", "tool_calls"].includes(finishReason) ? mark("", printable(finishReason)) : null,

@@ -223,6 +223,15 @@ export class RolloutModel {
     if (!this.isWhole) this._readMessages(outcome.messages ?? []);
   }
 
+  /** Count the tokens of a turn from its spans. */
+  _readTurn(id, { turn: number, author, start, ids }) {
+    if (author !== "model") return;
+    const turn = this._turn(number);
+    // A completion that was resumed has several spans.
+    if (!turn.generatedTokens) Object.assign(turn, { segment: id, promptTokens: start });
+    turn.generatedTokens += ids.length;
+  }
+
   /** Give the messages of an outcome to the turns that generated them. */
   _readMessages(messages) {
     const main = this.segmentList.filter((segment) => segment.role === "agent" && segment.kind !== "subagent");
@@ -230,6 +239,7 @@ export class RolloutModel {
     for (const { id, spans } of main) {
       for (const span of spans) if (span.author === "model") owners.set(span.turn, id);
     }
+    for (const { id, spans } of this.segmentList) for (const span of spans) this._readTurn(id, span);
     const turns = [...owners.keys()].sort((a, b) => a - b);
     const requested = this.messages.length;
     this.messages = messages.map((message, index) => {

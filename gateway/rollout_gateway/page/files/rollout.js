@@ -10,13 +10,16 @@ import { tokensPart } from "page/tokens.js";
 import { treePart } from "page/tree.js";
 
 const POLL_MS = 2000;
+// Beyond so many messages, the page is drawn less often.
+const MANY = 1000;
+const PAUSE_MS = 250;
 
 /**
  * What the parts of the page share. Each part is a function `(view) => {element, update(), selected()}`: `update` is called
  * after the model has changed, at most once per frame, and `selected` after the selection has.
  *
  * @typedef {{source: Object, uid: string, model: RolloutModel, selection: Selection, select: (selection: Selection) => void,
- *   connection: string}} View - `connection`: "connecting", "live", "reconnecting" or "finished"
+ *   connection: string}} View - `connection`: "connecting", "live", "reconnecting", "lost" or "finished"
  * @typedef {{segment: string, turn: number, token: number|null}} Selection - turn 0: none; token: index in the segment
  */
 
@@ -52,7 +55,9 @@ class RolloutPage {
       if (!source.readOnly) this._poll();
       await this._follow();
     } catch (error) {
-      if (!this._closing.signal.aborted) this.element.prepend(h("p.error", { role: "alert" }, error.message));
+      if (this._closing.signal.aborted) return;
+      this._setConnection("lost");
+      this.element.prepend(h("p.error", { role: "alert" }, error.message));
     }
   }
 
@@ -94,7 +99,8 @@ class RolloutPage {
       try {
         const { state, metrics, delivery, finish_time } = await source.rollout(uid, "basic");
         Object.assign(this.view.model.rollout, { state, metrics, delivery, finish_time });
-      } catch {
+      } catch (error) {
+        if (error.status === 404) return;
         continue; // The stream of events says that the server is away.
       }
       this._changed();
@@ -109,10 +115,11 @@ class RolloutPage {
   _changed() {
     if (this._isFrameAsked) return;
     this._isFrameAsked = true;
-    requestAnimationFrame(() => {
+    const draw = () => {
       this._isFrameAsked = false;
       if (!this._closing.signal.aborted) this._update();
-    });
+    };
+    setTimeout(() => requestAnimationFrame(draw), this.view.model?.items.length > MANY ? PAUSE_MS : 0);
   }
 
   _show(model) {
@@ -123,12 +130,14 @@ class RolloutPage {
     );
     this._parts = [summary, timeline, tree, messages, tokens];
     summary.actions.append(this._cancel, exportMenu(view));
-    const columns = h("div.rollout-columns", {}, column("Messages", messages.element), column("Tokens", tokens.element));
+    const hint = h("span.rollout-hint", {}, "j and k move between turns, Escape selects none");
+    const columns = h("div.rollout-columns", {}, column("Messages", messages.element, hint), column("Tokens", tokens.element));
     fill(this.element, summary.element, tabs({ Timeline: timeline.element, Segments: tree.element }), columns);
     this._update();
   }
 
   _update() {
+    if (!this._parts.length) return;
     const { source, model } = this.view;
     this._cancel.hidden = Boolean(source.readOnly || model.outcome);
     for (const part of this._parts) part.update();
@@ -173,8 +182,8 @@ function isSettled({ outcome, rollout }) {
   return outcome && rollout.state === "finished" && rollout.delivery?.state !== "pending";
 }
 
-function column(name, element) {
-  return h("section.rollout-column", { "aria-label": name, tabIndex: 0 }, h("h2", {}, name), element);
+function column(name, element, hint = null) {
+  return h("section.rollout-column", { "aria-label": name, tabIndex: 0 }, h("h2", {}, name, hint), element);
 }
 
 /** Tabs as in the ARIA Authoring Practices: arrow keys move, the panel of the chosen tab is shown. */

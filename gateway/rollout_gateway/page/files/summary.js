@@ -45,7 +45,7 @@ export function summaryPart(view) {
 
 function showState(element, { connection, model }) {
   const word = model.outcome ? { stop: "completed", failure: "failed", cancellation: "cancelled" }[model.outcome.end] : stateOf(model);
-  const follow = { live: "live", reconnecting: "reconnecting …", connecting: "loading …" }[connection];
+  const follow = { live: "live", reconnecting: "reconnecting …", connecting: "loading …", lost: "not followed any more" }[connection];
   const text = [word, follow].filter(Boolean).join(" · ");
   // Screen readers announce each change.
   if (element.textContent !== text) element.textContent = text;
