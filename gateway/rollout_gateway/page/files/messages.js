@@ -11,10 +11,11 @@ import { selectionLink } from "page/selection.js";
  */
 export function messagesPart(view) {
   const list = h("div.messages-list", { role: "feed", "aria-label": "Messages", on: { click, keydown } });
-  const element = h("div.messages", {}, toolsOffered(view), list);
+  const waiting = h("p.messages-remark");
+  const element = h("div.messages", {}, toolsOffered(view), list, waiting);
   /** @type {Map<ModelMessage, HTMLElement>} */
   const cards = new Map();
-  const marks = new Map();
+  const marks = [];
   const entries = new WeakMap();
   let shown = 0;
   let highlighted = [];
@@ -25,7 +26,8 @@ export function messagesPart(view) {
     const added = items.slice(shown).map((item) => (item.event ? remarkOf(view, item) : card(item)));
     shown = items.length;
     list.append(...added);
-    for (const [entry, mark] of marks) mark(entry);
+    for (const mark of marks) mark();
+    waiting.textContent = waitingFor(view.model);
     if (added.length && isFollowing) element.parentElement.scrollTop = element.parentElement.scrollHeight;
   }
 
@@ -34,7 +36,7 @@ export function messagesPart(view) {
     made.tabIndex = cards.size ? -1 : 0;
     cards.set(entry, made);
     entries.set(made, entry);
-    if (refresh) marks.set(entry, refresh);
+    if (refresh) marks.push(refresh);
     return made;
   }
 
@@ -75,6 +77,15 @@ export function messagesPart(view) {
 
 function isAtEnd(scroller) {
   return scroller && scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 60;
+}
+
+/** What a rollout waits for: completions and tools. @returns {string} */
+function waitingFor({ outcome, turns }) {
+  if (outcome) return "";
+  const asked = [...turns.values()].filter((turn) => turn.asked && !turn.answered && !turn.givenUp);
+  const running = [...turns.values()].flatMap((turn) => turn.tools).filter((tool) => !tool.returned);
+  const words = [...asked.map(({ turn }) => `turn ${turn}`), ...running.map(({ name }) => printable(name))];
+  return words.length ? `waiting for ${words.slice(0, 8).join(", ")}${words.length > 8 ? ` and ${words.length - 8} more` : ""} …` : "";
 }
 
 /** Select the tokens of a message; without token ids, its turn. */

@@ -235,7 +235,7 @@ function askToCancel(view) {
     problem,
     h("div.rollout-buttons", {}, h("button", { value: "cancel" }, "Cancel the rollout"), h("button", { value: "keep" }, "Keep it running")),
   );
-  const dialog = h("dialog", { on: { close: () => dialog.remove() } }, form);
+  const dialog = h("dialog.rollout-dialog", { "aria-label": "Cancel this rollout", on: { close: () => dialog.remove() } }, form);
   document.body.append(dialog);
   dialog.showModal();
 }

@@ -3,6 +3,8 @@ import { count, decimal, duration, fill, h, printable } from "page/dom.js";
 
 const ROW = 18;
 const TICKS = 8;
+// The least width of a bar in percent, so that a short one can be seen.
+const LEAST = 0.3;
 // Many bars are drawn less often.
 const MANY = 500;
 const PAUSE_MS = 1000;
@@ -133,11 +135,12 @@ function deliveryBar({ state, attempts, error, end_time, next_attempt_time }, st
 /** Give each bar the first row of its lane that is free at its start. */
 function stacked(bars) {
   const free = {};
+  const least = ((bars.reduce((latest, bar) => Math.max(latest, bar.stop), 0) - bars[0]?.start) * LEAST) / 100;
   for (const bar of bars) {
     const ends = (free[bar.lane] ??= []);
     const at = ends.findIndex((end) => end <= bar.start);
     bar.row = at < 0 ? ends.length : at;
-    ends[bar.row] = bar.stop;
+    ends[bar.row] = Math.max(bar.stop, bar.start + least);
   }
   return bars;
 }
@@ -170,8 +173,7 @@ function draw(names, chart, bars, marks) {
 }
 
 function barElement(bar, index, percent, top, total) {
-  // A bar that is too short to be seen still has a few pixels.
-  const width = `${Math.max(((bar.stop - bar.start) / total) * 100, 0.25).toFixed(3)}%`;
+  const width = `${Math.max(((bar.stop - bar.start) / total) * 100, LEAST).toFixed(3)}%`;
   const box = svg("rect", { x: percent(bar.start), y: top, width, height: ROW - 4 });
   const flags = { ...(bar.isOpen && { "data-open": "" }), ...(bar.isBad && { "data-bad": "" }) };
   const properties = { class: "timeline-bar", role: "button", tabindex: index ? -1 : 0, "aria-label": bar.text, "data-lane": bar.lane, "data-index": index };
