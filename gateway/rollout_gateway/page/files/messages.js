@@ -125,6 +125,7 @@ function cardOf(view, entry) {
     const now = JSON.stringify([turn, view.model.outcome !== null]);
     if (now === before) return;
     before = now;
+    // Nothing is known of a turn whose events and tokens were not saved.
     fill(head, role(message.role), conversation, turn && turnMarks(turn));
     turn?.tools.forEach((each) => states[each.index] && fill(states[each.index], callState(each)));
   };
