@@ -42,7 +42,7 @@ export function departuresOf(model, segment) {
   return model.segmentList.filter(isOne).map((each) => ({ index: each.parentTokens, left: each.id }));
 }
 
-/** Why the sample of a segment does not train, in the API's words. @returns {string} empty: it trains, or is not known */
+/** Why the sample of a segment does not train, as the API says it. @returns {string} empty: it trains or is not known */
 export function whyNotTrained(model, segment) {
   const refused = samplesOf(model, segment).filter((sample) => sample.trainable === false);
   const reasons = new Set(refused.map((sample) => sample.untrainable_reason || "not trainable"));
