@@ -14,6 +14,8 @@ from fastapi.staticfiles import StaticFiles
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from rollout_gateway.page.standalone import standalone_page
+
 _PAGE: Final = "/page"
 _DOCS: Final = "/docs/files"
 # Relative to the page: links stay valid behind a proxy that serves the gateway under a path prefix.
@@ -49,7 +51,8 @@ def add_pages(app: FastAPI) -> None:
     # The page writes text of models and tools into the document. Trusted Types refuse every way of parsing it as HTML.
     _add_page(app, "/", live, "img-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'")
     _add_page(app, "/docs", bytes(swagger.body).decode(), "img-src 'self' data:")
-    app.mount(_PAGE, _PageFiles(directory=str(files)))
+    app.add_route(f"{_PAGE}/standalone.html", _standalone, include_in_schema=False)
+    app.mount(_PAGE, StaticFiles(directory=str(files)))
     app.mount(_DOCS, StaticFiles(directory=str(resources.files("fastapi_offline") / "static")))
 
 
@@ -64,6 +67,11 @@ def _add_page(app: FastAPI, path: str, html: str, more: str) -> None:
         return HTMLResponse(html, headers={"content-security-policy": policy, **_HEADERS})
 
     app.add_route(path, page, include_in_schema=False)
+
+
+def _standalone(_: Request) -> HTMLResponse:
+    """Return the document into which the page exports rollouts. It has its own policy."""
+    return HTMLResponse(standalone_page())
 
 
 def _hashes(html: str) -> str:

@@ -1,24 +1,34 @@
 /** Start of the page: its parts by the fragment of the URL, and the question for the API key. */
 import { ApiSource } from "page/api.js";
 import { fill, h } from "page/dom.js";
+import { EmbeddedSource } from "page/embedded.js";
 import { groupPage } from "page/group.js";
 import { listPage } from "page/list.js";
 import { rolloutPage } from "page/rollout.js";
 
 const main = document.querySelector("main");
-const source = new ApiSource(askForKey);
+const intro = document.getElementById("intro");
+const saved = document.getElementById("rollouts");
+const source = saved ? new EmbeddedSource(JSON.parse(saved.textContent)) : new ApiSource(askForKey);
 let shown = null;
 
 function show() {
   const [path, query] = location.hash.slice(1).split("?");
-  const [kind, id] = path.split("/").filter(Boolean).map(decodeURIComponent);
+  const [kind, id] = place(path);
   const parameters = new URLSearchParams(query);
   shown?.close();
   if (kind === "rollouts" && id) shown = rolloutPage(source, id, parameters);
   else if (kind === "groups" && id) shown = groupPage(source, id);
   else shown = listPage(source, parameters);
+  if (intro) intro.hidden = Boolean(kind);
   document.title = shown.title;
   fill(main, shown.element);
+}
+
+/** The kind and the id of what a link shows. A document with one rollout begins with it. */
+function place(path) {
+  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
+  return parts.length || !source.only || intro ? parts : ["rollouts", source.only];
 }
 
 function askForKey(refusal) {

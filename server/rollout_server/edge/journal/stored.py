@@ -38,14 +38,18 @@ _ROLLOUTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StoredReader:
-    """Decodes what the database at `path` has. Raises `JournalUnusable` if a rollout is damaged or the key is another one."""
+    """Decodes what the database at `path` has. Raises `JournalUnusable` if a rollout is damaged or the key is another one.
+
+    `key`: None leaves out the credentials.
+    """
 
     path: Path
-    key: Fernet
+    key: Fernet | None
 
-    def rollouts(self, connection: Connection) -> Iterator[tuple[int, StoredRollout]]:
-        """Yield each rollout with its number, in the order of acceptance."""
-        rows = connection.execute(_ROLLOUTS.execution_options(yield_per=_CHUNK))
+    def rollouts(self, connection: Connection, number: int | None = None) -> Iterator[tuple[int, StoredRollout]]:
+        """Yield each rollout with its number, in the order of acceptance. `number`: only that one."""
+        chosen = _ROLLOUTS if number is None else _ROLLOUTS.where(ROLLOUTS.c.number == number)
+        rows = connection.execute(chosen.execution_options(yield_per=_CHUNK))
         for chunk in rows.partitions():
             logs = _payloads(connection, chunk[0].number, chunk[-1].number)
             for row in chunk:
@@ -85,7 +89,7 @@ class StoredReader:
 
     def _start(self, row: Row[Any]) -> AcceptedStart:
         start = decode_start(row.start)
-        if row.credentials is None:
+        if row.credentials is None or self.key is None:
             return start
         credentials = decode_credentials(self.key.decrypt(row.credentials))
         return replace(start, request=replace(start.request, credentials=credentials))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from operator import attrgetter
+from typing import Protocol
 
 from google.protobuf.timestamp_pb2 import Timestamp
 from osmosis.rollout.v1 import event_pb2, token_pb2
 
 from rollout_server.core.ledger import Author, Segment, Span
+from rollout_server.core.machine import Machine
 from rollout_server.core.outcome import Outcome
 from rollout_server.core.record import (
     Accepted,
@@ -31,6 +33,7 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
+from rollout_server.core.spec import Spec
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import message_to_proto, messages_to_proto, utf8
 from rollout_server.edge.wire.outcome import (
@@ -41,9 +44,24 @@ from rollout_server.edge.wire.outcome import (
 )
 from rollout_server.edge.wire.spec import sampling_to_proto
 from rollout_server.runtime.log import Entry
-from rollout_server.runtime.rollout import Rollout
 
 _WITH_MESSAGES = (event_pb2.EVENT_DETAIL_MESSAGES, event_pb2.EVENT_DETAIL_FULL, event_pb2.EVENT_DETAIL_OUTCOME)
+
+
+class RecordedRollout(Protocol):
+    """What events show of a rollout. A `Rollout` has it, and so has one that is read from a journal."""
+
+    @property
+    def spec(self) -> Spec:
+        """Its request."""
+
+    @property
+    def machine(self) -> Machine:
+        """Its state machine."""
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Its outcome; None until it has finished."""
 
 
 def timestamp(seconds: float) -> Timestamp:
@@ -52,7 +70,7 @@ def timestamp(seconds: float) -> Timestamp:
     return Timestamp(seconds=whole, nanos=rest)
 
 
-def event(rollout: Rollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent:
+def event(rollout: RecordedRollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent:
     """Return the event proto of a log entry. `detail` is an EventDetail."""
     proto = event_pb2.RolloutEvent(sequence=entry.sequence, time=timestamp(entry.time))
     _View(rollout, detail).fill(proto, entry)
@@ -62,7 +80,7 @@ def event(rollout: Rollout, entry: Entry, detail: int) -> event_pb2.RolloutEvent
 class _View:
     """Fills event protos with the requested detail."""
 
-    def __init__(self, rollout: Rollout, detail: int) -> None:
+    def __init__(self, rollout: RecordedRollout, detail: int) -> None:
         self._rollout = rollout
         self._typed = rollout.spec.typed
         self._messages = detail in _WITH_MESSAGES

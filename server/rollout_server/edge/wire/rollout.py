@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from osmosis.rollout.v1 import group_pb2, outcome_service_pb2, rollout_service_pb2
 
 from rollout_server.edge.wire import enums
-from rollout_server.edge.wire.event import timestamp
+from rollout_server.edge.wire.event import RecordedRollout, timestamp
 from rollout_server.edge.wire.function_tool import function_tool_json
 from rollout_server.edge.wire.message import tool_to_proto, utf8
 from rollout_server.edge.wire.outcome import metrics_to_proto, outcome_to_proto
@@ -16,11 +16,44 @@ from rollout_server.edge.wire.spec import limits_to_proto, spec_to_proto
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.groups.group import FinishedMember, RolloutGroup
 from rollout_server.runtime.groups.state import GroupResult
+from rollout_server.runtime.log import Log
 from rollout_server.runtime.outcome_delivery import Delivery
-from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.rollout import Rollout, RolloutState
 
 
-def rollout_to_proto(rollout: Rollout, view: int) -> rollout_service_pb2.Rollout:
+class ListedRollout(RecordedRollout, Protocol):
+    """What a list shows of a rollout. Times are in seconds since 1970."""
+
+    @property
+    def uid(self) -> str:
+        """The server's id."""
+
+    @property
+    def caller(self) -> str:
+        """Name of the key that started it."""
+
+    @property
+    def state(self) -> RolloutState:
+        """Its state."""
+
+    @property
+    def log(self) -> Log:
+        """Its log."""
+
+    @property
+    def created(self) -> float:
+        """When it was accepted."""
+
+    @property
+    def finished(self) -> float | None:
+        """When it ended; None until then."""
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """State of its outcome's delivery."""
+
+
+def rollout_to_proto(rollout: ListedRollout, view: int) -> rollout_service_pb2.Rollout:
     """Return the current state of a rollout. `view` is a RolloutView."""
     view = view or rollout_service_pb2.ROLLOUT_VIEW_BASIC
     messages = view >= rollout_service_pb2.ROLLOUT_VIEW_MESSAGES

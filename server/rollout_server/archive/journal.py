@@ -1,0 +1,244 @@
+"""The rollouts in the journal of a stopped server, read without changing anything in its directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from osmosis.rollout.v1 import event_pb2
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from sqlalchemy import Connection, NullPool, create_engine, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from rollout_server.archive.archive import Recording, Unreadable
+from rollout_server.core.machine import Machine, replay
+from rollout_server.core.outcome import Outcome
+from rollout_server.core.spec import Spec
+from rollout_server.edge.journal.files import APPLICATION_ID, DATABASE
+from rollout_server.edge.journal.schema import ROLLOUTS, latest_version, migrate
+from rollout_server.edge.journal.stored import StoredReader
+from rollout_server.edge.wire.event import event
+from rollout_server.edge.wire.rollout import rollout_to_proto
+from rollout_server.runtime.journal import JournalUnusable, StoredRollout
+from rollout_server.runtime.log import Log
+from rollout_server.runtime.outcome_delivery import Delivery
+from rollout_server.runtime.rollout import RolloutState
+
+_WAL: Final = "-wal"
+_LOCK: Final = "lock"
+
+
+class SavedJournal:
+    """The journal of a stopped server, between `open` and `close`.
+
+    A journal whose server was stopped is read where it is. If its server was killed, SQLite's log holds changes that are not in the
+    database yet, and reading them would write beside it; so it is copied to a temporary directory. So is one with older tables.
+
+    Args:
+        directory: that of the journal.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._database = directory / DATABASE
+        self._copies: TemporaryDirectory[str] | None = None
+        self._state: tuple[object, ...] = ()
+
+    def open(self) -> list[JournalRollout]:
+        """Return the rollouts, oldest first. Raises `Unreadable`, also for a journal that a server has open."""
+        with _unlocked(self._directory):
+            if _wal_bytes(self._database) or self._version() < latest_version():
+                self._copy()
+        self._state = self._fingerprint()
+        try:
+            with self.connection() as connection:
+                return [JournalRollout(self, row.number, row.uid) for row in connection.execute(_NAMES)]
+        except Unreadable:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Delete the copy, if there is one."""
+        if self._copies is not None:
+            self._copies.cleanup()
+
+    @contextmanager
+    def connection(self) -> Iterator[Connection]:
+        """Yield a connection that cannot write. Raises `Unreadable`."""
+        self._check_unchanged()
+        try:
+            with _connect(self._database, "mode=ro&immutable=1") as connection:
+                yield connection
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+            self._check_unchanged()
+            raise Unreadable(f"{self._database} cannot be read ({getattr(error, 'orig', None) or error})") from error
+        self._check_unchanged()
+
+    def read(self, number: int) -> StoredRollout:
+        """Return a rollout by its number, without its credentials. Raises `Unreadable`."""
+        reader = StoredReader(self._database, None)
+        try:
+            with self.connection() as connection:
+                found = next((each for _, each in reader.rollouts(connection, number)), None)
+        except JournalUnusable as error:
+            raise Unreadable(str(error)) from error
+        if found is None:
+            raise Unreadable(f"{self._database} has no rollout {number} any more")
+        return found
+
+    def _version(self) -> int:
+        """Return the version of the tables. Raises `Unreadable` unless it is a journal of this server or an older one."""
+        with self.connection() as connection:
+            pragmas = ("application_id", "user_version")
+            kind, version = (int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()) for name in pragmas)
+        if kind != APPLICATION_ID or version < 1:
+            raise Unreadable(f"{self._database} is an SQLite database, but not a journal of this server")
+        if version > latest_version():
+            text = f"was written by a newer server: it has version {version}, and this program knows versions up to {latest_version()}"
+            raise Unreadable(f"{self._database} {text}. Use `rollout view` of the newer version")
+        return version
+
+    def _copy(self) -> None:
+        """Continue with a copy, which has all changes and the newest tables."""
+        self._copies = TemporaryDirectory(prefix="rollout-view-")
+        copy = Path(self._copies.name) / DATABASE
+        try:
+            for ending in ("", _WAL):
+                with suppress(FileNotFoundError):
+                    shutil.copyfile(f"{self._database}{ending}", f"{copy}{ending}")
+            self._database = copy
+            self._version()
+            with _connect(copy, "mode=rw") as connection, connection.begin():
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+                version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
+                migrate(connection, version)
+        except (OSError, SQLAlchemyError) as error:
+            self.close()
+            raise Unreadable(f"the journal {self._directory} cannot be copied to {copy.parent} ({error})") from error
+        except Unreadable:
+            self.close()
+            raise
+
+    def _fingerprint(self) -> tuple[object, ...]:
+        try:
+            found = self._database.stat()
+        except OSError as error:
+            raise Unreadable(f"the journal {self._database} cannot be read: {error.strerror}") from error
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, _wal_bytes(self._database)
+
+    def _check_unchanged(self) -> None:
+        """Raise `Unreadable` if a server has opened the journal since `open`, so what was read may not be consistent."""
+        if self._state and self._state != self._fingerprint():
+            raise Unreadable(f"the journal {self._directory} was changed meanwhile: {_IN_USE}")
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRollout:
+    """A rollout of a journal."""
+
+    journal: SavedJournal
+    number: int
+    uid: str
+
+    def read(self) -> Recording:
+        """Read the rollout and rebuild its events and its outcome from its log. Raises `Unreadable`."""
+        stored = self.journal.read(self.number)
+        try:
+            rebuilt = _rebuilt(stored)
+        except Exception as error:  # whatever records that no server has written make the machine raise
+            text = f"rollout {self.uid} cannot be rebuilt: its records contradict each other ({type(error).__name__})"
+            raise Unreadable(text) from None
+        events = [event(rebuilt, entry, event_pb2.EVENT_DETAIL_FULL) for entry in stored.entries]
+        return Recording(rollout_to_proto(rebuilt, pb.ROLLOUT_VIEW_FULL), events)
+
+
+@dataclass(frozen=True, slots=True)
+class _RebuiltRollout:
+    """A rollout as its journal has it. One without an end was queued or running when its server stopped."""
+
+    uid: str
+    caller: str
+    spec: Spec
+    machine: Machine
+    log: Log
+    created: float
+    finished: float | None
+    delivery: Delivery | None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return self.machine.outcome
+
+    @property
+    def state(self) -> RolloutState:
+        if self.machine.outcome is not None:
+            return RolloutState.FINISHED
+        return RolloutState.RUNNING if self.log.last_sequence > 1 else RolloutState.QUEUED
+
+
+def _rebuilt(stored: StoredRollout) -> _RebuiltRollout:
+    start = stored.start
+    spec, entries = start.request.spec, stored.entries
+    machine = Machine(start.uid, spec.messages, spec.limits, spec.staleness)
+    replay(machine, (entry.record for entry in entries))
+    finished = entries[-1].time if machine.outcome is not None else None
+    delivery = stored.stored_delivery.delivery if stored.stored_delivery is not None else None
+    return _RebuiltRollout(
+        start.uid, start.request.caller, spec, machine, Log(entries), start.created, finished, delivery
+    )
+
+
+_NAMES: Final = select(ROLLOUTS.c.number, ROLLOUTS.c.uid).order_by(ROLLOUTS.c.number)
+_IN_USE: Final = "a server uses it; `rollout view URL` with the URL of that server's HTTP port shows its rollouts"
+
+
+def is_journal(directory: Path) -> bool:
+    """Return whether a directory is that of a journal."""
+    return (directory / DATABASE).is_file()
+
+
+@contextmanager
+def _unlocked(directory: Path) -> Iterator[None]:
+    """Keep servers from opening the journal within the block. Raises `Unreadable` if one has it open."""
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        yield  # a copy of the database alone
+        return
+    except OSError as error:
+        raise Unreadable(f"the journal {directory} cannot be read: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise Unreadable(f"the journal {directory} is in use: {_IN_USE}") from None
+    finally:
+        os.close(lock)
+
+
+@contextmanager
+def _connect(database: Path, parameters: str) -> Iterator[Connection]:
+    """Yield a connection to a database that exists."""
+
+    def connect() -> sqlite3.Connection:
+        return sqlite3.connect(f"{database.absolute().as_uri()}?{parameters}", uri=True, isolation_level=None)
+
+    engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
+    with engine.connect() as connection:
+        yield connection
+
+
+def _wal_bytes(database: Path) -> int:
+    """Return the size of SQLite's log beside a database; 0 if there is none."""
+    try:
+        return Path(f"{database}{_WAL}").stat().st_size
+    except FileNotFoundError:
+        return 0

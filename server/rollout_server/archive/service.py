@@ -1,0 +1,163 @@
+"""The read calls of RolloutService over an archive. It refuses all others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
+
+import grpc
+from osmosis.rollout.v1 import event_pb2, group_pb2, rollout_service_pb2_grpc, token_pb2
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+
+from rollout_server.archive.archive import Archive, Unreadable, basic
+from rollout_server.core.error import InvalidRequest, NotFound, NotPossible, Violation
+from rollout_server.core.spec import TokenizerName
+from rollout_server.edge.rpc.service import DEFAULT_PAGE, MAX_PAGE
+from rollout_server.edge.rpc.token_window import MOST_TOKENS, TokenWindow
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.edge.wire import request as wire
+
+READ_ONLY: Final = "read_only"
+"""Feature of a server that shows rollouts and changes none."""
+
+LoadTokenizer: TypeAlias = Callable[[TokenizerName | None], LoadedTokenizer]
+"""Returns the tokenizer of a rollout. Raises `NotPossible` with reason NO_TOKENIZER."""
+
+_SECONDS: Final = 1.0
+"""How long one call examines rollouts that were not read yet."""
+_MOST: Final = 1000
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_T = TypeVar("_T")
+
+
+class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
+    """Serves an archive. It blocks no other call while it reads: reading takes place in threads."""
+
+    def __init__(self, archive: Archive, version: str, load_tokenizer: LoadTokenizer) -> None:
+        self._archive = archive
+        self._version = version
+        self._load_tokenizer = load_tokenizer
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
+        """Return the version, and that nothing can be changed."""
+        return pb.GetServerInfoResponse(version=self._version, features=[READ_ONLY], finished=len(self._archive.uids))
+
+    async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
+        """Return a page of rollouts. It is short if reading them takes long."""
+        if request.page_size > MAX_PAGE:
+            raise InvalidRequest(Violation("page_size", f"must be at most {MAX_PAGE}"))
+        selection, before = request.selection, wire.page_start(request.page_token, request.selection)
+        page = await _read(self._archive.page, selection, before, request.page_size or DEFAULT_PAGE, _SECONDS)
+        following = [] if page.next_before is None else [page.next_before]
+        shown = [rollout for _, rollout in page.rollouts]
+        if request.view > pb.ROLLOUT_VIEW_BASIC:
+            shown = [(await _read(self._archive.read, each.uid)).rollout for each in shown]
+        return pb.ListRolloutsResponse(
+            rollouts=shown,
+            page_tokens=wire.page_tokens([number + 1 for number, _ in page.rollouts], selection),
+            next_page_token="".join(wire.page_tokens(following, selection)),
+        )
+
+    async def GetRollout(self, request: pb.GetRolloutRequest, context: _Context) -> pb.GetRolloutResponse:
+        """Return one rollout."""
+        found = (await _read(self._archive.read, request.uid)).rollout
+        return pb.GetRolloutResponse(rollout=found if request.view > pb.ROLLOUT_VIEW_BASIC else basic(found))
+
+    async def WaitRollout(self, request: pb.WaitRolloutRequest, context: _Context) -> pb.WaitRolloutResponse:
+        """Return one rollout at once, because it does not change."""
+        return pb.WaitRolloutResponse(rollout=(await _read(self._archive.read, request.uid)).rollout)
+
+    async def WatchRollout(
+        self, request: pb.WatchRolloutRequest, context: _Context
+    ) -> AsyncIterator[pb.WatchRolloutResponse]:
+        """Stream the saved events after a sequence number. Those of an unfinished rollout have no end, so the stream has none."""
+        found = await _read(self._archive.read, request.uid)
+        for event in found.events:
+            is_wanted = request.detail != event_pb2.EVENT_DETAIL_OUTCOME or event.HasField("finished")
+            if event.sequence > request.after_sequence and is_wanted:
+                yield pb.WatchRolloutResponse(event=event)
+        if found.rollout.state != pb.ROLLOUT_STATE_FINISHED:
+            await asyncio.Event().wait()
+
+    async def ListAgents(self, request: pb.ListAgentsRequest, context: _Context) -> pb.ListAgentsResponse:
+        """Return the names of the agents of the newest rollouts."""
+        page = await _read(self._archive.page, pb.Selection(), None, _MOST, _SECONDS)
+        names = sorted({rollout.spec.agent for _, rollout in page.rollouts} - {""})
+        return pb.ListAgentsResponse(agents=[pb.Agent(name=name) for name in names])
+
+    async def GetGroup(self, request: group_pb2.GetGroupRequest, context: _Context) -> group_pb2.GetGroupResponse:
+        """Return the members of a group that are here. Its result is not saved."""
+        selection = pb.Selection(group_id=request.group_id)
+        page = await _read(self._archive.page, selection, None, _MOST, 10 * _SECONDS)
+        if not request.group_id or not page.rollouts:
+            raise NotFound(
+                f"there is no rollout of group {request.group_id!r} among the saved ones", reason="GROUP_NOT_FOUND"
+            )
+        rollouts = [rollout for _, rollout in page.rollouts]
+        members = [
+            group_pb2.GroupMember(
+                index=each.spec.group_index,
+                uid=each.uid,
+                rollout_id=each.spec.rollout_id,
+                finished=each.state == pb.ROLLOUT_STATE_FINISHED,
+            )
+            for each in rollouts
+        ]
+        group = group_pb2.Group(
+            group_id=request.group_id, members=sorted(members, key=lambda each: each.index), caller=rollouts[0].caller
+        )
+        if rollouts[-1].HasField("create_time"):
+            group.create_time.CopyFrom(rollouts[-1].create_time)
+        return group_pb2.GetGroupResponse(group=group)
+
+    async def DecodeTokens(self, request: pb.DecodeTokensRequest, context: _Context) -> pb.DecodeTokensResponse:
+        """Return the texts of tokens of a segment."""
+        return pb.DecodeTokensResponse(texts=await _read(self._texts, request))
+
+    def _texts(self, request: pb.DecodeTokensRequest) -> list[pb.TokenText]:
+        found, start = self._archive.read(request.uid), request.start
+        segment = next((each for each in found.segments if each.id == request.segment_id), None)
+        if segment is None:
+            raise NotFound(f"the rollout has no segment {request.segment_id[:64]!r}", reason="SEGMENT_NOT_FOUND")
+        name = found.rollout.spec.tokenizer
+        tokenizer = self._load_tokenizer(TokenizerName(name.name, name.revision) if name.name else None)
+        stop = request.stop or start + MOST_TOKENS
+        if not start <= stop <= start + MOST_TOKENS:
+            raise InvalidRequest(Violation("stop", f"must be at most {MOST_TOKENS} tokens after start"))
+        return texts_of(segment, start, stop, tokenizer)
+
+    async def refuse(self, request: object, context: _Context) -> NoReturn:
+        """Refuse a call that would change something."""
+        raise NotPossible(_REFUSED, reason="READ_ONLY")
+
+    async def refuse_stream(self, request: object, context: _Context) -> AsyncIterator[NoReturn]:
+        """Refuse a call with a stream of responses."""
+        raise NotPossible(_REFUSED, reason="READ_ONLY")
+        yield  # makes this a generator, as gRPC expects
+
+    StartRollout = CancelRollouts = AcknowledgeOutcome = RedeliverOutcomes = refuse
+    StartGroup = RenderPrompt = SetPolicy = ListTools = refuse
+    RunRollout = WatchGroup = refuse_stream
+
+
+_REFUSED: Final = "these are saved rollouts: they can be read, but nothing can be started, cancelled or delivered"
+
+
+def texts_of(segment: token_pb2.Segment, start: int, stop: int, tokenizer: LoadedTokenizer) -> list[pb.TokenText]:
+    """Return the texts of the tokens of a segment from `start` to before `stop`, or to its end if that comes first."""
+    ids: list[int] = []
+    cuts: list[int] = []
+    for span in segment.spans:
+        cuts.append(len(ids))
+        ids += span.token_ids
+    stop = min(stop, len(ids))
+    return TokenWindow(ids, 0, min(start, stop), stop, tuple(cuts[1:])).texts(tokenizer)
+
+
+async def _read(read: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function that reads saved rollouts in a thread. Raises `NotPossible` for those that cannot be read."""
+    try:
+        return await asyncio.to_thread(read, *arguments)
+    except Unreadable as error:
+        raise NotPossible(str(error), reason="UNREADABLE") from None
