@@ -102,8 +102,10 @@ class SavedJournal:
         if kind != APPLICATION_ID or version < 1:
             raise Unreadable(f"{self._database} is an SQLite database, but not a journal of this server")
         if version > latest_version():
-            text = f"was written by a newer server: it has version {version}, and this program knows versions up to {latest_version()}"
-            raise Unreadable(f"{self._database} {text}. Use `rollout view` of the newer version")
+            text = f"it has version {version}, and this program knows versions up to {latest_version()}"
+            raise Unreadable(
+                f"{self._database} was written by a newer server: {text}. Use `rollout view` of that server"
+            )
         return version
 
     def _copy(self) -> None:

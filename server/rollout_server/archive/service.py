@@ -7,22 +7,21 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import grpc
-from osmosis.rollout.v1 import event_pb2, group_pb2, rollout_service_pb2_grpc, token_pb2
+from osmosis.rollout.v1 import event_pb2, group_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from rollout_server.archive.archive import Archive, Unreadable, basic
+from rollout_server.archive.archive import Archive, Recording, Unreadable, basic
 from rollout_server.core.error import InvalidRequest, NotFound, NotPossible, Violation
 from rollout_server.core.spec import TokenizerName
+from rollout_server.edge.rpc.prompts import PromptRenderer
 from rollout_server.edge.rpc.service import DEFAULT_PAGE, MAX_PAGE
 from rollout_server.edge.rpc.token_window import MOST_TOKENS, TokenWindow
-from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tokens.token_text import CONTEXT_TOKENS
 from rollout_server.edge.wire import request as wire
 
 READ_ONLY: Final = "read_only"
 """Feature of a server that shows rollouts and changes none."""
-
-LoadTokenizer: TypeAlias = Callable[[TokenizerName | None], LoadedTokenizer]
-"""Returns the tokenizer of a rollout. Raises `NotPossible` with reason NO_TOKENIZER."""
 
 _SECONDS: Final = 1.0
 """How long one call examines rollouts that were not read yet."""
@@ -32,12 +31,22 @@ _T = TypeVar("_T")
 
 
 class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
-    """Serves an archive. It blocks no other call while it reads: reading takes place in threads."""
+    """Serves an archive. It blocks no other call while it reads: reading takes place in threads.
 
-    def __init__(self, archive: Archive, version: str, load_tokenizer: LoadTokenizer) -> None:
+    Args:
+        archive: the rollouts.
+        version: that of this program.
+        tokenizers: the tokenizers that are installed here.
+        tokenizer: that of rollouts which name none; None: their tokens have no texts.
+    """
+
+    def __init__(
+        self, archive: Archive, version: str, tokenizers: Tokenizers, tokenizer: TokenizerName | None = None
+    ) -> None:
         self._archive = archive
         self._version = version
-        self._load_tokenizer = load_tokenizer
+        self._prompts = PromptRenderer(tokenizers)
+        self._tokenizer = tokenizer
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
         """Return the version, and that nothing can be changed."""
@@ -113,19 +122,12 @@ class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def DecodeTokens(self, request: pb.DecodeTokensRequest, context: _Context) -> pb.DecodeTokensResponse:
         """Return the texts of tokens of a segment."""
-        return pb.DecodeTokensResponse(texts=await _read(self._texts, request))
-
-    def _texts(self, request: pb.DecodeTokensRequest) -> list[pb.TokenText]:
-        found, start = self._archive.read(request.uid), request.start
-        segment = next((each for each in found.segments if each.id == request.segment_id), None)
-        if segment is None:
-            raise NotFound(f"the rollout has no segment {request.segment_id[:64]!r}", reason="SEGMENT_NOT_FOUND")
-        name = found.rollout.spec.tokenizer
-        tokenizer = self._load_tokenizer(TokenizerName(name.name, name.revision) if name.name else None)
-        stop = request.stop or start + MOST_TOKENS
-        if not start <= stop <= start + MOST_TOKENS:
-            raise InvalidRequest(Violation("stop", f"must be at most {MOST_TOKENS} tokens after start"))
-        return texts_of(segment, start, stop, tokenizer)
+        found = await _read(self._archive.read, request.uid)
+        name, prompts = found.rollout.spec.tokenizer, self._prompts
+        tokenizer = TokenizerName(name.name, name.revision) if name.name else self._tokenizer
+        window = _window(found, request)
+        texts = await prompts.run_bounded(prompts.run(tokenizer, window.texts), 4 * len(window.ids))
+        return pb.DecodeTokensResponse(texts=texts)
 
     async def refuse(self, request: object, context: _Context) -> NoReturn:
         """Refuse a call that would change something."""
@@ -144,15 +146,21 @@ class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
 _REFUSED: Final = "these are saved rollouts: they can be read, but nothing can be started, cancelled or delivered"
 
 
-def texts_of(segment: token_pb2.Segment, start: int, stop: int, tokenizer: LoadedTokenizer) -> list[pb.TokenText]:
-    """Return the texts of the tokens of a segment from `start` to before `stop`, or to its end if that comes first."""
-    ids: list[int] = []
-    cuts: list[int] = []
+def _window(found: Recording, request: pb.DecodeTokensRequest) -> TokenWindow:
+    """Return the tokens that are requested of a rollout. Raises `NotFound` and `InvalidRequest`."""
+    segment = next((each for each in found.segments if each.id == request.segment_id), None)
+    if segment is None:
+        raise NotFound(f"the rollout has no segment {request.segment_id[:64]!r}", reason="SEGMENT_NOT_FOUND")
+    ids, cuts = array("I"), list[int]()
     for span in segment.spans:
         cuts.append(len(ids))
-        ids += span.token_ids
-    stop = min(stop, len(ids))
-    return TokenWindow(ids, 0, min(start, stop), stop, tuple(cuts[1:])).texts(tokenizer)
+        ids.extend(span.token_ids)
+    start, stop = request.start, request.stop or min(request.start + MOST_TOKENS, len(ids))
+    if not start <= stop <= min(start + MOST_TOKENS, len(ids)):
+        text = f"at most {MOST_TOKENS} tokens after start, of the {len(ids)} of the segment"
+        raise InvalidRequest(Violation("stop", f"must be {text}"))
+    first, last = max(0, start - CONTEXT_TOKENS), min(len(ids), stop + CONTEXT_TOKENS)
+    return TokenWindow(ids[first:last], first, start, stop, tuple(cut for cut in cuts if first < cut < last))
 
 
 async def _read(read: Callable[..., _T], *arguments: Any) -> _T:

@@ -27,6 +27,7 @@ from rollout_server.cli.operate.keys import keys
 from rollout_server.cli.operate.rollouts import cancel, ps
 from rollout_server.cli.operate.serve import serve
 from rollout_server.cli.operate.trainer import trainer
+from rollout_server.cli.operate.view import view
 
 
 class Commands(TyperGroup):
@@ -103,6 +104,7 @@ for command in (
     cancel,
     deliveries,
     inspect,
+    view,
     verify,
     gateway,
     trainer,

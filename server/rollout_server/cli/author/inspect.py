@@ -110,7 +110,7 @@ def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
     from rollout_server.inspection.escape import visible
     from rollout_server.runtime.errors import RolloutFailed
 
-    directories = _directories(pairs)
+    directories = tokenizer_directories(pairs)
     name = rollout.spec.tokenizer.name
     if not name and len(directories) == 1:  # rollouts whose trainer renders the prompts may name no tokenizer
         name = next(iter(directories))
@@ -126,7 +126,8 @@ def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
         return None
 
 
-def _directories(pairs: Sequence[str]) -> dict[str, Path]:
+def tokenizer_directories(pairs: Sequence[str]) -> dict[str, Path]:
+    """Return the directories of `--tokenizer` by name. Raises ValueError for a malformed one."""
     split = [pair.partition("=") for pair in pairs]
     if wrong := [pair for pair, (name, _, path) in zip(pairs, split, strict=True) if not name or not path]:
         raise ValueError(f"--tokenizer: {wrong[0]!r} is not NAME=DIRECTORY")
