@@ -23,7 +23,10 @@ _RECENT: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A saved rollout in the view "full", and its events with the detail "full"; without events if none were saved."""
+    """A saved rollout in the view "full", and its events with the detail "full".
+
+    If no events were saved, its `last_sequence` is 0, and clients read its outcome alone.
+    """
 
     rollout: pb.Rollout
     events: Sequence[event_pb2.RolloutEvent] = ()
@@ -36,19 +39,6 @@ class Recording:
         so_far = pb.Rollout(last_sequence=self.rollout.last_sequence)
         add_outcome_so_far(so_far, self.events)
         return so_far.outcome.segments
-
-    def followable(self) -> Recording:
-        """Return it with an event of its end, which a client waits for, even if no events were saved."""
-        rollout = self.rollout
-        if self.events or not rollout.HasField("outcome"):
-            return self
-        rollout.last_sequence = max(1, rollout.last_sequence)
-        end = event_pb2.RolloutEvent(
-            sequence=rollout.last_sequence, finished=event_pb2.Finished(outcome=rollout.outcome)
-        )
-        if rollout.HasField("finish_time"):
-            end.time.CopyFrom(rollout.finish_time)
-        return Recording(rollout, [end])
 
 
 class SavedRollout(Protocol):
@@ -100,7 +90,7 @@ class Archive:
             raise NotFound(f"there is no rollout {uid!r} among the saved ones", reason="ROLLOUT_NOT_FOUND")
         with self._lock:
             if uid not in self._recent:
-                self._recent[uid] = self._saved[number].read().followable()
+                self._recent[uid] = self._saved[number].read()
             self._recent.move_to_end(uid)
             while len(self._recent) > _RECENT:
                 self._recent.popitem(last=False)

@@ -53,8 +53,8 @@ class FileRollout:
             found = self.parse(contents)
         except (OSError, ValueError) as error:
             raise Unreadable(f"{self.name}, rollout {self.uid}: {error}") from error
-        if found.rollout.uid != self.uid:
-            found.rollout.uid = self.uid
+        found.rollout.uid = self.uid
+        found.rollout.last_sequence = found.events[-1].sequence if found.events else 0
         return found
 
 

@@ -21,7 +21,9 @@ from rollout_server.edge.tokens.token_text import CONTEXT_TOKENS
 from rollout_server.edge.wire import request as wire
 
 READ_ONLY: Final = "read_only"
-"""Feature of a server that shows rollouts and changes none."""
+"""Feature of a server that shows rollouts, and does not start or cancel any."""
+SAVED: Final = "saved_rollouts"
+"""Feature of a server whose rollouts do not change any more."""
 
 _SECONDS: Final = 1.0
 """How long one call examines rollouts that were not read yet."""
@@ -50,7 +52,7 @@ class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
         """Return the version, and that nothing can be changed."""
-        return pb.GetServerInfoResponse(version=self._version, features=[READ_ONLY], finished=len(self._archive.uids))
+        return pb.GetServerInfoResponse(version=self._version, features=[READ_ONLY, SAVED], finished=len(self._archive.uids))
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
         """Return a page of rollouts. It is short if reading them takes long."""

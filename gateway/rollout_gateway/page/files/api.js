@@ -21,8 +21,13 @@ export class ApiSource {
   }
 
   /** @returns {Promise<Object>} version, limits and load of the server */
-  server() {
-    return this._json("v1/server");
+  async server() {
+    const server = await this._json("v1/server");
+    /** Whether nothing can be cancelled. */
+    this.readOnly = server.features.includes("read_only");
+    /** Whether nothing changes any more. */
+    this.isSaved = server.features.includes("saved_rollouts");
+    return server;
   }
 
   /** @returns {Promise<{agents: Object[]}>} */

@@ -6,6 +6,8 @@ import { groupPage } from "page/group.js";
 import { listPage } from "page/list.js";
 import { rolloutPage } from "page/rollout.js";
 
+const PATIENCE_MS = 1000;
+
 const main = document.querySelector("main");
 const intro = document.getElementById("intro");
 const saved = document.getElementById("rollouts");
@@ -55,5 +57,8 @@ function askForKey(refusal) {
   });
 }
 
+// Learn first what the server allows. One that is away is reported by what is shown.
+await Promise.race([source.server().catch(() => {}), new Promise((resolve) => setTimeout(resolve, PATIENCE_MS))]);
+document.querySelector("header nav")?.toggleAttribute("hidden", Boolean(source.readOnly));
 addEventListener("hashchange", show);
 show();

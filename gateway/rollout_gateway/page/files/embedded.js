@@ -8,6 +8,8 @@ const PAGE = 100;
  */
 export class EmbeddedSource {
   readOnly = true;
+  isSaved = true;
+  isEmbedded = true;
 
   /** @param {{rollouts: Saved[]}} data - newest first */
   constructor(data) {
@@ -62,11 +64,8 @@ export class EmbeddedSource {
   }
 
   async *events(uid, after, signal, onConnection = () => {}) {
-    const { rollout, events } = this._find(uid);
     onConnection(true);
-    yield* events.filter((event) => event.sequence > after);
-    // Without events, the outcome tells what there is.
-    if (!events.length && rollout.outcome) yield { event: "finished", sequence: 1, time: rollout.finish_time, outcome: rollout.outcome };
+    yield* this._find(uid).events.filter((event) => event.sequence > after);
   }
 
   _find(uid) {

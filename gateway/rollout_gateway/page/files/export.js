@@ -14,6 +14,7 @@ export function exportMenu(view) {
     "Rollout (JSON)": async () => download(`${name}.json`, JSON.stringify(await whole(view), null, 1), "application/json"),
     "Page (one HTML file)": async () => download(`${name}.html`, await documentOf(view), "text/html"),
   };
+  if (view.source.isEmbedded) delete entries["Page (one HTML file)"]; // This is one already.
   const problem = h("p.error", { role: "alert" });
   const items = Object.entries(entries).map(([label, act]) => {
     const click = async () => {

@@ -35,7 +35,7 @@ const COLUMNS = [
 export function listPage(source, parameters) {
   const closing = new AbortController();
   const list = new List(source, parameters, closing.signal);
-  const load = source.readOnly ? null : serverFigures(source, closing.signal);
+  const load = source.isSaved ? null : serverFigures(source, closing.signal);
   const element = h("section.list", {}, h("h1.live-hidden", {}, "Rollouts"), load, list.element);
   return { title: "Rollouts", element, close: () => closing.abort() };
 }

@@ -52,7 +52,7 @@ class RolloutPage {
     document.addEventListener("keydown", (event) => this._onKey(event), { signal: this._closing.signal });
     try {
       this._show(new RolloutModel(await source.rollout(uid, "messages")));
-      if (!source.readOnly) this._poll();
+      if (!source.isSaved) this._poll();
       await this._follow();
     } catch (error) {
       if (this._closing.signal.aborted) return;

@@ -135,7 +135,7 @@ async def _view_archive(archive: Archive, directories: Mapping[str, Path], viewe
     from rollout_server.archive.server import archive_app
 
     async with _service(archive, directories) as service, archive_app(service) as app:
-        await viewer.show(app)
+        await viewer.show(app, f"#/rollouts/{archive.uids[0]}" if len(archive.uids) == 1 else "")
 
 
 @asynccontextmanager
