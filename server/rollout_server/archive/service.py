@@ -52,7 +52,9 @@ class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: _Context) -> pb.GetServerInfoResponse:
         """Return the version, and that nothing can be changed."""
-        return pb.GetServerInfoResponse(version=self._version, features=[READ_ONLY, SAVED], finished=len(self._archive.uids))
+        return pb.GetServerInfoResponse(
+            version=self._version, features=[READ_ONLY, SAVED], finished=len(self._archive.uids)
+        )
 
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: _Context) -> pb.ListRolloutsResponse:
         """Return a page of rollouts. It is short if reading them takes long."""

@@ -1,4 +1,4 @@
-"""The report of an evaluation: one HTML file without scripts and network access, which shows model output as plain text."""
+"""The report of an evaluation: the page for saved rollouts as one HTML file, with a summary above the list of its rollouts."""
 
 from __future__ import annotations
 
@@ -9,38 +9,20 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_FULL
+from rollout_gateway.page.standalone import standalone_document, standalone_page
+from rollout_gateway.rest.proto_json import response_json
+
 from rollout_server.evaluation.plots import Plot, bar_chart, histogram
 from rollout_server.evaluation.row_result import RowResult
+from rollout_server.evaluation.row_rollout import rollout_of_result
 from rollout_server.evaluation.summary import Summary, kind_of
-from rollout_server.inspection.escape import EMPTY, visible
+from rollout_server.inspection.escape import visible
 
-MOST_TRANSCRIPTS = 1000
+MOST_ROLLOUTS = 1000
+MOST_BYTES = 64 << 20
+"""Size of the rollouts in a report. Browsers take seconds to open a larger one."""
 _LONGEST = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class ReportMessage:
-    """One message of a transcript."""
-
-    role: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReportRollout:
-    """A rollout with its row and its transcript.
-
-    Args:
-        result: the result.
-        mark: "passed", "not passed", "no reward" or "failed".
-        facts: ground truth and metadata of the row.
-        messages: the conversation, or the prompt if the rollout has none.
-    """
-
-    result: RowResult
-    mark: str
-    facts: Mapping[str, str]
-    messages: tuple[ReportMessage, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +35,45 @@ class ReportFailures:
     example: str
 
 
-def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[RowResult]) -> str:
+def report(facts: Mapping[str, Any], summary: Summary, results: Sequence[RowResult]) -> bytes:
     """Return the report as HTML.
 
     Args:
-        facts: names and values that describe the evaluation, shown at the top.
+        facts: names and values that describe the evaluation, shown at the top; `agent` is the name of its agent.
         summary: figures over all results.
-        results: all results. Transcripts are included for at most `MOST_TRANSCRIPTS`, failed and low-reward ones first.
+        results: all results. At most `MOST_ROLLOUTS` of them, and `MOST_BYTES` of JSON, are included, failed and low-reward ones
+            first.
     """
     from jinja2 import Environment, StrictUndefined
 
-    text = (resources.files("rollout_server.evaluation") / "report.html.jinja").read_text(encoding="utf-8")
+    folder = resources.files("rollout_server.evaluation")
+    text = (folder / "report.html.jinja").read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = _visible
-    chosen = sorted(results, key=lambda result: _urgency(result, summary.threshold))[:MOST_TRANSCRIPTS]
-    return environment.from_string(text).render(
+    rollouts = _rollouts(results, summary.threshold, str(facts["agent"]))
+    intro = environment.from_string(text).render(
         facts={key: _value(value) for key, value in facts.items()},
         summary=summary,
         failures=_failures(results),
         plots=[plot for plot in _plots(summary, results) if plot.bars],
-        rollouts=[_report_rollout(result, summary.threshold) for result in chosen],
-        left_out=len(results) - len(chosen),
+        left_out=len(results) - len(rollouts),
     )
+    title = f"Evaluation of {_visible(str(facts['agent']))}"
+    page = standalone_page(title, intro, (folder / "report.css").read_text(encoding="utf-8"))
+    return standalone_document(b'{"rollouts":[' + b",".join(rollouts) + b"]}", page)
+
+
+def _rollouts(results: Sequence[RowResult], threshold: float, agent: str) -> list[bytes]:
+    """Return the rollouts of the results as JSON of the page, the most urgent ones first."""
+    found: list[bytes] = []
+    size = 0
+    for result in sorted(results, key=lambda result: _urgency(result, threshold))[:MOST_ROLLOUTS]:
+        rollout = response_json(rollout_of_result(result, agent), ROLLOUT_VIEW_FULL)
+        found.append(b'{"rollout":' + rollout + b',"events":[],"texts":{}}')
+        size += len(rollout)
+        if size > MOST_BYTES:
+            break
+    return found
 
 
 def _failures(results: Sequence[RowResult]) -> list[ReportFailures]:
@@ -117,26 +116,6 @@ def _urgency(result: RowResult, threshold: float) -> tuple[int, float, int, int]
     order = {"failed": 0, "not passed": 1, "no reward": 2, "passed": 3}
     reward = result.reward if result.finished and result.reward is not None else 0.0
     return order[_mark(result, threshold)], reward, result.row, result.repeat
-
-
-def _report_rollout(result: RowResult, threshold: float) -> ReportRollout:
-    messages = tuple(each for message in result.messages or result.prompt for each in _report_messages(message))
-    truth = {} if result.ground_truth is None else {"ground truth": result.ground_truth}
-    facts = {name: _value(value) for name, value in {**truth, **result.metadata}.items()}
-    return ReportRollout(result, _mark(result, threshold), facts, messages)
-
-
-def _report_messages(message: Mapping[str, Any]) -> Iterator[ReportMessage]:
-    role = str(message.get("role", ""))
-    for key, who in (("reasoning_content", f"{role}, thinking"), ("content", role)):
-        if message.get(key):
-            yield ReportMessage(who, _value(message[key]))
-    calls = message.get("tool_calls")
-    if not calls and not message.get("content"):
-        yield ReportMessage(role, EMPTY)
-    for call in calls if isinstance(calls, list) else ():
-        function = call.get("function", {}) if isinstance(call, Mapping) else {}
-        yield ReportMessage(f"{role}, call", f"{function.get('name')} {_value(function.get('arguments'))}")
 
 
 def _value(value: object) -> str:

@@ -68,6 +68,7 @@ export function endCell({ outcome }) {
 
 /** Time since the rollout was accepted. @returns {Cell} */
 export function ageCell({ create_time }) {
+  if (!create_time) return NOTHING;
   const seconds = Math.max(0, (Date.now() - Date.parse(create_time)) / 1000);
   const [unit, length] = [["d", 86_400], ["h", 3600], ["min", 60]].find((each) => seconds >= each[1]) ?? ["s", 1];
   return { text: `${Math.floor(seconds / length)} ${unit}`, title: new Date(create_time).toLocaleString() };
@@ -78,5 +79,7 @@ export function durationCell({ create_time, finish_time, metrics }) {
   const end = finish_time ? Date.parse(finish_time) : Date.now();
   const parts = { queued: metrics.queued_ms, completions: metrics.completion_ms, tools: metrics.tool_ms };
   const title = Object.entries(parts).map(([name, ms]) => `${name} ${duration(ms)}`).join(", ");
-  return { text: duration(Math.max(0, end - Date.parse(create_time))), title };
+  // Results of evaluations have no times but this one.
+  const ms = create_time ? end - Date.parse(create_time) : metrics.total_ms;
+  return { text: duration(Math.max(0, ms)), title };
 }

@@ -202,7 +202,7 @@ class _Evaluation:
             self._samples.finish()
         summary = summary_of(self._results, self._flags.threshold, labels)
         facts = {**self._facts, "dataset": self._files.dataset, "rows": summary.rows}
-        self._files.report.write_text(report(facts, summary, self._results), encoding="utf-8")
+        self._files.report.write_bytes(report(facts, summary, self._results))
         return summary
 
     async def _evaluate(
