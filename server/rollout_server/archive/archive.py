@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -112,17 +112,22 @@ class Archive:
         return ArchivePage(found, None)
 
     def summary(self, number: int) -> pb.Rollout:
-        """Return a rollout in the view "basic". Raises `Unreadable`."""
+        """Return a rollout in the view "basic". One that cannot be read is shown as failed, with the reason."""
         if number not in self._summaries:
             with self._lock:
-                full = self._saved[number].read().rollout
-            self._summaries[number] = basic(full).SerializeToString()
+                self._summaries[number] = self._summarize(self._saved[number]).SerializeToString()
         return pb.Rollout.FromString(self._summaries[number])
 
-    def summaries(self) -> Iterator[pb.Rollout]:
-        """Yield all rollouts in the view "basic", oldest first. The first time, this reads all of them."""
-        for number in range(len(self._saved)):
-            yield self.summary(number)
+    def _summarize(self, saved: SavedRollout) -> pb.Rollout:
+        try:
+            return basic(saved.read().rollout)
+        except Unreadable as error:
+            text = str(error).encode("utf-8", "replace").decode()
+            failure = outcome_pb2.Failure(
+                category=outcome_pb2.FAILURE_CATEGORY_INTERNAL, message=f"cannot be read: {text}"
+            )
+            outcome = outcome_pb2.Outcome(failure=failure)
+            return pb.Rollout(uid=saved.uid, state=pb.ROLLOUT_STATE_FINISHED, outcome=outcome)
 
     def _matches(self, number: int, rollout: pb.Rollout, selection: pb.Selection) -> bool:
         spec = rollout.spec

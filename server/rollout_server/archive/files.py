@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,12 +66,13 @@ def saved_in(path: Path) -> list[SavedRollout]:
         opened = _opener(path)
         with opened() as file:
             found = [*_rollouts(file, path, opened)]
-    except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror or error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise Unreadable(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"{path}: {error or 'its JSON is nested too deeply'}") from error
     if not found:
         raise Unreadable(f"{path} has no rollouts; {_READABLE}")
+    found[0].read()  # the others are read when they are shown
     return found
 
 
@@ -106,19 +108,20 @@ def _rollouts(file: IO[bytes], path: Path, opened: Callable[[], IO[bytes]]) -> I
         yield _whole(file, path, opened)
         return
     file.seek(0)
-    samples: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    agent, samples = "", defaultdict[str, list[tuple[int, int]]](list)
     for number, (offset, line) in enumerate(_lines(file), start=1):
         value = _json_object(line)
         if value is None:
             if file.read(1) or line.endswith(b"\n"):
                 raise ValueError(f"line {number} is not a JSON object; {_READABLE}")
             continue  # the trace of an interruption
-        if "evaluation" in value:
-            continue  # the head of a results file
+        if isinstance(value.get("evaluation"), dict):  # the head of a results file
+            agent = str(value["evaluation"].get("agent", ""))
+            continue
         if "response_ids" in value:
             samples[str(value.get("uid") or "samples")].append((offset, len(line)))
             continue
-        uid, parse = _line_form(value, number)
+        uid, parse = _line_form(value, number, agent)
         yield FileRollout(_valid_uid(uid), str(path), opened, [(offset, len(line))], parse)
     for uid, parts in samples.items():
         yield FileRollout(_valid_uid(uid), str(path), opened, parts, rollout_of_samples)
@@ -148,11 +151,13 @@ def _is_line(value: Mapping[str, Any]) -> bool:
     return "response_ids" in value or "evaluation" in value or "row" in value or "rollout" in value
 
 
-def _line_form(value: Mapping[str, Any], number: int) -> tuple[str, Parse]:
-    """Return the uid of the rollout in a line, and how to read it."""
+def _line_form(value: Mapping[str, Any], number: int, agent: str) -> tuple[str, Parse]:
+    """Return the uid of the rollout in a line, and how to read it. `agent`: that of a results file."""
     if "row" in value and "repeat" in value:
         uid = value.get("uid") or f"row-{value['row']}-{value['repeat']}"
-        return str(uid), lambda parts: Recording(rollout_of_result(msgspec.json.decode(parts[0], type=RowResult)))
+        return str(uid), lambda parts: Recording(
+            rollout_of_result(msgspec.json.decode(parts[0], type=RowResult), agent)
+        )
     if isinstance(value.get("rollout"), dict):
         return str(value["rollout"].get("uid")), lambda parts: _recorded(json.loads(parts[0]))
     if is_rest_json(value):

@@ -5,32 +5,42 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_client import SampleSpan, TrainingSample
+from rollout_client import SampleSpan, TrainingSample, samples
 from rollout_client.export import from_dict
 
 from rollout_server.archive.archive import Recording
+from rollout_server.archive.rest_json import rollout_of
 from rollout_server.evaluation.row_rollout import number_of, set_end
 
 
 def rollout_of_samples(lines: Sequence[bytes]) -> Recording:
     """Return the rollout of its training samples, given as lines of JSON. It has their tokens, but no messages."""
-    samples = [from_dict(json.loads(line)) for line in lines]
-    first = samples[0]
+    found = _samples([json.loads(line) for line in lines])
+    first = found[0]
     outcome = outcome_pb2.Outcome(
-        segments=[_segment(sample) for sample in samples], reward=first.reward, scores=first.scores
+        segments=[_segment(sample) for sample in found], reward=first.reward, scores=first.scores
     )
     for reward in first.turn_rewards:
         outcome.turn_rewards.add(turn=reward.turn, value=reward.value)
     set_end(outcome, first.end or "stop", first.reason, "", first.failure_class)
-    outcome.metrics.generated_tokens = sum(sum(sample.response_mask) for sample in samples)
-    outcome.metrics.turns = max((span.turn for sample in samples for span in sample.spans or ()), default=0)
+    outcome.metrics.generated_tokens = sum(sum(sample.response_mask) for sample in found)
+    outcome.metrics.turns = max((span.turn for sample in found for span in sample.spans or ()), default=0)
     spec = spec_pb2.RolloutSpec(rollout_id=first.rollout_id, group_id=first.group_id)
     return Recording(
         pb.Rollout(uid=first.uid, spec=spec, state=pb.ROLLOUT_STATE_FINISHED, outcome=outcome, metrics=outcome.metrics)
     )
+
+
+def _samples(values: Sequence[dict[str, Any]]) -> Sequence[TrainingSample]:
+    """Return the samples of a file of this project's client, or of an export of the page."""
+    if "origin" not in values[0]:
+        return [from_dict(value) for value in values]
+    outcome = {"end": "stop", "reason": "", "samples": values}
+    return samples(rollout_of({"uid": "samples", "state": "finished", "outcome": outcome}))
 
 
 def _segment(sample: TrainingSample) -> token_pb2.Segment:

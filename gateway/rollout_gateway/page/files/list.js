@@ -17,7 +17,7 @@ const COLUMNS = [
   { name: "state", label: "State", show: cells.stateCell },
   { name: "uid", label: "UID", show: cells.uidCell },
   { name: "id", label: "Rollout id", show: ({ spec }) => cells.textCell(spec.rollout_id) },
-  { name: "agent", label: "Agent", show: ({ spec }) => cells.textCell(spec.agent) },
+  { name: "agent", label: "Agent", show: ({ spec }) => cells.textCell(spec.agent ?? "") },
   { name: "group", label: "Group", show: cells.groupCell },
   { name: "turns", label: "Turns", show: cells.turnsCell },
   { name: "tokens", label: "Tokens", title: "Generated tokens", show: cells.tokensCell },

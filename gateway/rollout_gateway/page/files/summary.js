@@ -156,7 +156,7 @@ function samplesOf({ samples }) {
 }
 
 function verified({ segmentList, turns }) {
-  if (!turns.size) return "none";
+  if (!turns.size && !segmentList.length) return "none";
   if (!segmentList.length) return h("span.quiet", {}, "the trainer sent no token ids");
   if (segmentList.every((segment) => segment.verified)) {
     return h("span.good", { title: "The trainer reported its prompts, so every token is the trainer's own" }, "✓ verified");

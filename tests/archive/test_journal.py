@@ -1,0 +1,167 @@
+"""The journal of a stopped server: every rollout and event as the server had them, and nothing in the directory changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sqlite3
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rollout_server.archive.archive import Unreadable
+from rollout_server.archive.journal import SavedJournal
+
+from tests.archive.conftest import TOKEN, OpenSaved, Recorded
+from tests.support.processes import ANY_PORTS, Serving, environment, started
+
+
+def contents(directory: Path) -> dict[str, tuple[str, int, int]]:
+    """The files of a directory, with their contents, modes and times."""
+    found = {}
+    for path in sorted(directory.iterdir()):
+        stat = path.stat()
+        found[path.name] = sha256(path.read_bytes()).hexdigest(), stat.st_mode, stat.st_mtime_ns
+    return found
+
+
+async def events(client: Any, uid: str) -> list[dict[str, Any]]:
+    reply = await client.get(f"/v1/rollouts/{uid}/events", params={"detail": "full"})
+    return [json.loads(line.removeprefix("data: ")) for line in reply.text.split("\n") if line.startswith("data: ")]
+
+
+async def test_all_is_as_the_server_returned_it(recorded: Recorded, open_saved: OpenSaved) -> None:
+    before = contents(recorded.journal)
+    client = await open_saved(recorded.journal)
+    for rollout, wanted in zip(recorded.rollouts, recorded.events, strict=True):
+        uid = rollout["uid"]
+        assert (await client.get(f"/v1/rollouts/{uid}", params={"view": "full"})).json() == rollout
+        assert await events(client, uid) == wanted
+    listed = (await client.get("/v1/rollouts")).json()["rollouts"]
+    assert [each["uid"] for each in listed] == [each["uid"] for each in reversed(recorded.rollouts)]
+    assert contents(recorded.journal) == before
+
+
+async def test_credentials_are_neither_needed_nor_shown(recorded: Recorded, open_saved: OpenSaved) -> None:
+    (recorded.journal / "key").unlink()
+    client = await open_saved(recorded.journal)
+    uid = recorded.rollouts[0]["uid"]
+    texts = [(await client.get(f"/v1/rollouts/{uid}{path}")).text for path in ("?view=full", "/events?detail=full")]
+    assert len(texts[0]) > 1000
+    assert not any(TOKEN in text for text in texts)
+    assert not (recorded.journal / "key").exists()
+
+
+async def test_it_selects_as_the_server_does(recorded: Recorded, open_saved: OpenSaved) -> None:
+    client = await open_saved(recorded.journal)
+
+    async def found(**query: Any) -> list[str]:
+        page = (await client.get("/v1/rollouts", params=query)).json()
+        return [each["spec"]["rollout_id"] for each in page["rollouts"]]
+
+    assert await found(agent="calculator") == ["two", "one"]
+    assert await found(group_id="sums") == ["two", "one"]
+    assert await found(label="split=train") == ["tour"]
+    assert await found(failure_class="trainer") == ["fails"]
+    assert await found(text="PLUM") == ["tour"]
+    assert await found(text="no such text") == []
+    assert await found(state="running") == []
+    page = (await client.get("/v1/rollouts", params={"page_size": 3})).json()
+    rest = (await client.get("/v1/rollouts", params={"page_size": 3, "page_token": page["next_page_token"]})).json()
+    assert [len(each["rollouts"]) for each in (page, rest)] == [3, 1]
+    group = (await client.get("/v1/groups/sums")).json()
+    assert [each["rollout_id"] for each in group["members"]] == ["one", "two"]
+    assert [each["name"] for each in (await client.get("/v1/agents")).json()["agents"]] == ["calculator", "tour"]
+
+
+async def test_nothing_can_be_changed(recorded: Recorded, open_saved: OpenSaved) -> None:
+    client = await open_saved(recorded.journal)
+    uid = recorded.rollouts[0]["uid"]
+    assert "read_only" in (await client.get("/v1/server")).json()["features"]
+    start = {"messages": [{"role": "user", "content": "x"}], "completions": {"url": "grpc://127.0.0.1:9"}}
+    for path, body in (("/v1/rollouts", start), (f"/v1/rollouts/{uid}/cancel", {}), ("/v1/rollouts/cancel", {"all": True})):
+        reply = await client.post(path, json=body)
+        assert reply.is_client_error
+        assert reply.json()["error"]["code"] == "READ_ONLY"
+
+
+async def test_a_killed_server_leaves_what_it_had_stored(tmp_path: Path, open_saved: OpenSaved) -> None:
+    env = environment(ROLLOUT_JOURNAL="journal")
+    journal = tmp_path / "journal"
+    start = {"rollout_id": "open", "messages": [{"role": "user", "content": "Go."}]}
+    async with started(Serving, "serve", *ANY_PORTS, cwd=tmp_path, env=env) as server:
+        import httpx
+
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+            # A port where nothing listens: the rollout retries for a while.
+            reply = await http.post("/v1/rollouts", json={**start, "completions": {"url": "grpc://127.0.0.1:9"}})
+            uid = reply.json()["rollout"]["uid"]
+        with pytest.raises(Unreadable, match=r"is in use: .* `rollout view URL`"):
+            SavedJournal(journal).open()
+        server.send(signal.SIGKILL)
+        await server.ended()
+    assert (journal / "journal.sqlite3-wal").stat().st_size
+    before = contents(journal)
+    client = await open_saved(journal)
+    rollout = (await client.get(f"/v1/rollouts/{uid}", params={"view": "full"})).json()
+    assert rollout["spec"]["messages"] == start["messages"]
+    assert rollout["state"] in ("queued", "running", "finished")
+    assert contents(journal) == before
+
+
+async def test_older_tables_are_read_from_a_copy(recorded: Recorded, open_saved: OpenSaved) -> None:
+    with sqlite3.connect(recorded.journal / "journal.sqlite3") as database:
+        for statement in ("DROP TABLE groups", "DROP TABLE refills", "PRAGMA user_version = 1"):
+            database.execute(statement)
+        for column in ("cancelled", "key_digest"):
+            database.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
+    database.close()
+    before = contents(recorded.journal)
+    client = await open_saved(recorded.journal)
+    uid = recorded.rollouts[0]["uid"]
+    assert (await client.get(f"/v1/rollouts/{uid}", params={"view": "full"})).json() == recorded.rollouts[0]
+    assert contents(recorded.journal) == before
+
+
+def change(database: Path, *statements: str) -> None:
+    with sqlite3.connect(database) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+
+
+def test_what_is_no_journal_of_this_version_is_refused(recorded: Recorded) -> None:
+    database = recorded.journal / "journal.sqlite3"
+    for statement, text in (
+        ("PRAGMA user_version = 99", "was written by a newer server: it has version 99"),
+        ("PRAGMA application_id = 7", "but not a journal of this server"),
+    ):
+        change(database, statement)
+        with pytest.raises(Unreadable, match=text):
+            SavedJournal(recorded.journal).open()
+    database.write_bytes(b"not a database")
+    with pytest.raises(Unreadable, match="cannot be read"):
+        SavedJournal(recorded.journal).open()
+
+
+async def test_one_damaged_rollout_hides_no_others(recorded: Recorded, open_saved: OpenSaved) -> None:
+    uid = recorded.rollouts[0]["uid"]
+    change(recorded.journal / "journal.sqlite3", "UPDATE entries SET payload = x'00' WHERE rollout = 1")
+    client = await open_saved(recorded.journal)
+    first = (await client.get("/v1/rollouts")).json()["rollouts"][-1]
+    assert (first["uid"], first["outcome"]["category"]) == (uid, "internal")
+    assert "cannot be read: " in first["outcome"]["message"]
+    reply = await client.get(f"/v1/rollouts/{uid}")
+    assert reply.json()["error"]["code"] == "UNREADABLE"
+
+
+async def test_a_server_that_starts_meanwhile_is_noticed(recorded: Recorded, open_saved: OpenSaved, tmp_path: Path) -> None:
+    client = await open_saved(recorded.journal)
+    shutil.copy(recorded.journal / "journal.sqlite3", tmp_path / "before")
+    change(recorded.journal / "journal.sqlite3", "UPDATE rollouts SET received = 1")
+    os.utime(recorded.journal / "journal.sqlite3")
+    reply = await client.get(f"/v1/rollouts/{recorded.rollouts[0]['uid']}")
+    assert "was changed meanwhile: a server uses it" in reply.json()["error"]["message"]
