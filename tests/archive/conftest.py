@@ -59,9 +59,10 @@ async def gateway_over(archive: Archive) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the gateway over an archive."""
     tokenizers = Tokenizers(tokenizer_settings(load(tokenizers={TOKENIZER: "toy"}, tokenizers_offline=True)))
     service = ArchiveService(archive, "1", tokenizers)
-    async with archive_app(service) as app, listening(app, 0) as url:
-        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-            yield client
+    async with AsyncExitStack() as stack:
+        app = await stack.enter_async_context(archive_app(service))
+        url = await stack.enter_async_context(listening(app, 0))
+        yield await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60, trust_env=False))
     await tokenizers.close()
 
 

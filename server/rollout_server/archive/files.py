@@ -68,8 +68,10 @@ def saved_in(path: Path) -> list[SavedRollout]:
             found = [*_rollouts(file, path, opened)]
     except (OSError, EOFError, zlib.error) as error:
         raise Unreadable(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{path}: {error or 'its JSON is nested too deeply'}") from error
+    except RecursionError:
+        raise Unreadable(f"{path}: its JSON is nested too deeply") from None
+    except ValueError as error:
+        raise Unreadable(f"{path}: {error}") from error
     if not found:
         raise Unreadable(f"{path} has no rollouts; {_READABLE}")
     found[0].read()  # the others are read when they are shown
