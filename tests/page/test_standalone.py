@@ -28,7 +28,7 @@ async def saved(world: Service, uid: str) -> dict[str, Any]:
 
 async def show(page: Page, path: Path, *found: dict[str, Any], fragment: str = "") -> list[str]:
     """Open a document with these rollouts. Return the URLs of all further requests."""
-    path.write_bytes(standalone_document(json.dumps({"rollouts": found}).encode()))
+    path.write_bytes(standalone_document(json.dumps({"rollouts": found}).encode()))  # noqa: ASYNC240 - a small file
     requests: list[str] = []
 
     def note(request: Request) -> None:
