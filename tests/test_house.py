@@ -109,12 +109,27 @@ ROOMS: dict[str, set[str]] = {
         "osmosis",
         THIRD,
     },
-    # Rollouts of an agent on a dataset, their results and statistics.
+    # Rollouts of an agent on a dataset, their results and statistics. The report is the gateway's page over them.
     "rollout_server.evaluation": {
         "rollout_server.authoring",
         "rollout_server.evaluation",
         "rollout_server.inspection.escape",
         "rollout_client",
+        "rollout_gateway.page.standalone",
+        "rollout_gateway.rest.proto_json",
+        "osmosis",
+        THIRD,
+    },
+    # Saved rollouts behind the gateway: it reads what the journal and the evaluation wrote, and runs no rollout.
+    "rollout_server.archive": {
+        "rollout_server.core",
+        "rollout_server.runtime",
+        "rollout_server.edge",
+        "rollout_server.evaluation",
+        "rollout_server.inspection",
+        "rollout_server.archive",
+        "rollout_client",
+        "rollout_gateway",
         "osmosis",
         THIRD,
     },

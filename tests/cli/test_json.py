@@ -24,6 +24,7 @@ COMMANDS = (
     ("trainer",),
     ("demo",),
     ("inspect",),
+    ("view",),
     ("config",),
     ("version",),
     ("keys", "new"),

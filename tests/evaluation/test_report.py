@@ -1,13 +1,15 @@
-"""The HTML report: one file without network access or scripts; texts of models are escaped."""
+"""The HTML report: the page over the rollouts below a summary; one file, in which texts of models are texts."""
 
 from __future__ import annotations
 
+import json
 import re
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
 from rollout_server.authoring.rollout_result import Times, Tokens
-from rollout_server.evaluation.report import MOST_TRANSCRIPTS, report
+from rollout_server.evaluation.report import MOST_ROLLOUTS, report
 from rollout_server.evaluation.row_result import RowResult
 from rollout_server.evaluation.summary import summary_of
 
@@ -76,30 +78,40 @@ def read(page: str) -> Tags:
 
 def made(results: list[RowResult]) -> str:
     labels = {HOSTILE: {result.row: HOSTILE for result in results}}
-    return report({"agent": HOSTILE, "endpoint": {"name": HOSTILE}}, summary_of(results, 1.0, labels), results)
+    facts = {"agent": HOSTILE, "endpoint": {"name": HOSTILE}}
+    return report(facts, summary_of(results, 1.0, labels), results).decode()
+
+
+def intro(page: str) -> str:
+    """The summary, which is above the list of rollouts."""
+    return page[page.index('<section id="intro">') : page.index("<main")]
+
+
+def rollouts(page: str) -> list[dict[str, Any]]:
+    """The rollouts in the page."""
+    [data] = re.findall(r'<script type="application/json" id="rollouts">(.*)</script>', page)
+    return [each["rollout"] for each in json.loads(data)["rollouts"]]
 
 
 def test_hostile_texts_are_texts() -> None:
     page = made([hostile(1), hostile(2, end="stop", reason="stop")])
-    tags = read(page)
+    tags = read(intro(page))
     assert {tag for tag, _ in tags.seen}.isdisjoint({"script", "img", "link", "iframe", "object", "form", "base"})
     assert not any(name.startswith("on") for _, attributes in tags.seen for name in attributes)
     assert "49" not in re.sub(r"[\d.]*49[\d.]+", "", tags.text)
     assert "{{ 7 * 7 }}" in tags.text
-    assert not set("\x1b\u202e\x00") & set(page)
+    assert not set("\x1b\u202e\x00") & set(intro(page))
     assert "␛[2J⟨U+202E⟩" in tags.text
-
-
-def test_it_needs_no_network_and_is_told_to_have_none() -> None:
-    tags = read(made([hostile(1)]))
-    assert not any({"src", "href", "srcset", "action"} & set(attributes) for _, attributes in tags.seen)
-    [policy] = [attributes["content"] for tag, attributes in tags.seen if attributes.get("http-equiv")]
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    assert page.count("<script") == 3
+    first, second = rollouts(page)
+    assert first["outcome"]["messages"][0]["content"] == HOSTILE
+    assert first["spec"]["labels"][HOSTILE] == json.dumps({HOSTILE: [HOSTILE]}, ensure_ascii=False)
+    assert (first["outcome"]["message"], second["outcome"]["end"]) == (HOSTILE, "stop")
 
 
 def test_plots_can_be_read_without_seeing_them() -> None:
     results = [hostile(row, end="stop", reason="stop", reward=row / 20) for row in range(1, 21)]
-    tags = read(made(results))
+    tags = read(intro(made(results)))
     plots = [attributes for tag, attributes in tags.seen if tag == "svg"]
     assert len(plots) >= 4
     assert all(plot["role"] == "img" and ":" in str(plot["aria-label"]) for plot in plots)
@@ -108,39 +120,20 @@ def test_plots_can_be_read_without_seeing_them() -> None:
     assert sum(counts) == 20
 
 
-def test_what_did_not_pass_does_not_look_as_if_it_had() -> None:
-    ends: list[dict[str, Any]] = [{"reward": 1.0}, {"reward": 0.5}, {"reward": None}]
-    results = [hostile(row, end="stop", reason="stop", **each) for row, each in enumerate(ends, 1)]
-    tags = read(made([*results, hostile(4)]))
-    marks = [
-        str(attributes["class"]).split() for tag, attributes in tags.seen if tag == "span" and "class" in attributes
-    ]
-    assert [mark for mark in marks if mark != ["dim"]] == [["failed"], ["not-passed"], ["no-reward"], ["passed"]]
-
-
-def test_what_a_rollout_came_to_reads_as_a_sentence() -> None:
-    tokens = Tokens(1, 2, 1)
-    results = [
-        RowResult("a", end="stop", reason="stop", reward=1.0, turns=1, tokens=tokens, ms=Times(10.0), row=1),
-        RowResult("a", end="stop", reason="stop", reward=None, turns=2, tokens=Tokens(), ms=Times(10.0), row=2),
-    ]
-    text = " ".join(read(made(results)).text.split())
-    assert f"row 1, rollout 1: passed, reward 1, stop, 1 turn, {tokens.generated} token" in text
-    assert "row 2, rollout 1: no reward, stop, 2 turns, 0 tokens, 0.01 s" in text
-
-
 def test_a_rollout_shows_its_row_and_its_scores() -> None:
     fields: dict[str, Any] = {
         "ground_truth": 42,
         "metadata": {"level": "hard", "info": {"a": [1]}},
         "scores": {"style": 0.25},
-        "warnings": [],
+        "warnings": ["short: the answer is short"],
     }
-    [refused] = [
-        hostile(1, end="refused", messages=[], prompt=[{"role": "user", "content": "What is 6 * 7?"}], **fields)
-    ]
-    text = " ".join(read(made([refused])).words)
-    assert 'score style 0.25 ground truth 42 level hard info {"a": [1]} user What is 6 * 7?' in text
+    prompt = [{"role": "user", "content": "What is 6 * 7?"}]
+    [refused] = rollouts(made([hostile(1, end="refused", messages=[], prompt=prompt, **fields)]))
+    labels = {"ground truth": "42", "level": "hard", "info": '{"a": [1]}', "row": "1", "repetition": "1"}
+    assert refused["spec"]["labels"] == labels
+    assert refused["outcome"]["scores"] == {"style": 0.25}
+    assert refused["outcome"]["messages"] == refused["spec"]["messages"] == prompt
+    assert [each["message"] for each in refused["outcome"]["warnings"]] == ["the answer is short"]
 
 
 def test_every_score_has_its_error_and_failures_come_first() -> None:
@@ -149,17 +142,11 @@ def test_every_score_has_its_error_and_failures_come_first() -> None:
     failures = [
         hostile(row, failure_class="engine", reason="engine_server", message="503", reward=None) for row in (4, 5)
     ]
-    text = " ".join(read(made([*passed, *failures])).words)
+    page = made([*passed, *failures])
+    text = " ".join(read(intro(page)).words)
     assert "engine engine_server 2 503" in text
     assert "reward 0.5 ± 0.29 3 style 0.5 ± 0.29 3" in text
-    rows = [int(row) for row in re.findall(r"row (\d), rollout", text)]
-    assert rows == [4, 5, 1, 2, 3]
-
-
-def test_a_message_without_text_is_shown_as_one() -> None:
-    messages = [{"role": "tool", "content": "", "tool_call_id": "c"}, {"role": "assistant", "content": None}]
-    text = read(made([hostile(1, messages=messages)])).text
-    assert text.count("⟨empty⟩") == 2
+    assert [each["spec"]["labels"]["row"] for each in rollouts(page)] == ["4", "5", "1", "2", "3"]
 
 
 def luminance(colour: str) -> float:
@@ -171,34 +158,30 @@ def luminance(colour: str) -> float:
 
 
 def test_every_colour_can_be_read_in_light_and_in_dark() -> None:
-    schemes = [dict(re.findall(r"--(\w+): #(\w+);", block)) for block in re.findall(r":root \{(.*?)\}", made([]))]
-    assert len(schemes) == 2
-    for scheme in schemes:
-        for name, least in {
-            "ink": 4.5,
-            "dim": 4.5,
-            "good": 4.5,
-            "bad": 4.5,
-            "bar": 3.0,
-        }.items():  # contrast thresholds of WCAG 1.4.3 and 1.4.11
-            for behind in ("paper", "box"):
-                dark, light = sorted((luminance(scheme[name]), luminance(scheme[behind])))
+    colours = dict(re.findall(r"--(\w+): light-dark\((#\w+, #\w+)\);", made([])))
+    for scheme in (0, 1):
+        shade = {name: pair.split(", ")[scheme].removeprefix("#") for name, pair in colours.items()}
+        # Contrast of WCAG 1.4.3 for text, and of 1.4.11 for bars.
+        for name, least in {"text": 4.5, "quiet": 4.5, "good": 4.5, "bad": 4.5, "warn": 4.5, "accent": 3.0}.items():
+            for behind in ("back", "raised"):
+                dark, light = sorted((luminance(shade[name]), luminance(shade[behind])))
                 assert (light + 0.05) / (dark + 0.05) >= least, (name, behind)
 
 
 def test_of_very_many_rollouts_those_that_went_wrong_are_shown() -> None:
-    right = [hostile(row, end="stop", reason="stop", reward=1.0, messages=[]) for row in range(1, MOST_TRANSCRIPTS + 1)]
-    wrong = hostile(MOST_TRANSCRIPTS + 1)
-    page = made([*right, wrong])
-    assert "The results file has 1 more rollout. This page shows" in page
-    assert f"row {wrong.row}, rollout 1" in page
-    assert page.count("<details>\n<summary>row ") == MOST_TRANSCRIPTS
+    right = [hostile(row, end="stop", reason="stop", reward=1.0, messages=[]) for row in range(1, MOST_ROLLOUTS + 1)]
+    page = made([*right, hostile(MOST_ROLLOUTS + 1)])
+    assert "The results file has 1 more rollout." in intro(page)
+    shown = rollouts(page)
+    assert (len(shown), shown[0]["spec"]["labels"]["row"]) == (MOST_ROLLOUTS, str(MOST_ROLLOUTS + 1))
 
 
-def test_a_long_text_is_cut_and_says_so() -> None:
-    page = made([hostile(1, messages=[{"role": "user", "content": "x" * 50_000}])])
-    assert "(30000 characters more)" in page
+def test_its_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.evaluation.report.MOST_BYTES", 10_000)
+    page = made([hostile(row) for row in range(1, 100)])
+    assert 1 < len(rollouts(page)) < 20
+    assert "more rollouts." in intro(page)
 
 
 def test_nothing_was_played_is_a_report_too() -> None:
-    assert "0 of 0" in read(made([])).text
+    assert "0 of 0" in read(intro(made([]))).text

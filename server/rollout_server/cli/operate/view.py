@@ -64,6 +64,9 @@ def view(**values: Any) -> None:
 
     Nothing is changed: rollouts cannot be started or cancelled here. Only programs
     of this machine that know the printed URL reach the page.
+
+    With --json: a line {"serving": {"url"}} once it serves, or {"written": {"file",
+    "rollouts", "bytes"}} with --html.
     """
     quiet_transformers()
     flags = pick_flags(ViewFlags, values)
