@@ -61,7 +61,7 @@ lock: ## Update the lock files
 	$(UV) --overrides requirements/without-torch.txt requirements/trl.in -o requirements/trl.lock
 	$(UV) --overrides requirements/without-torch.txt requirements/verl.in -o requirements/verl.lock
 	$(UV) requirements/clients.in -o requirements/clients.lock
-	$(UV) pyproject.toml --extra server -c requirements/dev.lock -o deploy/server.lock
+	$(UV) pyproject.toml --extra server --extra otel -c requirements/dev.lock -o deploy/server.lock
 	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
 
 demo: setup ## Run rollouts over gRPC and HTTP with a strict trainer; show the author of every token

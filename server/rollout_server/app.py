@@ -52,14 +52,16 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
+from rollout_server.edge.tracing.sdk import current_tracing, exporting
 from rollout_server.network_exposure import log_exposure
 from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
 from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.groups.registry import GroupRegistry
-from rollout_server.runtime.registry.dependencies import RegistryDependencies
+from rollout_server.runtime.registry.dependencies import Observers, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import start_agents
+from rollout_server.runtime.run.tracer import NoTracer
 from rollout_server.settings import Settings, load
 from rollout_server.settings.journal import MEMORY, journal_directory
 
@@ -196,14 +198,16 @@ class Server:
         tools = tool_resources(tokenizers, settings)
         stack.push_async_callback(tools.close)
         journal = await open_journal(settings, stack)
-        metrics, self._streams = self._metrics, make_streams(settings)
+        metrics, self._streams, tracing = self._metrics, make_streams(settings), current_tracing()
+        if tracing is not None:
+            stack.callback(tracing.close)
         samplers = trainers(client, channels, tokenizers, self._streams, settings)
         registry = make_registry(
             self._agents,
             samplers,
             settings,
             RegistryDependencies(
-                observer=metrics,
+                observer=metrics if tracing is None else Observers(metrics, tracing),
                 reporter=reporter(client, channels, settings),
                 retry_policy=delivery_retry_policy(settings),
                 tool_resources=tools,
@@ -212,10 +216,13 @@ class Server:
                 later_system=partial(later_system, tokenizers),
                 journal=journal,
                 resume_by_default=settings.on_interrupt == "resume",
+                tracer=tracing or NoTracer(),
             ),
             shared=keys.demands,
         )
         metrics.watch_registry(registry)
+        if tracing is not None:
+            tracing.meters.watch(registry)
         metrics.watch("trainer_streams", "Trainer streams, disconnected ones included.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)
         metrics.watch("journal_failing", "1 while the journal refuses commits.", lambda: bool(journal.problem))
@@ -297,7 +304,8 @@ def serve_with(
     directory = journal_directory(chosen.journal, chosen.grpc_port, durable_by_default=True)
     chosen = chosen.model_copy(update={"journal": str(directory or MEMORY)})
     tune_interpreter()
-    run_loop(_serve(agents, chosen, serving), loop_factory())
+    with exporting():
+        run_loop(_serve(agents, chosen, serving), loop_factory())
 
 
 async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[[Server], None] | None) -> None:

@@ -19,7 +19,7 @@ class ProgramStart:
     Args:
         command: the program and its arguments.
         directory: its working directory.
-        environment: its variables. Of the server's own only basic ones are added, such as PATH; these replace them.
+        environment: its variables. Of the server's own only basic ones are added, such as PATH, and the trace; these replace them.
         stdin: text of its standard input.
     """
 

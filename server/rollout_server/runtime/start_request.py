@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rollout_server.core.error import NotPossible, RolloutError
 from rollout_server.core.message import utf8_length
@@ -18,10 +18,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The client behind an API key. It sees its own rollouts; an admin sees all rollouts."""
+    """The client behind an API key. It sees its own rollouts; an admin sees all rollouts.
+
+    `traceparent` is the W3C Trace Context of its call, valid; empty: none.
+    """
 
     name: str
     admin: bool = False
+    traceparent: str = field(default="", compare=False)
 
     def sees(self, owner: str) -> bool:
         """Return whether this caller may see a rollout owned by `owner`."""
@@ -105,6 +109,7 @@ class StartRequest:
         request_id: idempotency key. A request with the same id and payload returns the same rollout. Empty: always start a new
             one.
         until_received: whether the id becomes free again once the rollout's outcome is acknowledged.
+        traceparent: see `Caller`. A repeated request may have another one.
     """
 
     spec: Spec
@@ -112,6 +117,7 @@ class StartRequest:
     request_id: str = ""
     until_received: bool = False
     credentials: Credentials = Credentials()
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ def encode_start(start: AcceptedStart) -> bytes:
         fingerprint=start.fingerprint,
         agent_version=start.agent_version,
         created=start.created,
+        traceparent=request.traceparent,
     )
     _write_spec(request.spec, proto)
     return proto.SerializeToString()
@@ -41,7 +42,7 @@ def decode_start(data: bytes) -> AcceptedStart:
         spec = _read_spec(proto)
     except (DecodeError, KeyError, ValueError) as error:
         raise ValueError(f"these bytes are not an accepted start that this version can read: {error!r}") from error
-    request = StartRequest(spec, proto.caller, proto.request_id, proto.until_received)
+    request = StartRequest(spec, proto.caller, proto.request_id, proto.until_received, traceparent=proto.traceparent)
     return AcceptedStart(proto.uid, request, proto.fingerprint, proto.agent_version, proto.created)
 
 

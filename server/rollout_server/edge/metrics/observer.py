@@ -167,7 +167,7 @@ class MetricsObserver:
 
     def _count_end(self, rollout: Rollout, record: Ended) -> None:
         families, agent = self.families, rollout.agent.name
-        end, reason = _end(record.end)
+        end, reason = end_labels(record.end)
         families.finished(agent, end, reason).inc()
         families.queue(agent).observe(record.queued_ms / 1000)
         families.duration(agent, end).observe(record.total_ms / 1000)
@@ -176,7 +176,7 @@ class MetricsObserver:
             families.warnings(warned.code if warned.code in WARNINGS else OTHER).inc()
 
 
-def _end(end: End) -> tuple[str, str]:
+def end_labels(end: End) -> tuple[str, str]:
     """Return the kind of an end and its reason, as label values."""
     if isinstance(end, Failure):
         return "failure", end.category.value

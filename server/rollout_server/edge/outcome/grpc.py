@@ -6,6 +6,7 @@ import grpc
 
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.targets.rules import TargetRefused
+from rollout_server.edge.tracing.propagation import trace_headers
 from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
@@ -38,7 +39,9 @@ class GrpcCourier:
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Make one call. outcome_service.proto defines which status codes are retried."""
-        metadata = (("authorization", f"Bearer {packed.credential}"),) if packed.credential else ()
+        metadata = tuple(trace_headers().items())
+        if packed.credential:
+            metadata += (("authorization", f"Bearer {packed.credential}"),)
         try:
             async with self._channels.use(packed.target.url) as channel:
                 # Without serializers: the body is serialized already, and the response is empty.

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, suppress
 
 from rollout_server.edge.tools import supervisor
 from rollout_server.edge.tools.process import basic_environment
+from rollout_server.edge.tracing.propagation import trace_environment
 from rollout_server.runtime.programs import ProgramStart, program_failed
 
 TERM_SECONDS = 1.0
@@ -164,7 +165,7 @@ class ProgramRunner:
                     stdout=asyncio.subprocess.PIPE,
                     stderr=asyncio.subprocess.PIPE,
                     cwd=start.directory,
-                    env={**basic_environment(), **start.environment},
+                    env={**basic_environment(), **trace_environment(), **start.environment},
                     pass_fds=(theirs.fileno(),),
                     start_new_session=True,
                     limit=_CHUNK,

@@ -37,6 +37,7 @@ from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import key_uid, wrong_model_key
 from rollout_server.edge.rpc.prompts import PromptRenderer
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
+from rollout_server.edge.tracing.propagation import attach, traceparent_of
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
 from rollout_server.runtime.capture.continuation import finish
@@ -84,6 +85,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         """Complete one call. If its caller leaves, the completion is kept for the same call."""
         rollout = self._rollout(request.uid)
         result = "disconnected"
+        attach(traceparent_of(context.invocation_metadata() or ()))
         try:
             call = await offload_request(lambda: wire.model_call(request), request.ByteSize())
             begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()

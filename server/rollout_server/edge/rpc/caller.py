@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TypeAlias
 
 from osmosis.rollout.v1 import agent_service_pb2, rollout_service_pb2, trainer_service_pb2
 
 from rollout_server.core.error import Forbidden, Unauthenticated
+from rollout_server.edge.tracing.propagation import traceparent_of
 from rollout_server.runtime.start_request import Caller
 
 Admit: TypeAlias = "Callable[[str | None], Caller]"
@@ -27,7 +29,7 @@ _AGENTS = f"/{agent_service_pb2.DESCRIPTOR.services_by_name['AgentService'].full
 
 
 def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Authenticate the current call and store its caller, or on AgentService the rollout of its key.
+    """Authenticate the current call and store its caller with its trace, or on AgentService the rollout of its key.
 
     Health checks and GetServerInfo need no key. Raises `Unauthenticated`, and `Forbidden` on AgentService. Also for two
     `authorization` entries: a proxy that checked the key may have read the other one.
@@ -45,7 +47,9 @@ def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable
     if len(headers) > 1:
         text = f"the metadata has {len(headers)} `authorization` entries; send one"
         raise Unauthenticated(text, reason="KEY_AMBIGUOUS")
-    _caller.set(admit(header))
+    found = admit(header)
+    given = traceparent_of(metadata)
+    _caller.set(replace(found, traceparent=given) if given else found)
 
 
 def wrong_model_key() -> Forbidden:

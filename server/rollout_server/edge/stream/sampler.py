@@ -10,6 +10,8 @@ from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.spec import Spec
 from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.tokens.cache import Tokenizers
+from rollout_server.edge.tracing.conventions import ATTEMPT_FAILED
+from rollout_server.edge.tracing.propagation import add_event
 from rollout_server.edge.trainer.grpc_client import (
     LEDGER_SECONDS,
     Rejection,
@@ -56,6 +58,7 @@ class StreamCompletionClient:
             response = await self._request_completion(request, call)
             if not isinstance(response, Rejection):
                 return response
+            add_event(ATTEMPT_FAILED, {"rpc.response.status_code": response.code.name})
             pause = retry_pause(response, call, self.retries)
             if pause is None:
                 raise rejection_error(response, call)

@@ -19,6 +19,8 @@ from rollout_server.core.ledger import Author, Tokens
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
 from rollout_server.edge.targets.rules import TargetRefused
+from rollout_server.edge.tracing.conventions import ATTEMPT_FAILED
+from rollout_server.edge.tracing.propagation import add_event, trace_headers
 from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import (
@@ -183,11 +185,13 @@ class GrpcTrainerClient:
                     Failure(Category.VALIDATION, text, call.turn, source=FailureClass.TRAINER)
                 ) from error
             except OSError as error:  # no connection was established, so nothing was generated
+                add_event(ATTEMPT_FAILED, {"error.type": type(error).__name__})
                 pause = _pause(call, self.retries, once_more=True)
                 if pause is None:
                     raise RolloutFailed(_unreachable(error, call)) from error
             except grpc.aio.AioRpcError as error:
                 rejection = _rejection(error)
+                add_event(ATTEMPT_FAILED, {"rpc.response.status_code": rejection.code.name})
                 pause = _pause(call, self.retries, rejection, once_more=_is_retryable(rejection, self))
                 if pause is None:
                     raise rejection_error(rejection, call, _advice(rejection, self)) from error
@@ -311,4 +315,4 @@ def _unreachable(error: OSError, call: TurnCall) -> Failure:
 
 
 def _metadata(bearer: str) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {bearer}"),) if bearer else ()
+    return ((("authorization", f"Bearer {bearer}"),) if bearer else ()) + tuple(trace_headers().items())

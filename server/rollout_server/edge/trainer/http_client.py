@@ -14,6 +14,8 @@ from aiohttp.abc import AbstractResolver
 from yarl import URL
 
 from rollout_server.edge.targets.resolver import refusal_of
+from rollout_server.edge.tracing.conventions import ATTEMPT_FAILED
+from rollout_server.edge.tracing.propagation import add_event, trace_headers
 from rollout_server.edge.trainer.response_limits import ANSWER_BYTES
 from rollout_server.runtime.ports import CompletionRequest
 
@@ -145,7 +147,19 @@ class HttpClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, request: HttpRequest) -> HttpResponse:
-        """POST once. Raises `ConnectionRefused`, `ConnectionLost`, `ResponseTooLarge` or `TargetForbidden`."""
+        """POST once, as a part of the current span. Raises `ConnectionRefused`, `ConnectionLost`, `ResponseTooLarge` or
+        `TargetForbidden`.
+        """
+        try:
+            response = await self._classified(request)
+        except Exception as error:
+            add_event(ATTEMPT_FAILED, {"error.type": type(error).__name__})
+            raise
+        if not 200 <= response.status < 300:
+            add_event(ATTEMPT_FAILED, {"http.response.status_code": response.status})
+        return response
+
+    async def _classified(self, request: HttpRequest) -> HttpResponse:
         try:
             return await self._post(request)
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, UnicodeError) as error:
@@ -176,8 +190,9 @@ class HttpClient:
         await asyncio.sleep(0)
         # The URL was checked in this exact form; encoding it again could change the target.
         url = URL(request.url, encoded=True)
+        headers = {**request.headers, **trace_headers()}
         async with session.post(
-            url, data=request.body, headers=request.headers, allow_redirects=False, timeout=self._timeout(request)
+            url, data=request.body, headers=headers, allow_redirects=False, timeout=self._timeout(request)
         ) as response:
             chunks: list[bytes] = []
             size = 0

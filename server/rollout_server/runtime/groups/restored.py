@@ -62,7 +62,8 @@ def _admitted(formed: FormedGroup, rollouts: Sequence[Rollout]) -> AdmittedStart
     found = (
         rollout.credentials for rollout in rollouts if rollout.outcome is None and rollout.credentials != Credentials()
     )
-    request = StartRequest(spec, first.caller, formed.request_id, credentials=next(found, Credentials()))
+    credentials, trace = next(found, Credentials()), first.traceparent
+    request = StartRequest(spec, first.caller, formed.request_id, credentials=credentials, traceparent=trace)
     return AdmittedStart(request, first.agent, fingerprint(spec))
 
 

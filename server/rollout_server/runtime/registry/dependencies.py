@@ -21,6 +21,7 @@ from rollout_server.runtime.models import FurtherModels, NoFurtherModels
 from rollout_server.runtime.outcome_delivery import DeliveryRefused, PackedOutcome, Receipt
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.run.tracer import NoTracer, Tracer
 from rollout_server.runtime.tools.resources import ToolResources
 
 RestoreGroups: TypeAlias = Callable[[Sequence[StoredGroup], Mapping[str, Rollout]], None]
@@ -54,6 +55,23 @@ class NoObserver:
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
         """Ignore the attempt."""
+
+
+class Observers:
+    """Several observers as one."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.recorded(rollout, entries)
+
+    def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
+        """See `Observer`."""
+        for observer in self._observers:
+            observer.delivered(rollout, attempt, milliseconds)
 
 
 def log_finished(rollout: Rollout) -> None:
@@ -111,7 +129,7 @@ class NoReporter:
 
 @dataclass(frozen=True, slots=True)
 class RegistryDependencies:
-    """Clock, observer, reporter of outcomes with its retry policy, resources of tools (None: defaults), and further models.
+    """Clock, observer, tracer, reporter of outcomes with its retry policy, resources of tools (None: defaults), further models.
 
     `model_access` and `later_system` are for the model endpoints of rollouts (`CapturePorts`). `resume_by_default`: unfinished
     rollouts whose `on_interrupt` is unset are continued after a restart.
@@ -127,6 +145,7 @@ class RegistryDependencies:
     later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
     journal: Journal = field(default_factory=MemoryJournal)
     resume_by_default: bool = True
+    tracer: Tracer = field(default_factory=NoTracer)
 
 
 def by_name(agents: Sequence[AgentProtocol]) -> Mapping[str, AgentProtocol]:

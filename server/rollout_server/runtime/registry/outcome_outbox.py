@@ -45,6 +45,7 @@ class Outbox:
         self._retry_policy = dependencies.retry_policy
         self._clock = dependencies.clock
         self._observer = dependencies.observer
+        self._tracer = dependencies.tracer
         self._journal = dependencies.journal
         self._settled = settled
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -188,7 +189,9 @@ class Outbox:
         rollout.update_delivery(replace(rollout.delivery or Delivery(), attempts=number, next_attempt=None))
         began = self._clock.monotonic()
         # Read the credential for each attempt: a repeated start request may bring a new one.
-        receipt = await self._reporter.deliver(replace(packed, credential=rollout.credentials.outcome))
+        with self._tracer.delivery(rollout, packed.target, number) as report:
+            receipt = await self._reporter.deliver(replace(packed, credential=rollout.credentials.outcome))
+            report(receipt)
         self._observer.delivered(rollout, _ATTEMPTS[type(receipt)], 1000 * (self._clock.monotonic() - began))
         return receipt
 

@@ -83,7 +83,7 @@ class RolloutRegistry:
         # Every uid begins with the server's id, so a gateway for several servers can route by it (D26).
         self._new_uid = new_uid or (lambda: f"{journal.server_id}-{secrets.token_hex(10)}")
         self._clock = dependencies.clock
-        self._observer = dependencies.observer
+        self._observer, self._tracer = dependencies.observer, dependencies.tracer
         self._tool_resources = dependencies.tool_resources or ToolResources()
         self._models = dependencies.models
         self.model_access = dependencies.model_access
@@ -366,6 +366,7 @@ class RolloutRegistry:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
         self._put(rollout, self._index.add(rollout, admitted))
         self._fill()
+        rollout.had_to_wait = not rollout.running
         return rollout
 
     def _put(self, rollout: Rollout, number: int) -> None:
@@ -381,7 +382,7 @@ class RolloutRegistry:
     def _run(self, rollout: Rollout) -> None:
         rollout.take_slot()
         task = asyncio.create_task(
-            drive(rollout, self._open_sampler, self._tool_resources, self._models, self._capture_ports),
+            drive(rollout, self._open_sampler, self._tool_resources, self._models, self._capture_ports, self._tracer),
             name=f"drive {rollout.uid}",
         )
         self._tasks.add(task)

@@ -20,6 +20,7 @@ from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
 from rollout_server.runtime.replay_steps import ReplayStep
 from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.run.tracer import NoTracer, Tracer
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
 from rollout_server.runtime.tools.task import ToolTask
 
@@ -44,6 +45,7 @@ class RunContext:
         cleanup_threads: slots for what is called after the end, so that a cleanup never waits for functions of other rollouts.
         models: the server's access to further models.
         capture_ports: what the model endpoint of the rollout needs from the outside.
+        tracer: traces its completions and tool calls.
 
     Attributes:
         model_usage: what the rollout has used of each further model.
@@ -57,12 +59,14 @@ class RunContext:
         cleanup_threads: Slots,
         models: FurtherModels,
         capture_ports: CapturePorts = CapturePorts(),
+        tracer: Tracer = NoTracer(),
     ) -> None:
         self.rollout = rollout
         self.machine = rollout.machine
         self.ending = rollout.ending
         self.models = models
         self.capture_ports = capture_ports
+        self.tracer = tracer
         self.model_usage: dict[str, ModelUsage] = {}
         self._state: dict[str, Any] = {}
         self._used_state: set[str] = set()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from rollout_server.runtime.ports import Fork, OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.run import Run
+from rollout_server.runtime.run.tracer import NoTracer, Tracer
 from rollout_server.runtime.tools.executor import ToolExecutor, label_of
 from rollout_server.runtime.tools.resources import ToolResources
 
@@ -63,8 +64,21 @@ async def drive(
     tool_resources: ToolResources,
     models: FurtherModels,
     capture_ports: CapturePorts = CapturePorts(),
+    tracer: Tracer = NoTracer(),
 ) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
+
+    def context() -> RunContext:
+        threads = tool_resources.threads, tool_resources.cleanup_threads
+        return RunContext(rollout, *threads, models, capture_ports, tracer)
+
+    with tracer.rollout(rollout):
+        await _drive(rollout, open_sampler, tool_resources, context)
+
+
+async def _drive(
+    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, context: Callable[[], RunContext]
+) -> None:
     rollout.activity.enter()
     started = rollout.clock.monotonic() - rollout.earlier_seconds
     queued_ms = rollout.queued_ms()
@@ -76,7 +90,7 @@ async def drive(
         with _time_limit(rollout):
             if goes_on(rollout):
                 go_on(rollout)
-            run = _open(rollout, open_sampler, tool_resources, models, capture_ports)
+            run = _open(rollout, open_sampler, tool_resources, context)
             end = (
                 await _run_to_end(rollout, run, tasks)
                 if run is not None
@@ -111,11 +125,7 @@ def _waits_for_group(rollout: Rollout, run: Run | None, ended: Ended) -> bool:
 
 
 def _open(
-    rollout: Rollout,
-    open_sampler: OpenSampler,
-    tool_resources: ToolResources,
-    models: FurtherModels,
-    capture_ports: CapturePorts,
+    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, context: Callable[[], RunContext]
 ) -> Run | None:
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
@@ -124,7 +134,7 @@ def _open(
         ):  # an earlier attempt has used the trainer's first conversation
             sampler = sampler.fork(Fork(Origin(SegmentKind.SUBAGENT, FIRST)))
         return Run(
-            RunContext(rollout, tool_resources.threads, tool_resources.cleanup_threads, models, capture_ports),
+            context(),
             rollout.machine.main,
             sampler,
             ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),

@@ -53,20 +53,22 @@ class RolloutModel:
         try:
             with context.waiting():
                 await context.rollout.stored()  # what led to this call
-                completion = await context.models.complete(target, request)
+                with context.tracer.completion(context.rollout, request, target, self._name) as report:
+                    completion = await context.models.complete(target, request)
+                    called = ModelCalled(
+                        self._name,
+                        completion.message,
+                        completion.finish_reason,
+                        completion.usage,
+                        completion.attempts,
+                        1000 * (clock.monotonic() - began),
+                        self._conversation.id,
+                        number,
+                        digest,
+                    )
+                    report((called,))
         except RolloutFailed as failed:
             raise ModelFailed(_failure(self._name, failed.failure, turn)) from failed
-        called = ModelCalled(
-            self._name,
-            completion.message,
-            completion.finish_reason,
-            completion.usage,
-            completion.attempts,
-            1000 * (clock.monotonic() - began),
-            self._conversation.id,
-            number,
-            digest,
-        )
         self.usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
         if context.machine.outcome is None:

@@ -106,7 +106,9 @@ async def _call(context: RunContext, execute: Execute, intent: ToolStarted, repl
             # Spread the starts over iterations of the event loop, as in `_begin`.
             for _ in range(intent.index // _AT_ONCE):
                 await asyncio.sleep(0)
-            result = await _run(context, execute, intent)
+            with context.tracer.tool(context.rollout, intent) as report:
+                result = await _run(context, execute, intent)
+                report(result)
     except RolloutFailed as failed:
         context.end(failed.failure)
     except asyncio.CancelledError:

@@ -88,12 +88,23 @@ async def take_turn(parts: RunParts, options: TurnOptions) -> Reply:
                 if step is None:
                     await rollout.stored()
                 warnings = () if step is None else _warn_of_repetition(parts, asked, target, options)
-                answered = await parts.sampler.sample(request())
-                logged = context.record(replace(answered, notes=(*warnings, *answered.notes)) if warnings else answered)
+                logged = await _sampled(parts, request(), target, warnings)
     except asyncio.CancelledError:
         options.abandon(asked.turn)
         raise
     return _reply(logged, target, drift_fails=spec.on_drift is DriftPolicy.FAIL)
+
+
+async def _sampled(
+    parts: RunParts, request: CompletionRequest, target: Target, warnings: Sequence[tuple[str, str]]
+) -> Sequence[Record]:
+    """Request a completion and record it, with further warnings. Return all records that were logged."""
+    context = parts.context
+    with context.tracer.completion(context.rollout, request, target) as report:
+        answered = await parts.sampler.sample(request)
+        logged = context.record(replace(answered, notes=(*warnings, *answered.notes)) if warnings else answered)
+        report(logged)
+    return logged
 
 
 def _reply(logged: Sequence[Record], target: Target, *, drift_fails: bool) -> Reply:

@@ -1,0 +1,149 @@
+"""The SDK of OpenTelemetry: finds the one of the process, and sets one up for `rollout serve` as the environment says.
+
+The variables are OpenTelemetry's own (docs/tracing.md). Whatever is wrong with them, the server serves: the log says what is not
+exported.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from rollout_server.edge.tracing.conventions import SCHEMA_URL, SCOPE
+from rollout_server.edge.tracing.propagation import INSTALLED
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+
+    from rollout_server.edge.tracing.tracing import Tracing
+
+_log = logging.getLogger(__name__)
+_ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_SIGNALS: Final = ("traces", "metrics")
+_EXTRA: Final = "pip install 'rollout-server[otel]'"
+_SERVICE: Final = "rollout-server"
+
+
+def current_tracing() -> Tracing | None:
+    """Return what traces and counts rollouts with the SDK of this process; None without one."""
+    if not INSTALLED:
+        return None
+    from opentelemetry import metrics, trace
+
+    if not (_is_sdk(trace.get_tracer_provider()) or _is_sdk(metrics.get_meter_provider())):
+        return None
+    from rollout_server import __version__
+    from rollout_server.edge.tracing.contents import captures_content
+    from rollout_server.edge.tracing.meters import Meters
+    from rollout_server.edge.tracing.tracing import Tracing
+
+    tracer = trace.get_tracer(SCOPE, __version__, schema_url=SCHEMA_URL)
+    meters = Meters(metrics.get_meter(SCOPE, __version__, schema_url=SCHEMA_URL))
+    return Tracing(tracer, meters, captures=captures_content())
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """Set up an SDK if the environment asks for one and the process has none. At the end, everything is exported."""
+    wanted = _wanted(os.environ)
+    if wanted and not (INSTALLED and find_spec("opentelemetry.sdk")):
+        text = "%s is set, but nothing is exported: OpenTelemetry is not installed; %s"
+        _log.warning(text, next(iter(wanted.values())), _EXTRA)
+    else:
+        for signal in wanted:
+            try:
+                _SET_UP[signal]()
+            except Exception as error:  # of the SDK, of an exporter, or of a variable
+                _log.warning("%s are not exported: %s", signal, error)
+    try:
+        yield
+    finally:
+        if INSTALLED:
+            _shut_down()
+
+
+def _wanted(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the signals to export, and the variable that asks for each."""
+    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return {}
+    wanted = {}
+    for signal in _SIGNALS:
+        exporter = f"OTEL_{signal.upper()}_EXPORTER"
+        given = environment.get(exporter, "").strip()
+        endpoints = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", _ENDPOINT)
+        found = exporter if given else next((name for name in endpoints if environment.get(name)), "")
+        if found and given != "none":
+            wanted[signal] = found
+    return wanted
+
+
+def _set_up_traces() -> None:
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    if not _is_sdk(trace.get_tracer_provider()):
+        provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+        for exporter in _exporters("traces"):
+            provider.add_span_processor(BatchSpanProcessor(exporter))
+        trace.set_tracer_provider(provider)
+
+
+def _set_up_metrics() -> None:
+    from opentelemetry import metrics
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    if not _is_sdk(metrics.get_meter_provider()):
+        readers = [PeriodicExportingMetricReader(exporter) for exporter in _exporters("metrics")]
+        metrics.set_meter_provider(MeterProvider(readers, _resource(), shutdown_on_exit=False))
+
+
+_SET_UP: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
+    {"traces": _set_up_traces, "metrics": _set_up_metrics}
+)
+
+
+def _resource() -> Resource:
+    """Return the resource that the environment describes; its service has a name in any case."""
+    from opentelemetry.sdk.resources import Resource
+
+    described = os.environ.get("OTEL_SERVICE_NAME") or "service.name=" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    return Resource.create(None if described else {"service.name": _SERVICE})
+
+
+def _exporters(signal: str) -> Iterator[Any]:
+    """Yield the exporters of a signal: those of OTEL_TRACES_EXPORTER or OTEL_METRICS_EXPORTER, by default OTLP over gRPC."""
+    for name in (os.environ.get(f"OTEL_{signal.upper()}_EXPORTER") or "otlp").split(","):
+        own = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL")
+        protocol = own or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "grpc"
+        entry = {"otlp": f"otlp_proto_{protocol.partition('/')[0]}"}.get(name.strip(), name.strip())
+        found = next(iter(entry_points(group=f"opentelemetry_{signal}_exporter", name=entry)), None)
+        if found is None:
+            raise LookupError(
+                f"no exporter {entry!r} is installed; rollout-server[otel] has otlp over gRPC, and console"
+            )
+        yield found.load()()
+
+
+def _shut_down() -> None:
+    """Export what is left, and stop the threads of the SDK."""
+    from opentelemetry import metrics, trace
+
+    for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
+        if _is_sdk(provider):
+            try:
+                provider.shutdown()  # type: ignore[union-attr]
+            except Exception as error:  # the collector is gone
+                _log.warning("not everything was exported: %s", error)
+
+
+def _is_sdk(provider: object) -> bool:
+    """Return whether a provider does something: those of `opentelemetry-api` do not."""
+    return not type(provider).__module__.startswith(("opentelemetry.trace", "opentelemetry.metrics"))
