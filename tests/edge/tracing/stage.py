@@ -74,14 +74,15 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    *agents: Agent, script: Script | None = None, trainer: dict[str, Any] | None = None, **chosen: Any
+    *agents: Agent, script: Script | None = None, trainer: StrictTrainer | dict[str, Any] | None = None, **chosen: Any
 ) -> AsyncIterator[Stage]:
-    """Start a server with these agents, by default the calculator."""
+    """Start a server with these agents, by default the calculator, and a trainer unless there is one."""
     async with AsyncExitStack() as stack:
         options = {"retry_base_seconds": 0.01, "tokenizers_offline": True, "drain_seconds": 0, **chosen}
         server = await stack.enter_async_context(Server(agents or (Calculator(),), settings(**options)))
-        given = {"script": script} if script is not None else {}
-        # The calculator's tools, as the server offers them.
-        strict = await stack.enter_async_context(StrictTrainer(**{**given, **(trainer or {})}))
+        strict = trainer
+        if not isinstance(strict, StrictTrainer):
+            given = {"script": script} if script is not None else {}
+            strict = await stack.enter_async_context(StrictTrainer(**given, **(strict or {})))
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port}"))
         yield Stage(server, strict, rollout_service_pb2_grpc.RolloutServiceStub(channel))
