@@ -39,7 +39,9 @@ def check(name: str, spans: Iterable[ReadableSpan]) -> None:
 def _lines(span: ReadableSpan, children: Mapping[int | None, list[ReadableSpan]], indent: str = "") -> Iterator[str]:
     failed = "" if span.status.is_ok or span.status.is_unset else " ERROR"
     yield f"{indent}{span.name} [{span.kind.name}]{failed}{_parent(span) if not indent else ''}"
-    yield from (f"{indent}    {name} = {_shown(name, value)}" for name, value in sorted((span.attributes or {}).items()))
+    yield from (
+        f"{indent}    {name} = {_shown(name, value)}" for name, value in sorted((span.attributes or {}).items())
+    )
     for event in span.events:
         given = ", ".join(f"{name}={value}" for name, value in (event.attributes or {}).items())
         yield f"{indent}    * {event.name}: {given}"
@@ -53,7 +55,9 @@ def _lines(span: ReadableSpan, children: Mapping[int | None, list[ReadableSpan]]
 def _parent(span: ReadableSpan) -> str:
     if span.parent is None:
         return " of nobody"
-    return " of the caller" if (span.parent.trace_id, span.parent.span_id) == (TRACE_ID, SPAN_ID) else " of another span"
+    return (
+        " of the caller" if (span.parent.trace_id, span.parent.span_id) == (TRACE_ID, SPAN_ID) else " of another span"
+    )
 
 
 def _shown(name: str, value: object) -> object:

@@ -36,7 +36,9 @@ class Exported:
     def spans(self) -> Sequence[ReadableSpan]:
         """The spans of this server that have ended. FastAPI traces the requests of the gateway by itself."""
         ended = self.exporter.get_finished_spans()
-        return [span for span in ended if span.instrumentation_scope and span.instrumentation_scope.name == "rollout_server"]
+        return [
+            span for span in ended if span.instrumentation_scope and span.instrumentation_scope.name == "rollout_server"
+        ]
 
     def named(self, name: str) -> Sequence[ReadableSpan]:
         """The spans whose names begin with this."""

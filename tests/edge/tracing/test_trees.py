@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from rollout_server.testing.trainer import StrictTrainer
 
 from tests.edge.tracing.span_trees import CALLER, TRACE_ID, check
 from tests.edge.tracing.stage import METADATA, Exported, Stage, stage
+from tests.support.rewriting_trainer import rewriting
 from tests.support.start_requests import seconds
+from tests.support.toy_model import until
 
 SILENT = Script((Fault(kind=FaultKind.SILENCE),), repeat_last=True)
 BUSY = Fault.error(500, "postgres://user:hunter2@db")
@@ -47,14 +49,12 @@ PLAIN = {"dialect": TrainerDialect.PLAIN}
 
 async def ended(exported: Exported, number: int, name: str = "invoke_agent") -> None:
     """Wait until so many spans with this name have ended."""
-    while len(exported.named(name)) < number:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(exported.named(name)) >= number)
 
 
 async def under_way(here: Stage, number: int = 1) -> None:
     """Wait until the trainer has received so many requests."""
-    while len(here.trainer.completions) < number:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(here.trainer.completions) >= number)
 
 
 async def test_completed_with_tools(exported: Exported) -> None:
@@ -93,10 +93,10 @@ async def test_a_trainer_that_fails(exported: Exported) -> None:
     check("trainer_fails", exported.spans)
 
 
-async def test_drift(exported: Exported) -> None:
-    script = Script((ScriptedReply(tool_calls=calls(("add", '{"a": 1, "b": 2}')).tool_calls, surplus=(5, 6, 7)), DONE))
-    async with stage(script=script) as here:
-        assert (await here.run()).HasField("stop")
+async def test_drift(exported: Exported, tmp_path: Path) -> None:
+    script = Script((replace(calls(("add", '{"a": 1, "b": 2}')), reasoning="One."), DONE))
+    async with rewriting(tmp_path, script) as trainer, stage(trainer=trainer) as here:
+        assert (await here.run(tokenizer=None)).HasField("stop")
     check("drift", exported.spans)
 
 
@@ -159,7 +159,14 @@ async def test_group(exported: Exported) -> None:
     for number, span in enumerate(spans):  # they run at the same time, so each has a tree of its own
         check(
             f"group_{number}",
-            [span, *(each for each in exported.named("chat") if each.parent and each.parent.span_id == span.context.span_id)],
+            [
+                span,
+                *(
+                    each
+                    for each in exported.named("chat")
+                    if each.parent and each.parent.span_id == span.context.span_id
+                ),
+            ],
         )
     assert len(exported.spans) == 4
 
@@ -198,7 +205,9 @@ class Judged(Agent):
 
     async def reward(self, run: Run) -> float:
         """Return the judge's number."""
-        return float((await run.model("judge").sample([{"role": "user", "content": "How good?"}], max_tokens=3)).content)
+        return float(
+            (await run.model("judge").sample([{"role": "user", "content": "How good?"}], max_tokens=3)).content
+        )
 
 
 class SaysHalf:

@@ -29,8 +29,8 @@ from rollout_server.testing.script import Fault, FaultKind, Script, ScriptedRepl
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
-from tests.edge.trainer.grpc.test_message_mode import rewriting
 from tests.support.http_trainer import Act, HttpTrainer, answer, raw_trainer
+from tests.support.rewriting_trainer import rewriting
 from tests.support.toy_model import END, ToyModel, decode, encode
 
 MODES = pytest.mark.parametrize("mode", ["tokens", "messages"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.settings import Settings
 from rollout_server.testing.script import Lie, Script, ScriptedReply, tool_call
-from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
+from tests.support.rewriting_trainer import rewriting
 from tests.support.talking_agent import equal, warned
 
 QUESTION = {"role": "user", "content": "Please calculate 5 plus 3, then multiply by 2."}
@@ -72,18 +70,6 @@ async def test_samples_are_the_trainers_own(client: AsyncClient) -> None:
     assert not any(request.HasField("origin") or request.tools.tools for request in others)
     assert {request.tools.digest for request in others} == {first.tools.digest}
     assert not any(request.HasField("new_tokens") for request in sent(trainer))
-
-
-@asynccontextmanager
-async def rewriting(directory: Path, script: Script) -> AsyncIterator[StrictTrainer]:
-    """A trainer whose template drops the thinking of all completions but the last."""
-    shutil.copytree(TOY_TOKENIZER, directory / "model")
-    template = directory / "model" / "chat_template.jinja"
-    text = template.read_text()
-    assert text.count("{%- if thought -%}") == 1
-    template.write_text(text.replace("{%- if thought -%}", "{%- if thought and loop.last -%}"))
-    async with StrictTrainer(directory / "model", script=script) as trainer:
-        yield trainer
 
 
 THINKING = Script(lines=(adding(1, reasoning="One."), adding(2), adding(3), ScriptedReply(content="Done.")))
