@@ -61,7 +61,7 @@ async def run(plan: Plan, tokenizer: Path, say: Callable[[str], None]) -> Result
             measured: list[Measured] = []
             for workload in plan.workloads:
                 measured += await _measure(site, workload, cores, say)
-            counts = await _get(site.http, f"{site.trainer_url}/counts", Counts)
+            counts = await get(site.http, f"{site.trainer_url}/counts", Counts)
             resident = site.server.resident_bytes()
     return Result(cores.apart, starts, resident, measured, counts)
 
@@ -69,7 +69,7 @@ async def run(plan: Plan, tokenizer: Path, say: Callable[[str], None]) -> Result
 async def _start_once(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], None]) -> Start:
     say("measuring the start of the server")
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        async with running(_server(plan, tokenizer, cores, Path(directory))[0]) as server:
+        async with running(server_program(plan, tokenizer, cores, Path(directory))[0]) as server:
             return _started(server)
 
 
@@ -82,12 +82,12 @@ async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], 
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         say("starting server, trainer and floor")
-        program, grpc_port = _server(plan, tokenizer, cores, directory)
+        program, grpc_port = server_program(plan, tokenizer, cores, directory)
         server = await stack.enter_async_context(running(program))
         start = _started(server)
-        trainer_program = _trainer(plan, tokenizer, cores, program.url)
-        trainer = await stack.enter_async_context(running(trainer_program))
-        floor_program = _floor(cores, trainer_program.url)
+        trainer_of = trainer_program(plan, tokenizer, cores, program.url)
+        trainer = await stack.enter_async_context(running(trainer_of))
+        floor_program = _floor(cores, trainer_of.url)
         floor = await stack.enter_async_context(running(floor_program))
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
         session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=300))
@@ -99,7 +99,7 @@ async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], 
             trainer=trainer,
             floor=floor,
             server_url=program.url,
-            trainer_url=trainer_program.url,
+            trainer_url=trainer_of.url,
             floor_url=floor_program.url,
             http=await stack.enter_async_context(session),
             channel=await stack.enter_async_context(channel),
@@ -107,7 +107,7 @@ async def _site(plan: Plan, tokenizer: Path, cores: Cores, say: Callable[[str], 
         )
 
 
-def _server(plan: Plan, tokenizer: Path, cores: Cores, directory: Path) -> tuple[Program, int]:
+def server_program(plan: Plan, tokenizer: Path, cores: Cores, directory: Path) -> tuple[Program, int]:
     """Return the server under test and its gRPC port. It runs in an empty directory, so that no `.env` changes its settings."""
     http_port, grpc_port = free_port(), free_port()
     command = [sys.executable, "-m", "rollout_server.cli", "serve", *_AGENTS, "--host", "127.0.0.1"]
@@ -122,7 +122,8 @@ def _server(plan: Plan, tokenizer: Path, cores: Cores, directory: Path) -> tuple
     return Program("the server", command, url, cores.measured, environment, directory), grpc_port
 
 
-def _trainer(plan: Plan, tokenizer: Path, cores: Cores, gateway: str) -> Program:
+def trainer_program(plan: Plan, tokenizer: Path, cores: Cores, gateway: str) -> Program:
+    """Return the trainer, which fetches the tools from a gateway."""
     port = free_port()
     command = [sys.executable, "-m", "bench.trainer", str(port), "--tokenizer", str(tokenizer.resolve())]
     command += ["--tools-from", gateway]
@@ -139,10 +140,10 @@ def _floor(cores: Cores, trainer: str) -> Program:
 
 async def _measure(site: _Site, workload: Workload, cores: Cores, say: Callable[[str], None]) -> Sequence[Measured]:
     """Measure the floor's rounds, then the server's over each API."""
-    facts = await _get(site.http, f"{site.trainer_url}/conversations/{workload.conversation}", Facts)
+    facts = await get(site.http, f"{site.trainer_url}/conversations/{workload.conversation}", Facts)
     unjudged = Order(f"{site.trainer_url}/unjudged/{workload.conversation}", facts)
     judged = Order(f"{site.trainer_url}/judged/{workload.conversation}", facts)
-    tools = (await _get(site.http, f"{site.server_url}/tools", dict[str, Any]))["tools"]
+    tools = (await get(site.http, f"{site.server_url}/tools", dict[str, Any]))["tools"]
     measured = []
     floors: dict[bool, list[Round]] = {}
     for entry in workload.entries:
@@ -220,6 +221,7 @@ async def _rounds(prepared: _Rollouts, workload: Workload, factor: int, timer: _
     return rounds
 
 
-async def _get(http: aiohttp.ClientSession, url: str, kind: type[_T]) -> _T:
+async def get(http: aiohttp.ClientSession, url: str, kind: type[_T]) -> _T:
+    """Return the parsed body of a GET request."""
     async with http.get(url) as response:
         return msgspec.json.decode(await response.read(), type=kind)

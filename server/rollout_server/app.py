@@ -221,7 +221,7 @@ class Server:
             shared=keys.demands,
         )
         metrics.watch_registry(registry)
-        if tracing is not None:
+        if tracing is not None and tracing.meters is not None:
             tracing.meters.watch(registry)
         metrics.watch("trainer_streams", "Trainer streams, disconnected ones included.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)

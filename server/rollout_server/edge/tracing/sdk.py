@@ -36,7 +36,8 @@ def current_tracing() -> Tracing | None:
         return None
     from opentelemetry import metrics, trace
 
-    if not (_is_sdk(trace.get_tracer_provider()) or _is_sdk(metrics.get_meter_provider())):
+    counts = _is_sdk(metrics.get_meter_provider())
+    if not (counts or _is_sdk(trace.get_tracer_provider())):
         return None
     from rollout_server import __version__
     from rollout_server.edge.tracing.contents import captures_content
@@ -44,7 +45,7 @@ def current_tracing() -> Tracing | None:
     from rollout_server.edge.tracing.tracing import Tracing
 
     tracer = trace.get_tracer(SCOPE, __version__, schema_url=SCHEMA_URL)
-    meters = Meters(metrics.get_meter(SCOPE, __version__, schema_url=SCHEMA_URL))
+    meters = Meters(metrics.get_meter(SCOPE, __version__, schema_url=SCHEMA_URL)) if counts else None
     return Tracing(tracer, meters, captures=captures_content())
 
 

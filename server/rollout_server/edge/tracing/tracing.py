@@ -57,10 +57,10 @@ class Tracing:
         captures: whether messages, arguments and results are exported.
     """
 
-    def __init__(self, tracer: trace.Tracer, meters: Meters, *, captures: bool) -> None:
-        self._tracer = tracer
+    def __init__(self, tracer: trace.Tracer, meters: Meters | None, *, captures: bool) -> None:
+        self.tracer = tracer
         self.meters = meters
-        self._captures = captures
+        self.captures = captures
         self._spans: WeakKeyDictionary[Rollout, RolloutSpan] = WeakKeyDictionary()
         self._open: dict[str, Rollout] = {}
 
@@ -71,56 +71,30 @@ class Tracing:
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
         given = made.completion_attributes(rollout, request, target, model)
-        if self._captures:
+        if self.captures:
             given[names.INPUT_MESSAGES] = contents.input_messages(request.messages[: request.asked.messages])
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
-        scope = self._scope(rollout, name, SpanKind.CLIENT, given)
-
-        def report(result: Traced) -> None:
-            if isinstance(result, Sequence):
-                scope.add(made.completed_attributes(rollout, result))
-                if self._captures:
-                    scope.add({names.OUTPUT_MESSAGES: contents.output_messages(result)})
-
-        scope.report, scope.count = report, self.meters.completion
-        return scope
+        return _CompletionScope(self, rollout, (name, SpanKind.CLIENT, given))
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
         given = made.tool_attributes(rollout, started)
-        if self._captures:
+        if self.captures:
             given[names.TOOL_ARGUMENTS] = contents.tool_text(started.call.arguments)
-        scope = self._scope(rollout, f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}", SpanKind.INTERNAL, given)
-
-        def report(result: Traced) -> None:
-            if isinstance(result, ToolResult):
-                if result.failed:
-                    scope.fail({names.ERROR: "tool_error"})
-                if self._captures:
-                    scope.add({names.TOOL_RESULT: contents.tool_text(result.content)})
-
-        scope.report = report
-        scope.count = lambda seconds, shown: self.meters.tool(seconds, rollout, shown)
-        return scope
+        return _ToolScope(self, rollout, (f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}", SpanKind.INTERNAL, given))
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
         """See `Tracer`. The outcome of an earlier process has no span of a rollout here: its caller's is the parent."""
         given = made.delivery_attributes(rollout, target, attempt)
-        scope = self._scope(rollout, names.DELIVER, SpanKind.CLIENT, given)
-
-        def report(result: Traced) -> None:
-            if not isinstance(result, Sequence | ToolResult) and (error := made.receipt_error(result)):
-                scope.fail({names.ERROR: error})
-
-        scope.report = report
-        return scope
+        return _DeliveryScope(self, rollout, (names.DELIVER, SpanKind.CLIENT, given))
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """End the span of a rollout with its outcome. One that never had a slot gets its span now."""
         ended, outcome = entries[-1].record, rollout.outcome
         if not isinstance(ended, Ended) or outcome is None:
             return
-        self.meters.ended(rollout, ended)
+        if self.meters is not None:
+            self.meters.ended(rollout, ended)
         found = self._spans.get(rollout) if rollout.uid in self._open else self._begin(rollout, rollout.created)
         self._open.pop(rollout.uid, None)
         if found is None:
@@ -149,7 +123,7 @@ class Tracing:
         if rollout.had_to_wait and caller.is_valid:
             continued = rollout.is_restored and len(rollout.log.entries) > 1 and created is None
             links.append(Link(caller, {names.LINK: "resumed" if continued else "queued"}))
-        span = self._tracer.start_span(
+        span = self.tracer.start_span(
             f"{names.INVOKE_AGENT} {rollout.agent.name}",
             parent,
             SpanKind.INTERNAL,
@@ -175,12 +149,7 @@ class Tracing:
             found.span.set_attribute(names.END, "suspended")
             found.span.end()
 
-    def _scope(self, rollout: Rollout, name: str, kind: SpanKind, given: made.Attributes) -> SpanScope:
-        parent = self._parent(rollout)
-        span = self._tracer.start_span(name, parent, kind, given)
-        return SpanScope(span, trace.set_span_in_context(span, parent), given)
-
-    def _parent(self, rollout: Rollout) -> Context:
+    def parent(self, rollout: Rollout) -> Context:
         """Return the context of a rollout's next span.
 
         It is the current one if that belongs to the rollout: of a tool that calls the model, or of a client that an agent's
@@ -212,39 +181,46 @@ class _RolloutScope:
 
 
 class SpanScope:
-    """An open span with its attributes. `report` is called with the result, `count` with seconds and attributes at the end."""
+    """An open span of a rollout, with its attributes. It is called with the result."""
 
-    def __init__(self, span: Span, context: Context, given: made.Attributes) -> None:
-        self._span = span
-        self._context = context
-        self._given = given
-        self._added: made.Attributes = {}
-        self.report: Callable[[Traced], None] = lambda result: None
-        self.count: Callable[[float, made.Attributes], None] = lambda seconds, shown: None
+    __slots__ = ("_began", "_context", "_span", "_token", "attributes", "rollout", "tracing")
+
+    def __init__(self, tracing: Tracing, rollout: Rollout, begin: tuple[str, SpanKind, made.Attributes]) -> None:
+        parent = tracing.parent(rollout)
+        self.tracing = tracing
+        self.rollout = rollout
+        self.attributes = begin[2]
+        self._span = tracing.tracer.start_span(begin[0], parent, begin[1], self.attributes)
+        self._context = trace.set_span_in_context(self._span, parent)
+
+    def __call__(self, result: Traced) -> None:
+        raise NotImplementedError
+
+    def count(self, meters: Meters, seconds: float) -> None:
+        """Count the span with the metrics."""
 
     def add(self, attributes: made.Attributes) -> None:
         """Add attributes."""
-        self._added |= attributes
+        self._span.set_attributes(attributes)
+        self.attributes |= attributes
 
     def fail(self, attributes: made.Attributes) -> None:
         """Mark the span as an error."""
-        self._added |= attributes
+        self.add(attributes)
         self._span.set_status(StatusCode.ERROR)
 
     def __enter__(self) -> Callable[[Traced], None]:
         self._token = contexts.attach(self._context)
         self._began = perf_counter()
-        return self.report
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        seconds = perf_counter() - self._began
         contexts.detach(self._token)
         if error is not None:
             self._fail_with(error)
-        if self._added:
-            self._span.set_attributes(self._added)
         self._span.end()
-        self.count(seconds, self._given | self._added)
+        if self.tracing.meters is not None:
+            self.count(self.tracing.meters, perf_counter() - self._began)
 
     def _fail_with(self, error: BaseException) -> None:
         failure = error.failure if isinstance(error, RolloutFailed) else None
@@ -257,3 +233,39 @@ class SpanScope:
         else:
             cancelled = isinstance(error, asyncio.CancelledError)
             self.fail({names.ERROR: "cancelled" if cancelled else type(error).__name__})
+
+
+class _CompletionScope(SpanScope):
+    __slots__ = ()
+
+    def __call__(self, result: Traced) -> None:
+        if isinstance(result, tuple | list):
+            found = made.completed_attributes(self.rollout, result)
+            if self.tracing.captures:
+                found[names.OUTPUT_MESSAGES] = contents.output_messages(result)
+            self.add(found)
+
+    def count(self, meters: Meters, seconds: float) -> None:
+        meters.completion(seconds, self.attributes)
+
+
+class _ToolScope(SpanScope):
+    __slots__ = ()
+
+    def __call__(self, result: Traced) -> None:
+        if isinstance(result, ToolResult):
+            if result.failed:
+                self.fail({names.ERROR: "tool_error"})
+            if self.tracing.captures:
+                self.add({names.TOOL_RESULT: contents.tool_text(result.content)})
+
+    def count(self, meters: Meters, seconds: float) -> None:
+        meters.tool(seconds, self.rollout, self.attributes)
+
+
+class _DeliveryScope(SpanScope):
+    __slots__ = ()
+
+    def __call__(self, result: Traced) -> None:
+        if not isinstance(result, Sequence | ToolResult) and (error := made.receipt_error(result)):
+            self.fail({names.ERROR: error})

@@ -1,0 +1,147 @@
+"""`python -m bench.tracing`: what OpenTelemetry adds to the CPU of a turn, beside the same server without an SDK.
+
+Both servers run all the time and the rounds alternate between them, so that whatever else the machine does hits both. The SDK has
+batching processors and exporters that do nothing: sending spans is the work of the exporter, and depends on the collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import runpy
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import aiohttp
+import grpc
+import typer
+from rich.console import Console
+from rich.table import Table
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+from bench.child import Child, Cores, Program, on_cores, running
+from bench.conversation import Facts
+from bench.drive import Order, Player, grpc_player, play_many
+from bench.loop import new_loop
+from bench.measure import get, server_program, trainer_program
+from bench.workload import Entry, Plan, Workload
+
+_WAYS = {"without an SDK": (), "spans": ("traces",), "spans and metrics": ("traces", "metrics")}
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="Rounds of each server; the cheapest one counts.")] = 30,
+    base: Annotated[Path | None, typer.Option(help="Another clone, whose server is measured too.")] = None,
+) -> None:
+    """Print the CPU of a turn at 1k context."""
+    console = Console(stderr=True)
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        costs = runner.run(_measure(Workload(10, 1000, 16, 16, rounds, None, (Entry.GRPC,)), base, console))
+    table = Table("server", "least ms of CPU per turn", "more", "median of the rounds", box=None)
+    without = costs["without an SDK"]
+    for name, found in costs.items():
+        more = min(found) / min(without), median(each / beside for each, beside in zip(found, without, strict=True))
+        table.add_row(name, f"{min(found):.3f}", *(f"{100 * (each - 1):+.1f} %" for each in more))
+    Console().print(table)
+
+
+async def _measure(workload: Workload, base: Path | None, console: Console) -> dict[str, list[float]]:
+    plan, cores = Plan((workload,), 1), Cores.here()
+    costs: dict[str, list[float]] = {}
+    with on_cores(cores.beside):
+        async with AsyncExitStack() as stack:
+            players: dict[str, tuple[Child, Player]] = {}
+            http = await stack.enter_async_context(aiohttp.ClientSession())
+            trainer, first, order = "", "", None
+            for name, signals in {**({"the other clone": ()} if base else {}), **_WAYS}.items():
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+                program, port = server_program(plan, TOY_TOKENIZER, cores, directory)
+                program = _traced(program, signals, base if name == "the other clone" else None)
+                child = await stack.enter_async_context(running(program))
+                if order is None:
+                    first, trainer_of = program.url, trainer_program(plan, TOY_TOKENIZER, cores, program.url)
+                    await stack.enter_async_context(running(trainer_of))
+                    trainer = trainer_of.url
+                    facts = await get(http, f"{trainer}/conversations/{workload.conversation}", Facts)
+                    order = Order(f"{trainer}/judged/{workload.conversation}", facts)
+                channel = await stack.enter_async_context(_channel(port))
+                players[name] = child, grpc_player(channel, order)
+                await play_many(players[name][1], workload.concurrency, workload.concurrency)
+            console.print(f"{workload.rounds} rounds of {', '.join(players)} ({first})")
+            for _ in range(workload.rounds):
+                for name, (child, play) in players.items():
+                    before = _cpu_ms(child)
+                    await play_many(play, workload.rollouts, workload.concurrency)
+                    turns = workload.rollouts * workload.turns
+                    costs.setdefault(name, []).append((_cpu_ms(child) - before) / turns)
+    return costs
+
+
+def _cpu_ms(child: Child) -> float:
+    """Return the CPU time of all threads of a process, to the nanosecond: rounds are short."""
+    threads = Path(f"/proc/{child.pid}/task").glob("*/schedstat")
+    return sum(int(each.read_text().split()[0]) for each in threads) / 1e6
+
+
+def _channel(port: int) -> grpc.aio.Channel:
+    options = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
+    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
+
+
+def _traced(program: Program, signals: Sequence[str], base: Path | None) -> Program:
+    """Return the program with an SDK for these signals, or of another clone."""
+    environment = dict(program.environment)
+    if base is not None:
+        environment["PYTHONPATH"] = ":".join(str(base / name) for name in ("server", "gateway", "generated"))
+        return replace(program, environment=environment)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    arguments = list(program.command[3:])
+    return replace(
+        program,
+        command=[sys.executable, "-m", "bench.tracing", "serve", ",".join(signals), *arguments],
+        environment=environment,
+    )
+
+
+def serve(signals: str, arguments: Sequence[str]) -> None:
+    """Set up an SDK whose exporters do nothing, and run the command line."""
+    from opentelemetry import metrics, trace
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, PeriodicExportingMetricReader
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+    class NoSpans(SpanExporter):
+        def export(self, spans: Any) -> SpanExportResult:
+            return SpanExportResult.SUCCESS
+
+    class NoMetrics(MetricExporter):
+        def export(self, metrics_data: Any, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
+            return MetricExportResult.SUCCESS
+
+        def force_flush(self, timeout_millis: float = 0) -> bool:
+            return True
+
+        def shutdown(self, timeout_millis: float = 0, **_: Any) -> None:
+            """Nothing is open."""
+
+    if "traces" in signals:
+        provider = TracerProvider()
+        provider.add_span_processor(BatchSpanProcessor(NoSpans()))
+        trace.set_tracer_provider(provider)
+    if "metrics" in signals:
+        metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(NoMetrics())]))
+    sys.argv = ["rollout", *arguments]
+    runpy.run_module("rollout_server.cli", run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2], sys.argv[3:])
+    else:
+        typer.run(main)

@@ -1,0 +1,208 @@
+"""`rollout serve` with the standard variables, and servers without an SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from opentelemetry import metrics, trace
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server.edge.tracing.sdk import current_tracing, exporting
+from rollout_server.testing.script import Script
+from rollout_server.testing.trainer import StrictTrainer
+
+from tests.edge.tracing.span_trees import TRACE_ID
+from tests.edge.tracing.stage import METADATA, stage
+from tests.edge.tracing.test_trees import DONE
+from tests.support.bodies import rpc
+from tests.support.processes import ANY_PORTS, Serving, environment, serve
+from tests.support.start_requests import start, target
+
+
+@dataclass
+class Collector:
+    """A collector that speaks OTLP over gRPC."""
+
+    port: int = 0
+    spans: list[Any] = field(default_factory=list)
+    services: set[str] = field(default_factory=set)
+    metrics: set[str] = field(default_factory=set)
+
+    async def take_traces(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            self._describe(resource.resource)
+            self.spans += [span for scope in resource.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    async def take_metrics(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_metrics:
+            self._describe(resource.resource)
+            self.metrics |= {metric.name for scope in resource.scope_metrics for metric in scope.metrics}
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+    def _describe(self, resource: Any) -> None:
+        self.services |= {each.value.string_value for each in resource.attributes if each.key == "service.name"}
+
+
+@asynccontextmanager
+async def collecting() -> AsyncIterator[Collector]:
+    collector, server = Collector(), grpc.aio.server()
+
+    class Traces(trace_service_pb2_grpc.TraceServiceServicer):
+        Export = staticmethod(collector.take_traces)  # type: ignore[assignment]
+
+    class Metrics(metrics_service_pb2_grpc.MetricsServiceServicer):
+        Export = staticmethod(collector.take_metrics)  # type: ignore[assignment]
+
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Traces(), server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(Metrics(), server)
+    collector.port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield collector
+    finally:
+        await server.stop(None)
+
+
+async def roll(server: Serving) -> None:
+    """Run one rollout in the caller's trace, and stop the server."""
+    async with StrictTrainer(script=Script((DONE,))) as trainer, rpc(server.grpc_port) as stub:
+        request = start(completions=target(f"grpc://{trainer.grpc_target}"))
+        started = await stub.StartRollout(request, metadata=METADATA)
+        waited = await stub.WaitRollout(pb.WaitRolloutRequest(uid=started.rollout.uid))
+        assert waited.rollout.outcome.HasField("stop")
+    server.send(signal.SIGTERM)
+    assert await server.ended() == 0
+
+
+@pytest.mark.parametrize("name", ["", "trainers"])
+async def test_it_exports_to_a_collector(tmp_path: Path, name: str) -> None:
+    """Everything is exported when the server stops."""
+    async with collecting() as collector:
+        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
+        async with serve(
+            cwd=tmp_path, ROLLOUT_HTTP="false", **variables, **({"OTEL_SERVICE_NAME": name} if name else {})
+        ) as server:
+            await roll(server)
+        assert " WARNING " not in server.text
+    assert [span.name for span in collector.spans] == ["chat", "invoke_agent calculator"]
+    assert {int.from_bytes(span.trace_id, "big") for span in collector.spans} == {TRACE_ID}
+    assert collector.services == {name or "rollout-server"}
+    assert {"gen_ai.client.operation.duration", "gen_ai.client.token.usage", "rollout.running"} <= collector.metrics
+
+
+async def test_a_collector_that_is_gone_delays_nothing_for_long(tmp_path: Path) -> None:
+    variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_TIMEOUT": "2"}
+    async with serve(cwd=tmp_path, ROLLOUT_HTTP="false", **variables) as server:
+        began = time.monotonic()
+        await roll(server)
+        assert time.monotonic() - began < 30
+
+
+async def test_the_console(tmp_path: Path) -> None:
+    """Also of a server whose metrics are not to be exported."""
+    arguments = ("serve", *ANY_PORTS)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "rollout_server.cli",
+        *arguments,
+        cwd=tmp_path,
+        env=environment(ROLLOUT_HTTP="false", OTEL_TRACES_EXPORTER="console", OTEL_METRICS_EXPORTER="none"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    server = Serving(process)
+    await server.start()
+    await roll(server)
+    assert process.stdout is not None
+    shown = (await process.stdout.read()).decode()
+    names = [line.split('"')[3] for line in shown.splitlines() if line.startswith('    "name"')]
+    assert names == ["chat", "invoke_agent calculator"]
+
+
+BLOCKED = "import sys; sys.modules['opentelemetry'] = None; from rollout_server.cli import main; main()"
+
+
+async def test_without_opentelemetry(tmp_path: Path) -> None:
+    """The server runs, and says which extra is missing."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        BLOCKED,
+        "serve",
+        *ANY_PORTS,
+        cwd=tmp_path,
+        env=environment(ROLLOUT_HTTP="false", OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:9"),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    server = Serving(process)
+    await server.start()
+    await roll(server)
+    text = "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is exported: OpenTelemetry is not installed; pip install"
+    assert f"{text} 'rollout-server[otel]'" in server.text
+
+
+@pytest.fixture
+def fresh(no_sdk: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process without an SDK, in which variables can be set."""
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("variables", "warning"),
+    [
+        ({}, ""),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"}, ""),
+        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9"}, ""),
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, "traces are not exported: no exporter 'zipkin' is installed"),
+        (
+            {
+                "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9",
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            },
+            "traces are not exported: no exporter 'otlp_proto_http' is installed",
+        ),
+    ],
+)
+def test_nothing_is_exported(
+    fresh: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, variables: dict[str, str], warning: str
+) -> None:
+    for name, value in variables.items():
+        fresh.setenv(name, value)
+    with caplog.at_level(logging.WARNING), exporting():
+        assert current_tracing() is None
+    assert warning in caplog.text
+    assert bool(warning) == bool(caplog.text)
+
+
+def test_an_sdk_that_is_there_is_used(fresh: pytest.MonkeyPatch) -> None:
+    """Such as that of `opentelemetry-instrument`."""
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.trace import TracerProvider
+
+    fresh.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    traces, meters = TracerProvider(shutdown_on_exit=False), MeterProvider(shutdown_on_exit=False)
+    trace.set_tracer_provider(traces)
+    metrics.set_meter_provider(meters)
+    with exporting():
+        assert (trace.get_tracer_provider(), metrics.get_meter_provider()) == (traces, meters)
+        assert current_tracing() is not None
+
+
+async def test_without_an_sdk_nothing_is_sent(no_sdk: None) -> None:
+    async with stage(script=Script((DONE,))) as here:
+        await here.run()
+        assert ["traceparent" in seen.metadata for seen in here.trainer.completions] == [False]
