@@ -34,6 +34,7 @@ from rollout_server.assembly import (
     target_rules,
     tokenizer_settings,
     tool_resources,
+    tracing_of_process,
     trainers,
 )
 from rollout_server.edge.api_keys import Keyring
@@ -52,7 +53,7 @@ from rollout_server.edge.stream.streams import Streams
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
-from rollout_server.edge.tracing.sdk import current_tracing, exporting
+from rollout_server.edge.tracing.sdk import exporting
 from rollout_server.network_exposure import log_exposure
 from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.runtime.aio.loop_watchdog import LoopLag, LoopWatch
@@ -198,7 +199,7 @@ class Server:
         tools = tool_resources(tokenizers, settings)
         stack.push_async_callback(tools.close)
         journal = await open_journal(settings, stack)
-        metrics, self._streams, tracing = self._metrics, make_streams(settings), current_tracing()
+        metrics, self._streams, tracing = self._metrics, make_streams(settings), tracing_of_process()
         if tracing is not None:
             stack.callback(tracing.close)
         samplers = trainers(client, channels, tokenizers, self._streams, settings)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from osmosis.rollout.v1 import rollout_service_pb2, spec_pb2
 
@@ -36,6 +37,7 @@ from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
 from rollout_server.edge.tools.token_count import TokenizerTokenCounter
+from rollout_server.edge.tracing.sdk import current_tracing
 from rollout_server.edge.trainer.grpc_sampler import CompletionTrainers
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
 from rollout_server.edge.trainer.http_masked_sampler import MaskedTrainers
@@ -51,6 +53,9 @@ from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
 from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
 from rollout_server.settings import TOY, Settings, WrongSettings
 from rollout_server.settings.journal import journal_directory
+
+if TYPE_CHECKING:
+    from rollout_server.edge.tracing.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 # Protocols in which a prompt can be sent as token ids, which token mode requires (D15).
@@ -190,6 +195,13 @@ def reporter(client: HttpClient, channels: Channels, settings: Settings) -> Outc
 
     seconds = settings.delivery_timeout_seconds
     return OutcomeReporter(write_body, HttpCourier(client, seconds), GrpcCourier(channels, seconds))
+
+
+def tracing_of_process() -> Tracing | None:
+    """Return what traces rollouts with the SDK of this process; None without one."""
+    from rollout_server import __version__
+
+    return current_tracing(__version__)
 
 
 def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:

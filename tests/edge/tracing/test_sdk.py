@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import sys
 import time
@@ -87,11 +88,18 @@ async def roll(server: Serving) -> None:
     assert await server.ended() == 0
 
 
-@pytest.mark.parametrize("name", ["", "trainers"])
+PAGE = Path(__file__).parents[3] / "docs" / "tracing.md"
+
+
+@pytest.mark.parametrize("name", ["", "rollouts"])
 async def test_it_exports_to_a_collector(tmp_path: Path, name: str) -> None:
-    """Everything is exported when the server stops."""
+    """Everything is exported when the server stops. The variables are those of the page, with and without a name."""
     async with collecting() as collector:
-        variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{collector.port}"}
+        (line,) = re.findall("^export (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+        variables = dict(
+            each.split("=", 1) for each in line.replace("localhost:4317", f"127.0.0.1:{collector.port}").split()
+        )
+        assert variables.pop("OTEL_SERVICE_NAME") == "rollouts"
         async with serve(
             cwd=tmp_path, ROLLOUT_HTTP="false", **variables, **({"OTEL_SERVICE_NAME": name} if name else {})
         ) as server:

@@ -138,7 +138,7 @@ def delivery_attributes(rollout: Rollout, target: Target, attempt: int) -> Attri
     return {**server_attributes(target.url), names.UID: rollout.uid, names.ATTEMPT: attempt}
 
 
-def receipt_error(receipt: Receipt) -> str:
+def delivery_error(receipt: Receipt) -> str:
     """Return the `error.type` of an attempt to deliver an outcome; empty if it was acknowledged."""
     if isinstance(receipt, DeliveryAcknowledged):
         return ""

@@ -30,8 +30,8 @@ _EXTRA: Final = "pip install 'rollout-server[otel]'"
 _SERVICE: Final = "rollout-server"
 
 
-def current_tracing() -> Tracing | None:
-    """Return what traces and counts rollouts with the SDK of this process; None without one."""
+def current_tracing(version: str = "") -> Tracing | None:
+    """Return what traces and counts rollouts with the SDK of this process; None without one. `version` is that of this server."""
     if not INSTALLED:
         return None
     from opentelemetry import metrics, trace
@@ -39,13 +39,12 @@ def current_tracing() -> Tracing | None:
     counts = _is_sdk(metrics.get_meter_provider())
     if not (counts or _is_sdk(trace.get_tracer_provider())):
         return None
-    from rollout_server import __version__
     from rollout_server.edge.tracing.contents import captures_content
     from rollout_server.edge.tracing.meters import Meters
     from rollout_server.edge.tracing.tracing import Tracing
 
-    tracer = trace.get_tracer(SCOPE, __version__, schema_url=SCHEMA_URL)
-    meters = Meters(metrics.get_meter(SCOPE, __version__, schema_url=SCHEMA_URL)) if counts else None
+    tracer = trace.get_tracer(SCOPE, version, schema_url=SCHEMA_URL)
+    meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL)) if counts else None
     return Tracing(tracer, meters, captures=captures_content())
 
 

@@ -267,5 +267,5 @@ class _DeliveryScope(SpanScope):
     __slots__ = ()
 
     def __call__(self, result: Traced) -> None:
-        if not isinstance(result, Sequence | ToolResult) and (error := made.receipt_error(result)):
+        if not isinstance(result, Sequence | ToolResult) and (error := made.delivery_error(result)):
             self.fail({names.ERROR: error})
