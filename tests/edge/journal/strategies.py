@@ -302,6 +302,7 @@ starts = each_field(
         request_id=texts,
         until_received=st.booleans(),
         credentials=credentials,
+        traceparent=texts,
     ),
     fingerprint=texts,
     agent_version=texts,
