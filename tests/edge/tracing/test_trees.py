@@ -171,6 +171,32 @@ async def test_group(exported: Exported) -> None:
     assert len(exported.spans) == 4
 
 
+class JudgedTogether(Ranked):
+    """Asks a judge about each rollout of a group, when the last one has ended."""
+
+    name = "judged_together"
+
+    async def reward_group(self, runs: Sequence[Run]) -> list[RewardResult]:
+        """Return the judge's numbers."""
+        asked = [await run.model("judge").sample([{"role": "user", "content": "How good?"}]) for run in runs]
+        return [RewardResult(float(each.content)) for each in asked]
+
+
+async def test_the_judge_of_a_group(exported: Exported) -> None:
+    """Each call of the judge belongs to the rollout that it is about, whichever rollout ended last."""
+    async with (
+        MockEngine({"judge": SaysHalf()}) as engine,
+        stage(JudgedTogether(), script=Script((DONE,), repeat_last=True), models=engine.entries) as here,
+    ):
+        request = group_pb2.StartGroupRequest(spec=here.request().spec, count=3)
+        group = (await here.stub.StartGroup(request, metadata=METADATA)).group
+        for member in group.members:
+            assert (await here.wait(member.uid)).HasField("stop")
+    rollouts = {span.context.span_id for span in exported.named("invoke_agent")}
+    judged = {span.parent.span_id for span in exported.named("chat judge") if span.parent}
+    assert (len(rollouts), judged) == (3, rollouts)
+
+
 async def test_resumed_after_a_restart(exported: Exported, tmp_path: Path) -> None:
     """The first process leaves a span that says so. What it had done is replayed and has no spans again."""
     script = Script((calls(("add", '{"a": 1, "b": 2}')), Fault(kind=FaultKind.SILENCE), DONE))

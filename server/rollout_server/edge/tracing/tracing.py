@@ -121,7 +121,8 @@ class Tracing:
         caller = trace.get_current_span(parent).get_span_context()
         links = []
         if rollout.had_to_wait and caller.is_valid:
-            continued = rollout.is_restored and len(rollout.log.entries) > 1 and created is None
+            first = 1 if created is None else 2  # of one that never ran: that it was accepted, and its end
+            continued = rollout.is_restored and len(rollout.log.entries) > first
             links.append(Link(caller, {names.LINK: "resumed" if continued else "queued"}))
         span = self.tracer.start_span(
             f"{names.INVOKE_AGENT} {rollout.agent.name}",
