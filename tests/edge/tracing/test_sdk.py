@@ -214,3 +214,17 @@ async def test_without_an_sdk_nothing_is_sent(no_sdk: None) -> None:
     async with stage(script=Script((DONE,))) as here:
         await here.run()
         assert ["traceparent" in seen.metadata for seen in here.trainer.completions] == [False]
+
+
+def test_only_the_api_is_imported() -> None:
+    """And in one room. The SDK is imported where it is set up."""
+    root = Path(__file__).parents[3]
+    for path in [*root.glob("server/**/*.py"), *root.glob("gateway/**/*.py")]:
+        found = re.findall(
+            r"^( *)(?:from|import) (opentelemetry[\w.]*)", path.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        where = path.relative_to(root).parts[1:]
+        assert not found or where[:3] == ("rollout_server", "edge", "tracing"), path
+        assert all(
+            where[-1] == "sdk.py" and indent for indent, name in found if name.startswith("opentelemetry.sdk")
+        ), path

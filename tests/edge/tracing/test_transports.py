@@ -29,7 +29,8 @@ async def test_over_http(exported: Exported) -> None:
         StrictTrainer(tools_from=f"http://127.0.0.1:{here.server.http_port}") as trainer,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.server.http_port}", timeout=60, trust_env=False) as http,
     ):
-        response = await http.post("/rollout", json=body("r", trainer.url), headers={"traceparent": CALLER})
+        headers = {"traceparent": CALLER, "authorization": "Bearer hunter2", "x-api-key": "hunter3"}
+        response = await http.post("/rollout", json=body("r", trainer.url), headers=headers)
         assert response.json()["status"] == "COMPLETED"
         sent = [request.headers["traceparent"] for request in trainer.requests]
     (rollout,) = exported.named("invoke_agent")
@@ -37,6 +38,9 @@ async def test_over_http(exported: Exported) -> None:
     assert (rollout.parent.trace_id, rollout.parent.span_id) == (TRACE_ID, SPAN_ID)
     assert sent == traceparents(exported, "chat")
     assert len(sent) == 3
+    requests = [span for span in exported.exporter.get_finished_spans() if span not in exported.spans]
+    assert [span.name for span in requests][-1:] == ["POST /rollout"]  # FastAPI's own
+    assert "hunter" not in "".join(span.to_json() for span in requests)
 
 
 async def test_on_a_stream(exported: Exported) -> None:

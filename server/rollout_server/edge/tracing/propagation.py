@@ -34,8 +34,8 @@ def remote_context(traceparent: str) -> Context:
 
 
 def attach(traceparent: str) -> None:
-    """Let what follows in the current task belong to a trace. Nothing happens if it is empty."""
-    if INSTALLED and traceparent:
+    """Let what follows in the current task belong to a trace. Nothing happens without one, and without an SDK."""
+    if INSTALLED and traceparent and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         contexts.attach(remote_context(traceparent))
 
 
