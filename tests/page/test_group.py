@@ -101,6 +101,7 @@ async def test_a_label_is_a_group_too_and_stays_text(open_here: Open, page: Page
     uids = [await start(world, f"{HOSTILE}{number}", group_id=HOSTILE, messages=prompt) for number in range(3)]
     await show(page, world, HOSTILE)
     await expect(column(page, "state")).to_have_text(["running"] * 3)
+    await expect(column(page, "id")).to_have_text([f"{HOSTILE}{number}" for number in range(3)])
     await expect(page.get_by_text("started one by one")).to_be_visible()
     await expect(page.get_by_label("Prompt")).to_contain_text(HOSTILE)
     gated.gate.set()

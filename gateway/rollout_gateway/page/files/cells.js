@@ -31,6 +31,11 @@ export function uidCell({ uid }) {
 }
 
 /** @returns {Cell} */
+export function idCell({ spec }) {
+  return textCell(spec.rollout_id);
+}
+
+/** @returns {Cell} */
 export function groupCell({ spec: { group_id } }) {
   return group_id ? { text: group_id, title: group_id, href: `#/groups/${encodeURIComponent(group_id)}` } : NOTHING;
 }

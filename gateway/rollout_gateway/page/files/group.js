@@ -53,6 +53,7 @@ class Group {
       { name: "index", label: "#", title: "Index in the group", show: ({ index }) => ({ text: String(index ?? "") }) },
       { name: "state", label: "State", show: of(cells.stateCell) },
       { name: "uid", label: "UID", show: of(cells.uidCell) },
+      { name: "id", label: "Rollout id", show: of(cells.idCell) },
       { name: "reward", label: "Reward", show: of(cells.rewardCell) },
       { name: "advantage", label: "− mean", title: "Reward minus the mean of the group", show: advantageCell },
       { name: "scores", label: "Scores", show: of(scoresCell) },

@@ -16,8 +16,8 @@ const START = `rollout start --prompt "What is 5 plus 3?" \\
 const COLUMNS = [
   { name: "state", label: "State", show: cells.stateCell },
   { name: "uid", label: "UID", show: cells.uidCell },
-  { name: "id", label: "Rollout id", show: ({ spec }) => cells.textCell(spec.rollout_id) },
-  { name: "agent", label: "Agent", show: ({ spec }) => cells.textCell(spec.agent ?? "") },
+  { name: "id", label: "Rollout id", show: cells.idCell },
+  { name: "agent", label: "Agent", show: ({ spec }) => cells.textCell(spec.agent) },
   { name: "group", label: "Group", show: cells.groupCell },
   { name: "turns", label: "Turns", show: cells.turnsCell },
   { name: "tokens", label: "Tokens", title: "Generated tokens", show: cells.tokensCell },
