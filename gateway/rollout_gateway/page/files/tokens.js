@@ -54,6 +54,8 @@ class TokenStrip {
       on: {
         click: (event) => this._onClick(event),
         keydown: (event) => this._onKey(event),
+        // Shift extends the range of tokens, and not the browser's selection of text.
+        mousedown: (event) => event.shiftKey && event.preventDefault(),
         pointerover: (event) => this._onHover(event),
         pointerleave: () => this._showDetail(),
         scroll: () => this._onScroll(),
@@ -294,7 +296,8 @@ class TokenStrip {
 
   _onClick(event) {
     const cell = event.target.closest(".tokens-cell");
-    if (cell && !getSelection().toString()) this._go(Number(cell.dataset.start), event.shiftKey);
+    // Who selects text with the pointer selects no token.
+    if (cell && (event.shiftKey || getSelection().isCollapsed)) this._go(Number(cell.dataset.start), event.shiftKey);
   }
 
   /** Select a token, or extend the selection to it. */
