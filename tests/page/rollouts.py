@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rollout_server import Agent, RewardResult, Run, ToolError, tool
-from rollout_server.testing.script import Script, ScriptedReply, tool_call
+from rollout_server.testing.script import Fault, Script, ScriptedReply, tool_call
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+from rollout_server.testing.trainer import StrictTrainer
 
 from tests.support.bodies import TOKENIZER
 from tests.system.conftest import Service
@@ -95,6 +101,23 @@ TOUR = (
     ScriptedReply(content=f"An apple costs 5 cents. {HOSTILE}"),
     ScriptedReply(content="The answer does not name the pear."),
     ScriptedReply(content="An apple costs 5 and a pear 4 cents.", cut=True),
+)
+
+
+@asynccontextmanager
+async def forgetful(directory: Path, script: Script, world: Service) -> AsyncIterator[StrictTrainer]:
+    """A trainer whose template drops the thinking of all completions but the last, so that its prompts drift."""
+    shutil.copytree(TOY_TOKENIZER, directory / "model")
+    template = directory / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{%- if thought -%}", "{%- if thought and loop.last -%}"))
+    tools_from = f"http://127.0.0.1:{world.server.http_port}"
+    async with StrictTrainer(directory / "model", script=script, tools_from=tools_from) as trainer:
+        yield trainer
+
+
+#: Turns of `Tour` that drift once with `forgetful`, and then fail.
+DRIFTING = Script(
+    lines=(replace(TOUR[1], reasoning="Think."), ScriptedReply(content="Done."), Fault.error(400, "enough"))
 )
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from playwright.async_api import Page
-from rollout_server.testing.script import Fault, Script, ScriptedReply
-from rollout_server.testing.tokenizer import TOY_TOKENIZER
-from rollout_server.testing.trainer import StrictTrainer
+from rollout_server.testing.script import Script
 
-from tests.page.rollouts import TOUR, Tour, begin, events, finished, play
+from tests.page.rollouts import DRIFTING, TOUR, Tour, begin, events, finished, forgetful, play
 from tests.system.conftest import Open, Service
 
 FOLD = """async ([rollout, events]) => {
@@ -84,12 +80,7 @@ async def test_events_that_come_twice_count_once(open_here: Open, page: Page) ->
 async def test_messages_follow_a_drift_into_its_segment(open_here: Open, page: Page, tmp_path: Path) -> None:
     """A template that drops the thinking of earlier completions."""
     world = await open_here(agents=[Tour()])
-    shutil.copytree(TOY_TOKENIZER, tmp_path / "model")
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text(template.read_text().replace("{%- if thought -%}", "{%- if thought and loop.last -%}"))
-    lines = (replace(TOUR[1], reasoning="Think."), ScriptedReply(content="Done."), Fault.error(400, "enough"))
-    tools_from = f"http://127.0.0.1:{world.server.http_port}"
-    async with StrictTrainer(tmp_path / "model", script=Script(lines=lines), tools_from=tools_from) as trainer:
+    async with forgetful(tmp_path, DRIFTING, world) as trainer:
         target = {"url": f"grpc://{trainer.grpc_target}"}
         uid = await begin(world, "drift", "tour", completions=target, token_mode="messages")
         rollout, found = await finished(world, uid), await events(world, uid)

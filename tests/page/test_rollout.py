@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from playwright.async_api import Locator, Page, expect
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
@@ -291,6 +292,29 @@ async def test_exports(open_here: Open, page: Page, tmp_path: Path) -> None:
     assert [json.loads(line) for line in (await exported("Samples")).splitlines()] == rollout["outcome"]["samples"]
     assert [json.loads(line) for line in (await exported("Events")).splitlines()] == await events(world, uid)
     assert json.loads(await exported("Rollout (JSON)")) == rollout
+
+
+async def test_a_page_without_a_server(open_here: Open, page: Page, tmp_path: Path) -> None:
+    world = await open_here(agents=[Tour()])
+    if (await world.http.get("/page/standalone.html")).status_code == 404:
+        pytest.skip("the page for saved rollouts is not there")
+    uid = await play(world, "tour", Script(lines=TOUR))
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("completed")
+    await page.locator(".rollout-export summary").click()
+    async with page.expect_download() as download:
+        await page.get_by_role("button", name="Page (one HTML file)").click()
+    await (await download.value).save_as(tmp_path / "saved.html")
+    requested: list[str] = []
+    page.on("request", lambda request: requested.append(request.url))
+    await page.goto(f"{(tmp_path / 'saved.html').as_uri()}#/rollouts/{uid}?turn=2")
+    await expect(state(page)).to_have_text("completed")
+    await expect(cards(page, "completion")).to_have_count(len(TOUR))
+    await expect(cards(page, "completion").nth(2)).to_contain_text(SHOWN)
+    await expect(page.locator(".messages-card[aria-current]")).to_have_count(3)
+    await expect(page.locator('.timeline-bar[data-lane="tools"]')).to_have_count(4)
+    await expect(page.get_by_role("button", name="Cancel the rollout")).to_be_hidden()
+    assert {url.split(":")[0] for url in requested} <= {"file", "data"}
 
 
 async def test_without_events_the_outcome_is_shown(open_here: Open, page: Page) -> None:
