@@ -109,7 +109,7 @@ function cardOf(view, entry) {
   if (kind === "tool") {
     fill(head, role("tool"), toolMarks(tool, message));
     element.append(...contentOf(message.content));
-    return { element: labelled(element, "tool result") };
+    return { element: labelled(element, `result of ${printable(tool?.name ?? message.name ?? "a tool")}`) };
   }
   if (kind !== "completion") {
     fill(head, role(message.role), conversation, message.name ? mark("", message.name) : null);

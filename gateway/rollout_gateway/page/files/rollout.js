@@ -183,7 +183,8 @@ function isSettled({ outcome, rollout }) {
 }
 
 function column(name, element, hint = null) {
-  return h("section.rollout-column", { "aria-label": name, tabIndex: 0 }, h("h2", {}, name, hint), element);
+  const head = h("header.rollout-head", {}, h("h2", {}, name), hint);
+  return h("section.rollout-column", { "aria-label": name, tabIndex: 0 }, head, element);
 }
 
 /** Tabs as in the ARIA Authoring Practices: arrow keys move, the panel of the chosen tab is shown. */
