@@ -9,7 +9,9 @@ const CHARACTERS = 6000;
 export function contentOf(content) {
   if (content === null || content === undefined || content === "") return [];
   if (typeof content === "string") return [blockOf(content)];
-  return [content].flat().map((part) => (part?.type === "text" && typeof part.text === "string" ? blockOf(part.text) : partOf(part)));
+  return [content]
+    .flat()
+    .map((part) => (part?.type === "text" && typeof part.text === "string" ? blockOf(part.text) : partOf(part)));
 }
 
 /** A text; the rest of a long one behind a button. @param {string} text @returns {HTMLElement} */
@@ -23,9 +25,13 @@ export function blockOf(text) {
   return h("div", {}, block, more);
 }
 
-/** A JSON text, indented if that changes nothing but white space, and as it is otherwise. Copying copies it as it is. */
+/** A JSON text, indented if that changes only white space, and as it is otherwise. Copying copies it as it is. */
 export function jsonBlock(text) {
-  const button = h("button.content-copy", { "aria-label": "Copy the JSON", on: { click: () => copy(text, button) } }, "copy");
+  const button = h(
+    "button.content-copy",
+    { "aria-label": "Copy the JSON", on: { click: () => copy(text, button) } },
+    "copy",
+  );
   return h("div.content-json", {}, blockOf(indented(text) ?? text), button);
 }
 
@@ -48,6 +54,7 @@ function partOf(part) {
   const [, type, encoding] = /^data:([^;,]*)([^,]*),/.exec(source) ?? [];
   const data = source.length - source.indexOf(",") - 1;
   const size = encoding?.includes("base64") ? Math.floor((data * 3) / 4) : data;
-  const words = type === undefined ? `at ${source.slice(0, 300)} (not loaded)` : `${type || "text/plain"}, ${count(size)} bytes`;
+  const words =
+    type === undefined ? `at ${source.slice(0, 300)} (not loaded)` : `${type || "text/plain"}, ${count(size)} bytes`;
   return h("div.content-part", {}, printable(`${part.type ?? "part"}: ${words}`));
 }

@@ -9,9 +9,12 @@ const SLOT = '"ROLLOUTS-DATA"';
 export function exportMenu(view) {
   const name = `rollout-${view.uid}`;
   const entries = {
-    "Samples (JSON lines)": async () => download(`${name}-samples.jsonl`, lines((await whole(view)).outcome?.samples ?? []), "application/jsonl"),
-    "Events (JSON lines)": async () => download(`${name}-events.jsonl`, lines(await eventsOf(view)), "application/jsonl"),
-    "Rollout (JSON)": async () => download(`${name}.json`, JSON.stringify(await whole(view), null, 1), "application/json"),
+    "Samples (JSON lines)": async () =>
+      download(`${name}-samples.jsonl`, lines((await whole(view)).outcome?.samples ?? []), "application/jsonl"),
+    "Events (JSON lines)": async () =>
+      download(`${name}-events.jsonl`, lines(await eventsOf(view)), "application/jsonl"),
+    "Rollout (JSON)": async () =>
+      download(`${name}.json`, JSON.stringify(await whole(view), null, 1), "application/json"),
     "Page (one HTML file)": async () => download(`${name}.html`, await documentOf(view), "text/html"),
   };
   if (view.source.isEmbedded) delete entries["Page (one HTML file)"]; // This is one already.

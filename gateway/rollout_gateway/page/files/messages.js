@@ -22,7 +22,11 @@ export function messagesPart(view) {
 
   function update() {
     const { items } = view.model;
-    const isFollowing = view.connection === "live" && view.model.rollout.state !== "finished" && !view.selection.turn && isAtEnd(element.parentElement);
+    const isFollowing =
+      view.connection === "live" &&
+      view.model.rollout.state !== "finished" &&
+      !view.selection.turn &&
+      isAtEnd(element.parentElement);
     const added = items.slice(shown).map((item) => (item.event ? remarkOf(view, item) : card(item)));
     shown = items.length;
     list.append(...added);
@@ -67,7 +71,9 @@ export function messagesPart(view) {
 
   function selected() {
     for (const each of highlighted) each.removeAttribute("aria-current");
-    highlighted = selectedMessages(view).map((entry) => cards.get(entry)).filter(Boolean);
+    highlighted = selectedMessages(view)
+      .map((entry) => cards.get(entry))
+      .filter(Boolean);
     for (const each of highlighted) each.setAttribute("aria-current", "true");
     if (highlighted.length) reveal(highlighted[0], element.parentElement);
   }
@@ -85,12 +91,15 @@ function waitingFor({ outcome, turns }) {
   const asked = [...turns.values()].filter((turn) => turn.asked && !turn.answered && !turn.givenUp);
   const running = [...turns.values()].flatMap((turn) => turn.tools).filter((tool) => !tool.returned);
   const words = [...asked.map(({ turn }) => `turn ${turn}`), ...running.map(({ name }) => printable(name))];
-  return words.length ? `waiting for ${words.slice(0, 8).join(", ")}${words.length > 8 ? ` and ${words.length - 8} more` : ""} …` : "";
+  return words.length
+    ? `waiting for ${words.slice(0, 8).join(", ")}${words.length > 8 ? ` and ${words.length - 8} more` : ""} …`
+    : "";
 }
 
 /** Select the tokens of a message; without token ids, its turn. */
 function selectMessage(view, entry) {
-  if (entry.turn) view.select({ segment: entry.segment, turn: entry.turn, token: view.model.spanOf(entry)?.start ?? null });
+  if (entry.turn)
+    view.select({ segment: entry.segment, turn: entry.turn, token: view.model.spanOf(entry)?.start ?? null });
 }
 
 function selectedMessages({ model, selection: { segment, turn, token } }) {
@@ -118,7 +127,11 @@ function cardOf(view, entry) {
   }
   const calls = message.tool_calls ?? [];
   const states = calls.map(() => h("span.quiet"));
-  element.append(...reasoningOf(message), ...contentOf(message.content), ...calls.map((call, index) => callOf(call, states[index])));
+  element.append(
+    ...reasoningOf(message),
+    ...contentOf(message.content),
+    ...calls.map((call, index) => callOf(call, states[index])),
+  );
   let before = "";
   const refresh = () => {
     const turn = view.model.turns.get(entry.turn);
@@ -165,7 +178,11 @@ function toolMarks(tool, message) {
   const last = typeof message.content === "string" ? message.content : message.content?.at?.(-1)?.text;
   const [, missing, all] = CUT.exec(last ?? "") ?? [];
   return [
-    mark("", h("b", {}, printable(tool?.name ?? message.name ?? "")), tool || message.tool_call_id ? ` ${message.tool_call_id ?? ""}` : null),
+    mark(
+      "",
+      h("b", {}, printable(tool?.name ?? message.name ?? "")),
+      tool || message.tool_call_id ? ` ${message.tool_call_id ?? ""}` : null,
+    ),
     tool?.elapsedMs === undefined ? null : mark("", duration(tool.elapsedMs)),
     tool?.failed ? mark("bad", "failed") : null,
     missing ? mark("warn", `cut: ${missing} of ${all} characters are missing`) : null,
@@ -185,7 +202,12 @@ function reasoningOf(message) {
 function callOf(call, state) {
   const { name, arguments: given } = call.function ?? {};
   const text = typeof given === "string" ? given : JSON.stringify(given ?? null);
-  const head = h("div.messages-head", {}, mark("", "call ", h("b", {}, printable(String(name))), ` ${call.id ?? ""}`), state);
+  const head = h(
+    "div.messages-head",
+    {},
+    mark("", "call ", h("b", {}, printable(String(name))), ` ${call.id ?? ""}`),
+    state,
+  );
   return h("div.messages-call", {}, head, jsonBlock(text));
 }
 
@@ -199,19 +221,28 @@ function isAside(model, id) {
 function segmentLabel(model, id) {
   if (id === "0" || id === "") return null;
   const { role: part = "agent", origin, kind } = model.conversation(id);
-  return mark("messages-segment", [`segment ${id}`, part === "agent" ? null : printable(part), kind ?? origin?.kind].filter(Boolean).join(" · "));
+  return mark(
+    "messages-segment",
+    [`segment ${id}`, part === "agent" ? null : printable(part), kind ?? origin?.kind].filter(Boolean).join(" · "),
+  );
 }
 
 const REMARKS = {
   note: ({ code, text }) => [`note `, h("b", {}, printable(code)), ` ${printable(text)}`],
   resumed: ({ times }) => `resumed after a restart of the server${times > 1 ? ` (${times} times)` : ""}`,
   given_up: ({ turn }) => `turn ${turn} was given up: its completion is in no sample`,
-  observed: ({ what, value }) => [`${what} `, h("code", {}, value === undefined ? "" : printable(JSON.stringify(value)))],
+  observed: ({ what, value }) => [
+    `${what} `,
+    h("code", {}, value === undefined ? "" : printable(JSON.stringify(value))),
+  ],
   forked: ({ segment_id, of_segment_id, origin, role: part, trainable, model }) =>
     `conversation ${segment_id} opened from ${of_segment_id}: ${origin.kind}, ${printable(part)}` +
     `${trainable === false ? ", does not train" : ""}${model ? `, by the model ${printable(model)}` : ""}`,
   capture_settled: ({ report }) =>
-    `calls of the agent: ${Object.entries(report).filter(([, value]) => value).map(([name, value]) => `${decimal(value)} ${name}`).join(", ")}`,
+    `calls of the agent: ${Object.entries(report)
+      .filter(([, value]) => value)
+      .map(([name, value]) => `${decimal(value)} ${name}`)
+      .join(", ")}`,
 };
 
 function remarkOf(view, event) {
@@ -222,8 +253,13 @@ function remarkOf(view, event) {
 
 function judgeOf({ model, message, finish_reason, generated_tokens, attempts, elapsed_ms }) {
   const head = h(
-    "header.messages-head", {}, role(`model ${model}`), mark("", `${count(generated_tokens)} tokens`), mark("", duration(elapsed_ms)),
-    attempts > 1 ? mark("warn", `${attempts} requests`) : null, finish_reason === "length" ? mark("warn", "cut") : null,
+    "header.messages-head",
+    {},
+    role(`model ${model}`),
+    mark("", `${count(generated_tokens)} tokens`),
+    mark("", duration(elapsed_ms)),
+    attempts > 1 ? mark("warn", `${attempts} requests`) : null,
+    finish_reason === "length" ? mark("warn", "cut") : null,
     mark("", "in no sample"),
   );
   return h("article.messages-judge", {}, head, ...reasoningOf(message), ...contentOf(message.content));
@@ -231,9 +267,17 @@ function judgeOf({ model, message, finish_reason, generated_tokens, attempts, el
 
 function driftOf(view, { turn, kind, index, expected_text, reported_text }) {
   const place = selectionLink(view, { turn, token: index }, `token ${count(index)}`);
-  const texts = expected_text || reported_text
-    ? h("div.messages-drift", {}, h("span", {}, "expected "), blockOf(expected_text), h("span", {}, "reported "), blockOf(reported_text))
-    : null;
+  const texts =
+    expected_text || reported_text
+      ? h(
+          "div.messages-drift",
+          {},
+          h("span", {}, "expected "),
+          blockOf(expected_text),
+          h("span", {}, "reported "),
+          blockOf(reported_text),
+        )
+      : null;
   return h("div.messages-remark", {}, h("b.warn", {}, "drift "), `${kind} in turn ${turn} at `, place, texts);
 }
 
@@ -245,10 +289,28 @@ function toolsOffered(view) {
     const tools = agents.find((each) => (agent ? each.name === agent : each.default))?.tools ?? [];
     if (!tools.length) return;
     const items = tools.map(({ function: { name, description, parameters } }) =>
-      h("li", {}, h("b.mono", {}, printable(name)), " ", printable(description ?? ""), jsonBlock(JSON.stringify(parameters ?? {}))),
+      h(
+        "li",
+        {},
+        h("b.mono", {}, printable(name)),
+        " ",
+        printable(description ?? ""),
+        jsonBlock(JSON.stringify(parameters ?? {})),
+      ),
     );
-    fill(place, h("details.messages-tools", {}, h("summary", {}, `Tools that the agent offers (${tools.length})`), h("ul", {}, items)));
+    fill(
+      place,
+      h(
+        "details.messages-tools",
+        {},
+        h("summary", {}, `Tools that the agent offers (${tools.length})`),
+        h("ul", {}, items),
+      ),
+    );
   };
-  Promise.resolve(view.source.agents?.()).then((found) => found && show(found), () => {});
+  Promise.resolve(view.source.agents?.()).then(
+    (found) => found && show(found),
+    () => {},
+  );
   return place;
 }

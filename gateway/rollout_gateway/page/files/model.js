@@ -1,16 +1,17 @@
 /**
  * What is known of one rollout: a fold over its events, or its outcome alone if the events are not available.
  *
- * @typedef {{author: string, reason: string|null, turn: number, start: number, ids: number[], logprobs: number[]|null,
- *   policyVersion: string, policyStep: number|null}} Span - `author` "model" or "other"; `reason` null: mask 1; `start`:
+ * @typedef {{author: string, reason: string|null, turn: number, start: number, ids: number[],
+ *   logprobs: number[]|null, policyVersion: string, policyStep: number|null}} Span - `author` "model" or "other"; `reason` null: mask 1; `start`:
  *   index of the first token in its segment
  * @typedef {{id: string, kind: string, parentId: string, parentTokens: number, role: string, trainable: boolean|null,
- *   verified: boolean, model: string, reward: number|null, parting: Object|null, spans: Span[], length: number}} Segment
+ *   verified: boolean, model: string, reward: number|null, parting: Object|null, spans: Span[],
+ *   length: number}} Segment
  * @typedef {{message: Object, kind: string, segment: string, turn: number, tool: Object|null}} ModelMessage - `kind`
- *   "request", "completion", "tool" or "appended"; `turn`: of a completion, the turn that generated it, of others, the turn
- *   whose prompt they are first part of; 0: no turn has seen it yet
- * @typedef {{turn: number, segment: string, asked: string|null, answered: string|null, elapsedMs: number, attempts: number,
- *   finishReason: string, promptTokens: number, generatedTokens: number, tools: Object[], reward: number|null,
+ *   "request", "completion", "tool" or "appended"; `turn`: of a completion, the turn that generated it, of others, the
+ *   turn whose prompt they are first part of; 0: no turn has seen it yet
+ * @typedef {{turn: number, segment: string, asked: string|null, answered: string|null, elapsedMs: number,
+ *   attempts: number, finishReason: string, promptTokens: number, generatedTokens: number, tools: Object[], reward: number|null,
  *   masked: string, givenUp: boolean, ended: string|null}} Turn - `ended`: when it was given up
  */
 
@@ -64,13 +65,17 @@ export class RolloutModel {
 
   /** The span of a segment that has a token. @returns {Span|undefined} */
   spanAt(segmentId, index) {
-    return this.segments.get(segmentId)?.spans.find((span) => index >= span.start && index < span.start + span.ids.length);
+    return this.segments
+      .get(segmentId)
+      ?.spans.find((span) => index >= span.start && index < span.start + span.ids.length);
   }
 
   /** The span with the tokens of a message. @param {ModelMessage} message @returns {Span|undefined} */
   spanOf(message) {
     const author = message.kind === "completion" ? "model" : "other";
-    return this.segments.get(message.segment)?.spans.find((span) => span.turn === message.turn && span.author === author);
+    return this.segments
+      .get(message.segment)
+      ?.spans.find((span) => span.turn === message.turn && span.author === author);
   }
 
   /** The messages whose tokens are in a span: one completion, or all messages that a prompt added. */
@@ -82,8 +87,20 @@ export class RolloutModel {
   _turn(number) {
     if (!this.turns.has(number)) {
       this.turns.set(number, {
-        turn: number, segment: "", asked: null, answered: null, elapsedMs: 0, attempts: 0, finishReason: "",
-        promptTokens: 0, generatedTokens: 0, tools: [], reward: null, masked: "", givenUp: false, ended: null,
+        turn: number,
+        segment: "",
+        asked: null,
+        answered: null,
+        elapsedMs: 0,
+        attempts: 0,
+        finishReason: "",
+        promptTokens: 0,
+        generatedTokens: 0,
+        tools: [],
+        reward: null,
+        masked: "",
+        givenUp: false,
+        ended: null,
       });
     }
     return this.turns.get(number);
@@ -120,14 +137,21 @@ export class RolloutModel {
     // A drift goes on in a new segment with the messages that wait for the old one.
     const conversations = new Set([turn.segment, event.segment_id, id]);
     Object.assign(turn, {
-      segment: id, answered: event.time, elapsedMs: event.elapsed_ms, attempts: event.attempts,
-      finishReason: event.finish_reason, promptTokens: event.prompt_tokens, generatedTokens: event.generated_tokens,
+      segment: id,
+      answered: event.time,
+      elapsedMs: event.elapsed_ms,
+      attempts: event.attempts,
+      finishReason: event.finish_reason,
+      promptTokens: event.prompt_tokens,
+      generatedTokens: event.generated_tokens,
     });
     for (const conversation of conversations) {
-      for (const entry of this._waiting.get(conversation) ?? []) Object.assign(entry, { segment: id, turn: event.turn });
+      for (const entry of this._waiting.get(conversation) ?? [])
+        Object.assign(entry, { segment: id, turn: event.turn });
       this._waiting.delete(conversation);
     }
-    if (event.message) this._push({ message: event.message, kind: "completion", segment: id, turn: event.turn, tool: null });
+    if (event.message)
+      this._push({ message: event.message, kind: "completion", segment: id, turn: event.turn, tool: null });
     if (event.spans) this._extend(id, event, opened);
   }
 
@@ -137,7 +161,18 @@ export class RolloutModel {
       const fork = this._forks.get(id) ?? this._forks.get(origin.parent_id);
       if (fork) this._forks.set(id, fork);
       const role = fork?.role ?? "agent";
-      this.segments.set(id, segmentOf({ id, origin, role, trainable: fork?.trainable ?? null, model: fork?.model ?? "", verified: true, spans: [] }));
+      this.segments.set(
+        id,
+        segmentOf({
+          id,
+          origin,
+          role,
+          trainable: fork?.trainable ?? null,
+          model: fork?.model ?? "",
+          verified: true,
+          spans: [],
+        }),
+      );
     }
     const segment = this.segments.get(id);
     for (const span of event.spans) addSpan(segment, span);
@@ -150,7 +185,15 @@ export class RolloutModel {
 
   _on_tool_started(event) {
     const { call_id, name, index, time } = event;
-    this._turn(event.turn).tools.push({ callId: call_id, name, index, started: time, returned: null, elapsedMs: 0, failed: false });
+    this._turn(event.turn).tools.push({
+      callId: call_id,
+      name,
+      index,
+      started: time,
+      returned: null,
+      elapsedMs: 0,
+      failed: false,
+    });
   }
 
   _on_tool_returned(event) {
@@ -243,7 +286,8 @@ export class RolloutModel {
     const turns = [...owners.keys()].sort((a, b) => a - b);
     const requested = this.messages.length;
     this.messages = messages.map((message, index) => {
-      const kind = index < requested ? "request" : { assistant: "completion", tool: "tool" }[message.role] ?? "appended";
+      const kind =
+        index < requested ? "request" : ({ assistant: "completion", tool: "tool" }[message.role] ?? "appended");
       const turn = turns[0] ?? 0;
       if (kind === "completion") turns.shift();
       return { message, kind, segment: owners.get(turn) ?? "0", turn, tool: null };
@@ -255,9 +299,18 @@ export class RolloutModel {
 
 function segmentOf(json) {
   const segment = {
-    id: json.id, kind: json.origin.kind, parentId: json.origin.parent_id, parentTokens: json.origin.parent_tokens,
-    parting: json.origin.parting ?? null, role: json.role, trainable: json.trainable ?? null, verified: json.verified,
-    model: json.model ?? "", reward: json.reward ?? null, spans: [], length: 0,
+    id: json.id,
+    kind: json.origin.kind,
+    parentId: json.origin.parent_id,
+    parentTokens: json.origin.parent_tokens,
+    parting: json.origin.parting ?? null,
+    role: json.role,
+    trainable: json.trainable ?? null,
+    verified: json.verified,
+    model: json.model ?? "",
+    reward: json.reward ?? null,
+    spans: [],
+    length: 0,
   };
   for (const span of json.spans) addSpan(segment, span);
   return segment;
@@ -265,8 +318,14 @@ function segmentOf(json) {
 
 function addSpan(segment, json) {
   segment.spans.push({
-    author: json.author, reason: json.mask_reason ?? null, turn: json.turn, start: segment.length, ids: json.token_ids,
-    logprobs: json.logprobs ?? null, policyVersion: json.policy_version, policyStep: json.policy_step ?? null,
+    author: json.author,
+    reason: json.mask_reason ?? null,
+    turn: json.turn,
+    start: segment.length,
+    ids: json.token_ids,
+    logprobs: json.logprobs ?? null,
+    policyVersion: json.policy_version,
+    policyStep: json.policy_step ?? null,
   });
   segment.length += json.token_ids.length;
 }

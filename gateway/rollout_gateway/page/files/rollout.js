@@ -15,11 +15,12 @@ const MANY = 1000;
 const PAUSE_MS = 250;
 
 /**
- * What the parts of the page share. Each part is a function `(view) => {element, update(), selected()}`: `update` is called
- * after the model has changed, at most once per frame, and `selected` after the selection has.
+ * What the parts of the page share. Each part is a function `(view) => {element, update(), selected()}`: `update` is
+ * called after the model has changed, at most once per frame, and `selected` after the selection has.
  *
- * @typedef {{source: Object, uid: string, model: RolloutModel, selection: Selection, select: (selection: Selection) => void,
- *   connection: string}} View - `connection`: "connecting", "live", "reconnecting", "lost" or "finished"
+ * @typedef {{source: Object, uid: string, model: RolloutModel, selection: Selection,
+ *   select: (selection: Selection) => void, connection: string}} View - `connection`: "connecting", "live",
+ *   "reconnecting", "lost" or "finished"
  * @typedef {{segment: string, turn: number, token: number|null}} Selection - turn 0: none; token: index in the segment
  */
 
@@ -38,7 +39,14 @@ export function rolloutPage(source, uid, parameters) {
 class RolloutPage {
   constructor(source, uid, selection) {
     this.element = h("article.rollout", {}, h("p.quiet", { role: "status" }, "Loading the rollout"));
-    this.view = { source, uid, model: null, selection, select: (wanted) => this._select(wanted), connection: "connecting" };
+    this.view = {
+      source,
+      uid,
+      model: null,
+      selection,
+      select: (wanted) => this._select(wanted),
+      connection: "connecting",
+    };
     this._cancel = h("button", { on: { click: () => askToCancel(this.view) } }, "Cancel the rollout");
     this._parts = [];
     this._closing = new AbortController();
@@ -125,13 +133,22 @@ class RolloutPage {
   _show(model) {
     const { view } = this;
     view.model = model;
-    const [summary, timeline, tree, messages, tokens] = [summaryPart, timelinePart, treePart, messagesPart, tokensPart].map(
-      (part) => part(view),
-    );
+    const [summary, timeline, tree, messages, tokens] = [
+      summaryPart,
+      timelinePart,
+      treePart,
+      messagesPart,
+      tokensPart,
+    ].map((part) => part(view));
     this._parts = [summary, timeline, tree, messages, tokens];
     summary.actions.append(this._cancel, exportMenu(view));
     const hint = h("span.rollout-hint", {}, "j and k move between turns, Escape selects none");
-    const columns = h("div.rollout-columns", {}, column("Messages", messages.element, hint), column("Tokens", tokens.element));
+    const columns = h(
+      "div.rollout-columns",
+      {},
+      column("Messages", messages.element, hint),
+      column("Tokens", tokens.element),
+    );
     fill(this.element, summary.element, tabs({ Timeline: timeline.element, Segments: tree.element }), columns);
     this._update();
   }
@@ -162,7 +179,14 @@ class RolloutPage {
   }
 
   _onKey(event) {
-    if (!this.view.model || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, textarea, dialog")) return;
+    if (
+      !this.view.model ||
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey ||
+      event.target.closest("input, select, textarea, dialog")
+    )
+      return;
     const step = { j: 1, k: -1 }[event.key];
     if (step) this._moveTurn(step);
     else if (event.key === "Escape" && this.view.selection.turn) this._select(NOTHING);
@@ -191,10 +215,18 @@ function column(name, element, hint = null) {
 function tabs(panels) {
   const names = Object.keys(panels);
   const buttons = names.map((name, index) =>
-    h("button", { id: `tab-${index}`, role: "tab", "aria-controls": `panel-${index}`, on: { click: () => choose(index) } }, name),
+    h(
+      "button",
+      { id: `tab-${index}`, role: "tab", "aria-controls": `panel-${index}`, on: { click: () => choose(index) } },
+      name,
+    ),
   );
   const shown = names.map((name, index) =>
-    h("div.rollout-panel", { id: `panel-${index}`, role: "tabpanel", tabIndex: 0, "aria-labelledby": `tab-${index}` }, panels[name]),
+    h(
+      "div.rollout-panel",
+      { id: `panel-${index}`, role: "tabpanel", tabIndex: 0, "aria-labelledby": `tab-${index}` },
+      panels[name],
+    ),
   );
   const choose = (chosen) => {
     buttons.forEach((button, index) => {
@@ -234,9 +266,18 @@ function askToCancel(view) {
     h("p", {}, "It ends with what it has so far. Its samples do not train, unless its request says so."),
     h("label", {}, "Reason ", reason),
     problem,
-    h("div.rollout-buttons", {}, h("button", { value: "cancel" }, "Cancel the rollout"), h("button", { value: "keep" }, "Keep it running")),
+    h(
+      "div.rollout-buttons",
+      {},
+      h("button", { value: "cancel" }, "Cancel the rollout"),
+      h("button", { value: "keep" }, "Keep it running"),
+    ),
   );
-  const dialog = h("dialog.rollout-dialog", { "aria-label": "Cancel this rollout", on: { close: () => dialog.remove() } }, form);
+  const dialog = h(
+    "dialog.rollout-dialog",
+    { "aria-label": "Cancel this rollout", on: { close: () => dialog.remove() } },
+    form,
+  );
   document.body.append(dialog);
   dialog.showModal();
 }

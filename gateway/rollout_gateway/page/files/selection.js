@@ -15,8 +15,8 @@ export function selectionOf(parameters) {
 
 /** Fill in what a selection leaves out: the turn of a token, the segment of a turn. */
 export function completed(model, { segment, turn, token }) {
-  const place = segment || model.turns.get(turn)?.segment || (token === null ? "" : model.segmentList[0]?.id ?? "");
-  return { segment: place, turn: turn || (token === null ? 0 : model.spanAt(place, token)?.turn ?? 0), token };
+  const place = segment || model.turns.get(turn)?.segment || (token === null ? "" : (model.segmentList[0]?.id ?? ""));
+  return { segment: place, turn: turn || (token === null ? 0 : (model.spanAt(place, token)?.turn ?? 0)), token };
 }
 
 /** @returns {string} the link to a rollout, or to a turn or token of it */
@@ -28,7 +28,11 @@ export function linkTo(uid, { segment, turn, token } = NOTHING) {
   return `#/rollouts/${encodeURIComponent(uid)}${query.size ? "?" : ""}${query}`;
 }
 
-/** A link that selects something of the rollout that is shown. @param {import("page/rollout.js").View} view @param {Partial<Selection>} selection */
+/**
+ * A link that selects something of the rollout that is shown.
+ * @param {import("page/rollout.js").View} view
+ * @param {Partial<Selection>} selection
+ */
 export function selectionLink(view, selection, ...children) {
   const wanted = { ...NOTHING, ...selection };
   const click = (event) => {

@@ -27,7 +27,14 @@ export function summaryPart(view) {
   const resources = h("dl.rollout-metrics", { "aria-label": "Resources" });
   const [agent, policy] = [h("dd"), h("dd")];
   const title = h("h1", {}, printable(view.model.rollout.spec.rollout_id || view.uid));
-  const element = h("header.rollout-summary", {}, h("div.rollout-title", {}, title, state, actions), identity(view, agent, policy), end, resources);
+  const element = h(
+    "header.rollout-summary",
+    {},
+    h("div.rollout-title", {}, title, state, actions),
+    identity(view, agent, policy),
+    end,
+    resources,
+  );
   let shownOutcome;
   const update = () => {
     const { outcome } = view.model;
@@ -44,8 +51,15 @@ export function summaryPart(view) {
 }
 
 function showState(element, { connection, model }) {
-  const word = model.outcome ? { stop: "completed", failure: "failed", cancellation: "cancelled" }[model.outcome.end] : stateOf(model);
-  const follow = { live: "live", reconnecting: "reconnecting …", connecting: "loading …", lost: "not followed any more" }[connection];
+  const word = model.outcome
+    ? { stop: "completed", failure: "failed", cancellation: "cancelled" }[model.outcome.end]
+    : stateOf(model);
+  const follow = {
+    live: "live",
+    reconnecting: "reconnecting …",
+    connecting: "loading …",
+    lost: "not followed any more",
+  }[connection];
   const text = [word, follow].filter(Boolean).join(" · ");
   // Screen readers announce each change.
   if (element.textContent !== text) element.textContent = text;
@@ -58,9 +72,16 @@ function stateOf({ rollout, turns }) {
 
 function identity(view, agent, policy) {
   const { spec, caller, create_time } = view.model.rollout;
-  const copyUid = h("button.rollout-copy", { "aria-label": "Copy the uid", on: { click: () => copy(view.uid, copyUid) } }, "copy");
-  const labels = Object.entries(spec.labels ?? {}).map(([name, value]) => h("span.rollout-label", {}, printable(`${name}=${value}`)));
-  const group = spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, printable(spec.group_id));
+  const copyUid = h(
+    "button.rollout-copy",
+    { "aria-label": "Copy the uid", on: { click: () => copy(view.uid, copyUid) } },
+    "copy",
+  );
+  const labels = Object.entries(spec.labels ?? {}).map(([name, value]) =>
+    h("span.rollout-label", {}, printable(`${name}=${value}`)),
+  );
+  const group =
+    spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, printable(spec.group_id));
   return terms("rollout-identity", [
     ["uid", [h("code", {}, view.uid), " ", copyUid]],
     ["agent", agent],
@@ -81,7 +102,9 @@ function terms(name, rows) {
   return h(
     `dl.${name}`,
     {},
-    filled.map(([term, value]) => h("div", {}, h("dt", {}, term), value.localName === "dd" ? value : h("dd", {}, value))),
+    filled.map(([term, value]) =>
+      h("div", {}, h("dt", {}, term), value.localName === "dd" ? value : h("dd", {}, value)),
+    ),
   );
 }
 
@@ -96,7 +119,10 @@ function resourcesOf({ rollout, outcome, turns }) {
   const seen = [...turns.values()];
   const total = (field) => seen.reduce((sum, turn) => sum + turn[field], 0);
   // While it runs, what was followed is newer than what was asked for.
-  const calls = Math.max(used.tool_calls ?? 0, seen.reduce((sum, { tools }) => sum + tools.filter((tool) => tool.returned).length, 0));
+  const calls = Math.max(
+    used.tool_calls ?? 0,
+    seen.reduce((sum, { tools }) => sum + tools.filter((tool) => tool.returned).length, 0),
+  );
   const rows = [
     ["turns", count(Math.max(used.turns ?? 0, seen.filter((turn) => turn.answered).length))],
     ["tool calls", calls ? `${count(calls)}${used.tool_failures ? ` (${used.tool_failures} failed)` : ""}` : "0"],
@@ -107,7 +133,8 @@ function resourcesOf({ rollout, outcome, turns }) {
     ["tools", duration(used.tool_ms ?? 0)],
     ["total", outcome ? duration(used.total_ms) : "–"],
   ];
-  if ((used.completion_attempts ?? 0) > (used.turns ?? 0)) rows.splice(1, 0, ["requests", count(used.completion_attempts)]);
+  if ((used.completion_attempts ?? 0) > (used.turns ?? 0))
+    rows.splice(1, 0, ["requests", count(used.completion_attempts)]);
   return rows.map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)));
 }
 
@@ -117,7 +144,8 @@ function endOf(view, outcome) {
 
 function whyOf(view, outcome) {
   if (outcome.end === "failure") return failureOf(view, outcome);
-  if (outcome.end === "cancellation") return [h("h2.warn", {}, "Cancelled"), h("p", {}, printable(outcome.reason) || "The caller gave no reason.")];
+  if (outcome.end === "cancellation")
+    return [h("h2.warn", {}, "Cancelled"), h("p", {}, printable(outcome.reason) || "The caller gave no reason.")];
   const cut = outcome.truncated ? h("p.warn", {}, "The last completion was cut by its length limit.") : null;
   const text = STOPPED[outcome.reason] ?? "The agent or the trainer gave this reason.";
   return [h("h2.good", {}, `Completed: ${printable(outcome.reason)}`), h("p", {}, text), cut];
@@ -137,7 +165,8 @@ function failureOf(view, { failure_class, category, message, turn, http_status }
 function resultsOf(view, outcome) {
   const scores = Object.entries(outcome.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
   const turns = (outcome.turn_rewards ?? []).flatMap(({ turn, value, segment_id }) => [
-    selectionLink(view, { turn, segment: segment_id }, `turn ${turn}`), ` ${decimal(value)} `,
+    selectionLink(view, { turn, segment: segment_id }, `turn ${turn}`),
+    ` ${decimal(value)} `,
   ]);
   return terms("rollout-results", [
     ["reward", outcome.reward === null ? "none" : h("strong", {}, decimal(outcome.reward))],
@@ -159,9 +188,17 @@ function verified({ segmentList, turns }) {
   if (!turns.size && !segmentList.length) return "none";
   if (!segmentList.length) return h("span.quiet", {}, "the trainer sent no token ids");
   if (segmentList.every((segment) => segment.verified)) {
-    return h("span.good", { title: "The trainer reported its prompts, so every token is the trainer's own" }, "✓ verified");
+    return h(
+      "span.good",
+      { title: "The trainer reported its prompts, so every token is the trainer's own" },
+      "✓ verified",
+    );
   }
-  return h("span.warn", { title: "The trainer never reported its prompts. They are the server's own rendering." }, "not verified");
+  return h(
+    "span.warn",
+    { title: "The trainer never reported its prompts. They are the server's own rendering." },
+    "not verified",
+  );
 }
 
 function warningsOf(view, { warnings }) {
@@ -170,7 +207,9 @@ function warningsOf(view, { warnings }) {
     const segment = view.model.turns.get(turn)?.segment ?? "";
     const links = [
       turn ? [" ", selectionLink(view, { turn, segment }, `turn ${turn}`)] : [],
-      index === null || index === undefined ? [] : [" ", selectionLink(view, { turn, segment, token: index }, `token ${count(index)}`)],
+      index === null || index === undefined
+        ? []
+        : [" ", selectionLink(view, { turn, segment, token: index }, `token ${count(index)}`)],
     ];
     return h("li", {}, h("strong.warn", {}, code), ` ${printable(message)}`, links.flat());
   });

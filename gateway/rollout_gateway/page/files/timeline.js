@@ -13,16 +13,25 @@ const DELIVERY = 0.25;
 const HINT = "Point at a bar for its numbers. The arrow keys move between bars, Enter selects the turn.";
 
 /**
- * @typedef {{lane: string, start: number, stop: number, isOpen: boolean, isBad: boolean, text: string, turn: number, row: number,
- *   segment: string}} Bar - times in milliseconds since 1970; `isOpen`: not ended yet
+ * @typedef {{lane: string, start: number, stop: number, isOpen: boolean, isBad: boolean, text: string, turn: number,
+ *   row: number, segment: string}} Bar - times in milliseconds since 1970; `isOpen`: not ended yet
  */
 
 /** @param {import("page/rollout.js").View} view */
 export function timelinePart(view) {
   const names = svg("svg", { class: "timeline-names", "aria-hidden": "true" });
-  const chart = svg("svg", { role: "group", "aria-label": "Timeline; arrow keys move between the bars, Enter selects the turn" });
+  const chart = svg("svg", {
+    role: "group",
+    "aria-label": "Timeline; arrow keys move between the bars, Enter selects the turn",
+  });
   const told = h("p.timeline-told", { role: "status" });
-  const element = h("div.timeline", { on: { click: choose, keydown, pointerover: tell, focusin: tell } }, names, chart, told);
+  const element = h(
+    "div.timeline",
+    { on: { click: choose, keydown, pointerover: tell, focusin: tell } },
+    names,
+    chart,
+    told,
+  );
   let bars = [];
   let drawn = "";
   let drawnAt = 0;
@@ -31,7 +40,12 @@ export function timelinePart(view) {
   function update() {
     const { model } = view;
     const isRunning = !model.outcome || model.rollout.delivery?.state === "pending";
-    const state = JSON.stringify([model.sequence, model.rollout.delivery, model.rollout.metrics?.queued_ms, isRunning && Date.now()]);
+    const state = JSON.stringify([
+      model.sequence,
+      model.rollout.delivery,
+      model.rollout.metrics?.queued_ms,
+      isRunning && Date.now(),
+    ]);
     if (state === drawn || (bars.length > MANY && isRunning && Date.now() - drawnAt < PAUSE_MS)) return;
     [drawn, drawnAt] = [state, Date.now()];
     const focused = bars.indexOf(barAt(document.activeElement));
@@ -82,7 +96,8 @@ function barsOf(model) {
   if (!accepted) return [];
   const end = finished ? Date.parse(finished) : Math.max(Date.now(), Date.parse(accepted.time));
   const bars = [queueBar(model, end), ...model.items.filter((item) => item.event === "model_called").map(modelBar)];
-  for (const turn of model.turns.values()) if (turn.asked) bars.push(turnBar(turn, end, model.outcome), ...turn.tools.map((tool) => toolBar(turn, tool, end)));
+  for (const turn of model.turns.values())
+    if (turn.asked) bars.push(turnBar(turn, end, model.outcome), ...turn.tools.map((tool) => toolBar(turn, tool, end)));
   if (rollout.delivery && finished) bars.push(deliveryBar(rollout.delivery, end, end - Date.parse(accepted.time)));
   return stacked(bars.filter(Boolean).sort((a, b) => a.start - b.start));
 }
@@ -93,16 +108,26 @@ function queueBar({ accepted, rollout, outcome, turns }, end) {
   const isOpen = rollout.state === "queued" && !turns.size;
   if (!isOpen && queued < 1) return null;
   const stop = isOpen ? end : start + queued;
-  return { lane: "queue", start, stop, isOpen, isBad: false, turn: 0, segment: "", text: `in the queue for ${duration(stop - start)}` };
+  return {
+    lane: "queue",
+    start,
+    stop,
+    isOpen,
+    isBad: false,
+    turn: 0,
+    segment: "",
+    text: `in the queue for ${duration(stop - start)}`,
+  };
 }
 
 function turnBar(turn, end, outcome) {
   const start = Date.parse(turn.asked);
   const stop = Date.parse(turn.answered ?? turn.ended ?? "") || end;
   const isOpen = !turn.answered && !turn.ended;
-  const speed = turn.elapsedMs > 0 ? `, ${decimal(Math.round((turn.generatedTokens / turn.elapsedMs) * 1000))} tokens/s` : "";
+  const speed =
+    turn.elapsedMs > 0 ? `, ${decimal(Math.round((turn.generatedTokens / turn.elapsedMs) * 1000))} tokens/s` : "";
   const result = turn.answered
-    ? `: ${count(turn.generatedTokens)} tokens after a prompt of ${count(turn.promptTokens)}${speed}, ${turn.finishReason}`
+    ? `: ${count(turn.generatedTokens)} tokens after ${count(turn.promptTokens)}${speed}, ${turn.finishReason}`
     : `: ${turn.givenUp ? "given up" : "no completion"}`;
   const requests = turn.attempts > 1 ? `, ${turn.attempts} requests` : "";
   const text = `turn ${turn.turn}, engine ${duration(stop - start)}${requests}${result}`;
@@ -120,16 +145,38 @@ function toolBar({ turn, segment }, tool, end) {
 
 function modelBar({ time, elapsed_ms, model, generated_tokens, attempts }) {
   const stop = Date.parse(time);
-  const text = printable(`model ${model}: ${duration(elapsed_ms)}, ${count(generated_tokens)} tokens, ${attempts} requests`);
-  return { lane: "models", start: stop - elapsed_ms, stop, isOpen: false, isBad: attempts > 1, text, turn: 0, segment: "" };
+  const text = printable(
+    `model ${model}: ${duration(elapsed_ms)}, ${count(generated_tokens)} tokens, ${attempts} requests`,
+  );
+  return {
+    lane: "models",
+    start: stop - elapsed_ms,
+    stop,
+    isOpen: false,
+    isBad: attempts > 1,
+    text,
+    turn: 0,
+    segment: "",
+  };
 }
 
 function deliveryBar({ state, attempts, error, end_time, next_attempt_time }, start, whole) {
   const isOpen = state === "pending";
   const stop = isOpen ? Math.max(Date.now(), start) : Math.max(Date.parse(end_time ?? "") || start, start);
   const next = isOpen && next_attempt_time ? `, next at ${new Date(next_attempt_time).toLocaleTimeString()}` : "";
-  const text = printable(`delivery ${state}: ${attempts} attempts in ${duration(stop - start)}${next}${error ? `; ${error}` : ""}`);
-  return { lane: "delivery", start, stop: Math.min(stop, start + Math.max(whole, 1) * DELIVERY), isOpen, isBad: state === "refused" || state === "expired", text, turn: 0, segment: "" };
+  const text = printable(
+    `delivery ${state}: ${attempts} attempts in ${duration(stop - start)}${next}${error ? `; ${error}` : ""}`,
+  );
+  return {
+    lane: "delivery",
+    start,
+    stop: Math.min(stop, start + Math.max(whole, 1) * DELIVERY),
+    isOpen,
+    isBad: state === "refused" || state === "expired",
+    text,
+    turn: 0,
+    segment: "",
+  };
 }
 
 /** Give each bar the first row of its lane that is free at its start. */
@@ -167,7 +214,9 @@ function draw(names, chart, bars, marks) {
       svg("line", { x1: percent(start + ms), x2: percent(start + ms), y1: ROW - 4, y2: height }),
       svg("text", { x: percent(start + ms), y: 10 }, duration(ms)),
     ]),
-    ...marks.map((time) => svg("line", { class: "timeline-mark", x1: percent(time), x2: percent(time), y1: ROW - 4, y2: height })),
+    ...marks.map((time) =>
+      svg("line", { class: "timeline-mark", x1: percent(time), x2: percent(time), y1: ROW - 4, y2: height }),
+    ),
     ...bars.map((bar, index) => barElement(bar, index, percent, tops[bar.lane] + bar.row * ROW, stop - start)),
   );
 }
@@ -176,7 +225,14 @@ function barElement(bar, index, percent, top, total) {
   const width = `${Math.max(((bar.stop - bar.start) / total) * 100, LEAST).toFixed(3)}%`;
   const box = svg("rect", { x: percent(bar.start), y: top, width, height: ROW - 4 });
   const flags = { ...(bar.isOpen && { "data-open": "" }), ...(bar.isBad && { "data-bad": "" }) };
-  const properties = { class: "timeline-bar", role: "button", tabindex: index ? -1 : 0, "aria-label": bar.text, "data-lane": bar.lane, "data-index": index };
+  const properties = {
+    class: "timeline-bar",
+    role: "button",
+    tabindex: index ? -1 : 0,
+    "aria-label": bar.text,
+    "data-lane": bar.lane,
+    "data-index": index,
+  };
   return svg("g", { ...properties, ...flags }, box);
 }
 
