@@ -42,7 +42,7 @@ export function departuresOf(model, segment) {
   return model.segmentList.filter(isOne).map((each) => ({ index: each.parentTokens, left: each.id }));
 }
 
-/** Why the sample of a segment does not train, as the API says it. @returns {string} empty: it trains or is not known */
+/** Why a sample does not train, as the API says it. @returns {string} empty: it trains, or there is none yet */
 export function whyNotTrained(model, segment) {
   const refused = samplesOf(model, segment).filter((sample) => sample.trainable === false);
   const reasons = new Set(refused.map((sample) => sample.untrainable_reason || "not trainable"));
