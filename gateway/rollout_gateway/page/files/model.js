@@ -2,8 +2,8 @@
  * What is known of one rollout: a fold over its events, or its outcome alone if the events are not available.
  *
  * @typedef {{author: string, reason: string|null, turn: number, start: number, ids: number[],
- *   logprobs: number[]|null, policyVersion: string, policyStep: number|null}} Span - `author` "model" or "other"; `reason` null: mask 1; `start`:
- *   index of the first token in its segment
+ *   logprobs: number[]|null, policyVersion: string, policyStep: number|null}} Span - `author` "model" or "other";
+ *   `reason` null: mask 1; `start`: index of the first token in its segment
  * @typedef {{id: string, kind: string, parentId: string, parentTokens: number, role: string, trainable: boolean|null,
  *   verified: boolean, model: string, reward: number|null, parting: Object|null, spans: Span[],
  *   length: number}} Segment
@@ -11,8 +11,8 @@
  *   "request", "completion", "tool" or "appended"; `turn`: of a completion, the turn that generated it, of others, the
  *   turn whose prompt they are first part of; 0: no turn has seen it yet
  * @typedef {{turn: number, segment: string, asked: string|null, answered: string|null, elapsedMs: number,
- *   attempts: number, finishReason: string, promptTokens: number, generatedTokens: number, tools: Object[], reward: number|null,
- *   masked: string, givenUp: boolean, ended: string|null}} Turn - `ended`: when it was given up
+ *   attempts: number, finishReason: string, promptTokens: number, generatedTokens: number, tools: Object[],
+ *   reward: number|null, masked: string, givenUp: boolean, ended: string|null}} Turn - `ended`: when it was given up
  */
 
 export class RolloutModel {
