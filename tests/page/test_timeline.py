@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from playwright.async_api import Locator, Page, expect
 from rollout_server.calculator import Calculator
 from rollout_server.testing.script import Fault, FaultKind, Script
@@ -70,3 +72,16 @@ async def test_deliveries_and_attempts(open_here: Open, page: Page) -> None:
     await bars(page, "delivery").hover()
     await expect(page.locator(".timeline-told")).to_contain_text("delivery pending")
     await expect(page.locator(".timeline-told")).to_contain_text("attempts")
+
+
+async def test_a_queued_rollout_waits_and_is_cancelled(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()], max_running=1)
+    await play(world, "first", Script(lines=(Fault(kind=FaultKind.SILENCE),)))
+    uid = await play(world, "second", Script(lines=TOUR))
+    await page.goto(link(world, uid))
+    await expect(page.locator(".rollout-state")).to_have_text("queued · live")
+    await expect(bars(page, "queue")).to_have_attribute("data-open", "")
+    await page.get_by_role("button", name="Cancel the rollout").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel the rollout").click()
+    await expect(page.locator(".rollout-state")).to_have_text("cancelled")
+    await expect(bars(page, "queue")).to_have_accessible_name(re.compile("in the queue for "))
