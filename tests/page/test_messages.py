@@ -8,10 +8,13 @@ from pathlib import Path
 
 from playwright.async_api import Page, expect
 from rollout_server import Agent, Run
+from rollout_server.calculator import add, multiply
 from rollout_server.testing.http.mock_engine import MockEngine
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 
 from tests.page.rollouts import DRIFTING, HOSTILE, TOUR, Tour, begin, finished, forgetful, link, play, price
+from tests.support.bodies import QUESTION
+from tests.support.captured_agents import OwnLoop
 from tests.system.conftest import Open
 
 
@@ -109,3 +112,29 @@ async def test_the_tools_of_the_agent_are_shown(open_here: Open, page: Page) -> 
     await page.get_by_text("Tools that the agent offers (2)").click()
     await expect(page.locator(".messages-tools li").first).to_contain_text("Price of a fruit in cents.")
     await expect(page.locator(".messages-tools li").first).to_contain_text('"fruit"')
+
+
+async def test_an_agent_that_owns_its_loop(open_here: Open, page: Page) -> None:
+    """Its client runs the tools, so results are messages that it sends."""
+    world = await open_here(agents=[OwnLoop("own", (add, multiply), ("And 2 plus 2?",))])
+    uid = await begin(world, "own", "own", QUESTION)
+    await finished(world, uid)
+    await page.goto(link(world, uid))
+    await expect(page.locator(".rollout-state")).to_have_text("completed")
+    await expect(page.locator('.messages-card[data-kind="completion"]').first).to_contain_text("call add")
+    await expect(page.locator('.messages-card[data-role="tool"]').first).to_contain_text("call_1")
+    await expect(page.locator(".messages-remark", has_text="calls of the agent")).to_contain_text("continued")
+
+
+async def test_calls_in_the_messages_of_the_request_are_shown(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    shot = {"role": "assistant", "content": None, "tool_calls": [tool_call("c1", "price", '{"fruit": "fig"}')]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "7"}
+    messages = [{"role": "user", "content": "A fig?"}, shot, result, {"role": "user", "content": "And a pear?"}]
+    await world.trainer.put_script("r", Script(lines=(ScriptedReply(content="4."),), then_model=True))
+    uid = await begin(world, "r", "tour", messages=messages)
+    await page.goto(link(world, uid))
+    cards = page.locator('.messages-card[data-kind="request"]')
+    await expect(cards.nth(1)).to_contain_text("call price c1")
+    await expect(cards.nth(1)).to_contain_text('{"fruit": "fig"}')
+    await expect(cards.nth(2)).to_contain_text("c1")

@@ -115,23 +115,21 @@ function cardOf(view, entry) {
   const element = h("article.messages-card", { data: { kind, role: message.role } }, head);
   const conversation = segmentLabel(view.model, entry.segment);
   element.classList.toggle("messages-aside", isAside(view.model, entry.segment));
-  if (kind === "tool") {
-    fill(head, role("tool"), toolMarks(tool, message));
-    element.append(...contentOf(message.content));
-    return { element: labelled(element, `result of ${printable(tool?.name ?? message.name ?? "a tool")}`) };
-  }
-  if (kind !== "completion") {
-    fill(head, role(message.role), conversation, message.name ? mark("", message.name) : null);
-    element.append(...contentOf(message.content));
-    return { element: labelled(element, message.role) };
-  }
-  const calls = message.tool_calls ?? [];
+  const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   const states = calls.map(() => h("span.quiet"));
   element.append(
     ...reasoningOf(message),
     ...contentOf(message.content),
     ...calls.map((call, index) => callOf(call, states[index])),
   );
+  if (kind !== "completion") {
+    const name = message.name ? mark("", printable(String(message.name))) : null;
+    const marks = message.role === "tool" ? toolMarks(tool, message) : [name];
+    fill(head, role(message.role), conversation, marks);
+    return {
+      element: labelled(element, message.role === "tool" ? `result of ${toolName(tool, message)}` : message.role),
+    };
+  }
   let before = "";
   const refresh = () => {
     const turn = view.model.turns.get(entry.turn);
@@ -171,6 +169,10 @@ function turnMarks({ turn, answered, generatedTokens, finishReason, reward, mask
   ];
 }
 
+function toolName(tool, message) {
+  return printable(String(tool?.name ?? message.name ?? "a tool"));
+}
+
 // What the server appends to a result that is too long for the conversation.
 const CUT = /\n?\[Cut: the last ([\d,]+) of ([\d,]+) characters are missing\]$/;
 
@@ -178,11 +180,7 @@ function toolMarks(tool, message) {
   const last = typeof message.content === "string" ? message.content : message.content?.at?.(-1)?.text;
   const [, missing, all] = CUT.exec(last ?? "") ?? [];
   return [
-    mark(
-      "",
-      h("b", {}, printable(tool?.name ?? message.name ?? "")),
-      tool || message.tool_call_id ? ` ${message.tool_call_id ?? ""}` : null,
-    ),
+    mark("", h("b", {}, toolName(tool, message)), printable(` ${message.tool_call_id ?? ""}`)),
     tool?.elapsedMs === undefined ? null : mark("", duration(tool.elapsedMs)),
     tool?.failed ? mark("bad", "failed") : null,
     missing ? mark("warn", `cut: ${missing} of ${all} characters are missing`) : null,
@@ -200,12 +198,12 @@ function reasoningOf(message) {
 }
 
 function callOf(call, state) {
-  const { name, arguments: given } = call.function ?? {};
+  const { name, arguments: given } = call?.function ?? {};
   const text = typeof given === "string" ? given : JSON.stringify(given ?? null);
   const head = h(
     "div.messages-head",
     {},
-    mark("", "call ", h("b", {}, printable(String(name))), ` ${call.id ?? ""}`),
+    mark("", "call ", h("b", {}, printable(String(name))), printable(` ${call?.id ?? ""}`)),
     state,
   );
   return h("div.messages-call", {}, head, jsonBlock(text));
