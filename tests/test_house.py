@@ -74,6 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "rollout_server.edge.tokens.token_text",
         "rollout_server.inspection",
         "rollout_client",
+        "rollout_gateway.rest.proto_json",
         "osmosis",
         THIRD,
     },

@@ -17,10 +17,10 @@ from rollout_gateway.rest.proto_json import event_json, response_json
 from rollout_server.archive import files
 from rollout_server.archive.archive import Unreadable
 from rollout_server.archive.files import saved_in
-from rollout_server.archive.rest_json import event_of, rollout_of
 from rollout_server.archive.saved import open_archive
 from rollout_server.authoring.rollout_result import Times, Tokens
 from rollout_server.evaluation.row_result import RowResult
+from rollout_server.inspection.rest_json import event_of, rollout_of
 
 from tests.archive.conftest import OpenSaved, Recorded
 

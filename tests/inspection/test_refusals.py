@@ -68,8 +68,7 @@ FILES = {
     "wide_id": (plain(segments=[segment(span(token_ids=[2**40]))]), "not a rollout of the REST API"),
     "word_is_list": (plain(segments=[segment(span(author=[]))]), "not a rollout of the REST API"),
     "no_object": (plain(segments=[7]), "not a rollout of the REST API"),
-    "missing": (plain(segments=[{"id": "0"}]), "'origin' is missing"),
-    "other_field": (plain(warnings=[{"\u001b[31mred": 1}]), "␛[31mred"),
+    "other_type": (plain(warnings=["\u001b[31mred"]), "Warning is not an object"),
     "half_logprobs": (plain(segments=[segment(span(logprobs=[]))]), "the numbers of logprobs and tokens differ"),
     "contradiction": (plain(segments=[segment(span())], samples=[SAMPLE]), "tokens of its spans differ"),
 }  # fmt: skip

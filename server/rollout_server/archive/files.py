@@ -17,12 +17,11 @@ import msgspec
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
 from rollout_server.archive.archive import Recording, SavedRollout, Unreadable
-from rollout_server.archive.rest_json import event_of, rollout_of
 from rollout_server.archive.samples import rollout_of_samples
 from rollout_server.evaluation.row_result import RowResult
 from rollout_server.evaluation.row_rollout import rollout_of_result
 from rollout_server.inspection.load import parse_rollout
-from rollout_server.inspection.rest_json import is_rest_json
+from rollout_server.inspection.rest_json import event_of, is_rest_json, rollout_of
 
 MOST_BYTES: Final = 256 << 20
 """Size of one rollout in a file. A larger one would take several GB of memory."""

@@ -13,8 +13,8 @@ from rollout_client import SampleSpan, TrainingSample, samples
 from rollout_client.export import from_dict
 
 from rollout_server.archive.archive import Recording
-from rollout_server.archive.rest_json import rollout_of
 from rollout_server.evaluation.row_rollout import number_of, set_end
+from rollout_server.inspection.rest_json import rollout_of
 
 
 def rollout_of_samples(lines: Sequence[bytes]) -> Recording:

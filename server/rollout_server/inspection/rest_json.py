@@ -1,146 +1,115 @@
-"""Conversion of the REST API's JSON to protobuf messages, limited to the fields that the views show."""
+"""Conversion of the REST API's JSON back to protobuf messages, with the tables by which the gateway writes it."""
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypeAlias, TypeVar
 
-from google.protobuf.descriptor import EnumDescriptor
-from osmosis.rollout.v1 import message_pb2, outcome_pb2, rollout_service_pb2, spec_pb2, token_pb2
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.timestamp_pb2 import Timestamp
+from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2, token_pb2
+from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client.proto_fields import enum_values
+from rollout_gateway.rest.proto_json import duration, forms
 
 Fields: TypeAlias = Mapping[str, Any]
+_T = TypeVar("_T")
+_ENDS: Final = ("stop", "failure", "cancellation")
 
 
 def is_rest_json(value: Fields) -> bool:
     """Return whether an object is a rollout of `GET /v1/rollouts/{uid}` and not the JSON form of a protobuf message."""
     outcome = value.get("outcome")
-    states = list(enum_values(rollout_service_pb2.RolloutState.DESCRIPTOR))
+    states = list(enum_values(pb.RolloutState.DESCRIPTOR))
     return value.get("state") in states or (isinstance(outcome, dict) and isinstance(outcome.get("end"), str))
 
 
-def rollout_of(value: Fields) -> rollout_service_pb2.Rollout:
-    """Return the rollout as a protobuf message.
+def rollout_of(value: Fields) -> pb.Rollout:
+    """Return a rollout of `GET /v1/rollouts/{uid}`. Raises ValueError for JSON of another shape."""
 
-    Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for JSON of another shape.
-    """
-    spec = value.get("spec") or {}
-    found = rollout_service_pb2.Rollout(
-        uid=value["uid"],
-        state=_number(rollout_service_pb2.RolloutState.DESCRIPTOR, value.get("state")),
-        caller=value.get("caller", ""),
-        spec=spec_pb2.RolloutSpec(
-            rollout_id=spec.get("rollout_id", ""),
-            group_id=spec.get("group_id", ""),
-            agent=spec.get("agent", ""),
-            tokenizer=_tokenizer(spec["tokenizer"]) if spec.get("tokenizer") else None,
-        ),
-    )
-    if value.get("outcome") is not None:
-        found.outcome.CopyFrom(_outcome(value["outcome"]))
-    return found
+    def read() -> pb.Rollout:
+        found: pb.Rollout = _message({**value, "uid": value["uid"]}, pb.Rollout)
+        return found
+
+    return _checked(read)
 
 
-def _tokenizer(value: Fields) -> spec_pb2.Tokenizer:
-    return spec_pb2.Tokenizer(name=value["name"], revision=value.get("revision", ""))
+def event_of(value: Fields) -> event_pb2.RolloutEvent:
+    """Return an event of `GET /v1/rollouts/{uid}/events`. Raises ValueError for JSON of another shape."""
+
+    def read() -> event_pb2.RolloutEvent:
+        found: event_pb2.RolloutEvent = _message(value, event_pb2.RolloutEvent)
+        kind = getattr(found, value["event"])
+        kind.CopyFrom(_message(value, type(kind)))
+        return found
+
+    return _checked(read)
+
+
+def _checked(read: Callable[[], _T]) -> _T:
+    try:
+        return read()
+    except KeyError as error:
+        raise ValueError(f"{error} is missing") from None
+    except (TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+# Any: generated classes have no common constructor.
+def _message(value: Fields, kind: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{kind.DESCRIPTOR.name} is not an object")
+    given = {
+        form.name: (form.field, value[form.key]) for form in forms(kind.DESCRIPTOR) if value.get(form.key) is not None
+    }
+    return kind(**{name: _field(*each) for name, each in given.items()})
+
+
+def _field(field: Any, value: Any) -> Any:
+    if field.message_type and field.message_type.GetOptions().map_entry:
+        entry = field.message_type.fields_by_name["value"]
+        return {name: _value(entry, each) for name, each in value.items()}
+    if field.name == "response_mask":
+        return bytes(value)
+    return [_value(field, each) for each in value] if field.is_repeated else _value(field, value)
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.enum_type:
+        return enum_values(field.enum_type).get(value, 0)  # 0: a word of a later version
+    if field.message_type:
+        read = _READERS.get(field.message_type.name)
+        return read(value) if read is not None else _message(value, GetMessageClass(field.message_type))
+    if field.name.endswith("_json"):
+        return json.dumps(value)
+    return base64.b64decode(value) if field.type == field.TYPE_BYTES else value
 
 
 def _outcome(value: Fields) -> outcome_pb2.Outcome:
-    found = outcome_pb2.Outcome(
-        messages=[message_pb2.Message(json=json.dumps(message)) for message in value.get("messages", ())],
-        segments=[_segment(segment) for segment in value.get("segments", ())],
-        samples=[_sample(sample) for sample in value.get("samples", ())],
-        metrics=outcome_pb2.Metrics(**value.get("metrics", {})),
-        reward=value.get("reward"),
-        scores=value.get("scores", {}),
-        warnings=[outcome_pb2.Warning(**warning) for warning in value.get("warnings", ())],
-        capture=outcome_pb2.CaptureReport(**value["capture"]) if value.get("capture") else None,
-        policy_step=value.get("policy_step"),
-    )
-    match value["end"]:
-        case "stop":
-            found.stop.reason, found.stop.truncated = value["reason"], value["truncated"]
-        case "cancellation":
-            found.cancellation.reason = value["reason"]
-        case "failure":
-            found.failure.category = _number(outcome_pb2.FailureCategory.DESCRIPTOR, value["category"])
-            if "failure_class" in value:
-                found.failure.failure_class = _number(outcome_pb2.FailureClass.DESCRIPTOR, value["failure_class"])
-            found.failure.message, found.failure.turn = value["message"], value["turn"]
-            if value.get("http_status") is not None:
-                found.failure.http_status = value["http_status"]
-        case other:
-            raise ValueError(f"a rollout cannot end as {other!r}")
+    found: outcome_pb2.Outcome = _message(value, outcome_pb2.Outcome)
+    if value["end"] not in _ENDS:
+        raise ValueError(f"a rollout cannot end as {value['end']!r}")
+    end = getattr(found, value["end"])
+    end.CopyFrom(_message(value, type(end)))
+    end.SetInParent()
     return found
 
 
-def _sample(value: Fields) -> token_pb2.Sample:
-    return token_pb2.Sample(
-        segment_id=value["segment_id"],
-        prompt_ids=value["prompt_ids"],
-        response_ids=value["response_ids"],
-        response_mask=bytes(value["response_mask"]),
-        logprobs=_logprobs(value["logprobs"]),
-        spans=[_sample_span(span) for span in value["spans"]],
-        origin=_origin(value["origin"]),
-        verified=value["verified"],
-        trainable=value.get("trainable"),
-        untrainable_reason=value.get("untrainable_reason", ""),
-        part=value.get("part", 0),
-    )
+def _timestamp(value: str) -> Timestamp:
+    found = Timestamp()
+    found.FromJsonString(value)
+    return found
 
 
-def _sample_span(value: Fields) -> token_pb2.SampleSpan:
-    return token_pb2.SampleSpan(
-        author=_number(token_pb2.Author.DESCRIPTOR, value["author"]),
-        mask_reason=_number(token_pb2.MaskReason.DESCRIPTOR, value["mask_reason"]),
-        turn=value["turn"],
-        start=value["start"],
-        stop=value["stop"],
-        policy_version=value["policy_version"],
-        policy_step=value.get("policy_step"),
-    )
-
-
-def _origin(value: Fields) -> token_pb2.SegmentOrigin:
-    return token_pb2.SegmentOrigin(
-        parent_id=value["parent_id"],
-        parent_tokens=value["parent_tokens"],
-        kind=_number(token_pb2.SegmentKind.DESCRIPTOR, value["kind"]),
-        parting=token_pb2.Parting(**value["parting"]) if value.get("parting") else None,
-    )
-
-
-def _segment(value: Fields) -> token_pb2.Segment:
-    return token_pb2.Segment(
-        id=value["id"],
-        origin=_origin(value["origin"]),
-        spans=[_span(span) for span in value["spans"]],
-        verified=value["verified"],
-    )
-
-
-def _span(value: Fields) -> token_pb2.Span:
-    return token_pb2.Span(
-        author=_number(token_pb2.Author.DESCRIPTOR, value["author"]),
-        mask_reason=_number(token_pb2.MaskReason.DESCRIPTOR, value["mask_reason"]),
-        turn=value["turn"],
-        token_ids=value["token_ids"],
-        logprobs=_logprobs(value["logprobs"]),
-        policy_version=value["policy_version"],
-        policy_step=value.get("policy_step"),
-        planes=[token_pb2.TokenPlane(name=plane["name"], dtype=plane["dtype"]) for plane in value.get("planes", ())],
-    )
-
-
-def _logprobs(values: Sequence[float] | None) -> token_pb2.Logprobs | None:
-    return None if values is None else token_pb2.Logprobs(values=values)
-
-
-# Returns Any because the generated code has a separate type for each enum.
-def _number(enum: EnumDescriptor, word: str | None) -> Any:
-    """Return the enum number of a word; 0 for None and for an unknown word, such as one of a later version."""
-    if not isinstance(word, str | None):
-        raise TypeError(f"{word!r} is not an enum name")
-    return enum_values(enum).get(word or "", 0)
+_CLASSES: Final = outcome_pb2.FailureClass.DESCRIPTOR
+_READERS: Final[Mapping[str, Callable[[Any], Message | dict[str, Any]]]] = {
+    "Timestamp": _timestamp,
+    "Duration": duration,
+    "Message": lambda value: message_pb2.Message(json=json.dumps(value)),
+    "Logprobs": lambda value: token_pb2.Logprobs(values=value),
+    "TrainOn": lambda value: {"classes": [enum_values(_CLASSES).get(each, 0) for each in value]},
+    "Outcome": _outcome,
+}
