@@ -58,7 +58,7 @@ def test_every_line_is_harmless_and_has_its_authors_letter(
     shown = list(lines(transcript_of(rollout), ViewOptions(words_of(vocabulary), logprobs)))
     assert all(harmless(str(line)) for line in shown)
     for line in shown:
-        assert re.match(r"[MPECA?!] [ \d]{6}│ "
+        assert re.match(r"[MPECAS?!] [ \d]{6}│ "
             if line.letter
             else r"rollout |failed|warning|M model|segment |calls |a chat |turn |no tok|\{|$",
                         str(line))  # fmt: skip

@@ -106,6 +106,10 @@ class PlainServer(ScriptedServer):
             self.left.set()
             raise
 
+    async def DecodeTokens(self, request: Any, context: Any) -> pb.DecodeTokensResponse:
+        await self._asked("DecodeTokens", request, context)
+        return pb.DecodeTokensResponse()
+
     async def ListAgents(self, request: Any, context: Any) -> pb.ListAgentsResponse:
         await self._asked("ListAgents", request, context)
         return pb.ListAgentsResponse(agents=self.agents)
