@@ -53,6 +53,7 @@ THOROUGH = re.compile(
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
     | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events
+    | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
     | test_bench\.py
     )""",
     re.VERBOSE,

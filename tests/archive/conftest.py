@@ -40,8 +40,7 @@ class Recorded:
 async def recorded(tmp_path: Path) -> Recorded:
     """A rollout with drift, forks and masks, one that failed, and two of a group."""
     async with AsyncExitStack() as stack:
-        settings = {"journal": str(tmp_path / "journal")}
-        world = await open_world(stack, agents=[Tour(), Calculator()], **settings)
+        world = await open_world(stack, agents=[Tour(), Calculator()], journal=str(tmp_path / "journal"))
         fault = Script(lines=(TOUR[0], Fault(kind=FaultKind.STATUS, status=400)))
         target = {"url": f"grpc://{world.trainer.grpc_target}", "bearer": TOKEN}
         uids = [

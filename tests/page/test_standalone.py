@@ -82,13 +82,14 @@ async def test_without_events_and_texts_the_outcome_is_shown(open_here: Open, pa
 
 
 async def test_hostile_contents_stay_text(page: Page, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}]
     outcome = {
         "end": "failure", "category": "tool", "message": HOSTILE, "turn": 1, "http_status": None, "failure_class": "tool",
-        "messages": [{"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE}],
+        "messages": messages,
         "segments": [], "samples": [], "metrics": {}, "reward": None, "scores": {HOSTILE: 1.0}, "extra": None,
         "warnings": [{"code": HOSTILE, "message": HOSTILE, "turn": 1, "index": None}],
     }  # fmt: skip
-    spec = {"rollout_id": HOSTILE, "agent": HOSTILE, "messages": outcome["messages"][:1], "labels": {HOSTILE: HOSTILE}}
+    spec = {"rollout_id": HOSTILE, "agent": HOSTILE, "messages": messages[:1], "labels": {HOSTILE: HOSTILE}}
     rollout = {
         "uid": HOSTILE, "spec": spec, "state": "finished", "last_sequence": 0, "create_time": None, "finish_time": None,
         "outcome": outcome, "metrics": {}, "delivery": None, "caller": HOSTILE,
