@@ -64,6 +64,7 @@ async def test_failed_and_cancelled_rollouts_are_selected_by_class(caller: Calle
         ("user", []),
         ("content", []),
         ("type", []),
+        ("text", []),
         ("idle", ["escaped", "unescaped", "by label", "by group", "alpha-id"]),
         ("by label", ["by label"]),
         ("cancelled by nobody", []),

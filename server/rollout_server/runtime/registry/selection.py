@@ -13,6 +13,8 @@ from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller
 
+_WORDS: Final = ("role", "type")
+"""Keys of messages whose values are words of the format."""
 _PIECE: Final = 64 * 1024
 """Characters that are searched in one step: about 0.1 ms, and a millisecond if they have to be parsed."""
 
@@ -117,9 +119,9 @@ def _facts(rollout: Rollout) -> Iterator[str]:
 
 
 def _strings(message: Message) -> Iterator[str]:
-    """Yield the strings of a message, except for keys and its role."""
+    """Yield the strings of a message, except for keys, its role, and the types of its parts and calls."""
     try:
-        waiting: list[JSON] = [value for key, value in message.fields().items() if key != "role"]
+        waiting: list[JSON] = [message.fields()]
     except MalformedMessage:  # the text was accepted as a message, so this does not happen
         return
     while waiting:
@@ -127,6 +129,6 @@ def _strings(message: Message) -> Iterator[str]:
         if isinstance(value, str):
             yield value
         elif isinstance(value, Mapping):
-            waiting.extend(value.values())
+            waiting.extend(each for key, each in value.items() if key not in _WORDS)
         elif isinstance(value, list):
             waiting.extend(value)
