@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
@@ -76,6 +77,18 @@ async def test_contents_by_request(exported: Exported, monkeypatch: pytest.Monke
     assert (add["gen_ai.tool.call.arguments"], add["gen_ai.tool.call.result"]) == ('{"a": 271828, "b": 2}', "271830")
     assert divide["gen_ai.tool.call.result"] == "Error: Division by zero"
     assert BEARER not in written(spans)
+
+
+async def test_what_no_exporter_could_write(exported: Exported) -> None:
+    """Long words are cut, and numbers fit. An exporter would drop all spans of a batch because of one."""
+    call = {"id": "c" * 1000, "type": "function", "function": {"name": "n" * 1000, "arguments": "{}"}}
+    first = {"message": {"role": "assistant", "content": "", "tool_calls": [call]}, "finish_reason": "f" * 1000}
+    usage = {"prompt_tokens": 10**30, "completion_tokens": 10**30}
+    line = Fault.raw(json.dumps({"choices": [first], "usage": usage}))
+    async with stage(script=Script((line,)), trainer=PLAIN, retries=0) as here:
+        await here.run(**over_http(here) | {"outcome": None})
+    assert len(encode_spans(exported.spans).resource_spans[0].scope_spans[0].spans) == 4
+    assert all(len(str(value)) < 140 for span in exported.spans for value in (span.attributes or {}).values())
 
 
 def points(exported: Exported) -> Mapping[str, list[Any]]:

@@ -19,7 +19,7 @@ def captures_content() -> bool:
 
 def input_messages(messages: Iterable[Message]) -> str:
     """Return the conversation that a model is sent, as JSON."""
-    return json.dumps([_message(message) for message in messages], ensure_ascii=False)
+    return _json([_message(message) for message in messages])
 
 
 def output_messages(records: Iterable[Record]) -> str:
@@ -27,13 +27,17 @@ def output_messages(records: Iterable[Record]) -> str:
     for record in records:
         if isinstance(record, Answered | ModelCalled):
             written = {**_message(record.message), "finish_reason": record.finish_reason}
-            return json.dumps([written], ensure_ascii=False)
+            return _json([written])
     return ""
 
 
 def tool_text(value: JSON | Content) -> str:
     """Return the arguments of a call as the model wrote them, or the result of a tool."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _message(message: Message) -> dict[str, object]:

@@ -53,7 +53,8 @@ class Tracing:
     """Traces the rollouts of one server, and counts them: a `Tracer` and an `Observer`.
 
     Args:
-        tracer, meter: of the SDK's providers. One of them may do nothing.
+        tracer: of the process's provider; it may do nothing.
+        meters: the metrics; None if they are not exported.
         captures: whether messages, arguments and results are exported.
     """
 
