@@ -12,7 +12,7 @@ from tests.page.rollouts import DRIFTING, TOUR, Tour, begin, events, finished, f
 from tests.system.conftest import Open, Service
 
 FOLD = """async ([rollout, events]) => {
-  const { RolloutModel } = await import("page/model.js");
+  const { RolloutModel } = await import("page/rollout/model.js");
   const model = events ? new RolloutModel(rollout) : RolloutModel.ofOutcome(rollout);
   for (const event of events ?? []) model.add(event);
   return {

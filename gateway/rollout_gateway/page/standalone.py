@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from html import escape
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Final
 
 import msgspec
@@ -34,10 +36,11 @@ def standalone_page(title: str = "Rollouts", intro: str = "", style: str = "") -
         style: CSS of `intro`.
     """
     files = resources.files("rollout_gateway.page") / "files"
-    modules = {each.name: each.read_bytes() for each in files.iterdir() if each.name.endswith(".js")}
-    imports = {f"page/{name}": _data_url("text/javascript", modules[name]) for name in sorted(modules)}
+    index = (files / "index.html").read_text(encoding="utf-8")
+    imports = {f"page/{name}": _data_url("text/javascript", content) for name, content in sorted(_modules(files))}
     imported = msgspec.json.encode({"imports": imports}).decode()
-    css = (files / "style.css").read_text(encoding="utf-8") + style
+    sheets = re.findall(r'rel="stylesheet" href="page/(.*?)"', index)
+    css = "".join((files / sheet).read_text(encoding="utf-8") for sheet in sheets) + style
     policy = _POLICY.format(scripts=f"{_source(imported)} {_source(_ENTRY)}", styles=_source(css))
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{escape(title)}</title>\n'
@@ -46,14 +49,14 @@ def standalone_page(title: str = "Rollouts", intro: str = "", style: str = "") -
     )
     data = f'<script type="application/json" id="rollouts">{SLOT}</script>\n<script type="module">{_ENTRY}</script>\n'
     above = f'<section id="intro">{intro}</section>\n' if intro else ""
-    page = (files / "index.html").read_text(encoding="utf-8")
+    page = index
     for part, new in (
         (r"<title>.*<script [^\n]*</script>\n(?=</head>)", head),
         (r"<nav.*?</nav>\n", ""),
         (r"(?=<main)", above),
         (r"<noscript>.*?</noscript>\n", "<noscript><p>This page needs JavaScript.</p></noscript>\n" + data),
     ):
-        page, found = re.subn(part, lambda _, new=new: new, page, flags=re.DOTALL)
+        page, found = re.subn(part, new.replace("\\", r"\\"), page, flags=re.DOTALL)
         if found != 1:
             raise RuntimeError(f"index.html has {found} parts {part!r}")
     return page
@@ -70,6 +73,15 @@ def standalone_document(rollouts: bytes, page: str | None = None) -> bytes:
     before, _, after = (page or standalone_page()).encode().partition(SLOT.encode())
     # No text can end the script element then, nor begin a comment in it.
     return before + rollouts.replace(b"<", rb"\u003c") + after
+
+
+def _modules(folder: Traversable, path: str = "") -> Iterator[tuple[str, bytes]]:
+    """Yield the JavaScript files of a folder and the folders in it, with their paths."""
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _modules(each, f"{path}{each.name}/")
+        elif each.name.endswith(".js"):
+            yield path + each.name, each.read_bytes()
 
 
 def _data_url(media_type: str, content: bytes) -> str:

@@ -2,9 +2,9 @@
 import { ApiSource } from "page/api.js";
 import { fill, h } from "page/dom.js";
 import { EmbeddedSource } from "page/embedded.js";
-import { groupPage } from "page/group.js";
-import { listPage } from "page/list.js";
-import { rolloutPage } from "page/rollout.js";
+import { groupPage } from "page/list/group.js";
+import { listPage } from "page/list/list.js";
+import { rolloutPage } from "page/rollout/rollout.js";
 
 const PATIENCE_MS = 1000;
 

@@ -1,13 +1,13 @@
 /** The messages of a rollout as the model saw them, and what happened between them, in order. */
 import { count, decimal, duration, fill, h, printable, reveal } from "page/dom.js";
-import { blockOf, contentOf, jsonBlock } from "page/content.js";
-import { selectionLink } from "page/selection.js";
+import { blockOf, contentOf, jsonBlock } from "page/rollout/content.js";
+import { selectionLink } from "page/rollout/selection.js";
 
-/** @typedef {import("page/model.js").ModelMessage} ModelMessage */
+/** @typedef {import("page/rollout/model.js").ModelMessage} ModelMessage */
 
 /**
  * The part is only appended to, so that long rollouts stay fast; what becomes known later is written into the heads.
- * @param {import("page/rollout.js").View} view
+ * @param {import("page/rollout/rollout.js").View} view
  */
 export function messagesPart(view) {
   const list = h("div.messages-list", { role: "feed", "aria-label": "Messages", on: { click, keydown } });

@@ -1,8 +1,8 @@
 /** The list of rollouts: counts and rates of the server, filters, and one page of rollouts, kept up to date. */
-import * as cells from "page/cells.js";
+import * as cells from "page/list/cells.js";
 import { count, h } from "page/dom.js";
-import { errorLine, figures, isForElsewhere, LiveTable, poll, setText } from "page/live.js";
-import { FILTERS, RolloutPage } from "page/pages.js";
+import { errorLine, figures, isForElsewhere, LiveTable, poll, setText } from "page/list/live.js";
+import { FILTERS, RolloutPage } from "page/list/pages.js";
 
 const STATES = ["queued", "running", "finished"];
 const LABELS = { state: "State", agent: "Agent", group_id: "Group", failure_class: "Failure class", text: "Search" };

@@ -14,7 +14,7 @@ export const KINDS = {
   "?": { name: "unknown", why: "a reason that this page does not know" },
 };
 
-/** @param {import("page/model.js").Span} span @returns {string} a key of `KINDS` */
+/** @param {import("page/rollout/model.js").Span} span @returns {string} a key of `KINDS` */
 export function kindOf(span) {
   if (span.author === "model") return span.reason === null ? "M" : { author: "A", stale: "S" }[span.reason] ?? "?";
   return { prompt: "P", environment: "E", closing: "C" }[span.reason] ?? "?";

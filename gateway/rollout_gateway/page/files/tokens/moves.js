@@ -3,7 +3,7 @@
 /**
  * @param {string} key - as in KeyboardEvent
  * @param {number} token - the selected one
- * @param {{segment: import("page/model.js").Segment, range: {start: number, stop: number},
+ * @param {{segment: import("page/rollout/model.js").Segment, range: {start: number, stop: number},
  *   cells: () => HTMLElement[]}} place - `range`: what the arrows step over; `cells`: those that are drawn, in order
  * @returns {number|null} the token to which the key moves; null: it is no key of the strip
  */

@@ -1,7 +1,7 @@
 /** A group of rollouts of one prompt, side by side: rewards, how they ended, and whether they can teach anything. */
-import * as cells from "page/cells.js";
+import * as cells from "page/list/cells.js";
 import { clock, count, decimal, fill, h } from "page/dom.js";
-import { errorLine, figures, LiveTable, poll } from "page/live.js";
+import { errorLine, figures, LiveTable, poll } from "page/list/live.js";
 
 const PAGE_SIZE = 1000;
 // A group has at most 1,024 rollouts and as many refills. What is larger is a label that many rollouts share.
@@ -205,7 +205,7 @@ function aboutText(group, members, hasMore) {
   return [parts.join(" · "), " · started at ", clock(members[0].rollout.create_time)];
 }
 
-/** @returns {import("page/live.js").Cell} */
+/** @returns {import("page/list/live.js").Cell} */
 function advantageCell({ advantage }) {
   if (advantage === null) return { text: "" };
   const kind = advantage > 0 ? "good" : advantage < 0 ? "bad" : "quiet";

@@ -1,6 +1,6 @@
 /** What a rollout is and why it ended, first of all: reward, warnings, samples, resources. */
 import { clock, copy, count, decimal, duration, fill, h, printable } from "page/dom.js";
-import { selectionLink } from "page/selection.js";
+import { selectionLink } from "page/rollout/selection.js";
 
 const STOPPED = {
   stop: "The agent's loop came to its end.",
@@ -19,7 +19,7 @@ const ADVICE = {
   server: "For the server's operator: see the server's log.",
 };
 
-/** @param {import("page/rollout.js").View} view @returns {Object} a part; `actions` is the place for its buttons */
+/** @param {import("page/rollout/rollout.js").View} view @returns {Object} a part; `actions` is the place for its buttons */
 export function summaryPart(view) {
   const state = h("span.rollout-state", { role: "status" });
   const actions = h("div.rollout-actions");

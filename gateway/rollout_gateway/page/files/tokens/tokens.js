@@ -5,12 +5,12 @@
  * cells.
  */
 import { copy, count, fill, h } from "page/dom.js";
-import { departuresOf, driftsOf, idsOf, shownSegment, trainedTokens, whyNotTrained } from "page/segments.js";
-import { COLOURINGS } from "page/token_colours.js";
-import { tokenDetail } from "page/token_detail.js";
-import { targetOf } from "page/token_moves.js";
-import { tokenOverview } from "page/token_overview.js";
-import { KINDS, kindOf, TokenTexts, visible } from "page/token_texts.js";
+import { departuresOf, driftsOf, idsOf, shownSegment, trainedTokens, whyNotTrained } from "page/rollout/segments.js";
+import { COLOURINGS } from "page/tokens/colours.js";
+import { tokenDetail } from "page/tokens/detail.js";
+import { targetOf } from "page/tokens/moves.js";
+import { tokenOverview } from "page/tokens/overview.js";
+import { KINDS, kindOf, TokenTexts, visible } from "page/tokens/texts.js";
 
 const PIECE = 256;
 /** So many pieces before and after a visible one have their texts fetched. */
@@ -20,7 +20,7 @@ const SHORT = 40;
 
 const CELL = h("span", { role: "option", "aria-selected": "false" });
 
-/** @param {import("page/rollout.js").View} view */
+/** @param {import("page/rollout/rollout.js").View} view */
 export function tokensPart(view) {
   const strip = new TokenStrip(view);
   return { element: strip.element, update: () => strip.update(), selected: () => strip.selected() };

@@ -1,10 +1,10 @@
 /** What the colours of the token strip show: the class of each token, and the legend. */
 import { count, decimal } from "page/dom.js";
-import { KINDS, kindOf, visible } from "page/token_texts.js";
+import { KINDS, kindOf, visible } from "page/tokens/texts.js";
 
 /**
- * @typedef {import("page/model.js").Segment} Segment
- * @typedef {import("page/model.js").Span} Span
+ * @typedef {import("page/rollout/model.js").Segment} Segment
+ * @typedef {import("page/rollout/model.js").Span} Span
  * @typedef {{name: string|null, key?: string, text: string, why?: string}} Row - `name`: class; `key`: letter
  * @typedef {{name: string, shader: (segment: Segment) => (span: Span, index: number) => string|null,
  *   legend: (segment: Segment) => Row[]}} Colouring - `index`: of the token in the segment

@@ -6,7 +6,7 @@ const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" }
 const TRAIN_BY_DEFAULT = ["policy", "deadline"];
 const NOTHING = { text: "" };
 
-/** @typedef {import("page/live.js").Cell} Cell */
+/** @typedef {import("page/list/live.js").Cell} Cell */
 
 /** @param {Object} rollout @returns {string} "queued", "running", "completed", "failed" or "cancelled" */
 export function stateOf(rollout) {

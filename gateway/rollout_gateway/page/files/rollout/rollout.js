@@ -1,13 +1,13 @@
 /** One rollout: why it ended, messages beside tokens, segments and times, live while it runs. */
 import { fill, h } from "page/dom.js";
-import { exportMenu } from "page/export.js";
-import { messagesPart } from "page/messages.js";
-import { RolloutModel } from "page/model.js";
-import { completed, linkTo, NOTHING, selectionOf } from "page/selection.js";
-import { summaryPart } from "page/summary.js";
-import { timelinePart } from "page/timeline.js";
-import { tokensPart } from "page/tokens.js";
-import { treePart } from "page/tree.js";
+import { exportMenu } from "page/rollout/export.js";
+import { messagesPart } from "page/rollout/messages.js";
+import { RolloutModel } from "page/rollout/model.js";
+import { completed, linkTo, NOTHING, selectionOf } from "page/rollout/selection.js";
+import { summaryPart } from "page/rollout/summary.js";
+import { timelinePart } from "page/rollout/timeline.js";
+import { tokensPart } from "page/tokens/tokens.js";
+import { treePart } from "page/rollout/tree.js";
 
 const POLL_MS = 2000;
 // Beyond so many messages, the page is drawn less often.

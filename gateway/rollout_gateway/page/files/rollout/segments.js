@@ -1,6 +1,6 @@
 /** What the parts of a rollout share about segments: which one is shown, its drift, and its samples. */
 
-/** @typedef {import("page/model.js").Segment} Segment */
+/** @typedef {import("page/rollout/model.js").Segment} Segment */
 
 /** The selected segment; without a selection the last main one. @returns {Segment|null} */
 export function shownSegment({ model, selection }) {

@@ -5,7 +5,7 @@ import { download, h } from "page/dom.js";
 const TEXTS = 4096;
 const SLOT = '"ROLLOUTS-DATA"';
 
-/** @param {import("page/rollout.js").View} view @returns {HTMLElement} */
+/** @param {import("page/rollout/rollout.js").View} view @returns {HTMLElement} */
 export function exportMenu(view) {
   const name = `rollout-${view.uid}`;
   const entries = {

@@ -1,6 +1,6 @@
 /** A bar that shows a whole segment at once: who wrote which part of it, and where it drifts. */
 import { fill } from "page/dom.js";
-import { KINDS, kindOf } from "page/token_texts.js";
+import { KINDS, kindOf } from "page/tokens/texts.js";
 
 /** The width of a drift's mark, as a part of the bar. */
 const MARK = 1 / 300;
@@ -8,7 +8,7 @@ const MARK = 1 / 300;
 /**
  * @param {(part: number) => void} go - called with the place of a click, from 0 to 1
  * @returns {{element: SVGElement,
- *   draw: (segment: import("page/model.js").Segment|null, drifts: {index: number}[]) => void}}
+ *   draw: (segment: import("page/rollout/model.js").Segment|null, drifts: {index: number}[]) => void}}
  */
 export function tokenOverview(go) {
   // The keys Home, End, Page Up and Page Down do the same for those who use no pointer.

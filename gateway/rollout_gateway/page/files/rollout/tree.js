@@ -1,7 +1,7 @@
 /** The tree of segments: why each was opened, what it trains, and drift at its index with the tokens of both sides. */
 import { count, decimal, fill, h } from "page/dom.js";
-import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, whyNotTrained } from "page/segments.js";
-import { TokenTexts, visible } from "page/token_texts.js";
+import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, whyNotTrained } from "page/rollout/segments.js";
+import { TokenTexts, visible } from "page/tokens/texts.js";
 
 /** Tokens of both sides that are shown before and after the index of a drift. */
 const BEFORE = 4;
@@ -23,7 +23,7 @@ const DRIFT = {
   prompt: "the first prompt already differs: other tools, template or tokenizer",
 };
 
-/** @param {import("page/rollout.js").View} view */
+/** @param {import("page/rollout/rollout.js").View} view */
 export function treePart(view) {
   const element = h("section.tree", { "aria-label": "Segments" });
   const texts = new TokenTexts(view.source, view.uid, () => draw());

@@ -1,13 +1,13 @@
 /** All that is known of the token under the pointer or of the selected tokens. */
 import { count, decimal, h } from "page/dom.js";
-import { idsOf, promptLength, samplesOf } from "page/segments.js";
-import { KINDS, kindOf, visible } from "page/token_texts.js";
+import { idsOf, promptLength, samplesOf } from "page/rollout/segments.js";
+import { KINDS, kindOf, visible } from "page/tokens/texts.js";
 
 const MAX_IDS = 12;
 
 /**
- * @param {{view: import("page/rollout.js").View, segment: import("page/model.js").Segment,
- *   texts: import("page/token_texts.js").TokenTexts}} strip
+ * @param {{view: import("page/rollout/rollout.js").View, segment: import("page/rollout/model.js").Segment,
+ *   texts: import("page/tokens/texts.js").TokenTexts}} strip
  * @param {{start: number, stop: number}|null} range - of one text, or several tokens
  * @returns {HTMLElement}
  */

@@ -17,7 +17,7 @@ const HINT = "Point at a bar for its numbers. The arrow keys move between bars, 
  *   row: number, segment: string}} Bar - times in milliseconds since 1970; `isOpen`: not ended yet
  */
 
-/** @param {import("page/rollout.js").View} view */
+/** @param {import("page/rollout/rollout.js").View} view */
 export function timelinePart(view) {
   const names = svg("svg", { class: "timeline-names", "aria-hidden": "true" });
   const chart = svg("svg", {
@@ -90,7 +90,7 @@ export function timelinePart(view) {
   return { element, update, selected };
 }
 
-/** @param {import("page/model.js").RolloutModel} model @returns {Bar[]} by their starts */
+/** @param {import("page/rollout/model.js").RolloutModel} model @returns {Bar[]} by their starts */
 function barsOf(model) {
   const { accepted, finished, rollout } = model;
   if (!accepted) return [];

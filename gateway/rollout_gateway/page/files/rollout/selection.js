@@ -1,6 +1,6 @@
 /**
  * What is selected of a rollout, and the links to it.
- * @typedef {import("page/rollout.js").Selection} Selection
+ * @typedef {import("page/rollout/rollout.js").Selection} Selection
  */
 import { h } from "page/dom.js";
 
@@ -30,7 +30,7 @@ export function linkTo(uid, { segment, turn, token } = NOTHING) {
 
 /**
  * A link that selects something of the rollout that is shown.
- * @param {import("page/rollout.js").View} view
+ * @param {import("page/rollout/rollout.js").View} view
  * @param {Partial<Selection>} selection
  */
 export function selectionLink(view, selection, ...children) {
