@@ -191,7 +191,7 @@ async def test_a_long_search_goes_on_and_can_be_stopped(
     open_here: Open, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request examines only two rollouts."""
-    monkeypatch.setattr(pages, "_SLICE", 0)
+    monkeypatch.setattr(pages, "SLICE", 0)
     monkeypatch.setattr(pages, "_SLICES", 2)
     gated = Gated()
     world = await open_here(agents=[Idle(), gated])
