@@ -41,11 +41,14 @@ def attach(traceparent: str) -> None:
 
 def trace_headers() -> Mapping[str, str]:
     """Return the headers that let a request belong to the current span; none outside of a trace."""
-    if not INSTALLED or not trace.get_current_span().get_span_context().is_valid:
+    if not INSTALLED:
         return {}
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
-    return carrier
+    span = trace.get_current_span().get_span_context()
+    if not span.is_valid:
+        return {}
+    # Written here, because every request needs it: the API's propagator takes several times as long.
+    headers = {_HEADER: f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"}
+    return {**headers, "tracestate": span.trace_state.to_header()} if span.trace_state else headers
 
 
 def trace_environment() -> Mapping[str, str]:

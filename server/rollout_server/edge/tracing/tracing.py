@@ -91,8 +91,8 @@ class Tracing:
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """End the span of a rollout with its outcome. One that never had a slot gets its span now."""
-        ended, outcome = entries[-1].record, rollout.outcome
-        if not isinstance(ended, Ended) or outcome is None:
+        ended = entries[-1].record
+        if not isinstance(ended, Ended) or (outcome := rollout.outcome) is None:
             return
         if self.meters is not None:
             self.meters.ended(rollout, ended)
