@@ -156,7 +156,8 @@ class TokenStrip {
   _onScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this.strip;
     if (scrollTop === this._last.scrollTop) return;
-    if (scrollHeight - scrollTop - clientHeight < 40) this.follows = true;
+    // A strip that shrinks is moved up to its end by the browser: that is no decision of the reader.
+    if (scrollTop > this._last.scrollTop && scrollHeight - scrollTop - clientHeight < 40) this.follows = true;
     else if (scrollTop < this._last.scrollTop && scrollHeight >= this._last.scrollHeight) this.follows = false;
     this._last = { scrollTop, scrollHeight };
   }
