@@ -23,7 +23,7 @@ from tests.support.bodies import QUESTION, TOKENIZER
 from tests.system.conftest import Open, Service
 
 #: How the page writes the control characters of `HOSTILE`.
-SHOWN = HOSTILE.replace("\x1b", "[U+001B]").replace("\u202e", "[U+202E]").replace("\u202c", "[U+202C]")
+SHOWN = HOSTILE.replace("\x1b", "⟨U+001B⟩").replace("\u202e", "⟨U+202E⟩").replace("\u202c", "⟨U+202C⟩")
 STUCK = Script(lines=(TOUR[0], Fault(kind=FaultKind.SILENCE)))
 
 

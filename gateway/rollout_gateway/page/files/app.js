@@ -1,6 +1,6 @@
 /** Start of the page: its parts by the fragment of the URL, and the question for the API key. */
 import { ApiSource } from "page/api.js";
-import { fill, h } from "page/dom.js";
+import { fill, h, openDialog } from "page/dom.js";
 import { EmbeddedSource } from "page/embedded.js";
 import { groupPage } from "page/list/group.js";
 import { listPage } from "page/list/list.js";
@@ -39,21 +39,15 @@ function askForKey(refusal) {
     const submit = (event) => {
       event.preventDefault();
       dialog.close();
-      dialog.remove();
       resolve(input.value.trim());
     };
-    const form = h(
-      "form",
-      { on: { submit } },
+    const dialog = openDialog("API key", h("form", { on: { submit } },
       h("h2", {}, "API key"),
       h("p", {}, "This server requires an API key. It stays in this tab and is forgotten when you close the tab."),
       refusal && h("p.error", { role: "alert" }, refusal),
       input,
-      h("button", {}, "Continue"),
-    );
-    const dialog = h("dialog", { on: { cancel: (event) => event.preventDefault() } }, form);
-    document.body.append(dialog);
-    dialog.showModal();
+      h("button", {}, "Continue")));
+    dialog.addEventListener("cancel", (event) => event.preventDefault());
   });
 }
 

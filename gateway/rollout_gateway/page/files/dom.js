@@ -1,10 +1,13 @@
-/** Building elements and writing values. Text from models and tools is untrusted: it only ever becomes text nodes. */
+/**
+ * Building elements and writing values. Text from models and tools is untrusted: it only ever becomes text nodes, with
+ * control characters written out.
+ */
 
 /**
  * Create an element.
  * @param {string} tag - such as "td" or "button.quiet" (classes follow dots)
  * @param {Object} [properties] - DOM properties; names with a hyphen and `role` are attributes; `on` maps events to handlers
- * @param {...(Node|string|number|null|undefined|Array)} children - null and undefined are left out
+ * @param {...(Node|string|number|boolean|null|undefined|Array)} children - null, undefined and false are left out
  * @returns {HTMLElement}
  */
 export function h(tag, properties = {}, ...children) {
@@ -18,25 +21,56 @@ export function h(tag, properties = {}, ...children) {
     else if (key.includes("-") || key === "role") element.setAttribute(key, value);
     else element[key] = value;
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined).map(asNode));
+  element.append(...nodesOf(children));
   return element;
 }
 
-function asNode(child) {
-  return child instanceof Node ? child : String(child);
+/** Create an element of SVG. Its properties are attributes. */
+export function svg(tag, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...nodesOf(children));
+  return element;
 }
 
 /** Replace the children of an element. */
 export function fill(element, ...children) {
-  element.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined).map(asNode));
+  element.replaceChildren(...nodesOf(children));
   return element;
+}
+
+function nodesOf(children) {
+  const shown = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+  return shown.map((child) => (child instanceof Node ? child : printable(String(child))));
+}
+
+/**
+ * The rows of a definition list. Those without a value are left out.
+ * @param {Array} rows - of [term, value, class of the row]
+ */
+export function terms(rows) {
+  const filled = rows.filter((row) => row && row[1] !== null && row[1] !== undefined && row[1] !== "");
+  return filled.map(([term, value, className = ""]) => h("div", { className }, h("dt", {}, term), h("dd", {}, value)));
+}
+
+/** Show a form in a dialog, which is removed when it closes. @returns {HTMLDialogElement} */
+export function openDialog(label, form) {
+  const dialog = h("dialog", { "aria-label": label, on: { close: () => dialog.remove() } }, form);
+  document.body.append(dialog);
+  dialog.showModal();
+  return dialog;
 }
 
 const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
 
-/** Write control characters out: they could hide text, or reverse it. @param {string} text @returns {string} */
+/** Write out the characters that would hide or reverse other text. */
 export function printable(text) {
-  return text.replace(CONTROL, (found) => `[U+${found.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}]`);
+  return text.replace(CONTROL, codeOf);
+}
+
+/** @param {string} character @returns {string} such as "⟨U+202E⟩" */
+export function codeOf(character) {
+  return `⟨U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
 const WHOLE = new Intl.NumberFormat("en");

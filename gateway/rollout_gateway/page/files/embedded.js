@@ -75,16 +75,12 @@ export class EmbeddedSource {
   }
 }
 
-function matches({ uid, state, spec, outcome, caller }, query) {
-  const any = (value) => (value === undefined || value === null ? [] : [value].flat().filter((each) => each !== ""));
-  const allows = (wanted, value) => !any(wanted).length || any(wanted).includes(value);
-  const labels = any(query.label).every((label) => {
-    const [name, ...value] = label.split("=");
-    return spec.labels?.[name] === value.join("=");
-  });
-  return allows(query.state, state) && allows(query.agent, spec.agent) && allows(query.group_id, spec.group_id) && labels
-    && allows(query.failure_class, outcome?.failure_class ?? "") && allows(query.uid, uid) && allows(query.caller, caller)
-    && allows(query.rollout_id, spec.rollout_id) && containsText({ uid, spec, outcome }, query.text);
+/** Whether a rollout is among those that the pages ask for. */
+function matches({ uid, state, spec, outcome }, query) {
+  const allows = (wanted, value) => !wanted?.length || [wanted].flat().includes(value);
+  return allows(query.uid, uid) && allows(query.state, state) && allows(query.agent, spec.agent)
+    && allows(query.group_id, spec.group_id) && allows(query.failure_class, outcome?.failure_class ?? "")
+    && containsText({ uid, spec, outcome }, query.text);
 }
 
 function containsText({ uid, spec, outcome }, text) {

@@ -1,5 +1,5 @@
 /** What changes while one looks at it: polls, and tables and figures that are updated in place. */
-import { h } from "page/dom.js";
+import { h, printable, terms } from "page/dom.js";
 
 const PAUSE_MS = 2000;
 const LONGEST_PAUSE_MS = 30_000;
@@ -40,7 +40,7 @@ export function poll(step, done, signal) {
 export function errorLine() {
   const element = h("p.error.live-error", { role: "alert" });
   // fetch() reports a server that cannot be reached as a TypeError, with a text for developers.
-  const away = "The server cannot be reached. Trying again.";
+  const away = "The server cannot be reached.";
   const textOf = (error) => (error instanceof TypeError ? away : error.message);
   return { element, show: (error) => setText(element, error ? textOf(error) : "") };
 }
@@ -53,7 +53,7 @@ export function errorLine() {
  */
 export function figures(label, names) {
   const values = new Map(names.map((name) => [name, { value: h("span", {}, "–"), more: h("span.quiet") }]));
-  const one = ([name, { value, more }]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, " ", more));
+  const rows = [...values].map(([name, { value, more }]) => [name, [value, " ", more]]);
   const show = (name, value, more = "", kind = "", title = "") => {
     const parts = values.get(name);
     setText(parts.value, value);
@@ -61,12 +61,13 @@ export function figures(label, names) {
     parts.value.className = kind;
     parts.value.title = title;
   };
-  return { element: h("dl.live-figures", { role: "group", "aria-label": label }, [...values].map(one)), show };
+  return { element: h("dl.live-figures", { role: "group", "aria-label": label }, terms(rows)), show };
 }
 
 /** Set the text of an element. An equal text keeps its node, and with it a selection. */
 export function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
+  const shown = printable(text);
+  if (element.textContent !== shown) element.textContent = shown;
 }
 
 /**

@@ -1,5 +1,5 @@
 /** Contents of messages: texts, parts and JSON, folded if they are long. Nothing is ever loaded from a link. */
-import { copy, count, h, printable } from "page/dom.js";
+import { copy, count, fill, h } from "page/dom.js";
 
 const SHORT = 60;
 const LINES = 40;
@@ -9,29 +9,25 @@ const CHARACTERS = 6000;
 export function contentOf(content) {
   if (content === null || content === undefined || content === "") return [];
   if (typeof content === "string") return [blockOf(content)];
-  return [content]
-    .flat()
-    .map((part) => (part?.type === "text" && typeof part.text === "string" ? blockOf(part.text) : partOf(part)));
+  const isText = (part) => part?.type === "text" && typeof part.text === "string";
+  return [content].flat().map((part) => (isText(part) ? blockOf(part.text) : partOf(part)));
 }
 
 /** A text; the rest of a long one behind a button. @param {string} text @returns {HTMLElement} */
 export function blockOf(text) {
   const lines = text.split("\n");
   const head = lines.slice(0, LINES).join("\n").slice(0, CHARACTERS);
-  const block = h("pre.content-text", {}, printable(head));
+  const block = h("pre.content-text", {}, head);
   if (head.length === text.length) return block;
   const label = `Show all ${count(lines.length)} lines, ${count(text.length)} characters`;
-  const more = h("button.content-more", { on: { click: () => (block.textContent = printable(text)) } }, label);
+  const more = h("button.content-more", { on: { click: () => fill(block, text) } }, label);
   return h("div", {}, block, more);
 }
 
 /** A JSON text, indented if that changes only white space, and as it is otherwise. Copying copies it as it is. */
 export function jsonBlock(text) {
-  const button = h(
-    "button.content-copy",
-    { "aria-label": "Copy the JSON", on: { click: () => copy(text, button) } },
-    "copy",
-  );
+  const click = () => copy(text, button);
+  const button = h("button.content-copy", { "aria-label": "Copy the JSON", on: { click } }, "copy");
   return h("div.content-json", {}, blockOf(indented(text) ?? text), button);
 }
 
@@ -54,7 +50,7 @@ function partOf(part) {
   const [, type, encoding] = /^data:([^;,]*)([^,]*),/.exec(source) ?? [];
   const data = source.length - source.indexOf(",") - 1;
   const size = encoding?.includes("base64") ? Math.floor((data * 3) / 4) : data;
-  const words =
-    type === undefined ? `at ${source.slice(0, 300)} (not loaded)` : `${type || "text/plain"}, ${count(size)} bytes`;
-  return h("div.content-part", {}, printable(`${part.type ?? "part"}: ${words}`));
+  const words = encoding === undefined ? `at ${source.slice(0, 300)} (not loaded)`
+    : `${type || "text/plain"}, ${count(size)} bytes`;
+  return h("div.content-part", {}, `${part.type ?? "part"}: ${words}`);
 }

@@ -1,5 +1,6 @@
 /** Downloads of a rollout: samples, events, JSON, and a page that needs no server. */
 import { download, h } from "page/dom.js";
+import { errorLine } from "page/list/live.js";
 
 // The largest range of tokens of one request.
 const TEXTS = 4096;
@@ -7,32 +8,33 @@ const SLOT = '"ROLLOUTS-DATA"';
 
 /** @param {import("page/rollout/rollout.js").View} view @returns {HTMLElement} */
 export function exportMenu(view) {
-  const name = `rollout-${view.uid}`;
+  const save = async (ending, type, text) => download(`rollout-${view.uid}${ending}`, await text, type);
   const entries = {
-    "Samples (JSON lines)": async () =>
-      download(`${name}-samples.jsonl`, lines((await whole(view)).outcome?.samples ?? []), "application/jsonl"),
-    "Events (JSON lines)": async () =>
-      download(`${name}-events.jsonl`, lines(await eventsOf(view)), "application/jsonl"),
-    "Rollout (JSON)": async () =>
-      download(`${name}.json`, JSON.stringify(await whole(view), null, 1), "application/json"),
-    "Page (one HTML file)": async () => download(`${name}.html`, await documentOf(view), "text/html"),
+    "Samples (JSON lines)": () => save("-samples.jsonl", "application/jsonl", samplesOf(view)),
+    "Events (JSON lines)": () => save("-events.jsonl", "application/jsonl", eventsOf(view).then(lines)),
+    "Rollout (JSON)": () => save(".json", "application/json", jsonOf(view)),
+    "Page (one HTML file)": () => save(".html", "text/html", documentOf(view)),
   };
   if (view.source.isEmbedded) delete entries["Page (one HTML file)"]; // This is one already.
-  const problem = h("p.error", { role: "alert" });
+  const problem = errorLine();
   const items = Object.entries(entries).map(([label, act]) => {
     const click = async () => {
-      try {
-        await act();
-        problem.textContent = "";
-        menu.open = false;
-      } catch (error) {
-        problem.textContent = error.message;
-      }
+      const error = await act().then(() => null, (reason) => reason);
+      problem.show(error);
+      menu.open = Boolean(error);
     };
     return h("button", { on: { click } }, label);
   });
-  const menu = h("details.rollout-export", {}, h("summary", {}, "Export"), h("div", {}, items, problem));
+  const menu = h("details.rollout-export", {}, h("summary", {}, "Export"), h("div", {}, items, problem.element));
   return menu;
+}
+
+async function samplesOf(view) {
+  return lines((await whole(view)).outcome?.samples ?? []);
+}
+
+async function jsonOf(view) {
+  return JSON.stringify(await whole(view), null, 1);
 }
 
 function lines(values) {

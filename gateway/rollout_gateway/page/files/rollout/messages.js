@@ -1,7 +1,10 @@
 /** The messages of a rollout as the model saw them, and what happened between them, in order. */
-import { count, decimal, duration, fill, h, printable, reveal } from "page/dom.js";
+import { count, decimal, duration, fill, h, reveal } from "page/dom.js";
 import { blockOf, contentOf, jsonBlock } from "page/rollout/content.js";
 import { selectionLink } from "page/rollout/selection.js";
+
+// How many completions and tools are named that a rollout waits for.
+const MOST_WAITING = 8;
 
 /** @typedef {import("page/rollout/model.js").ModelMessage} ModelMessage */
 
@@ -22,16 +25,13 @@ export function messagesPart(view) {
 
   function update() {
     const { items } = view.model;
-    const isFollowing =
-      view.connection === "live" &&
-      view.model.rollout.state !== "finished" &&
-      !view.selection.turn &&
-      isAtEnd(element.parentElement);
+    const isRunning = view.connection === "live" && view.model.rollout.state !== "finished";
+    const isFollowing = isRunning && !view.selection.turn && isAtEnd(element.parentElement);
     const added = items.slice(shown).map((item) => (item.event ? remarkOf(view, item) : card(item)));
     shown = items.length;
     list.append(...added);
     for (const mark of marks) mark();
-    waiting.textContent = waitingFor(view.model);
+    fill(waiting, waitingFor(view.model));
     if (added.length && isFollowing) element.parentElement.scrollTop = element.parentElement.scrollHeight;
   }
 
@@ -70,11 +70,9 @@ export function messagesPart(view) {
   }
 
   function selected() {
-    for (const each of highlighted) each.removeAttribute("aria-current");
-    highlighted = selectedMessages(view)
-      .map((entry) => cards.get(entry))
-      .filter(Boolean);
-    for (const each of highlighted) each.setAttribute("aria-current", "true");
+    for (const each of highlighted) each.ariaCurrent = null;
+    highlighted = selectedMessages(view).map((entry) => cards.get(entry)).filter(Boolean);
+    for (const each of highlighted) each.ariaCurrent = "true";
     if (highlighted.length) reveal(highlighted[0], element.parentElement);
   }
 
@@ -90,16 +88,15 @@ function waitingFor({ outcome, turns }) {
   if (outcome) return "";
   const asked = [...turns.values()].filter((turn) => turn.asked && !turn.answered && !turn.givenUp);
   const running = [...turns.values()].flatMap((turn) => turn.tools).filter((tool) => !tool.returned);
-  const words = [...asked.map(({ turn }) => `turn ${turn}`), ...running.map(({ name }) => printable(name))];
-  return words.length
-    ? `waiting for ${words.slice(0, 8).join(", ")}${words.length > 8 ? ` and ${words.length - 8} more` : ""} …`
-    : "";
+  const words = [...asked.map(({ turn }) => `turn ${turn}`), ...running.map(({ name }) => name)];
+  const more = words.length > MOST_WAITING ? ` and ${words.length - MOST_WAITING} more` : "";
+  return words.length ? `waiting for ${words.slice(0, MOST_WAITING).join(", ")}${more} …` : "";
 }
 
 /** Select the tokens of a message; without token ids, its turn. */
 function selectMessage(view, entry) {
-  if (entry.turn)
-    view.select({ segment: entry.segment, turn: entry.turn, token: view.model.spanOf(entry)?.start ?? null });
+  const { segment, turn } = entry;
+  if (turn) view.select({ segment, turn, token: view.model.spanOf(entry)?.start ?? null });
 }
 
 function selectedMessages({ model, selection: { segment, turn, token } }) {
@@ -109,26 +106,23 @@ function selectedMessages({ model, selection: { segment, turn, token } }) {
   return model.messages.filter((entry) => entry.turn === turn && entry.segment === segment);
 }
 
+/** The card of a message; `refresh` writes into its head what becomes known later. */
 function cardOf(view, entry) {
-  const { message, kind, tool } = entry;
-  const head = h("header.messages-head");
-  const element = h("article.messages-card", { data: { kind, role: message.role } }, head);
-  const conversation = segmentLabel(view.model, entry.segment);
-  element.classList.toggle("messages-aside", isAside(view.model, entry.segment));
+  const { message, kind, tool, segment } = entry;
+  const isCompletion = kind === "completion";
+  const isResult = message.role === "tool";
+  const label = isCompletion ? `${message.role}, turn ${entry.turn}`
+    : isResult ? `result of ${toolName(tool, message)}` : message.role;
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   const states = calls.map(() => h("span.quiet"));
-  element.append(
-    ...reasoningOf(message),
-    ...contentOf(message.content),
-    ...calls.map((call, index) => callOf(call, states[index])),
-  );
-  if (kind !== "completion") {
-    const name = message.name ? mark("", printable(String(message.name))) : null;
-    const marks = message.role === "tool" ? toolMarks(tool, message) : [name];
-    fill(head, role(message.role), conversation, marks);
-    return {
-      element: labelled(element, message.role === "tool" ? `result of ${toolName(tool, message)}` : message.role),
-    };
+  const head = h("header.messages-head");
+  const element = h("article.messages-card", { data: { kind, role: message.role }, "aria-label": label },
+    head, reasoningOf(message), contentOf(message.content), calls.map((call, index) => callOf(call, states[index])));
+  element.classList.toggle("messages-aside", isAside(view.model, segment));
+  const first = [role(message.role), segmentLabel(view.model, segment)];
+  if (!isCompletion) {
+    fill(head, first, isResult ? toolMarks(tool, message) : message.name && mark("", message.name));
+    return { element };
   }
   let before = "";
   const refresh = () => {
@@ -137,19 +131,14 @@ function cardOf(view, entry) {
     if (now === before) return;
     before = now;
     // Nothing is known of a turn whose events and tokens were not saved.
-    fill(head, role(message.role), conversation, turn && turnMarks(turn));
+    fill(head, first, turn && turnMarks(turn));
     turn?.tools.forEach((each) => states[each.index] && fill(states[each.index], callState(each)));
   };
-  return { element: labelled(element, `${message.role}, turn ${entry.turn}`), refresh };
-}
-
-function labelled(element, label) {
-  element.setAttribute("aria-label", label);
-  return element;
+  return { element, refresh };
 }
 
 function role(name) {
-  return h("strong.messages-role", {}, printable(name));
+  return h("strong", {}, name);
 }
 
 function mark(kind, ...children) {
@@ -157,20 +146,21 @@ function mark(kind, ...children) {
 }
 
 function turnMarks({ turn, answered, generatedTokens, finishReason, reward, masked, attempts, elapsedMs }) {
+  const isExpected = ["", "length", "stop", "tool_calls"].includes(finishReason);
   return [
     mark("", `turn ${turn}`),
     mark("", `${count(generatedTokens)} tokens`),
-    answered ? mark("", duration(elapsedMs)) : null,
-    attempts > 1 ? mark("warn", `${attempts} requests`) : null,
-    finishReason === "length" ? mark("warn", "cut by its length limit") : null,
-    finishReason && !["length", "stop", "tool_calls"].includes(finishReason) ? mark("", printable(finishReason)) : null,
-    reward === null ? null : mark("good", `reward ${decimal(reward)}`),
-    masked ? mark("bad", `masked: ${printable(masked)}`) : null,
+    answered && mark("", duration(elapsedMs)),
+    attempts > 1 && mark("warn", `${attempts} requests`),
+    finishReason === "length" && mark("warn", "cut by its length limit"),
+    !isExpected && mark("", finishReason),
+    reward !== null && mark("good", `reward ${decimal(reward)}`),
+    masked !== "" && mark("bad", `masked: ${masked}`),
   ];
 }
 
 function toolName(tool, message) {
-  return printable(String(tool?.name ?? message.name ?? "a tool"));
+  return String(tool?.name ?? message.name ?? "a tool");
 }
 
 // What the server appends to a result that is too long for the conversation.
@@ -180,33 +170,28 @@ function toolMarks(tool, message) {
   const last = typeof message.content === "string" ? message.content : message.content?.at?.(-1)?.text;
   const [, missing, all] = CUT.exec(last ?? "") ?? [];
   return [
-    mark("", h("b", {}, toolName(tool, message)), printable(` ${message.tool_call_id ?? ""}`)),
-    tool?.elapsedMs === undefined ? null : mark("", duration(tool.elapsedMs)),
-    tool?.failed ? mark("bad", "failed") : null,
-    missing ? mark("warn", `cut: ${missing} of ${all} characters are missing`) : null,
+    mark("", h("b", {}, toolName(tool, message)), ` ${message.tool_call_id ?? ""}`),
+    tool?.elapsedMs !== undefined && mark("", duration(tool.elapsedMs)),
+    tool?.failed && mark("bad", "failed"),
+    missing && mark("warn", `cut: ${missing} of ${all} characters are missing`),
   ];
 }
 
 function callState(tool) {
   if (!tool.returned) return "running";
-  return [duration(tool.elapsedMs), tool.failed ? h("span.bad", {}, " failed") : null];
+  return [duration(tool.elapsedMs), tool.failed && h("span.bad", {}, " failed")];
 }
 
 function reasoningOf(message) {
   const text = message.reasoning_content ?? message.reasoning;
-  return text ? [h("div.messages-reasoning", { "aria-label": "Reasoning" }, blockOf(String(text)))] : [];
+  return text && h("div.messages-reasoning", { "aria-label": "Reasoning" }, blockOf(String(text)));
 }
 
 function callOf(call, state) {
   const { name, arguments: given } = call?.function ?? {};
   const text = typeof given === "string" ? given : JSON.stringify(given ?? null);
-  const head = h(
-    "div.messages-head",
-    {},
-    mark("", "call ", h("b", {}, printable(String(name))), printable(` ${call?.id ?? ""}`)),
-    state,
-  );
-  return h("div.messages-call", {}, head, jsonBlock(text));
+  const words = mark("", "call ", h("b", {}, name), ` ${call?.id ?? ""}`);
+  return h("div.messages-call", {}, h("div.messages-head", {}, words, state), jsonBlock(text));
 }
 
 /** Whether a conversation is beside the one before it, and does not go on with it. */
@@ -219,28 +204,22 @@ function isAside(model, id) {
 function segmentLabel(model, id) {
   if (id === "0" || id === "") return null;
   const { role: part = "agent", origin, kind } = model.conversation(id);
-  return mark(
-    "messages-segment",
-    [`segment ${id}`, part === "agent" ? null : printable(part), kind ?? origin?.kind].filter(Boolean).join(" · "),
-  );
+  const words = [`segment ${id}`, part !== "agent" && part, kind ?? origin?.kind];
+  return mark("messages-segment", words.filter(Boolean).join(" · "));
 }
 
 const REMARKS = {
-  note: ({ code, text }) => [`note `, h("b", {}, printable(code)), ` ${printable(text)}`],
+  note: ({ code, text }) => ["note ", h("b", {}, code), ` ${text}`],
   resumed: ({ times }) => `resumed after a restart of the server${times > 1 ? ` (${times} times)` : ""}`,
   given_up: ({ turn }) => `turn ${turn} was given up: its completion is in no sample`,
-  observed: ({ what, value }) => [
-    `${what} `,
-    h("code", {}, value === undefined ? "" : printable(JSON.stringify(value))),
-  ],
+  observed: ({ what, value }) => [`${what} `, h("code", {}, JSON.stringify(value))],
   forked: ({ segment_id, of_segment_id, origin, role: part, trainable, model }) =>
-    `conversation ${segment_id} opened from ${of_segment_id}: ${origin.kind}, ${printable(part)}` +
-    `${trainable === false ? ", does not train" : ""}${model ? `, by the model ${printable(model)}` : ""}`,
-  capture_settled: ({ report }) =>
-    `calls of the agent: ${Object.entries(report)
-      .filter(([, value]) => value)
-      .map(([name, value]) => `${decimal(value)} ${name}`)
-      .join(", ")}`,
+    `conversation ${segment_id} opened from ${of_segment_id}: ${origin.kind}, ${part}` +
+    `${trainable === false ? ", does not train" : ""}${model ? `, by the model ${model}` : ""}`,
+  capture_settled: ({ report }) => {
+    const numbers = Object.entries(report).filter(([, value]) => value);
+    return `calls of the agent: ${numbers.map(([name, value]) => `${decimal(value)} ${name}`).join(", ")}`;
+  },
 };
 
 function remarkOf(view, event) {
@@ -250,32 +229,21 @@ function remarkOf(view, event) {
 }
 
 function judgeOf({ model, message, finish_reason, generated_tokens, attempts, elapsed_ms }) {
-  const head = h(
-    "header.messages-head",
-    {},
+  const head = h("header.messages-head", {},
     role(`model ${model}`),
     mark("", `${count(generated_tokens)} tokens`),
     mark("", duration(elapsed_ms)),
-    attempts > 1 ? mark("warn", `${attempts} requests`) : null,
-    finish_reason === "length" ? mark("warn", "cut") : null,
-    mark("", "in no sample"),
-  );
-  return h("article.messages-judge", {}, head, ...reasoningOf(message), ...contentOf(message.content));
+    attempts > 1 && mark("warn", `${attempts} requests`),
+    finish_reason === "length" && mark("warn", "cut"),
+    mark("", "in no sample"));
+  return h("article.messages-judge", {}, head, reasoningOf(message), contentOf(message.content));
 }
 
 function driftOf(view, { turn, kind, index, expected_text, reported_text }) {
   const place = selectionLink(view, { turn, token: index }, `token ${count(index)}`);
-  const texts =
-    expected_text || reported_text
-      ? h(
-          "div.messages-drift",
-          {},
-          h("span", {}, "expected "),
-          blockOf(expected_text),
-          h("span", {}, "reported "),
-          blockOf(reported_text),
-        )
-      : null;
+  const side = (name, text) => [h("span", {}, name), blockOf(text)];
+  const texts = (expected_text || reported_text) &&
+    h("div.messages-drift", {}, side("expected ", expected_text), side("reported ", reported_text));
   return h("div.messages-remark", {}, h("b.warn", {}, "drift "), `${kind} in turn ${turn} at `, place, texts);
 }
 
@@ -286,29 +254,11 @@ function toolsOffered(view) {
   const show = ({ agents }) => {
     const tools = agents.find((each) => (agent ? each.name === agent : each.default))?.tools ?? [];
     if (!tools.length) return;
-    const items = tools.map(({ function: { name, description, parameters } }) =>
-      h(
-        "li",
-        {},
-        h("b.mono", {}, printable(name)),
-        " ",
-        printable(description ?? ""),
-        jsonBlock(JSON.stringify(parameters ?? {})),
-      ),
-    );
-    fill(
-      place,
-      h(
-        "details.messages-tools",
-        {},
-        h("summary", {}, `Tools that the agent offers (${tools.length})`),
-        h("ul", {}, items),
-      ),
-    );
+    const item = ({ function: { name, description, parameters } }) =>
+      h("li", {}, h("b.mono", {}, name), ` ${description ?? ""}`, jsonBlock(JSON.stringify(parameters ?? {})));
+    const summary = h("summary", {}, `Tools that the agent offers (${tools.length})`);
+    fill(place, h("details.messages-tools", {}, summary, h("ul", {}, tools.map(item))));
   };
-  Promise.resolve(view.source.agents?.()).then(
-    (found) => found && show(found),
-    () => {},
-  );
+  view.source.agents().then(show, () => {});
   return place;
 }

@@ -15,6 +15,9 @@
  *   reward: number|null, masked: string, givenUp: boolean, ended: string|null}} Turn - `ended`: when it was given up
  */
 
+/** Events that are shown between the messages. */
+const BETWEEN = new Set(["drift_found", "forked", "given_up", "resumed", "note", "observed", "model_called", "capture_settled"]);
+
 export class RolloutModel {
   /** @param {Object} rollout - JSON of GET /v1/rollouts/UID with view "messages" or "full" */
   constructor(rollout) {
@@ -60,22 +63,21 @@ export class RolloutModel {
   add(event) {
     if (event.sequence && event.sequence <= this.sequence) return;
     this.sequence = event.sequence || this.sequence;
+    if (BETWEEN.has(event.event)) this.items.push(event);
     this[`_on_${event.event}`]?.(event);
   }
 
   /** The span of a segment that has a token. @returns {Span|undefined} */
   spanAt(segmentId, index) {
-    return this.segments
-      .get(segmentId)
-      ?.spans.find((span) => index >= span.start && index < span.start + span.ids.length);
+    const has = ({ start, ids }) => index >= start && index < start + ids.length;
+    return this.segments.get(segmentId)?.spans.find(has);
   }
 
   /** The span with the tokens of a message. @param {ModelMessage} message @returns {Span|undefined} */
   spanOf(message) {
     const author = message.kind === "completion" ? "model" : "other";
-    return this.segments
-      .get(message.segment)
-      ?.spans.find((span) => span.turn === message.turn && span.author === author);
+    const isOf = (span) => span.turn === message.turn && span.author === author;
+    return this.segments.get(message.segment)?.spans.find(isOf);
   }
 
   /** The messages whose tokens are in a span: one completion, or all messages that a prompt added. */
@@ -87,20 +89,8 @@ export class RolloutModel {
   _turn(number) {
     if (!this.turns.has(number)) {
       this.turns.set(number, {
-        turn: number,
-        segment: "",
-        asked: null,
-        answered: null,
-        elapsedMs: 0,
-        attempts: 0,
-        finishReason: "",
-        promptTokens: 0,
-        generatedTokens: 0,
-        tools: [],
-        reward: null,
-        masked: "",
-        givenUp: false,
-        ended: null,
+        turn: number, segment: "", asked: null, answered: null, elapsedMs: 0, attempts: 0, finishReason: "",
+        promptTokens: 0, generatedTokens: 0, tools: [], reward: null, masked: "", givenUp: false, ended: null,
       });
     }
     return this.turns.get(number);
@@ -137,21 +127,15 @@ export class RolloutModel {
     // A drift goes on in a new segment with the messages that wait for the old one.
     const conversations = new Set([turn.segment, event.segment_id, id]);
     Object.assign(turn, {
-      segment: id,
-      answered: event.time,
-      elapsedMs: event.elapsed_ms,
-      attempts: event.attempts,
-      finishReason: event.finish_reason,
-      promptTokens: event.prompt_tokens,
-      generatedTokens: event.generated_tokens,
+      segment: id, answered: event.time, elapsedMs: event.elapsed_ms, attempts: event.attempts,
+      finishReason: event.finish_reason, promptTokens: event.prompt_tokens, generatedTokens: event.generated_tokens,
     });
+    const seen = { segment: id, turn: event.turn };
     for (const conversation of conversations) {
-      for (const entry of this._waiting.get(conversation) ?? [])
-        Object.assign(entry, { segment: id, turn: event.turn });
+      for (const entry of this._waiting.get(conversation) ?? []) Object.assign(entry, seen);
       this._waiting.delete(conversation);
     }
-    if (event.message)
-      this._push({ message: event.message, kind: "completion", segment: id, turn: event.turn, tool: null });
+    if (event.message) this._push({ message: event.message, kind: "completion", tool: null, ...seen });
     if (event.spans) this._extend(id, event, opened);
   }
 
@@ -160,19 +144,8 @@ export class RolloutModel {
       const origin = opened?.origin ?? { kind: "main", parent_id: "", parent_tokens: 0 };
       const fork = this._forks.get(id) ?? this._forks.get(origin.parent_id);
       if (fork) this._forks.set(id, fork);
-      const role = fork?.role ?? "agent";
-      this.segments.set(
-        id,
-        segmentOf({
-          id,
-          origin,
-          role,
-          trainable: fork?.trainable ?? null,
-          model: fork?.model ?? "",
-          verified: true,
-          spans: [],
-        }),
-      );
+      const { role = "agent", trainable, model } = fork ?? {};
+      this.segments.set(id, segmentOf({ id, origin, role, trainable, model, verified: true, spans: [] }));
     }
     const segment = this.segments.get(id);
     for (const span of event.spans) addSpan(segment, span);
@@ -184,16 +157,9 @@ export class RolloutModel {
   }
 
   _on_tool_started(event) {
-    const { call_id, name, index, time } = event;
-    this._turn(event.turn).tools.push({
-      callId: call_id,
-      name,
-      index,
-      started: time,
-      returned: null,
-      elapsedMs: 0,
-      failed: false,
-    });
+    const { call_id: callId, name, index, time: started } = event;
+    const tool = { callId, name, index, started, returned: null, elapsedMs: 0, failed: false };
+    this._turn(event.turn).tools.push(tool);
   }
 
   _on_tool_returned(event) {
@@ -205,18 +171,15 @@ export class RolloutModel {
 
   _on_drift_found(event) {
     this.drifts.push(event);
-    this.items.push(event);
   }
 
   _on_forked(event) {
     this._forks.set(event.segment_id, event);
-    this.items.push(event);
     for (const message of event.messages ?? []) this._append(message, "appended", event.segment_id);
   }
 
   _on_given_up(event) {
     Object.assign(this._turn(event.turn), { givenUp: true, ended: event.time });
-    this.items.push(event);
   }
 
   _on_masked(event) {
@@ -229,26 +192,6 @@ export class RolloutModel {
   _on_rewarded(event) {
     const turn = this._turn(event.turn);
     turn.reward = (turn.reward ?? 0) + event.value;
-  }
-
-  _on_resumed(event) {
-    this.items.push(event);
-  }
-
-  _on_note(event) {
-    this.items.push(event);
-  }
-
-  _on_observed(event) {
-    this.items.push(event);
-  }
-
-  _on_model_called(event) {
-    this.items.push(event);
-  }
-
-  _on_capture_settled(event) {
-    this.items.push(event);
   }
 
   _on_finished(event) {
@@ -286,8 +229,8 @@ export class RolloutModel {
     const turns = [...owners.keys()].sort((a, b) => a - b);
     const requested = this.messages.length;
     this.messages = messages.map((message, index) => {
-      const kind =
-        index < requested ? "request" : ({ assistant: "completion", tool: "tool" }[message.role] ?? "appended");
+      const later = { assistant: "completion", tool: "tool" }[message.role] ?? "appended";
+      const kind = index < requested ? "request" : later;
       const turn = turns[0] ?? 0;
       if (kind === "completion") turns.shift();
       return { message, kind, segment: owners.get(turn) ?? "0", turn, tool: null };

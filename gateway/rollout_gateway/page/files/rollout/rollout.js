@@ -1,5 +1,6 @@
 /** One rollout: why it ended, messages beside tokens, segments and times, live while it runs. */
-import { fill, h } from "page/dom.js";
+import { fill, h, openDialog } from "page/dom.js";
+import { errorLine, isForElsewhere, poll } from "page/list/live.js";
 import { exportMenu } from "page/rollout/export.js";
 import { messagesPart } from "page/rollout/messages.js";
 import { RolloutModel } from "page/rollout/model.js";
@@ -9,7 +10,6 @@ import { timelinePart } from "page/rollout/timeline.js";
 import { tokensPart } from "page/tokens/tokens.js";
 import { treePart } from "page/rollout/tree.js";
 
-const POLL_MS = 2000;
 // Beyond so many messages, the page is drawn less often.
 const MANY = 1000;
 const PAUSE_MS = 250;
@@ -39,14 +39,8 @@ export function rolloutPage(source, uid, parameters) {
 class RolloutPage {
   constructor(source, uid, selection) {
     this.element = h("article.rollout", {}, h("p.quiet", { role: "status" }, "Loading the rollout"));
-    this.view = {
-      source,
-      uid,
-      model: null,
-      selection,
-      select: (wanted) => this._select(wanted),
-      connection: "connecting",
-    };
+    const select = (wanted) => this._select(wanted);
+    this.view = { source, uid, model: null, selection, select, connection: "connecting" };
     this._cancel = h("button", { on: { click: () => askToCancel(this.view) } }, "Cancel the rollout");
     this._parts = [];
     this._closing = new AbortController();
@@ -65,7 +59,9 @@ class RolloutPage {
     } catch (error) {
       if (this._closing.signal.aborted) return;
       this._setConnection("lost");
-      this.element.prepend(h("p.error", { role: "alert" }, error.message));
+      const problem = errorLine();
+      this.element.prepend(problem.element);
+      problem.show(error);
     }
   }
 
@@ -99,20 +95,17 @@ class RolloutPage {
   }
 
   /** Ask for what no event tells: the place in the queue, the resources used so far, the delivery of the outcome. */
-  async _poll() {
+  _poll() {
     const { source, uid } = this.view;
-    while (!this._closing.signal.aborted && !isSettled(this.view.model)) {
-      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
-      if (document.hidden || this._closing.signal.aborted) continue;
-      try {
-        const { state, metrics, delivery, finish_time } = await source.rollout(uid, "basic");
-        Object.assign(this.view.model.rollout, { state, metrics, delivery, finish_time });
-      } catch (error) {
-        if (error.status === 404) return;
-        continue; // The stream of events says that the server is away.
-      }
+    const settled = new AbortController();
+    const step = async () => {
+      const { state, metrics, delivery, finish_time } = await source.rollout(uid, "basic");
+      Object.assign(this.view.model.rollout, { state, metrics, delivery, finish_time });
       this._changed();
-    }
+    };
+    // That the server is away is said by the stream of events.
+    const done = (error) => (error?.status === 404 || isSettled(this.view.model)) && settled.abort();
+    poll(step, done, AbortSignal.any([this._closing.signal, settled.signal]));
   }
 
   _setConnection(connection) {
@@ -133,22 +126,12 @@ class RolloutPage {
   _show(model) {
     const { view } = this;
     view.model = model;
-    const [summary, timeline, tree, messages, tokens] = [
-      summaryPart,
-      timelinePart,
-      treePart,
-      messagesPart,
-      tokensPart,
-    ].map((part) => part(view));
-    this._parts = [summary, timeline, tree, messages, tokens];
+    this._parts = [summaryPart, timelinePart, treePart, messagesPart, tokensPart].map((part) => part(view));
+    const [summary, timeline, tree, messages, tokens] = this._parts;
     summary.actions.append(this._cancel, exportMenu(view));
     const hint = h("span.rollout-hint", {}, "j and k move between turns, Escape selects none");
-    const columns = h(
-      "div.rollout-columns",
-      {},
-      column("Messages", messages.element, hint),
-      column("Tokens", tokens.element),
-    );
+    const columns = h("div.rollout-columns", {},
+      column("Messages", messages.element, hint), column("Tokens", tokens.element));
     fill(this.element, summary.element, tabs({ Timeline: timeline.element, Segments: tree.element }), columns);
     this._update();
   }
@@ -179,14 +162,7 @@ class RolloutPage {
   }
 
   _onKey(event) {
-    if (
-      !this.view.model ||
-      event.ctrlKey ||
-      event.metaKey ||
-      event.altKey ||
-      event.target.closest("input, select, textarea, dialog")
-    )
-      return;
+    if (!this.view.model || isForElsewhere(event)) return;
     const step = { j: 1, k: -1 }[event.key];
     if (step) this._moveTurn(step);
     else if (event.key === "Escape" && this.view.selection.turn) this._select(NOTHING);
@@ -214,20 +190,14 @@ function column(name, element, hint = null) {
 /** Tabs as in the ARIA Authoring Practices: arrow keys move, the panel of the chosen tab is shown. */
 function tabs(panels) {
   const names = Object.keys(panels);
-  const buttons = names.map((name, index) =>
-    h(
-      "button",
-      { id: `tab-${index}`, role: "tab", "aria-controls": `panel-${index}`, on: { click: () => choose(index) } },
-      name,
-    ),
-  );
-  const shown = names.map((name, index) =>
-    h(
-      "div.rollout-panel",
-      { id: `panel-${index}`, role: "tabpanel", tabIndex: 0, "aria-labelledby": `tab-${index}` },
-      panels[name],
-    ),
-  );
+  const buttons = names.map((name, index) => {
+    const properties = { id: `tab-${index}`, role: "tab", "aria-controls": `panel-${index}` };
+    return h("button", { ...properties, on: { click: () => choose(index) } }, name);
+  });
+  const shown = names.map((name, index) => {
+    const properties = { id: `panel-${index}`, role: "tabpanel", "aria-labelledby": `tab-${index}` };
+    return h("div.rollout-panel", { ...properties, tabIndex: 0 }, panels[name]);
+  });
   const choose = (chosen) => {
     buttons.forEach((button, index) => {
       button.ariaSelected = String(index === chosen);
@@ -246,38 +216,21 @@ function tabs(panels) {
   return h("section.rollout-tabs", {}, h("div", { role: "tablist", on: { keydown } }, buttons), shown);
 }
 
-function askToCancel(view) {
+function askToCancel({ source, uid }) {
   const reason = h("input", { name: "reason", maxLength: 200, autocomplete: "off", value: "cancelled from the page" });
-  const problem = h("p.error", { role: "alert" });
+  const problem = errorLine();
   const submit = async (event) => {
     event.preventDefault();
-    if (event.submitter.value !== "cancel") return dialog.close();
-    try {
-      await view.source.cancel(view.uid, reason.value);
-      dialog.close();
-    } catch (error) {
-      problem.textContent = error.message;
-    }
+    const error = await source.cancel(uid, reason.value).then(() => null, (refusal) => refusal);
+    if (error) problem.show(error);
+    else dialog.close();
   };
-  const form = h(
-    "form",
-    { on: { submit } },
+  const dialog = openDialog("Cancel this rollout", h("form", { on: { submit } },
     h("h2", {}, "Cancel this rollout?"),
     h("p", {}, "It ends with what it has so far. Its samples do not train, unless its request says so."),
     h("label", {}, "Reason ", reason),
-    problem,
-    h(
-      "div.rollout-buttons",
-      {},
-      h("button", { value: "cancel" }, "Cancel the rollout"),
-      h("button", { value: "keep" }, "Keep it running"),
-    ),
-  );
-  const dialog = h(
-    "dialog.rollout-dialog",
-    { "aria-label": "Cancel this rollout", on: { close: () => dialog.remove() } },
-    form,
-  );
-  document.body.append(dialog);
-  dialog.showModal();
+    problem.element,
+    h("div.rollout-buttons", {},
+      h("button", {}, "Cancel the rollout"),
+      h("button", { type: "button", on: { click: () => dialog.close() } }, "Keep it running"))));
 }

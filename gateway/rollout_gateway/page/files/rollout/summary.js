@@ -1,5 +1,6 @@
 /** What a rollout is and why it ended, first of all: reward, warnings, samples, resources. */
-import { clock, copy, count, decimal, duration, fill, h, printable } from "page/dom.js";
+import { clock, copy, count, decimal, duration, fill, h, terms } from "page/dom.js";
+import { setText } from "page/list/live.js";
 import { selectionLink } from "page/rollout/selection.js";
 
 const STOPPED = {
@@ -25,23 +26,17 @@ export function summaryPart(view) {
   const actions = h("div.rollout-actions");
   const end = h("section.rollout-end", { "aria-label": "Result" });
   const resources = h("dl.rollout-metrics", { "aria-label": "Resources" });
-  const [agent, policy] = [h("dd"), h("dd")];
-  const title = h("h1", {}, printable(view.model.rollout.spec.rollout_id || view.uid));
-  const element = h(
-    "header.rollout-summary",
-    {},
-    h("div.rollout-title", {}, title, state, actions),
-    identity(view, agent, policy),
-    end,
-    resources,
-  );
+  const [agent, policy] = [h("span"), h("span")];
+  const title = h("h1", {}, view.model.rollout.spec.rollout_id || view.uid);
+  const head = h("div.rollout-title", {}, title, state, actions);
+  const element = h("header.rollout-summary", {}, head, identity(view, agent, policy), end, resources);
   let shownOutcome;
   const update = () => {
     const { outcome } = view.model;
     showState(state, view);
-    agent.textContent = agentName(view.model);
-    policy.textContent = policies(view.model) || "–";
-    fill(resources, resourcesOf(view.model));
+    fill(agent, agentName(view.model));
+    fill(policy, policies(view.model) || "–");
+    fill(resources, terms(resourcesOf(view.model)));
     if (!outcome || outcome === shownOutcome) return;
     shownOutcome = outcome;
     end.dataset.end = outcome.end;
@@ -50,19 +45,15 @@ export function summaryPart(view) {
   return { element, actions, update, selected() {} };
 }
 
+const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" };
+const CONNECTIONS = {
+  live: "live", reconnecting: "reconnecting …", connecting: "loading …", lost: "not followed any more",
+};
+
 function showState(element, { connection, model }) {
-  const word = model.outcome
-    ? { stop: "completed", failure: "failed", cancellation: "cancelled" }[model.outcome.end]
-    : stateOf(model);
-  const follow = {
-    live: "live",
-    reconnecting: "reconnecting …",
-    connecting: "loading …",
-    lost: "not followed any more",
-  }[connection];
-  const text = [word, follow].filter(Boolean).join(" · ");
+  const word = model.outcome ? ENDS[model.outcome.end] : stateOf(model);
   // Screen readers announce each change.
-  if (element.textContent !== text) element.textContent = text;
+  setText(element, [word, CONNECTIONS[connection]].filter(Boolean).join(" · "));
   element.dataset.state = connection === "reconnecting" ? "reconnecting" : word;
 }
 
@@ -72,17 +63,11 @@ function stateOf({ rollout, turns }) {
 
 function identity(view, agent, policy) {
   const { spec, caller, create_time } = view.model.rollout;
-  const copyUid = h(
-    "button.rollout-copy",
-    { "aria-label": "Copy the uid", on: { click: () => copy(view.uid, copyUid) } },
-    "copy",
-  );
-  const labels = Object.entries(spec.labels ?? {}).map(([name, value]) =>
-    h("span.rollout-label", {}, printable(`${name}=${value}`)),
-  );
-  const group =
-    spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, printable(spec.group_id));
-  return terms("rollout-identity", [
+  const click = () => copy(view.uid, copyUid);
+  const copyUid = h("button.rollout-copy", { "aria-label": "Copy the uid", on: { click } }, "copy");
+  const labels = Object.entries(spec.labels ?? {}).map((label) => h("span.rollout-label", {}, label.join("=")));
+  const group = spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, spec.group_id);
+  return h("dl.rollout-identity", {}, terms([
     ["uid", [h("code", {}, view.uid), " ", copyUid]],
     ["agent", agent],
     ["caller", caller],
@@ -90,22 +75,11 @@ function identity(view, agent, policy) {
     ["started", clock(create_time)],
     ["policy", policy],
     ["labels", labels.length ? labels : null],
-  ]);
+  ]));
 }
 
 function agentName({ rollout, accepted }) {
   return [rollout.spec.agent, accepted?.agent_version].filter(Boolean).join(" ");
-}
-
-function terms(name, rows) {
-  const filled = rows.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h(
-    `dl.${name}`,
-    {},
-    filled.map(([term, value]) =>
-      h("div", {}, h("dt", {}, term), value.localName === "dd" ? value : h("dd", {}, value)),
-    ),
-  );
 }
 
 function policies({ segments }) {
@@ -118,14 +92,14 @@ function resourcesOf({ rollout, outcome, turns }) {
   const used = outcome?.metrics ?? rollout.metrics ?? {};
   const seen = [...turns.values()];
   const total = (field) => seen.reduce((sum, turn) => sum + turn[field], 0);
+  const returned = seen.flatMap(({ tools }) => tools).filter((tool) => tool.returned).length;
   // While it runs, what was followed is newer than what was asked for.
-  const calls = Math.max(
-    used.tool_calls ?? 0,
-    seen.reduce((sum, { tools }) => sum + tools.filter((tool) => tool.returned).length, 0),
-  );
-  const rows = [
+  const calls = Math.max(used.tool_calls ?? 0, returned);
+  const requests = used.completion_attempts ?? 0;
+  return [
     ["turns", count(Math.max(used.turns ?? 0, seen.filter((turn) => turn.answered).length))],
-    ["tool calls", calls ? `${count(calls)}${used.tool_failures ? ` (${used.tool_failures} failed)` : ""}` : "0"],
+    requests > (used.turns ?? 0) && ["requests", count(requests)],
+    ["tool calls", `${count(calls)}${used.tool_failures ? ` (${used.tool_failures} failed)` : ""}`],
     ["generated", `${count(Math.max(used.generated_tokens ?? 0, total("generatedTokens")))} tokens`],
     ["longest context", `${count(used.max_context_tokens ?? 0)} tokens`],
     ["queued", duration(used.queued_ms ?? 0)],
@@ -133,9 +107,6 @@ function resourcesOf({ rollout, outcome, turns }) {
     ["tools", duration(used.tool_ms ?? 0)],
     ["total", outcome ? duration(used.total_ms) : "–"],
   ];
-  if ((used.completion_attempts ?? 0) > (used.turns ?? 0))
-    rows.splice(1, 0, ["requests", count(used.completion_attempts)]);
-  return rows.map(([term, value]) => h("div", {}, h("dt", {}, term), h("dd", {}, value)));
 }
 
 function endOf(view, outcome) {
@@ -144,11 +115,12 @@ function endOf(view, outcome) {
 
 function whyOf(view, outcome) {
   if (outcome.end === "failure") return failureOf(view, outcome);
-  if (outcome.end === "cancellation")
-    return [h("h2.warn", {}, "Cancelled"), h("p", {}, printable(outcome.reason) || "The caller gave no reason.")];
-  const cut = outcome.truncated ? h("p.warn", {}, "The last completion was cut by its length limit.") : null;
+  if (outcome.end === "cancellation") {
+    return [h("h2.warn", {}, "Cancelled"), h("p", {}, outcome.reason || "The caller gave no reason.")];
+  }
+  const cut = outcome.truncated && h("p.warn", {}, "The last completion was cut by its length limit.");
   const text = STOPPED[outcome.reason] ?? "The agent or the trainer gave this reason.";
-  return [h("h2.good", {}, `Completed: ${printable(outcome.reason)}`), h("p", {}, text), cut];
+  return [h("h2.good", {}, `Completed: ${outcome.reason}`), h("p", {}, text), cut];
 }
 
 function failureOf(view, { failure_class, category, message, turn, http_status }) {
@@ -157,7 +129,7 @@ function failureOf(view, { failure_class, category, message, turn, http_status }
   return [
     h("h2.bad", {}, `Failed: ${failure_class}`),
     h("p", {}, `${category} in `, where, status),
-    h("pre.rollout-message", {}, printable(message)),
+    h("pre.rollout-message", {}, message),
     h("p.quiet", {}, ADVICE[failure_class] ?? ADVICE.server),
   ];
 }
@@ -168,13 +140,13 @@ function resultsOf(view, outcome) {
     selectionLink(view, { turn, segment: segment_id }, `turn ${turn}`),
     ` ${decimal(value)} `,
   ]);
-  return terms("rollout-results", [
+  return h("dl.rollout-results", {}, terms([
     ["reward", outcome.reward === null ? "none" : h("strong", {}, decimal(outcome.reward))],
     ["scores", scores.join(", ")],
     ["turn rewards", turns.length ? turns : null],
     ["samples", samplesOf(outcome)],
     ["tokens", verified(view.model)],
-  ]);
+  ]));
 }
 
 function samplesOf({ samples }) {
@@ -188,30 +160,21 @@ function verified({ segmentList, turns }) {
   if (!turns.size && !segmentList.length) return "none";
   if (!segmentList.length) return h("span.quiet", {}, "the trainer sent no token ids");
   if (segmentList.every((segment) => segment.verified)) {
-    return h(
-      "span.good",
-      { title: "The trainer reported its prompts, so every token is the trainer's own" },
-      "✓ verified",
-    );
+    const title = "The trainer reported its prompts, so every token is the trainer's own";
+    return h("span.good", { title }, "✓ verified");
   }
-  return h(
-    "span.warn",
-    { title: "The trainer never reported its prompts. They are the server's own rendering." },
-    "not verified",
-  );
+  const title = "The trainer never reported its prompts. They are the server's own rendering.";
+  return h("span.warn", { title }, "not verified");
 }
 
 function warningsOf(view, { warnings }) {
   if (!warnings?.length) return null;
   const items = warnings.map(({ code, message, turn, index }) => {
     const segment = view.model.turns.get(turn)?.segment ?? "";
-    const links = [
-      turn ? [" ", selectionLink(view, { turn, segment }, `turn ${turn}`)] : [],
-      index === null || index === undefined
-        ? []
-        : [" ", selectionLink(view, { turn, segment, token: index }, `token ${count(index)}`)],
-    ];
-    return h("li", {}, h("strong.warn", {}, code), ` ${printable(message)}`, links.flat());
+    const link = (token, text) => [" ", selectionLink(view, { turn, segment, token }, text)];
+    const hasToken = index !== null && index !== undefined;
+    return h("li", {}, h("strong.warn", {}, code), ` ${message}`,
+      turn > 0 && link(null, `turn ${turn}`), hasToken && link(index, `token ${count(index)}`));
   });
   return h("ul.rollout-warnings", { "aria-label": "Warnings" }, items);
 }

@@ -1,5 +1,5 @@
 /** When what happened: a lane each for the queue, the engine, tools, further models and the delivery of the outcome. */
-import { count, decimal, duration, fill, h, printable } from "page/dom.js";
+import { count, decimal, duration, fill, h, svg } from "page/dom.js";
 
 const ROW = 18;
 const TICKS = 8;
@@ -10,6 +10,7 @@ const MANY = 500;
 const PAUSE_MS = 1000;
 // The largest part of the axis beyond the rollout itself: a delivery may take hours.
 const DELIVERY = 0.25;
+const NO_TIMES = "There are no times: the events are not stored any more.";
 const HINT = "Point at a bar for its numbers. The arrow keys move between bars, Enter selects the turn.";
 
 /**
@@ -20,18 +21,11 @@ const HINT = "Point at a bar for its numbers. The arrow keys move between bars, 
 /** @param {import("page/rollout/rollout.js").View} view */
 export function timelinePart(view) {
   const names = svg("svg", { class: "timeline-names", "aria-hidden": "true" });
-  const chart = svg("svg", {
-    role: "group",
-    "aria-label": "Timeline; arrow keys move between the bars, Enter selects the turn",
-  });
+  const label = "Timeline; arrow keys move between the bars, Enter selects the turn";
+  const chart = svg("svg", { role: "group", "aria-label": label });
   const told = h("p.timeline-told", { role: "status" });
-  const element = h(
-    "div.timeline",
-    { on: { click: choose, keydown, pointerover: tell, focusin: tell } },
-    names,
-    chart,
-    told,
-  );
+  const on = { click: choose, keydown, pointerover: tell, focusin: tell };
+  const element = h("div.timeline", { on }, names, chart, told);
   let bars = [];
   let drawn = "";
   let drawnAt = 0;
@@ -40,18 +34,14 @@ export function timelinePart(view) {
   function update() {
     const { model } = view;
     const isRunning = !model.outcome || model.rollout.delivery?.state === "pending";
-    const state = JSON.stringify([
-      model.sequence,
-      model.rollout.delivery,
-      model.rollout.metrics?.queued_ms,
-      isRunning && Date.now(),
-    ]);
+    const { delivery, metrics } = model.rollout;
+    const state = JSON.stringify([model.sequence, delivery, metrics?.queued_ms, isRunning && Date.now()]);
     if (state === drawn || (bars.length > MANY && isRunning && Date.now() - drawnAt < PAUSE_MS)) return;
     [drawn, drawnAt] = [state, Date.now()];
     const focused = bars.indexOf(barAt(document.activeElement));
     bars = barsOf(model);
     draw(names, chart, bars, marksOf(model));
-    if (!bar) told.textContent = model.isWhole ? HINT : "There are no times: the events are not stored any more.";
+    if (!bar) fill(told, model.isWhole ? HINT : NO_TIMES);
     selected();
     if (focused >= 0) chart.querySelectorAll(".timeline-bar")[focused]?.focus();
   }
@@ -59,8 +49,7 @@ export function timelinePart(view) {
   function selected() {
     for (const each of chart.querySelectorAll(".timeline-bar")) {
       const isChosen = view.selection.turn > 0 && barAt(each).turn === view.selection.turn;
-      if (isChosen) each.setAttribute("aria-current", "true");
-      else each.removeAttribute("aria-current");
+      each.ariaCurrent = isChosen ? "true" : null;
     }
   }
 
@@ -70,7 +59,7 @@ export function timelinePart(view) {
 
   function tell(event) {
     bar = barAt(event.target) ?? bar;
-    if (bar) told.textContent = bar.text;
+    if (bar) fill(told, bar.text);
   }
 
   function choose(event) {
@@ -96,11 +85,14 @@ function barsOf(model) {
   if (!accepted) return [];
   const end = finished ? Date.parse(finished) : Math.max(Date.now(), Date.parse(accepted.time));
   const bars = [queueBar(model, end), ...model.items.filter((item) => item.event === "model_called").map(modelBar)];
-  for (const turn of model.turns.values())
+  for (const turn of model.turns.values()) {
     if (turn.asked) bars.push(turnBar(turn, end, model.outcome), ...turn.tools.map((tool) => toolBar(turn, tool, end)));
+  }
   if (rollout.delivery && finished) bars.push(deliveryBar(rollout.delivery, end, end - Date.parse(accepted.time)));
   return stacked(bars.filter(Boolean).sort((a, b) => a.start - b.start));
 }
+
+const BAR = { isOpen: false, isBad: false, turn: 0, segment: "" };
 
 function queueBar({ accepted, rollout, outcome, turns }, end) {
   const start = Date.parse(accepted.time);
@@ -108,75 +100,48 @@ function queueBar({ accepted, rollout, outcome, turns }, end) {
   const isOpen = rollout.state === "queued" && !turns.size;
   if (!isOpen && queued < 1) return null;
   const stop = isOpen ? end : start + queued;
-  return {
-    lane: "queue",
-    start,
-    stop,
-    isOpen,
-    isBad: false,
-    turn: 0,
-    segment: "",
-    text: `in the queue for ${duration(stop - start)}`,
-  };
+  return { ...BAR, lane: "queue", start, stop, isOpen, text: `in the queue for ${duration(stop - start)}` };
 }
 
 function turnBar(turn, end, outcome) {
   const start = Date.parse(turn.asked);
   const stop = Date.parse(turn.answered ?? turn.ended ?? "") || end;
   const isOpen = !turn.answered && !turn.ended;
-  const speed =
-    turn.elapsedMs > 0 ? `, ${decimal(Math.round((turn.generatedTokens / turn.elapsedMs) * 1000))} tokens/s` : "";
+  const perSecond = Math.round((turn.generatedTokens / turn.elapsedMs) * 1000);
+  const speed = turn.elapsedMs > 0 ? `, ${decimal(perSecond)} tokens/s` : "";
   const result = turn.answered
     ? `: ${count(turn.generatedTokens)} tokens after ${count(turn.promptTokens)}${speed}, ${turn.finishReason}`
     : `: ${turn.givenUp ? "given up" : "no completion"}`;
   const requests = turn.attempts > 1 ? `, ${turn.attempts} requests` : "";
   const text = `turn ${turn.turn}, engine ${duration(stop - start)}${requests}${result}`;
   const isBad = turn.attempts > 1 || turn.givenUp || (isOpen && outcome?.end === "failure");
-  return { lane: "engine", start, stop, isOpen, isBad, text: printable(text), turn: turn.turn, segment: turn.segment };
+  return { lane: "engine", start, stop, isOpen, isBad, text, turn: turn.turn, segment: turn.segment };
 }
 
 function toolBar({ turn, segment }, tool, end) {
   const start = Date.parse(tool.started);
   const stop = Date.parse(tool.returned ?? "") || end;
   const state = tool.failed ? ", failed" : tool.returned ? "" : ", has not returned";
-  const text = printable(`turn ${turn}, tool ${tool.name} ${tool.callId}: ${duration(stop - start)}${state}`);
+  const text = `turn ${turn}, tool ${tool.name} ${tool.callId}: ${duration(stop - start)}${state}`;
   return { lane: "tools", start, stop, isOpen: !tool.returned, isBad: tool.failed, text, turn, segment };
 }
 
 function modelBar({ time, elapsed_ms, model, generated_tokens, attempts }) {
   const stop = Date.parse(time);
-  const text = printable(
-    `model ${model}: ${duration(elapsed_ms)}, ${count(generated_tokens)} tokens, ${attempts} requests`,
-  );
-  return {
-    lane: "models",
-    start: stop - elapsed_ms,
-    stop,
-    isOpen: false,
-    isBad: attempts > 1,
-    text,
-    turn: 0,
-    segment: "",
-  };
+  const start = stop - elapsed_ms;
+  const text = `model ${model}: ${duration(elapsed_ms)}, ${count(generated_tokens)} tokens, ${attempts} requests`;
+  return { ...BAR, lane: "models", start, stop, isBad: attempts > 1, text };
 }
 
 function deliveryBar({ state, attempts, error, end_time, next_attempt_time }, start, whole) {
   const isOpen = state === "pending";
   const stop = isOpen ? Math.max(Date.now(), start) : Math.max(Date.parse(end_time ?? "") || start, start);
   const next = isOpen && next_attempt_time ? `, next at ${new Date(next_attempt_time).toLocaleTimeString()}` : "";
-  const text = printable(
-    `delivery ${state}: ${attempts} attempts in ${duration(stop - start)}${next}${error ? `; ${error}` : ""}`,
-  );
-  return {
-    lane: "delivery",
-    start,
-    stop: Math.min(stop, start + Math.max(whole, 1) * DELIVERY),
-    isOpen,
-    isBad: state === "refused" || state === "expired",
-    text,
-    turn: 0,
-    segment: "",
-  };
+  const reason = error ? `; ${error}` : "";
+  const text = `delivery ${state}: ${attempts} attempts in ${duration(stop - start)}${next}${reason}`;
+  const drawnStop = Math.min(stop, start + Math.max(whole, 1) * DELIVERY);
+  const isBad = state === "refused" || state === "expired";
+  return { ...BAR, lane: "delivery", start, stop: drawnStop, isOpen, isBad, text };
 }
 
 /** Give each bar the first row of its lane that is free at its start. */
@@ -207,33 +172,23 @@ function draw(names, chart, bars, marks) {
     if (rows) [tops[lane], height] = [height, height + rows * ROW + 4];
   }
   for (const each of [names, chart]) each.setAttribute("height", height);
-  names.replaceChildren(...Object.entries(tops).map(([lane, top]) => svg("text", { x: 0, y: top + 12 }, lane)));
-  const ticks = bars.length ? ticksOf(stop - start) : [];
-  chart.replaceChildren(
-    ...ticks.flatMap((ms) => [
-      svg("line", { x1: percent(start + ms), x2: percent(start + ms), y1: ROW - 4, y2: height }),
-      svg("text", { x: percent(start + ms), y: 10 }, duration(ms)),
-    ]),
-    ...marks.map((time) =>
-      svg("line", { class: "timeline-mark", x1: percent(time), x2: percent(time), y1: ROW - 4, y2: height }),
-    ),
-    ...bars.map((bar, index) => barElement(bar, index, percent, tops[bar.lane] + bar.row * ROW, stop - start)),
-  );
+  fill(names, Object.entries(tops).map(([lane, top]) => svg("text", { x: 0, y: top + 12 }, lane)));
+  const line = (time, properties = {}) =>
+    svg("line", { ...properties, x1: percent(time), x2: percent(time), y1: ROW - 4, y2: height });
+  const tick = (ms) => [line(start + ms), svg("text", { x: percent(start + ms), y: 10 }, duration(ms))];
+  fill(chart,
+    bars.length > 0 && ticksOf(stop - start).map(tick),
+    marks.map((time) => line(time, { class: "timeline-mark" })),
+    bars.map((bar, index) => barElement(bar, index, percent, tops[bar.lane] + bar.row * ROW, stop - start)));
 }
 
 function barElement(bar, index, percent, top, total) {
   const width = `${Math.max(((bar.stop - bar.start) / total) * 100, LEAST).toFixed(3)}%`;
   const box = svg("rect", { x: percent(bar.start), y: top, width, height: ROW - 4 });
   const flags = { ...(bar.isOpen && { "data-open": "" }), ...(bar.isBad && { "data-bad": "" }) };
-  const properties = {
-    class: "timeline-bar",
-    role: "button",
-    tabindex: index ? -1 : 0,
-    "aria-label": bar.text,
-    "data-lane": bar.lane,
-    "data-index": index,
-  };
-  return svg("g", { ...properties, ...flags }, box);
+  const data = { "data-lane": bar.lane, "data-index": index, ...flags };
+  const tabindex = index ? -1 : 0;
+  return svg("g", { class: "timeline-bar", role: "button", tabindex, "aria-label": bar.text, ...data }, box);
 }
 
 /** @returns {number[]} round times from 0 to at most `total`, in milliseconds */
@@ -243,11 +198,4 @@ function ticksOf(total) {
   const step = power * [1, 2, 5, 10].find((factor) => power * factor >= rough);
   // The last label would not fit.
   return Array.from({ length: TICKS + 1 }, (_, index) => index * step).filter((ms) => ms < total * 0.96);
-}
-
-function svg(tag, attributes, ...children) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
 }

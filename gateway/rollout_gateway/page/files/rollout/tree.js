@@ -73,8 +73,8 @@ function row(view, segment) {
   return h("button.tree-row", { data: { segment: id }, title: `${kind}: ${WHY[kind] ?? ""}`, on: { click: select } },
     h("span.tree-name", {},
       h("b", {}, `Segment ${id}`), " ", h("span.tree-kind", { data: { kind } }, kind), " ",
-      role && role !== "agent" ? `${visible(role)} ` : null,
-      model ? h("span.quiet", {}, `by ${visible(model)} `) : null,
+      role && role !== "agent" ? `${role} ` : null,
+      model ? h("span.quiet", {}, `by ${model} `) : null,
       h("span.quiet", {}, originText(segment))),
     h("span.tree-number", {}, `${count(length)} tokens`),
     h("span.tree-number", {}, `${count(trainedTokens(segment))} with mask 1`),
@@ -91,8 +91,8 @@ function originText({ parentId, parentTokens, parting }) {
     return parentTokens ? `shares ${count(parentTokens)} tokens with ${parentId}` : `after ${parentId}`;
   }
   const { message, field, expected, found, api, client_agent: agent } = parting;
-  const call = `${api ? `a ${api} call` : "a call"}${agent ? ` of ${visible(agent)}` : ""}`;
-  const quoted = (text) => `“${visible(text)}”`;
+  const call = `${api ? `a ${api} call` : "a call"}${agent ? ` of ${agent}` : ""}`;
+  const quoted = (text) => `“${text}”`;
   if (field !== "history") {
     const texts = expected || found ? `: ${quoted(expected)}, now ${quoted(found)}` : "";
     return `${call} parted at message ${message} (${field})${texts}`;
@@ -108,7 +108,7 @@ function driftBlock(view, texts, segment, drift) {
     h("span.quiet", {}, name),
     of && index < of.length ? tokensAround(view, texts, of, index) : null,
     text ? h("code.tree-text", {}, visible(text)) : null);
-  const why = DRIFT[kind] ?? (visible(message) || "the prompts differ");
+  const why = DRIFT[kind] ?? (message || "the prompts differ");
   return h("div.tree-drift", {},
     h("p", {}, h("b.bad", {}, `Drift at token ${count(index)}`), `: ${why}`),
     side("expected", parent, expected),

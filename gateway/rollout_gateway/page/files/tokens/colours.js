@@ -1,6 +1,6 @@
 /** What the colours of the token strip show: the class of each token, and the legend. */
 import { count, decimal } from "page/dom.js";
-import { KINDS, kindOf, visible } from "page/tokens/texts.js";
+import { KINDS, kindOf } from "page/tokens/texts.js";
 
 /**
  * @typedef {import("page/rollout/model.js").Segment} Segment
@@ -73,7 +73,7 @@ function logprobRows(segment) {
 
 function policyRows(segment) {
   const policies = [...sums(segment, policyOf)];
-  const text = ([policy, tokens]) => `${visible(policy)}: ${count(tokens)}`;
+  const text = ([policy, tokens]) => `${policy}: ${count(tokens)}`;
   return policies.map((each, index) => ({ name: hue(index), text: text(each) }));
 }
 

@@ -1,5 +1,5 @@
 /** All that is known of the token under the pointer or of the selected tokens. */
-import { count, decimal, h } from "page/dom.js";
+import { count, decimal, h, terms } from "page/dom.js";
 import { idsOf, promptLength, samplesOf } from "page/rollout/segments.js";
 import { KINDS, kindOf, visible } from "page/tokens/texts.js";
 
@@ -19,8 +19,7 @@ export function tokenDetail({ view, segment, texts, drifts }, range) {
   const found = texts.at(segment.id, range.start);
   const isOne = range.stop === range.start + 1 || (found?.start === range.start && found.stop === range.stop);
   const rows = isOne ? tokenRows(view, segment, range, found, drifts) : rangeRows(segment, range, texts);
-  return h("dl.tokens-facts", {}, rows.filter(Boolean).map(([name, value, isWide]) =>
-    h(isWide ? "div.tokens-wide" : "div", {}, h("dt", {}, name), h("dd", {}, value))));
+  return h("dl.tokens-facts", {}, terms(rows));
 }
 
 function tokenRows(view, segment, { start, stop }, found, drifts) {
@@ -29,7 +28,7 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
   const response = start - promptLength(segment);
   const isModel = span.author === "model";
   const step = span.policyStep === null ? "" : `step ${span.policyStep}`;
-  const policy = [visible(span.policyVersion), step].filter(Boolean).join(", ");
+  const policy = [span.policyVersion, step].filter(Boolean).join(", ");
   const drift = drifts.find((each) => each.index === start);
   return [
     ["text", found ? h("code", {}, edged(visible(found.text)) || "∅") : "not available"],
@@ -38,8 +37,8 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
     ["author", `${isModel ? "model" : KINDS[kind].name}, turn ${span.turn}`],
     isModel && ["logprob", logprobText(span, start, stop)],
     isModel && ["policy", policy || "unknown"],
-    ["mask", [h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), why(view, segment, span, kind, start)], true],
-    drift && ["drift", h("span.bad", {}, driftText(drift)), true],
+    ["mask", [h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), why(view, segment, span, kind, start)], "tokens-wide"],
+    drift && ["drift", h("span.bad", {}, driftText(drift)), "tokens-wide"],
   ];
 }
 
@@ -48,7 +47,7 @@ function why(view, segment, span, kind, index) {
   const sample = samplesOf(view.model, segment).findLast((each) => each.part === 0 || each.prompt_ids.length <= index);
   const refused = kind === "M" && sample?.trainable === false;
   const but = refused ? `; but its sample does not train: ${sample.untrainable_reason}` : "";
-  return `${kind === "M" ? 1 : 0}: ${KINDS[kind].why}${reason ? `: ${visible(reason)}` : ""}${but}`;
+  return `${kind === "M" ? 1 : 0}: ${KINDS[kind].why}${reason ? `: ${reason}` : ""}${but}`;
 }
 
 function driftText({ left }) {
@@ -75,9 +74,9 @@ function rangeRows(segment, { start, stop }, texts) {
   return [
     ["tokens", `${count(stop - start)}, index ${count(start)} to ${count(stop - 1)}`],
     ["mask", `${tokens(trained)} with mask 1, ${tokens(sampled)} by the model`],
-    ["logprob", known.length ? `sum ${sum} of ${count(known.length)} model tokens` : none, true],
-    ["text", h("code", {}, rangeText(segment, start, stop, texts)), true],
-    ["ids", h("code", {}, some(idsOf(segment, start, stop))), true],
+    ["logprob", known.length ? `sum ${sum} of ${count(known.length)} model tokens` : none, "tokens-wide"],
+    ["text", h("code", {}, rangeText(segment, start, stop, texts)), "tokens-wide"],
+    ["ids", h("code", {}, some(idsOf(segment, start, stop))), "tokens-wide"],
   ];
 }
 

@@ -1,5 +1,5 @@
 /** A bar that shows a whole segment at once: who wrote which part of it, and where it drifts. */
-import { fill } from "page/dom.js";
+import { fill, svg } from "page/dom.js";
 import { KINDS, kindOf } from "page/tokens/texts.js";
 
 /** The width of a drift's mark, as a part of the bar. */
@@ -25,10 +25,4 @@ export function tokenOverview(go) {
     element.setAttribute("viewBox", `0 0 ${Math.max(1, length)} 1`);
   };
   return { element, draw };
-}
-
-function svg(name, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  return element;
 }

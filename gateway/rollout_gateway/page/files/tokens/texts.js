@@ -1,4 +1,5 @@
 /** Who wrote a token, its text made visible, and the fetching of texts. */
+import { codeOf } from "page/dom.js";
 
 const MAX_PER_CALL = 4096;
 const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
@@ -27,7 +28,7 @@ export function visible(text) {
     const code = character.codePointAt(0);
     if (code === 10) return "⏎";
     if (code < 0x20) return String.fromCodePoint(0x2400 + code);
-    return code === 0x7f ? "␡" : `⟨U+${code.toString(16).toUpperCase().padStart(4, "0")}⟩`;
+    return code === 0x7f ? "␡" : codeOf(character);
   });
 }
 

@@ -277,7 +277,7 @@ class TokenStrip {
       segment && !segment.verified
         && h("p", {}, "The trainer reported no prompts: prompt and environment tokens are the server's own rendering."),
       texts.error && h("p", {},
-        `Token ids are shown, because their texts are not available: ${visible(texts.error.message)} `,
+        `Token ids are shown, because their texts are not available: ${texts.error.message} `,
         texts.error.code === "NO_TOKENIZER" ? null : again()),
     ].filter(Boolean);
     this.notice.hidden = !lines.length;
