@@ -2,9 +2,11 @@
 
 const KEY = "rollout-api-key";
 const RECONNECT_MS = 1000;
+/** The largest range of tokens whose texts are in one response. */
+export const MAX_TEXTS = 4096;
 
 /** An error that the API returned, with a text for people. */
-export class ApiError extends Error {
+class ApiError extends Error {
   /** @param {number} status @param {string} code @param {string} message */
   constructor(status, code, message) {
     super(message);
@@ -57,10 +59,15 @@ export class ApiSource {
     return this._json(`v1/rollouts/${encodeURIComponent(uid)}/cancel`, { method: "POST", body, headers });
   }
 
-  /** @returns {Promise<{texts: {start: number, stop: number, text: string, special: boolean}[]}>} texts of tokens */
-  texts(uid, segment, start, stop) {
+  /** @returns {Promise<import("page/tokens/texts.js").TokenText[]>} the texts of a range of tokens */
+  async texts(uid, segment, start, stop) {
     const path = `v1/rollouts/${encodeURIComponent(uid)}/segments/${encodeURIComponent(segment)}/tokens`;
-    return this._json(`${path}?${parameters({ start, stop })}`);
+    const found = [];
+    for (let from = start; from < stop; from += MAX_TEXTS) {
+      const range = parameters({ start: from, stop: Math.min(stop, from + MAX_TEXTS) });
+      found.push(...(await this._json(`${path}?${range}`)).texts);
+    }
+    return found;
   }
 
   /**

@@ -35,7 +35,8 @@ function place(path) {
 
 function askForKey(refusal) {
   return new Promise((resolve) => {
-    const input = h("input", { type: "password", name: "key", required: true, autocomplete: "off", "aria-label": "API key" });
+    const properties = { type: "password", name: "key", required: true, autocomplete: "off", "aria-label": "API key" };
+    const input = h("input", properties);
     const submit = (event) => {
       event.preventDefault();
       dialog.close();

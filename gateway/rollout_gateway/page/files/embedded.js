@@ -24,7 +24,7 @@ export class EmbeddedSource {
   async server() {
     const states = [...this._saved.values()].map(({ rollout }) => rollout.state);
     const inState = (state) => states.filter((each) => each === state).length;
-    return { features: ["read_only"], running: inState("running"), queued: inState("queued"), finished: inState("finished") };
+    return { running: inState("running"), queued: inState("queued"), finished: inState("finished") };
   }
 
   async agents() {
@@ -60,7 +60,7 @@ export class EmbeddedSource {
   async texts(uid, segment, start, stop) {
     const texts = this._find(uid).texts?.[segment];
     if (!texts) throw Object.assign(new Error("The texts of the tokens were not saved."), { code: "NO_TOKENIZER" });
-    return { texts: texts.filter((each) => each.stop > start && each.start < stop) };
+    return texts.filter((each) => each.stop > start && each.start < stop);
   }
 
   async *events(uid, after, signal, onConnection = () => {}) {

@@ -1,4 +1,4 @@
-/** Cells of tables of rollouts: what the list and a group say of one rollout. */
+/** Columns of tables of rollouts: what the list and a group say of one rollout. */
 import { count, decimal, duration } from "page/dom.js";
 
 const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" };
@@ -8,9 +8,25 @@ const NOTHING = { text: "" };
 
 /** @typedef {import("page/list/live.js").Cell} Cell */
 
-/** @param {Object} rollout @returns {string} "queued", "running", "completed", "failed" or "cancelled" */
-export function stateOf(rollout) {
-  return rollout.state === "finished" ? ENDS[rollout.outcome?.end] ?? "finished" : rollout.state;
+/** Columns by name; their cells are made of a rollout. */
+const COLUMNS = {
+  state: { label: "State", show: stateCell },
+  uid: { label: "UID", show: uidCell },
+  id: { label: "Rollout id", show: ({ spec }) => textCell(spec.rollout_id) },
+  agent: { label: "Agent", show: ({ spec }) => textCell(spec.agent ?? "") },
+  group: { label: "Group", show: groupCell },
+  turns: { label: "Turns", show: ({ metrics }) => ({ text: count(metrics.turns) }) },
+  tokens: { label: "Tokens", title: "Generated tokens", show: tokensCell },
+  reward: { label: "Reward", show: rewardCell },
+  scores: { label: "Scores", show: scoresCell },
+  end: { label: "Ended", title: "Reason, or class and message of the failure", show: endCell },
+  age: { label: "Age", title: "Time since the rollout was accepted", show: ageCell },
+  duration: { label: "Duration", title: "From the acceptance to the end", show: durationCell },
+};
+
+/** @param {...string} names @returns {import("page/list/live.js").Column[]} columns of rollouts */
+export function columnsOf(...names) {
+  return names.map((name) => ({ name, ...COLUMNS[name] }));
 }
 
 /** Whether the samples of a finished rollout train. @param {Object} rollout */
@@ -19,59 +35,7 @@ export function isUsable({ outcome, spec }) {
   return outcome.end === "stop" || (spec.train_on ?? TRAIN_BY_DEFAULT).includes(failureClass);
 }
 
-/** @returns {Cell} */
-export function stateCell(rollout) {
-  const state = stateOf(rollout);
-  return { text: state, kind: `live-${state}` };
-}
-
-/** The part after the last hyphen: the part before it is that of the server. @returns {Cell} */
-export function uidCell({ uid }) {
-  return { text: uid.slice(uid.lastIndexOf("-") + 1), title: uid, href: `#/rollouts/${encodeURIComponent(uid)}` };
-}
-
-/** @returns {Cell} */
-export function idCell({ spec }) {
-  return textCell(spec.rollout_id);
-}
-
-/** @returns {Cell} */
-export function groupCell({ spec: { group_id } }) {
-  return group_id ? { text: group_id, title: group_id, href: `#/groups/${encodeURIComponent(group_id)}` } : NOTHING;
-}
-
-/** @returns {Cell} text with the whole of it as its title */
-export function textCell(text) {
-  return { text, title: text };
-}
-
-/** @returns {Cell} */
-export function turnsCell({ metrics }) {
-  return { text: count(metrics.turns) };
-}
-
-/** @returns {Cell} */
-export function tokensCell({ metrics }) {
-  return { text: count(metrics.generated_tokens), title: `${count(metrics.prompt_tokens)} prompt tokens` };
-}
-
-/** @returns {Cell} */
-export function rewardCell({ outcome }) {
-  const reward = outcome?.reward ?? null;
-  if (reward !== null) return { text: decimal(reward), title: String(reward) };
-  if (outcome?.end !== "stop") return NOTHING;
-  return { text: "none", title: "The rollout completed without a reward.", kind: "warn" };
-}
-
-/** How it ended: the reason, or the class and the message of a failure. @returns {Cell} */
-export function endCell({ outcome }) {
-  if (!outcome) return NOTHING;
-  if (outcome.end === "failure") return textCell(`${outcome.failure_class}: ${outcome.message}`);
-  const reason = outcome.truncated ? `${outcome.reason}, truncated` : outcome.reason;
-  return { ...textCell(reason), kind: outcome.end === "stop" ? "quiet" : "" };
-}
-
-/** Time since the rollout was accepted. @returns {Cell} */
+/** Time since the rollout was accepted, or the server started. @returns {Cell} */
 export function ageCell({ create_time }) {
   if (!create_time) return NOTHING;
   const seconds = Math.max(0, (Date.now() - Date.parse(create_time)) / 1000);
@@ -79,8 +43,54 @@ export function ageCell({ create_time }) {
   return { text: `${Math.floor(seconds / length)} ${unit}`, title: new Date(create_time).toLocaleString() };
 }
 
-/** Time from the acceptance to the end, or until now. @returns {Cell} */
-export function durationCell({ create_time, finish_time, metrics }) {
+function hrefTo(kind, id) {
+  return `#/${kind}/${encodeURIComponent(id)}`;
+}
+
+/** A text with the whole of it as its title. */
+function textCell(text) {
+  return { text, title: text };
+}
+
+function stateCell({ state, outcome }) {
+  const text = state === "finished" ? ENDS[outcome?.end] ?? state : state;
+  return { text, kind: `live-${text}` };
+}
+
+/** The part after the last hyphen: the part before it is that of the server. */
+function uidCell({ uid }) {
+  return { text: uid.split("-").at(-1), title: uid, href: hrefTo("rollouts", uid) };
+}
+
+function groupCell({ spec: { group_id: id } }) {
+  return id ? { ...textCell(id), href: hrefTo("groups", id) } : NOTHING;
+}
+
+function tokensCell({ metrics }) {
+  return { text: count(metrics.generated_tokens), title: `${count(metrics.prompt_tokens)} prompt tokens` };
+}
+
+function rewardCell({ outcome }) {
+  const reward = outcome?.reward ?? null;
+  if (reward !== null) return { text: decimal(reward), title: String(reward) };
+  if (outcome?.end !== "stop") return NOTHING;
+  return { text: "none", title: "The rollout completed without a reward.", kind: "warn" };
+}
+
+function scoresCell({ outcome }) {
+  return textCell(Object.entries(outcome?.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`).join(", "));
+}
+
+/** How it ended: the reason, or the class and the message of a failure. */
+function endCell({ outcome }) {
+  if (!outcome) return NOTHING;
+  if (outcome.end === "failure") return textCell(`${outcome.failure_class}: ${outcome.message}`);
+  const reason = outcome.truncated ? `${outcome.reason}, truncated` : outcome.reason;
+  return { ...textCell(reason), kind: outcome.end === "stop" ? "quiet" : "" };
+}
+
+/** Time from the acceptance to the end, or until now. */
+function durationCell({ create_time, finish_time, metrics }) {
   const end = finish_time ? Date.parse(finish_time) : Date.now();
   const parts = { queued: metrics.queued_ms, completions: metrics.completion_ms, tools: metrics.tool_ms };
   const title = Object.entries(parts).map(([name, ms]) => `${name} ${duration(ms)}`).join(", ");

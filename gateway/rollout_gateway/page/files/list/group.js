@@ -1,5 +1,5 @@
 /** A group of rollouts of one prompt, side by side: rewards, how they ended, and whether they can teach anything. */
-import * as cells from "page/list/cells.js";
+import { columnsOf, isUsable } from "page/list/cells.js";
 import { clock, count, decimal, fill, h } from "page/dom.js";
 import { errorLine, figures, LiveTable, poll } from "page/list/live.js";
 
@@ -48,21 +48,15 @@ class Group {
   }
 
   _columns() {
-    const of = (show) => (member) => show(member.rollout);
+    const trained = (member) => this._trainedCell(member);
     return [
       { name: "index", label: "#", title: "Index in the group", show: ({ index }) => ({ text: String(index ?? "") }) },
-      { name: "state", label: "State", show: of(cells.stateCell) },
-      { name: "uid", label: "UID", show: of(cells.uidCell) },
-      { name: "id", label: "Rollout id", show: of(cells.idCell) },
-      { name: "reward", label: "Reward", show: of(cells.rewardCell) },
+      ...memberColumns("state", "uid", "id", "reward"),
       { name: "advantage", label: "− mean", title: "Reward minus the mean of the group", show: advantageCell },
-      { name: "scores", label: "Scores", show: of(scoresCell) },
-      { name: "end", label: "Ended", title: "Reason, or class and message of the failure", show: of(cells.endCell) },
-      { name: "turns", label: "Turns", show: of(cells.turnsCell) },
-      { name: "tokens", label: "Tokens", title: "Generated tokens", show: of(cells.tokensCell) },
-      { name: "trained", label: "Trained", title: TRAINED, show: (member) => this._trainedCell(member) },
+      ...memberColumns("scores", "end", "turns", "tokens"),
+      { name: "trained", label: "Trained", title: TRAINED, show: trained },
       { name: "usable", label: "Usable", title: "It completed, or failed in a class that trains", show: usableCell },
-      { name: "duration", label: "Duration", title: "From the acceptance to the end", show: of(cells.durationCell) },
+      ...memberColumns("duration"),
     ];
   }
 
@@ -140,6 +134,11 @@ class Group {
   }
 }
 
+/** The columns of rollouts for members. */
+function memberColumns(...names) {
+  return columnsOf(...names).map((column) => ({ ...column, show: (member) => column.show(member.rollout) }));
+}
+
 /** @returns {Member[]} sorted by index; those that were replaced before those in their place */
 function membersOf(rollouts, group) {
   const indices = new Map(group?.members.map((member) => [member.uid, member.index]));
@@ -147,7 +146,7 @@ function membersOf(rollouts, group) {
     rollout,
     index: indices.get(rollout.uid) ?? rollout.spec.group_index ?? null,
     isReplaced: indices.size > 0 && !indices.has(rollout.uid),
-    usable: rollout.outcome ? cells.isUsable(rollout) : null,
+    usable: rollout.outcome ? isUsable(rollout) : null,
     advantage: null,
   }));
   const { mean } = statisticsOf(members.filter((member) => !member.isReplaced));
@@ -215,11 +214,6 @@ function advantageCell({ advantage }) {
 function usableCell({ usable, isReplaced }) {
   if (isReplaced) return { text: "replaced", title: "Another rollout was started in its place.", kind: "warn" };
   return usable === null ? { text: "" } : { text: usable ? "yes" : "no", kind: usable ? "" : "bad" };
-}
-
-function scoresCell({ outcome }) {
-  const scores = Object.entries(outcome?.scores ?? {});
-  return cells.textCell(scores.map(([name, value]) => `${name} ${decimal(value)}`).join(", "));
 }
 
 function trainedOf({ outcome }) {

@@ -1,5 +1,5 @@
 /** The list of rollouts: counts and rates of the server, filters, and one page of rollouts, kept up to date. */
-import * as cells from "page/list/cells.js";
+import { ageCell, columnsOf } from "page/list/cells.js";
 import { count, h } from "page/dom.js";
 import { errorLine, figures, isForElsewhere, LiveTable, poll, setText } from "page/list/live.js";
 import { FILTERS, RolloutPage } from "page/list/pages.js";
@@ -13,19 +13,7 @@ const ANNOUNCE_MS = 30_000;
 const START = `rollout start --prompt "What is 5 plus 3?" \\
   --completions http://localhost:8000/v1 --dialect vllm --model MODEL`;
 
-const COLUMNS = [
-  { name: "state", label: "State", show: cells.stateCell },
-  { name: "uid", label: "UID", show: cells.uidCell },
-  { name: "id", label: "Rollout id", show: cells.idCell },
-  { name: "agent", label: "Agent", show: ({ spec }) => cells.textCell(spec.agent) },
-  { name: "group", label: "Group", show: cells.groupCell },
-  { name: "turns", label: "Turns", show: cells.turnsCell },
-  { name: "tokens", label: "Tokens", title: "Generated tokens", show: cells.tokensCell },
-  { name: "reward", label: "Reward", show: cells.rewardCell },
-  { name: "end", label: "Ended", title: "Reason, or class and message of the failure", show: cells.endCell },
-  { name: "age", label: "Age", title: "Time since the rollout was accepted", show: cells.ageCell },
-  { name: "duration", label: "Duration", title: "From the acceptance to the end", show: cells.durationCell },
-];
+const COLUMNS = columnsOf("state", "uid", "id", "agent", "group", "turns", "tokens", "reward", "end", "age", "duration");
 
 /**
  * @param {Object} source - where rollouts come from
@@ -274,7 +262,7 @@ function serverFigures(source, signal) {
 }
 
 function showCounts({ show }, server) {
-  const { text, title } = cells.ageCell({ create_time: server.start_time });
+  const { text, title } = ageCell({ create_time: server.start_time });
   show("running", count(server.running), `of ${count(server.max_running)}`);
   show("queued", count(server.queued), `of ${count(server.max_queued)}`);
   show("finished", count(server.finished), `in ${text}`, "", `Since the server started at ${title}`);

@@ -2,8 +2,6 @@
 import { download, h } from "page/dom.js";
 import { errorLine } from "page/list/live.js";
 
-// The largest range of tokens of one request.
-const TEXTS = 4096;
 const SLOT = '"ROLLOUTS-DATA"';
 
 /** @param {import("page/rollout/rollout.js").View} view @returns {HTMLElement} */
@@ -62,13 +60,10 @@ async function eventsOf({ source, uid, model }) {
 async function textsOf({ source, uid, model }) {
   const found = {};
   for (const { id, length } of model.segmentList) {
-    found[id] = [];
     try {
-      for (let start = 0; start < length; start += TEXTS) {
-        found[id].push(...(await source.texts(uid, id, start, Math.min(length, start + TEXTS))).texts);
-      }
+      found[id] = await source.texts(uid, id, 0, length);
     } catch {
-      delete found[id]; // Without a tokenizer, the file shows the ids.
+      // Without a tokenizer, the file shows the ids.
     }
   }
   return found;

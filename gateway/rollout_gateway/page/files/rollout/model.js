@@ -16,7 +16,9 @@
  */
 
 /** Events that are shown between the messages. */
-const BETWEEN = new Set(["drift_found", "forked", "given_up", "resumed", "note", "observed", "model_called", "capture_settled"]);
+const BETWEEN = new Set([
+  "drift_found", "forked", "given_up", "resumed", "note", "observed", "model_called", "capture_settled",
+]);
 
 export class RolloutModel {
   /** @param {Object} rollout - JSON of GET /v1/rollouts/UID with view "messages" or "full" */

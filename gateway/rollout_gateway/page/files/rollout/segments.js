@@ -11,7 +11,7 @@ export function shownSegment({ model, selection }) {
 /**
  * The drift of a segment: what opened it, and changes of environment tokens within it. Events have both texts; of a
  * rollout without events, warnings have the message.
- * @returns {{index: number, kind: string, expected: string, reported: string, message: string,
+ * @returns {{index: number, kind: string?, expected_text: string?, reported_text: string?, message: string?,
  *   opened: boolean}[]} `opened`: the drift opened the segment
  */
 export function driftsOf(model, segment) {
@@ -19,18 +19,10 @@ export function driftsOf(model, segment) {
   const opener = segment.kind === "drift" && !segment.parting ? segment.spans[0]?.turn : null;
   const warnings = (model.outcome?.warnings ?? []).filter((each) => each.code === "token_drift" && each.index !== null);
   const known = model.drifts.length ? model.drifts : warnings;
-  const found = known.filter((each) => turns.has(each.turn)).map((each) => ({
-    index: each.index,
-    kind: each.kind ?? "",
-    expected: each.expected_text ?? "",
-    reported: each.reported_text ?? "",
-    message: each.message ?? "",
-    opened: each.turn === opener,
-  }));
-  if (opener !== null && !found.some((each) => each.opened)) {
-    found.push({ index: segment.parentTokens, kind: "", expected: "", reported: "", message: "", opened: true });
-  }
-  return found.sort((a, b) => a.index - b.index);
+  const found = known.filter((each) => turns.has(each.turn));
+  const drifts = found.map((each) => ({ ...each, opened: each.turn === opener }));
+  if (opener !== null && !drifts.some((each) => each.opened)) drifts.push({ index: segment.parentTokens, opened: true });
+  return drifts.sort((a, b) => a.index - b.index);
 }
 
 /**

@@ -102,7 +102,7 @@ function originText({ parentId, parentTokens, parting }) {
 }
 
 function driftBlock(view, texts, segment, drift) {
-  const { index, opened, kind, message, expected, reported } = drift;
+  const { index, opened, kind, message, expected_text, reported_text } = drift;
   const parent = opened ? view.model.segments.get(segment.parentId) : null;
   const side = (name, of, text) => h("div.tree-side", {},
     h("span.quiet", {}, name),
@@ -111,8 +111,8 @@ function driftBlock(view, texts, segment, drift) {
   const why = DRIFT[kind] ?? (message || "the prompts differ");
   return h("div.tree-drift", {},
     h("p", {}, h("b.bad", {}, `Drift at token ${count(index)}`), `: ${why}`),
-    side("expected", parent, expected),
-    side("reported", segment, reported));
+    side("expected", parent, expected_text),
+    side("reported", segment, reported_text));
 }
 
 /** A few tokens before and after an index, with their ids. A click selects the token at the index. */

@@ -1,7 +1,7 @@
 /** Who wrote a token, its text made visible, and the fetching of texts. */
+import { MAX_TEXTS } from "page/api.js";
 import { codeOf } from "page/dom.js";
 
-const MAX_PER_CALL = 4096;
 const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
 
 /** By letter: how `rollout inspect` marks a span, what it is called, and why its tokens train or do not. */
@@ -83,9 +83,7 @@ export class TokenTexts {
     while (this._queue.length && !this.error) {
       const { segment, start, stop } = this._next();
       try {
-        for (let from = start; from < stop; from += MAX_PER_CALL) {
-          this._keep(segment, await this._source.texts(this._uid, segment, from, Math.min(stop, from + MAX_PER_CALL)));
-        }
+        this._keep(segment, await this._source.texts(this._uid, segment, start, stop));
       } catch (error) {
         this.error = error;
         this._queue.length = 0;
@@ -101,14 +99,14 @@ export class TokenTexts {
     for (;;) {
       const beside = this._queue.findIndex((each) => each.segment === range.segment
         && (each.stop === range.start || each.start === range.stop)
-        && each.stop - each.start + range.stop - range.start <= MAX_PER_CALL);
+        && each.stop - each.start + range.stop - range.start <= MAX_TEXTS);
       if (beside < 0) return range;
       const [{ start, stop }] = this._queue.splice(beside, 1);
       Object.assign(range, { start: Math.min(start, range.start), stop: Math.max(stop, range.stop) });
     }
   }
 
-  _keep(segment, { texts }) {
+  _keep(segment, texts) {
     if (!this._found.has(segment)) this._found.set(segment, []);
     const found = this._found.get(segment);
     for (const text of texts) for (let index = text.start; index < text.stop; index += 1) found[index] = text;
