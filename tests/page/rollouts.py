@@ -21,6 +21,8 @@ from tests.system.conftest import Service
 
 #: Text that would run, load or hide something in a page that does not treat it as text.
 HOSTILE = '<img src=x onerror="document.title=1"></script><b>bold</b> \x1b[31mred\x1b[0m \u202elanosrep\u202c &amp;'
+#: How the page writes the control characters of `HOSTILE`.
+SHOWN = HOSTILE.replace("\x1b", "⟨U+001B⟩").replace("\u202e", "⟨U+202E⟩").replace("\u202c", "⟨U+202C⟩")
 
 
 @tool

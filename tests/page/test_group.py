@@ -39,10 +39,15 @@ async def start_group(world: Service, group_id: str, **changes: Any) -> None:
     assert reply.status_code == 201, reply.text
 
 
+def _shown(text: str) -> str:
+    """How the page writes control characters."""
+    return text.replace("\u202e", "⟨U+202E⟩").replace("\u2066", "⟨U+2066⟩")
+
+
 async def show(page: Page, world: Service, group_id: str) -> None:
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     await page.evaluate("id => { location.hash = `#/groups/${encodeURIComponent(id)}` }", group_id)
-    await expect(page.get_by_role("heading", level=1)).to_have_text(f"Group {group_id}")
+    await expect(page.get_by_role("heading", level=1)).to_have_text(f"Group {_shown(group_id)}")
 
 
 def column(page: Page, name: str) -> Locator:
@@ -101,9 +106,9 @@ async def test_a_label_is_a_group_too_and_stays_text(open_here: Open, page: Page
     uids = [await start(world, f"{HOSTILE}{number}", group_id=HOSTILE, messages=prompt) for number in range(3)]
     await show(page, world, HOSTILE)
     await expect(column(page, "state")).to_have_text(["running"] * 3)
-    await expect(column(page, "id")).to_have_text([f"{HOSTILE}{number}" for number in range(3)])
+    await expect(column(page, "id")).to_have_text([f"{_shown(HOSTILE)}{number}" for number in range(3)])
     await expect(page.get_by_text("started one by one")).to_be_visible()
-    await expect(page.get_by_label("Prompt")).to_contain_text(HOSTILE)
+    await expect(page.get_by_label("Prompt")).to_contain_text(_shown(HOSTILE))
     gated.gate.set()
     for uid in uids:
         await finished(world, uid)

@@ -18,12 +18,10 @@ from rollout_server.testing.script import Fault, FaultKind, Script
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.durability.server import free_port
-from tests.page.rollouts import HOSTILE, TOUR, Long, Tour, begin, events, finished, link, play, slow
+from tests.page.rollouts import HOSTILE, SHOWN, TOUR, Long, Tour, begin, events, finished, link, play, slow
 from tests.support.bodies import QUESTION, TOKENIZER
 from tests.system.conftest import Open, Service
 
-#: How the page writes the control characters of `HOSTILE`.
-SHOWN = HOSTILE.replace("\x1b", "⟨U+001B⟩").replace("\u202e", "⟨U+202E⟩").replace("\u202c", "⟨U+202C⟩")
 STUCK = Script(lines=(TOUR[0], Fault(kind=FaultKind.SILENCE)))
 
 

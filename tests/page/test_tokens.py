@@ -15,7 +15,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.inspection.escape import visible
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 
-from tests.page.rollouts import HOSTILE, begin, slow
+from tests.page.rollouts import HOSTILE, SHOWN, begin, slow
 from tests.system.conftest import Open, Service
 
 NAMES = {
@@ -223,7 +223,7 @@ async def test_what_a_token_is_and_copies_of_ids(open_here: Open, page: Page) ->
         f"model, turn {span['turn']}",
         f"{logprob:.4f} (p = ",
         str(span["policy_version"]),
-        f"A0: the model wrote it, and the agent masked the completion out: {visible('it repeats ' + HOSTILE)}",
+        f"A0: the model wrote it, and the agent masked the completion out: it repeats {SHOWN}",
     ]:
         await expect(detail).to_contain_text(text)
     await shown.strip.focus()

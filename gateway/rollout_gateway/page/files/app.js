@@ -12,16 +12,18 @@ const main = document.querySelector("main");
 const intro = document.getElementById("intro");
 const saved = document.getElementById("rollouts");
 const source = saved ? new EmbeddedSource(JSON.parse(saved.textContent)) : new ApiSource(askForKey);
-let shown = null;
+let closing = new AbortController();
 
 function show() {
   const [path, query] = location.hash.slice(1).split("?");
   const [kind, id] = place(path);
   const parameters = new URLSearchParams(query);
-  shown?.close();
-  if (kind === "rollouts" && id) shown = rolloutPage(source, id, parameters);
-  else if (kind === "groups" && id) shown = groupPage(source, id);
-  else shown = listPage(source, parameters);
+  closing.abort();
+  closing = new AbortController();
+  const { signal } = closing;
+  const shown = kind === "rollouts" && id ? rolloutPage(source, id, parameters, signal)
+    : kind === "groups" && id ? groupPage(source, id, signal)
+    : listPage(source, parameters, signal);
   if (intro) intro.hidden = Boolean(kind);
   document.title = shown.title;
   fill(main, shown.element);
@@ -42,7 +44,7 @@ function askForKey(refusal) {
       dialog.close();
       resolve(input.value.trim());
     };
-    const dialog = openDialog("API key", h("form", { on: { submit } },
+    const dialog = openDialog("Authentication", h("form", { on: { submit } },
       h("h2", {}, "API key"),
       h("p", {}, "This server requires an API key. It stays in this tab and is forgotten when you close the tab."),
       refusal && h("p.error", { role: "alert" }, refusal),

@@ -6,7 +6,8 @@
 /**
  * Create an element.
  * @param {string} tag - such as "td" or "button.quiet" (classes follow dots)
- * @param {Object} [properties] - DOM properties; names with a hyphen and `role` are attributes; `on` maps events to handlers
+ * @param {Object} [properties] - DOM properties; names with a hyphen and `role` are attributes; `on` maps events to
+ *   handlers, `data` are the element's data
  * @param {...(Node|string|number|boolean|null|undefined|Array)} children - null, undefined and false are left out
  * @returns {HTMLElement}
  */

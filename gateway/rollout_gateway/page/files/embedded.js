@@ -1,4 +1,4 @@
-/** Rollouts that the document itself contains, as a source with the methods of ApiSource. */
+/** Rollouts that the document itself contains, as a source with the methods of ApiSource; none can be cancelled. */
 
 const PAGE = 100;
 
@@ -22,9 +22,7 @@ export class EmbeddedSource {
   }
 
   async server() {
-    const states = [...this._saved.values()].map(({ rollout }) => rollout.state);
-    const inState = (state) => states.filter((each) => each === state).length;
-    return { running: inState("running"), queued: inState("queued"), finished: inState("finished") };
+    return {};
   }
 
   async agents() {
@@ -51,10 +49,6 @@ export class EmbeddedSource {
     });
     members.sort((a, b) => a.index - b.index);
     return { group_id: id, members, result: null, create_time: rollouts.at(-1).create_time };
-  }
-
-  async cancel() {
-    throw new Error("Saved rollouts cannot be cancelled.");
   }
 
   async texts(uid, segment, start, stop) {

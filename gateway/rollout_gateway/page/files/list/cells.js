@@ -1,7 +1,9 @@
 /** Columns of tables of rollouts: what the list and a group say of one rollout. */
 import { count, decimal, duration } from "page/dom.js";
+import { linkTo, linkToGroup } from "page/rollout/selection.js";
 
-const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" };
+/** What a finished rollout is called, by its end. */
+export const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" };
 // The classes whose samples train if the request names none (docs/failures.md).
 const TRAIN_BY_DEFAULT = ["policy", "deadline"];
 const NOTHING = { text: "" };
@@ -18,7 +20,7 @@ const COLUMNS = {
   turns: { label: "Turns", show: ({ metrics }) => ({ text: count(metrics.turns) }) },
   tokens: { label: "Tokens", title: "Generated tokens", show: tokensCell },
   reward: { label: "Reward", show: rewardCell },
-  scores: { label: "Scores", show: scoresCell },
+  scores: { label: "Scores", show: ({ outcome }) => textCell(scoresOf(outcome)) },
   end: { label: "Ended", title: "Reason, or class and message of the failure", show: endCell },
   age: { label: "Age", title: "Time since the rollout was accepted", show: ageCell },
   duration: { label: "Duration", title: "From the acceptance to the end", show: durationCell },
@@ -43,8 +45,9 @@ export function ageCell({ create_time }) {
   return { text: `${Math.floor(seconds / length)} ${unit}`, title: new Date(create_time).toLocaleString() };
 }
 
-function hrefTo(kind, id) {
-  return `#/${kind}/${encodeURIComponent(id)}`;
+/** @returns {string} the scores of an outcome */
+export function scoresOf(outcome) {
+  return Object.entries(outcome?.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`).join(", ");
 }
 
 /** A text with the whole of it as its title. */
@@ -59,11 +62,11 @@ function stateCell({ state, outcome }) {
 
 /** The part after the last hyphen: the part before it is that of the server. */
 function uidCell({ uid }) {
-  return { text: uid.split("-").at(-1), title: uid, href: hrefTo("rollouts", uid) };
+  return { text: uid.split("-").at(-1), title: uid, href: linkTo(uid) };
 }
 
 function groupCell({ spec: { group_id: id } }) {
-  return id ? { ...textCell(id), href: hrefTo("groups", id) } : NOTHING;
+  return id ? { ...textCell(id), href: linkToGroup(id) } : NOTHING;
 }
 
 function tokensCell({ metrics }) {
@@ -75,10 +78,6 @@ function rewardCell({ outcome }) {
   if (reward !== null) return { text: decimal(reward), title: String(reward) };
   if (outcome?.end !== "stop") return NOTHING;
   return { text: "none", title: "The rollout completed without a reward.", kind: "warn" };
-}
-
-function scoresCell({ outcome }) {
-  return textCell(Object.entries(outcome?.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`).join(", "));
 }
 
 /** How it ended: the reason, or the class and the message of a failure. */

@@ -1,14 +1,14 @@
 /** A group of rollouts of one prompt, side by side: rewards, how they ended, and whether they can teach anything. */
 import { columnsOf, isUsable } from "page/list/cells.js";
 import { clock, count, decimal, fill, h } from "page/dom.js";
-import { errorLine, figures, LiveTable, poll } from "page/list/live.js";
+import { errorLine, figures, LiveTable, poll, TITLE_CHARACTERS } from "page/list/live.js";
+import { contentOf } from "page/rollout/content.js";
 
 const PAGE_SIZE = 1000;
 // A group has at most 1,024 rollouts and as many refills. What is larger is a label that many rollouts share.
 const MOST_ROLLOUTS = 2048;
 // To count trained tokens, the samples of each rollout are read.
 const MOST_COUNTED = 64;
-const PROMPT_CHARACTERS = 4000;
 const TRAINED = `Tokens with mask 1 in trainable samples; counted in groups of at most ${MOST_COUNTED} rollouts`;
 
 /**
@@ -17,11 +17,9 @@ const TRAINED = `Tokens with mask 1 in trainable samples; counted in groups of a
  *   minus mean
  */
 
-/** @returns {{title: string, element: HTMLElement, close: () => void}} */
-export function groupPage(source, id) {
-  const closing = new AbortController();
-  const group = new Group(source, id, closing.signal);
-  return { title: `Group ${id.slice(0, 60)}`, element: group.element, close: () => closing.abort() };
+/** @returns {{title: string, element: HTMLElement}} up to date until `signal` is aborted */
+export function groupPage(source, id, signal) {
+  return { title: `Group ${id.slice(0, 60)}`, element: new Group(source, id, signal).element };
 }
 
 class Group {
@@ -39,7 +37,7 @@ class Group {
     this.figures = figures("Rewards", ["finished", "usable", "mean reward", "std", "min", "max", "mean tokens"]);
     this.signs = h("div.group-signs", { role: "status" });
     this.table = new LiveTable("Rollouts of the group, by index", this._columns(), (member) => member.rollout.uid);
-    const title = h("h1.group-title", {}, "Group ", h("bdi.mono", { title: id.slice(0, PROMPT_CHARACTERS) }, id));
+    const title = h("h1.group-title", {}, "Group ", h("bdi.mono", { title: id.slice(0, TITLE_CHARACTERS) }, id));
     const list = h("a", { href: `#/?${new URLSearchParams({ group_id: id })}` }, "show in the list");
     const head = [title, h("p.group-about.quiet", {}, this.about, " · ", list), this.error.element, this.prompt];
     this.element = h("section.group", {}, head, this.figures.element, this.signs, this.table.element);
@@ -110,8 +108,8 @@ class Group {
     const messages = spec.messages ?? [];
     const message = messages.find((each) => each.role === "user") ?? messages[0];
     const from = [spec.agent, spec.completions?.model || spec.completions?.url].filter(Boolean).join(" · ");
-    const text = message ? textOf(message.content) : "The request has no messages.";
-    const body = h("pre", { tabIndex: 0, role: "region", "aria-label": "Prompt" }, text.slice(0, PROMPT_CHARACTERS));
+    const content = message ? contentOf(message.content) : "The request has no messages.";
+    const body = h("div", { tabIndex: 0, role: "region", "aria-label": "Prompt" }, content);
     fill(this.prompt, h("figcaption.quiet", {}, `Prompt for ${from}`), body).hidden = false;
   }
 
@@ -223,10 +221,4 @@ function trainedOf({ outcome }) {
   const versions = new Set(trained.map((span) => span.policy_version).filter(Boolean));
   const tokens = trained.reduce((sum, span) => sum + span.stop - span.start, 0);
   return { trained: tokens, versions: [...versions].join(", ") };
-}
-
-/** The text of a message's content. Parts without text, such as images, are shown by their type. */
-function textOf(content) {
-  if (!Array.isArray(content)) return String(content ?? "");
-  return content.map((part) => part.text ?? `[${part.type}]`).join("\n");
 }

@@ -2,9 +2,10 @@
 import { ageCell, columnsOf } from "page/list/cells.js";
 import { count, h } from "page/dom.js";
 import { errorLine, figures, isForElsewhere, LiveTable, poll, setText } from "page/list/live.js";
-import { FILTERS, RolloutPage } from "page/list/pages.js";
+import { RolloutPage } from "page/list/pages.js";
 
 const STATES = ["queued", "running", "finished"];
+/** The filters by their names in the REST API. */
 const LABELS = { state: "State", agent: "Agent", group_id: "Group", failure_class: "Failure class", text: "Search" };
 const FAILURE_CLASSES = ["policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"];
 const TYPING_MS = 400;
@@ -13,19 +14,20 @@ const ANNOUNCE_MS = 30_000;
 const START = `rollout start --prompt "What is 5 plus 3?" \\
   --completions http://localhost:8000/v1 --dialect vllm --model MODEL`;
 
-const COLUMNS = columnsOf("state", "uid", "id", "agent", "group", "turns", "tokens", "reward", "end", "age", "duration");
+const COLUMNS = columnsOf(
+  "state", "uid", "id", "agent", "group", "turns", "tokens", "reward", "end", "age", "duration",
+);
 
 /**
  * @param {Object} source - where rollouts come from
  * @param {URLSearchParams} parameters - filters of the link
- * @returns {{title: string, element: HTMLElement, close: () => void}}
+ * @param {AbortSignal} signal - the page is closed
+ * @returns {{title: string, element: HTMLElement}}
  */
-export function listPage(source, parameters) {
-  const closing = new AbortController();
-  const list = new List(source, parameters, closing.signal);
-  const load = source.isSaved ? null : serverFigures(source, closing.signal);
-  const element = h("section.list", {}, h("h1.live-hidden", {}, "Rollouts"), load, list.element);
-  return { title: "Rollouts", element, close: () => closing.abort() };
+export function listPage(source, parameters, signal) {
+  const list = new List(source, parameters, signal);
+  const load = !source.isSaved && serverFigures(source, signal);
+  return { title: "Rollouts", element: h("section.list", {}, h("h1.live-hidden", {}, "Rollouts"), load, list.element) };
 }
 
 class List {
@@ -125,25 +127,29 @@ class Filters {
   constructor(source, parameters, changed) {
     this.changed = changed;
     this.lastTyped = null;
-    this.fields = {
+    this.search = h("input", { type: "search", maxLength: LONGEST_TEXT, placeholder: "uid or text  ( / )" });
+    const agent = choice([""], "any agent");
+    const fields = {
       state: choice(["", ...STATES], "any state"),
-      agent: choice([""], "any agent"),
+      agent,
       group_id: h("input", { maxLength: LONGEST_TEXT, placeholder: "group id" }),
       failure_class: choice(["", ...FAILURE_CLASSES], "any class"),
-      text: h("input", { type: "search", maxLength: LONGEST_TEXT, placeholder: "uid or text  ( / )" }),
+      text: this.search,
     };
-    const labelled = FILTERS.map((name) => h(`label.list-${name}`, {}, LABELS[name], this.fields[name]));
+    const labelled = Object.entries(LABELS).map(([name, label]) => {
+      setField(fields[name], name, parameters.get(name) ?? "");
+      return h(`label.list-${name}`, {}, label, fields[name]);
+    });
     this.clearing = button("Clear", () => this.clear());
-    this.element = h("form.list-filters", { role: "search", "aria-label": "Filters" }, labelled, this.clearing);
-    for (const name of FILTERS) setValue(this.fields[name], parameters.get(name) ?? "");
-    this._listen();
+    const properties = { role: "search", "aria-label": "Filters", on: this._listeners() };
+    this.element = h("form.list-filters", properties, labelled, this.clearing);
     this.clearing.disabled = !this.isSet;
-    source.agents().then(({ agents }) => addOptions(this.fields.agent, agents.map((agent) => agent.name)), () => {});
+    source.agents().then(({ agents }) => addOptions(agent, agents.map(({ name }) => name)), () => {});
   }
 
   /** @returns {Object} the filters that are set */
   get values() {
-    const all = FILTERS.map((name) => [name, this.fields[name].value.trim()]);
+    const all = [...new FormData(this.element)].map(([name, value]) => [name, value.trim()]);
     return Object.fromEntries(all.filter(([, value]) => value));
   }
 
@@ -152,40 +158,37 @@ class Filters {
   }
 
   focus() {
-    this.fields.text.focus();
-    this.fields.text.select();
+    this.search.focus();
+    this.search.select();
   }
 
   clear() {
-    for (const field of Object.values(this.fields)) field.value = "";
-    this._apply("");
+    for (const field of this.element.elements) field.value = "";
+    this._apply(null);
     this.focus();
   }
 
-  _listen() {
+  _listeners() {
     let typing = 0;
-    const apply = (name) => {
+    const apply = (target) => {
       clearTimeout(typing);
-      this._apply(name);
+      this._apply(target);
     };
-    this.element.addEventListener("submit", (event) => event.preventDefault());
-    for (const [name, field] of Object.entries(this.fields)) {
-      field.addEventListener("change", () => apply(name));
-      field.addEventListener("input", () => {
-        clearTimeout(typing);
-        typing = setTimeout(() => apply(name), TYPING_MS);
-      });
-    }
+    const input = ({ target }) => {
+      clearTimeout(typing);
+      typing = setTimeout(apply, TYPING_MS, target);
+    };
+    return { submit: (event) => event.preventDefault(), change: ({ target }) => apply(target), input };
   }
 
   /** Write the filters into the URL. The back button goes back filter by filter, not letter by letter. */
-  _apply(name) {
+  _apply(field) {
     const query = new URLSearchParams(this.values).toString();
     const fragment = query ? `#/?${query}` : "#/";
     // What was typed last may come after another page was opened.
     if (fragment === (location.hash || "#/") || !this.element.isConnected) return;
-    history[this.lastTyped === name ? "replaceState" : "pushState"](null, "", fragment);
-    this.lastTyped = this.fields[name]?.localName === "input" ? name : null;
+    history[field && field === this.lastTyped ? "replaceState" : "pushState"](null, "", fragment);
+    this.lastTyped = field?.localName === "input" ? field : null;
     this.clearing.disabled = !this.isSet;
     this.changed();
   }
@@ -203,9 +206,9 @@ function addOptions(select, values, any = "") {
 }
 
 /** Set a field. A link may have a value that is not among the options. */
-function setValue(field, value) {
+function setField(field, name, value) {
   if (field.localName === "select") addOptions(field, [value]);
-  field.value = value;
+  Object.assign(field, { name, value });
 }
 
 function button(text, onClick, properties = {}) {

@@ -4,11 +4,12 @@ import { h, printable, terms } from "page/dom.js";
 const PAUSE_MS = 2000;
 const LONGEST_PAUSE_MS = 30_000;
 const SHOWN_CHARACTERS = 300;
-const TITLE_CHARACTERS = 2000;
+/** Titles of elements are cut to so many characters. */
+export const TITLE_CHARACTERS = 2000;
 
 /**
  * Call `step` now and then every 2 seconds while the tab is visible. If steps are slow, the pauses are longer, so that
- * a page that is left open costs the server little. The first step, which may read more than the others, does not count.
+ * a page that is left open costs the server little. The first step, which may read more, does not count.
  * @param {() => Promise<void>} step
  * @param {(error: Error|null) => void} done - called after each step
  * @param {AbortSignal} signal - ends it
@@ -74,8 +75,8 @@ export function setText(element, text) {
  * A table of items whose rows keep their elements from one `show` to the next.
  *
  * @typedef {{text: string, title?: string, href?: string, kind?: string}} Cell - `kind` is a class of the cell
- * @typedef {{name: string, label: string, title?: string, show: (item: Object) => Cell}} Column - `live-NAME` is a class
- *   of its cells
+ * @typedef {{name: string, label: string, title?: string, show: (item: Object) => Cell}} Column - its cells have the
+ *   class `live-NAME`
  */
 export class LiveTable {
   /** @param {string} caption - for screen readers @param {Column[]} columns @param {(item: Object) => string} keyOf */

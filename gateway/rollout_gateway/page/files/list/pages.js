@@ -1,8 +1,6 @@
 /** One page of the list of rollouts. */
 
-export const PAGE_SIZE = 50;
-/** The filters of the list, named as the query parameters of the REST API. */
-export const FILTERS = ["state", "agent", "group_id", "failure_class", "text"];
+const PAGE_SIZE = 50;
 
 /**
  * The rollouts that match filters, newest first, from a token on. Filters may read many rollouts to find few, so the

@@ -53,16 +53,16 @@ export function messagesPart(view) {
   function keydown(event) {
     const made = event.target;
     if (!made.matches(".messages-card")) return;
-    const next = { ArrowDown: "nextElementSibling", ArrowUp: "previousElementSibling" }[event.key];
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (event.key === "Enter") selectMessage(view, entries.get(made));
-    else if (next) move(made, next);
+    else if (step) move(made, step);
     else return;
     event.preventDefault();
   }
 
-  function move(from, direction) {
-    let to = from[direction];
-    while (to && !to.matches(".messages-card")) to = to[direction];
+  function move(from, step) {
+    const all = [...list.querySelectorAll(".messages-card")];
+    const to = all[all.indexOf(from) + step];
     if (!to) return;
     from.tabIndex = -1;
     to.tabIndex = 0;
@@ -196,15 +196,15 @@ function callOf(call, state) {
 
 /** Whether a conversation is beside the one before it, and does not go on with it. */
 function isAside(model, id) {
-  const { origin, kind = origin?.kind, role: part = "agent" } = model.conversation(id);
+  const { kind, role: part } = model.conversation(id);
   return ["subagent", "branch"].includes(kind) || part !== "agent";
 }
 
 /** "segment 1 · critic" for conversations beside the main one, and for what comes after a drift. */
 function segmentLabel(model, id) {
   if (id === "0" || id === "") return null;
-  const { role: part = "agent", origin, kind } = model.conversation(id);
-  const words = [`segment ${id}`, part !== "agent" && part, kind ?? origin?.kind];
+  const { kind, role: part } = model.conversation(id);
+  const words = [`segment ${id}`, part !== "agent" && part, kind];
   return mark("messages-segment", words.filter(Boolean).join(" · "));
 }
 

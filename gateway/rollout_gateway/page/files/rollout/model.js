@@ -56,9 +56,10 @@ export class RolloutModel {
     return [...this.segments.values()];
   }
 
-  /** What is known of a conversation: its segment, or else the event that opened it. @returns {Object} */
+  /** The kind and the role of a conversation: of its segment, or else of the event that opened it. */
   conversation(id) {
-    return this.segments.get(id) ?? this._forks.get(id) ?? {};
+    const { origin, kind = origin?.kind, role = "agent" } = this.segments.get(id) ?? this._forks.get(id) ?? {};
+    return { kind, role };
   }
 
   /** Add the next event. Events that were added before are ignored. */
@@ -242,35 +243,19 @@ export class RolloutModel {
   }
 }
 
-function segmentOf(json) {
+function segmentOf({ id, origin, role, trainable, verified, model, reward, spans }) {
   const segment = {
-    id: json.id,
-    kind: json.origin.kind,
-    parentId: json.origin.parent_id,
-    parentTokens: json.origin.parent_tokens,
-    parting: json.origin.parting ?? null,
-    role: json.role,
-    trainable: json.trainable ?? null,
-    verified: json.verified,
-    model: json.model ?? "",
-    reward: json.reward ?? null,
-    spans: [],
-    length: 0,
+    id, kind: origin.kind, parentId: origin.parent_id, parentTokens: origin.parent_tokens,
+    parting: origin.parting ?? null, role, trainable: trainable ?? null, verified, model: model ?? "",
+    reward: reward ?? null, spans: [], length: 0,
   };
-  for (const span of json.spans) addSpan(segment, span);
+  for (const span of spans) addSpan(segment, span);
   return segment;
 }
 
 function addSpan(segment, json) {
-  segment.spans.push({
-    author: json.author,
-    reason: json.mask_reason ?? null,
-    turn: json.turn,
-    start: segment.length,
-    ids: json.token_ids,
-    logprobs: json.logprobs ?? null,
-    policyVersion: json.policy_version,
-    policyStep: json.policy_step ?? null,
-  });
-  segment.length += json.token_ids.length;
+  const { author, turn, token_ids: ids, policy_version: policyVersion } = json;
+  const { mask_reason: reason = null, logprobs = null, policy_step: policyStep = null } = json;
+  segment.spans.push({ author, reason, turn, start: segment.length, ids, logprobs, policyVersion, policyStep });
+  segment.length += ids.length;
 }

@@ -28,22 +28,23 @@ const PAUSE_MS = 250;
  * @param {Object} source - where rollouts come from
  * @param {string} uid
  * @param {URLSearchParams} parameters - `segment`, `turn` and `token` of the link
- * @returns {{title: string, element: HTMLElement, close: () => void}}
+ * @param {AbortSignal} signal - the page is closed
+ * @returns {{title: string, element: HTMLElement}}
  */
-export function rolloutPage(source, uid, parameters) {
-  const page = new RolloutPage(source, uid, selectionOf(parameters));
+export function rolloutPage(source, uid, parameters, signal) {
+  const page = new RolloutPage(source, uid, selectionOf(parameters), signal);
   page.start();
-  return { title: `Rollout ${uid}`, element: page.element, close: () => page.close() };
+  return { title: `Rollout ${uid}`, element: page.element };
 }
 
 class RolloutPage {
-  constructor(source, uid, selection) {
+  constructor(source, uid, selection, signal) {
+    this._signal = signal;
     this.element = h("article.rollout", {}, h("p.quiet", { role: "status" }, "Loading the rollout"));
     const select = (wanted) => this._select(wanted);
     this.view = { source, uid, model: null, selection, select, connection: "connecting" };
     this._cancel = h("button", { on: { click: () => askToCancel(this.view) } }, "Cancel the rollout");
     this._parts = [];
-    this._closing = new AbortController();
     this._isFrameAsked = false;
     // What the link names may arrive later than the page: it is scrolled to once it is there.
     this._isSought = selection.turn > 0 || selection.token !== null;
@@ -51,22 +52,18 @@ class RolloutPage {
 
   async start() {
     const { source, uid } = this.view;
-    document.addEventListener("keydown", (event) => this._onKey(event), { signal: this._closing.signal });
+    document.addEventListener("keydown", (event) => this._onKey(event), { signal: this._signal });
     try {
       this._show(new RolloutModel(await source.rollout(uid, "messages")));
       if (!source.isSaved) this._poll();
       await this._follow();
     } catch (error) {
-      if (this._closing.signal.aborted) return;
+      if (this._signal.aborted) return;
       this._setConnection("lost");
       const problem = errorLine();
       this.element.prepend(problem.element);
       problem.show(error);
     }
-  }
-
-  close() {
-    this._closing.abort();
   }
 
   /** Follow the events. If they are not stored any more, show the outcome alone. */
@@ -77,7 +74,7 @@ class RolloutPage {
     } catch (error) {
       if (error.code !== "OUT_OF_RANGE" && error.status !== 404) throw error;
     }
-    if (this._closing.signal.aborted) return;
+    if (this._signal.aborted) return;
     const rollout = await this.view.source.rollout(this.view.uid, "full");
     this._show(RolloutModel.ofOutcome(rollout));
     if (rollout.state !== "finished") await this._addEvents(rollout.last_sequence);
@@ -87,7 +84,7 @@ class RolloutPage {
   async _addEvents(after) {
     const { source, uid } = this.view;
     const onConnection = (connected) => this._setConnection(connected ? "live" : "reconnecting");
-    for await (const event of source.events(uid, after, this._closing.signal, onConnection)) {
+    for await (const event of source.events(uid, after, this._signal, onConnection)) {
       this.view.model.add(event);
       this._changed();
     }
@@ -105,7 +102,7 @@ class RolloutPage {
     };
     // That the server is away is said by the stream of events.
     const done = (error) => (error?.status === 404 || isSettled(this.view.model)) && settled.abort();
-    poll(step, done, AbortSignal.any([this._closing.signal, settled.signal]));
+    poll(step, done, AbortSignal.any([this._signal, settled.signal]));
   }
 
   _setConnection(connection) {
@@ -118,7 +115,7 @@ class RolloutPage {
     this._isFrameAsked = true;
     const draw = () => {
       this._isFrameAsked = false;
-      if (!this._closing.signal.aborted) this._update();
+      if (!this._signal.aborted) this._update();
     };
     setTimeout(() => requestAnimationFrame(draw), this.view.model?.items.length > MANY ? PAUSE_MS : 0);
   }

@@ -21,7 +21,8 @@ export function driftsOf(model, segment) {
   const known = model.drifts.length ? model.drifts : warnings;
   const found = known.filter((each) => turns.has(each.turn));
   const drifts = found.map((each) => ({ ...each, opened: each.turn === opener }));
-  if (opener !== null && !drifts.some((each) => each.opened)) drifts.push({ index: segment.parentTokens, opened: true });
+  const isUnknown = opener !== null && !drifts.some((each) => each.opened);
+  if (isUnknown) drifts.push({ index: segment.parentTokens, opened: true });
   return drifts.sort((a, b) => a.index - b.index);
 }
 

@@ -28,6 +28,11 @@ export function linkTo(uid, { segment, turn, token } = NOTHING) {
   return `#/rollouts/${encodeURIComponent(uid)}${query.size ? "?" : ""}${query}`;
 }
 
+/** @returns {string} the link to a group of rollouts */
+export function linkToGroup(id) {
+  return `#/groups/${encodeURIComponent(id)}`;
+}
+
 /**
  * A link that selects something of the rollout that is shown.
  * @param {import("page/rollout/rollout.js").View} view

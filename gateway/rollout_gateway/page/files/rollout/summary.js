@@ -1,7 +1,8 @@
 /** What a rollout is and why it ended, first of all: reward, warnings, samples, resources. */
 import { clock, copy, count, decimal, duration, fill, h, terms } from "page/dom.js";
+import { ENDS, scoresOf } from "page/list/cells.js";
 import { setText } from "page/list/live.js";
-import { selectionLink } from "page/rollout/selection.js";
+import { linkToGroup, selectionLink } from "page/rollout/selection.js";
 
 const STOPPED = {
   stop: "The agent's loop came to its end.",
@@ -20,7 +21,10 @@ const ADVICE = {
   server: "For the server's operator: see the server's log.",
 };
 
-/** @param {import("page/rollout/rollout.js").View} view @returns {Object} a part; `actions` is the place for its buttons */
+/**
+ * @param {import("page/rollout/rollout.js").View} view
+ * @returns {Object} a part; `actions` is the place for its buttons
+ */
 export function summaryPart(view) {
   const state = h("span.rollout-state", { role: "status" });
   const actions = h("div.rollout-actions");
@@ -45,20 +49,17 @@ export function summaryPart(view) {
   return { element, actions, update, selected() {} };
 }
 
-const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" };
 const CONNECTIONS = {
   live: "live", reconnecting: "reconnecting …", connecting: "loading …", lost: "not followed any more",
 };
 
 function showState(element, { connection, model }) {
-  const word = model.outcome ? ENDS[model.outcome.end] : stateOf(model);
+  const { rollout, outcome, turns } = model;
+  const stateSeen = rollout.state === "queued" && turns.size ? "running" : rollout.state;
+  const word = outcome ? ENDS[outcome.end] : stateSeen;
   // Screen readers announce each change.
   setText(element, [word, CONNECTIONS[connection]].filter(Boolean).join(" · "));
   element.dataset.state = connection === "reconnecting" ? "reconnecting" : word;
-}
-
-function stateOf({ rollout, turns }) {
-  return rollout.state === "queued" && turns.size ? "running" : rollout.state;
 }
 
 function identity(view, agent, policy) {
@@ -66,7 +67,7 @@ function identity(view, agent, policy) {
   const click = () => copy(view.uid, copyUid);
   const copyUid = h("button.rollout-copy", { "aria-label": "Copy the uid", on: { click } }, "copy");
   const labels = Object.entries(spec.labels ?? {}).map((label) => h("span.rollout-label", {}, label.join("=")));
-  const group = spec.group_id && h("a", { href: `#/groups/${encodeURIComponent(spec.group_id)}` }, spec.group_id);
+  const group = spec.group_id && h("a", { href: linkToGroup(spec.group_id) }, spec.group_id);
   return h("dl.rollout-identity", {}, terms([
     ["uid", [h("code", {}, view.uid), " ", copyUid]],
     ["agent", agent],
@@ -135,14 +136,13 @@ function failureOf(view, { failure_class, category, message, turn, http_status }
 }
 
 function resultsOf(view, outcome) {
-  const scores = Object.entries(outcome.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`);
   const turns = (outcome.turn_rewards ?? []).flatMap(({ turn, value, segment_id }) => [
     selectionLink(view, { turn, segment: segment_id }, `turn ${turn}`),
     ` ${decimal(value)} `,
   ]);
   return h("dl.rollout-results", {}, terms([
     ["reward", outcome.reward === null ? "none" : h("strong", {}, decimal(outcome.reward))],
-    ["scores", scores.join(", ")],
+    ["scores", scoresOf(outcome)],
     ["turn rewards", turns.length ? turns : null],
     ["samples", samplesOf(outcome)],
     ["tokens", verified(view.model)],

@@ -40,7 +40,8 @@ export function timelinePart(view) {
     [drawn, drawnAt] = [state, Date.now()];
     const focused = bars.indexOf(barAt(document.activeElement));
     bars = barsOf(model);
-    draw(names, chart, bars, marksOf(model));
+    const restarts = model.items.filter((item) => item.event === "resumed").map((item) => Date.parse(item.time));
+    draw(names, chart, bars, restarts);
     if (!bar) fill(told, model.isWhole ? HINT : NO_TIMES);
     selected();
     if (focused >= 0) chart.querySelectorAll(".timeline-bar")[focused]?.focus();
@@ -155,10 +156,6 @@ function stacked(bars) {
     ends[bar.row] = Math.max(bar.stop, bar.start + least);
   }
   return bars;
-}
-
-function marksOf({ items }) {
-  return items.filter((item) => item.event === "resumed").map((item) => Date.parse(item.time));
 }
 
 function draw(names, chart, bars, marks) {

@@ -73,8 +73,8 @@ function row(view, segment) {
   return h("button.tree-row", { data: { segment: id }, title: `${kind}: ${WHY[kind] ?? ""}`, on: { click: select } },
     h("span.tree-name", {},
       h("b", {}, `Segment ${id}`), " ", h("span.tree-kind", { data: { kind } }, kind), " ",
-      role && role !== "agent" ? `${role} ` : null,
-      model ? h("span.quiet", {}, `by ${model} `) : null,
+      role && role !== "agent" && `${role} `,
+      model && h("span.quiet", {}, `by ${model} `),
       h("span.quiet", {}, originText(segment))),
     h("span.tree-number", {}, `${count(length)} tokens`),
     h("span.tree-number", {}, `${count(trainedTokens(segment))} with mask 1`),
@@ -106,8 +106,8 @@ function driftBlock(view, texts, segment, drift) {
   const parent = opened ? view.model.segments.get(segment.parentId) : null;
   const side = (name, of, text) => h("div.tree-side", {},
     h("span.quiet", {}, name),
-    of && index < of.length ? tokensAround(view, texts, of, index) : null,
-    text ? h("code.tree-text", {}, visible(text)) : null);
+    of && index < of.length && tokensAround(view, texts, of, index),
+    text && h("code.tree-text", {}, visible(text)));
   const why = DRIFT[kind] ?? (message || "the prompts differ");
   return h("div.tree-drift", {},
     h("p", {}, h("b.bad", {}, `Drift at token ${count(index)}`), `: ${why}`),

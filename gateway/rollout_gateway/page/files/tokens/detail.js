@@ -29,6 +29,7 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
   const isModel = span.author === "model";
   const step = span.policyStep === null ? "" : `step ${span.policyStep}`;
   const policy = [span.policyVersion, step].filter(Boolean).join(", ");
+  const letter = h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind);
   const drift = drifts.find((each) => each.index === start);
   return [
     ["text", found ? h("code", {}, edged(visible(found.text)) || "∅") : "not available"],
@@ -37,7 +38,7 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
     ["author", `${isModel ? "model" : KINDS[kind].name}, turn ${span.turn}`],
     isModel && ["logprob", logprobText(span, start, stop)],
     isModel && ["policy", policy || "unknown"],
-    ["mask", [h(`b.tokens-key.tokens-${KINDS[kind].name}`, {}, kind), why(view, segment, span, kind, start)], "tokens-wide"],
+    ["mask", [letter, why(view, segment, span, kind, start)], "tokens-wide"],
     drift && ["drift", h("span.bad", {}, driftText(drift)), "tokens-wide"],
   ];
 }

@@ -22,14 +22,14 @@ const CELL = h("span", { role: "option", "aria-selected": "false" });
 
 /** @param {import("page/rollout/rollout.js").View} view */
 export function tokensPart(view) {
-  const strip = new TokenStrip(view);
-  return { element: strip.element, update: () => strip.update(), selected: () => strip.selected() };
+  return new TokenStrip(view);
 }
 
 class TokenStrip {
   constructor(view) {
     this.view = view;
-    this.texts = new TokenTexts(view.source, view.uid, (...range) => this._onTexts(...range));
+    const onTexts = (segment, start, stop) => segment === this.segment?.id && this._redraw(start, stop);
+    this.texts = new TokenTexts(view.source, view.uid, onTexts);
     this.segment = null;
     this.colour = "author";
     /** The other end of a selected range. @type {number|null} */
@@ -92,13 +92,12 @@ class TokenStrip {
 
   /** Show what is selected now. */
   selected() {
-    const { segment, turn, token } = this.view.selection;
+    const { turn, token } = this.view.selection;
     if (shownSegment(this.view)?.id !== this.segment?.id) this.update();
     if (this.anchor !== null && token === null) this.anchor = null;
-    const isOwn = this.segment && (!segment || segment === this.segment.id);
-    this._mark();
+    for (const piece of this.pieces) if (piece.isFilled) this._markPiece(piece);
     this._showDetail();
-    if (!isOwn || (token === null && !turn)) return;
+    if (!this._isSelected || (token === null && !turn)) return;
     this.follows = token === this.segment.length - 1;
     if (token !== null) this._reveal(token);
     else this._showPiece(this.pieces.findIndex(({ span }) => span.turn === turn && span.author === "model"));
@@ -243,10 +242,6 @@ class TokenStrip {
     this._showDetail();
   }
 
-  _onTexts(segment, start, stop) {
-    if (segment === this.segment?.id) this._redraw(start, stop);
-  }
-
   _retry() {
     this.texts.retry();
     this._redraw();
@@ -271,14 +266,14 @@ class TokenStrip {
   _updateNotice() {
     const { segment, texts } = this;
     const reason = segment && whyNotTrained(this.view.model, segment);
-    const again = () => h("button", { on: { click: () => this._retry() } }, "Try again");
+    const again = h("button", { on: { click: () => this._retry() } }, "Try again");
     const lines = [
       reason && h("p.warn", {}, `Mask 1 says which tokens would train; this sample does not train: ${reason}.`),
       segment && !segment.verified
         && h("p", {}, "The trainer reported no prompts: prompt and environment tokens are the server's own rendering."),
       texts.error && h("p", {},
         `Token ids are shown, because their texts are not available: ${texts.error.message} `,
-        texts.error.code === "NO_TOKENIZER" ? null : again()),
+        texts.error.code !== "NO_TOKENIZER" && again),
     ].filter(Boolean);
     this.notice.hidden = !lines.length;
     fill(this.notice, lines);
@@ -287,7 +282,7 @@ class TokenStrip {
   _updateLegend() {
     const rows = this.segment ? COLOURINGS[this.colour].legend(this.segment) : [];
     fill(this.legend, rows.map(({ name, key, text, why }) =>
-      h("li", { title: why ?? "" }, name ? h(`b.tokens-key.${name}`, {}, key ?? "") : null, h("span", {}, text))));
+      h("li", { title: why }, name && h(`b.tokens-key.${name}`, {}, key), h("span", {}, text))));
   }
 
   _onHover(event) {
@@ -310,11 +305,16 @@ class TokenStrip {
     this.view.select({ segment: this.segment.id, turn: span.turn, token: at });
   }
 
+  /** Whether the selection is in the segment that is shown. */
+  get _isSelected() {
+    const { segment } = this.view.selection;
+    return this.segment && (!segment || segment === this.segment.id);
+  }
+
   /** @returns {number|null} the selected token of the segment */
   _token() {
-    const { segment, token } = this.view.selection;
-    const isOwn = this.segment && (!segment || segment === this.segment.id);
-    return isOwn && token !== null && token < this.segment.length ? token : null;
+    const { token } = this.view.selection;
+    return this._isSelected && token !== null && token < this.segment.length ? token : null;
   }
 
   /** @returns {{start: number, stop: number}|null} the selected tokens, with all of a shared text */
@@ -380,10 +380,6 @@ class TokenStrip {
     const below = box.bottom - view.bottom + margin;
     if (isStart || above < 0) this._scrollBy(above);
     else if (below > 0) this._scrollBy(below);
-  }
-
-  _mark() {
-    for (const piece of this.pieces) if (piece.isFilled) this._markPiece(piece);
   }
 
   _markPiece(piece) {
