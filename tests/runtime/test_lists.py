@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
 import pytest
+from rollout_server import Run
 from rollout_server.core.error import Busy
 from rollout_server.core.outcome import Category, Failure, FailureClass, failure_class_of
 from rollout_server.runtime.registry import pages, rollout_sets
@@ -112,3 +114,37 @@ async def test_many_scans_take_turns_and_too_many_are_refused(
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await world.roster.pages.page(Selection(ME, text="x"), None, 9)).rollouts == []
     assert world.roster.pages._scans == 0
+
+
+class Stubborn(Looping):
+    """An agent that ignores its cancellation until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free = asyncio.Event()
+
+    async def play(self, run: Run) -> None:
+        while not self.free.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.free.wait()
+
+
+async def test_a_rollout_whose_agent_still_runs_is_listed_and_counted_once_as_finished(
+    new_world: type[RuntimeHarness],
+) -> None:
+    agent = Stubborn()
+    world = new_world(agent)
+    rollout = world.start()
+    await asyncio.sleep(1)
+    world.roster.cancel(Selection(ME, uids=(rollout.uid,)), "no")
+    [_] = [each async for each in rollout.log.follow(rollout.log.last_sequence)]
+    assert rollout.running
+    for _ in range(2):
+        for states, classes in product(((), (RolloutState.FINISHED,)), ((), (FailureClass.CANCELLED,))):
+            assert await listed(world, Selection(ADMIN, states=states, failure_classes=classes), 4) == [rollout]
+        unfinished = (RolloutState.RUNNING, RolloutState.QUEUED)
+        assert await listed(world, Selection(ADMIN, states=unfinished), 4) == []
+        assert (world.roster.totals.finished, world.roster.totals.failed) == (1, 1)
+        agent.free.set()
+        await asyncio.sleep(20)
+    assert not rollout.running

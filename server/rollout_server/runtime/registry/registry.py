@@ -421,8 +421,9 @@ class RolloutRegistry:
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
         self.totals.count_turns(entries)
-        if rollout.outcome is not None:  # lists show it as finished, although its agent may still run
+        if rollout.outcome is not None:  # lists and totals show it as finished, although its agent may still run
             self._index.mark_finished(rollout)
+            self.totals.count_end(rollout)
         if rollout.outcome is not None and not rollout.running:
             self._keep(rollout)
 
@@ -432,7 +433,6 @@ class RolloutRegistry:
             self._settle(rollout)
 
     def _keep(self, rollout: Rollout) -> None:
-        self.totals.count_end(rollout)
         log_finished(rollout)
         self._settle(rollout)
 
