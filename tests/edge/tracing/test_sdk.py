@@ -210,6 +210,34 @@ def test_an_sdk_that_is_there_is_used(fresh: pytest.MonkeyPatch) -> None:
         assert current_tracing() is not None
 
 
+@pytest.mark.parametrize("broken", ["on_start", "on_end", "sampler"])
+async def test_an_sdk_that_raises_fails_no_rollout(no_sdk: None, caplog: pytest.LogCaptureFixture, broken: str) -> None:
+    from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+    from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+
+    class Broken(SpanProcessor, Sampler):
+        def on_start(self, span: Any, parent_context: Any = None) -> None:
+            assert broken != "on_start"
+
+        def on_end(self, span: Any) -> None:
+            assert broken != "on_end"
+
+        def should_sample(self, *given: Any, **named: Any) -> Any:
+            raise ValueError("no sample")
+
+        def get_description(self) -> str:
+            return "raises"
+
+    provider = TracerProvider(sampler=Broken() if broken == "sampler" else ALWAYS_ON, shutdown_on_exit=False)
+    provider.add_span_processor(Broken())
+    trace.set_tracer_provider(provider)
+    async with stage(script=Script((DONE,))) as here:
+        assert (await here.run()).HasField("stop")
+        headers = [dict(seen.metadata).get("traceparent", "") for seen in here.trainer.completions]
+    assert f"{TRACE_ID:032x}" in headers[0]
+    assert caplog.text.count("spans or metrics are incomplete") == 1
+
+
 async def test_without_an_sdk_nothing_is_sent(no_sdk: None) -> None:
     async with stage(script=Script((DONE,))) as here:
         await here.run()

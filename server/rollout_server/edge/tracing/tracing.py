@@ -7,18 +7,19 @@ libraries join the trace. The span of a rollout ends when its end is published.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from opentelemetry import context as contexts
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Link, Span, SpanKind, StatusCode
+from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanKind, StatusCode
 
 from rollout_server.core.outcome import Failure
 from rollout_server.core.record import Ended, ToolStarted
@@ -36,6 +37,7 @@ from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.tracer import OpenSpan, Traced
 from rollout_server.runtime.tools.executor import ToolResult
 
+_log = logging.getLogger(__name__)
 _UID: Final = contexts.create_key("rollout uid")
 _MOST_EVALUATIONS: Final = 64
 
@@ -47,6 +49,21 @@ class RolloutSpan:
     span: Span
     context: Context
     trace_id: int
+
+
+class Guard:
+    """Suppresses what the SDK, its processors and samplers raise within its blocks, and logs the first of it."""
+
+    _logged = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if isinstance(error, Exception) and not self._logged:
+            self._logged = True
+            _log.warning("spans or metrics are incomplete, and further errors are not logged", exc_info=error)
+        return isinstance(error, Exception)
 
 
 class Tracing:
@@ -62,6 +79,7 @@ class Tracing:
         self.tracer = tracer
         self.meters = meters
         self.captures = captures
+        self.guard = Guard()
         self._spans: WeakKeyDictionary[Rollout, RolloutSpan] = WeakKeyDictionary()
         self._open: dict[str, Rollout] = {}
 
@@ -72,17 +90,19 @@ class Tracing:
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
         given = made.completion_attributes(rollout, request, target, model)
-        if self.captures:
-            given[names.INPUT_MESSAGES] = contents.input_messages(request.messages[: request.asked.messages])
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
-        return _CompletionScope(self, rollout, (name, SpanKind.CLIENT, given))
+        scope = _CompletionScope(self, rollout, (name, SpanKind.CLIENT, given))
+        sent = request.messages[: request.asked.messages]
+        scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(sent)})
+        return scope
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
         given = made.tool_attributes(rollout, started)
-        if self.captures:
-            given[names.TOOL_ARGUMENTS] = contents.tool_text(started.call.arguments)
-        return _ToolScope(self, rollout, (f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}", SpanKind.INTERNAL, given))
+        name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
+        scope = _ToolScope(self, rollout, (name, SpanKind.INTERNAL, given))
+        scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
+        return scope
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
         """See `Tracer`. The outcome of an earlier process has no span of a rollout here: its caller's is the parent."""
@@ -95,19 +115,21 @@ class Tracing:
         if not isinstance(ended, Ended) or (outcome := rollout.outcome) is None:
             return
         if self.meters is not None:
-            self.meters.ended(rollout, ended)
+            with self.guard:
+                self.meters.ended(rollout, ended)
         found = self._spans.get(rollout) if rollout.uid in self._open else self._begin(rollout, rollout.created)
         self._open.pop(rollout.uid, None)
         if found is None:
             return
         span = found.span
-        if span.is_recording():
-            span.set_attributes(made.outcome_attributes(outcome, ended))
-            for evaluation in made.evaluations(outcome, _MOST_EVALUATIONS):
-                span.add_event(names.EVALUATION, evaluation)
-            if isinstance(outcome.end, Failure):
-                span.set_status(StatusCode.ERROR)
-        span.end(int(entries[-1].time * 1e9))
+        with self.guard:
+            if span.is_recording():
+                span.set_attributes(made.outcome_attributes(outcome, ended))
+                for evaluation in made.evaluations(outcome, _MOST_EVALUATIONS):
+                    span.add_event(names.EVALUATION, evaluation)
+                if isinstance(outcome.end, Failure):
+                    span.set_status(StatusCode.ERROR)
+        self._end(rollout, found, int(entries[-1].time * 1e9))
 
     def delivered(self, rollout: Rollout, attempt: Attempt, milliseconds: float) -> None:
         """Do nothing: each attempt has a span."""
@@ -125,19 +147,27 @@ class Tracing:
             first = 1 if created is None else 2  # of one that never ran: that it was accepted, and its end
             continued = rollout.is_restored and len(rollout.log.entries) > first
             links.append(Link(caller, {names.LINK: "resumed" if continued else "queued"}))
-        span = self.tracer.start_span(
-            f"{names.INVOKE_AGENT} {rollout.agent.name}",
-            parent,
-            SpanKind.INTERNAL,
-            made.rollout_attributes(rollout),
-            links,
-            None if created is None else int(created * 1e9),
-        )
+        name, given = f"{names.INVOKE_AGENT} {rollout.agent.name}", made.rollout_attributes(rollout)
+        time = None if created is None else int(created * 1e9)
+        span = self.start(parent, name, kind=SpanKind.INTERNAL, attributes=given, links=links, start_time=time)
         context = trace.set_span_in_context(span, contexts.set_value(_UID, rollout.uid, Context()))
         begun = RolloutSpan(span, context, span.get_span_context().trace_id)
         self._spans[rollout] = begun
         self._open[rollout.uid] = rollout
         return begun
+
+    def start(self, parent: Context, name: str, **given: Any) -> Span:
+        """Start a span. If that raises, what would be below the span is below its parent."""
+        with self.guard:
+            return self.tracer.start_span(name, parent, **given)
+        return NonRecordingSpan(trace.get_current_span(parent).get_span_context())
+
+    def _end(self, rollout: Rollout, ended: RolloutSpan, time: int | None = None) -> None:
+        """End the span of a rollout, of which only the ids are kept: it may be retained for long."""
+        with self.guard:
+            ended.span.end(time)
+        ids = NonRecordingSpan(ended.span.get_span_context())
+        self._spans[rollout] = replace(ended, span=ids, context=trace.set_span_in_context(ids, ended.context))
 
     def _on_left(self, rollout: Rollout) -> None:
         if rollout.is_suspended and rollout.uid in self._open:
@@ -149,7 +179,7 @@ class Tracing:
         found = self._spans.get(rollout)
         if found is not None:
             found.span.set_attribute(names.END, "suspended")
-            found.span.end()
+            self._end(rollout, found)
 
     def parent(self, rollout: Rollout) -> Context:
         """Return the context of a rollout's next span.
@@ -192,11 +222,22 @@ class SpanScope:
         self.tracing = tracing
         self.rollout = rollout
         self.attributes = begin[2]
-        self._span = tracing.tracer.start_span(begin[0], parent, begin[1], self.attributes)
+        self._span = tracing.start(parent, begin[0], kind=begin[1], attributes=self.attributes)
         self._context = trace.set_span_in_context(self._span, parent)
 
     def __call__(self, result: Traced) -> None:
+        with self.tracing.guard:
+            self.take(result)
+
+    def take(self, result: Traced) -> None:
+        """Add what the result says."""
         raise NotImplementedError
+
+    def capture(self, contents: Callable[[], made.Attributes]) -> None:
+        """Add messages, arguments or results, if they are exported."""
+        if self.tracing.captures and self._span.is_recording():
+            with self.tracing.guard:
+                self.add(contents())
 
     def count(self, meters: Meters, seconds: float) -> None:
         """Count the span with the metrics."""
@@ -219,10 +260,13 @@ class SpanScope:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         contexts.detach(self._token)
         if error is not None:
-            self._fail_with(error)
-        self._span.end()
+            with self.tracing.guard:
+                self._fail_with(error)
+        with self.tracing.guard:
+            self._span.end()
         if self.tracing.meters is not None:
-            self.count(self.tracing.meters, perf_counter() - self._began)
+            with self.tracing.guard:
+                self.count(self.tracing.meters, perf_counter() - self._began)
 
     def _fail_with(self, error: BaseException) -> None:
         failure = error.failure if isinstance(error, RolloutFailed) else None
@@ -240,12 +284,10 @@ class SpanScope:
 class _CompletionScope(SpanScope):
     __slots__ = ()
 
-    def __call__(self, result: Traced) -> None:
+    def take(self, result: Traced) -> None:
         if isinstance(result, tuple | list):
-            found = made.completed_attributes(self.rollout, result)
-            if self.tracing.captures:
-                found[names.OUTPUT_MESSAGES] = contents.output_messages(result)
-            self.add(found)
+            self.add(made.completed_attributes(self.rollout, result))
+            self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
 
     def count(self, meters: Meters, seconds: float) -> None:
         meters.completion(seconds, self.attributes)
@@ -254,12 +296,11 @@ class _CompletionScope(SpanScope):
 class _ToolScope(SpanScope):
     __slots__ = ()
 
-    def __call__(self, result: Traced) -> None:
+    def take(self, result: Traced) -> None:
         if isinstance(result, ToolResult):
             if result.failed:
                 self.fail({names.ERROR: "tool_error"})
-            if self.tracing.captures:
-                self.add({names.TOOL_RESULT: contents.tool_text(result.content)})
+            self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
 
     def count(self, meters: Meters, seconds: float) -> None:
         meters.tool(seconds, self.rollout, self.attributes)
@@ -268,6 +309,6 @@ class _ToolScope(SpanScope):
 class _DeliveryScope(SpanScope):
     __slots__ = ()
 
-    def __call__(self, result: Traced) -> None:
+    def take(self, result: Traced) -> None:
         if not isinstance(result, Sequence | ToolResult) and (error := made.delivery_error(result)):
             self.fail({names.ERROR: error})
