@@ -15,6 +15,7 @@ import httpx
 import pytest
 from rollout_server.archive.archive import Unreadable
 from rollout_server.archive.journal import SavedJournal
+from rollout_server.edge.journal.files import JournalDirectory
 
 from tests.archive.conftest import TOKEN, OpenSaved, Recorded
 from tests.support.processes import ANY_PORTS, Serving, environment, started
@@ -107,6 +108,26 @@ async def test_a_killed_server_leaves_what_it_had_stored(tmp_path: Path, open_sa
     assert rollout["spec"]["messages"] == start["messages"]
     assert rollout["state"] in ("queued", "running", "finished")
     assert contents(journal) == before
+
+
+def test_a_server_that_starts_while_a_journal_is_copied_is_not_kept_out(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = recorded.journal / "journal.sqlite3"
+    Path(f"{database}-wal").write_bytes(b"changes")
+
+    def copy(source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes())
+        directory = JournalDirectory(recorded.journal)
+        directory.open()
+        directory.close()
+        os.utime(database)
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    saved = SavedJournal(recorded.journal)
+    with pytest.raises(Unreadable, match="was changed meanwhile"):
+        saved.open()
+    saved.close()
 
 
 async def test_older_tables_are_read_from_a_copy(recorded: Recorded, open_saved: OpenSaved) -> None:

@@ -50,14 +50,14 @@ class SavedJournal:
         self._directory = directory
         self._database = directory / DATABASE
         self._copies: TemporaryDirectory[str] | None = None
-        self._state: tuple[object, ...] = ()
+        self._state: tuple[tuple[int, ...], ...] = ()
 
     def open(self) -> list[JournalRollout]:
         """Return the rollouts, oldest first. Raises `Unreadable`, also for a journal that a server has open."""
-        with _unlocked(self._directory):
-            if _wal_bytes(self._database) or self._version() < latest_version():
-                self._copy()
+        _check_unused(self._directory)
         self._state = self._fingerprint()
+        if self._state[1][2:3] > (0,) or self._version() < latest_version():
+            self._copy()
         try:
             with self.connection() as connection:
                 return [JournalRollout(self, row.number, row.uid) for row in connection.execute(_NAMES)]
@@ -109,19 +109,25 @@ class SavedJournal:
         return version
 
     def _copy(self) -> None:
-        """Continue with a copy, which has all changes and the newest tables."""
+        """Continue with a copy, which has all changes and the newest tables.
+
+        No lock is held meanwhile, because a server that starts would end. Raises `Unreadable` if one has changed the journal.
+        """
         self._copies = TemporaryDirectory(prefix="rollout-view-")
         copy = Path(self._copies.name) / DATABASE
         try:
             for ending in ("", _WAL):
                 with suppress(FileNotFoundError):
                     shutil.copyfile(f"{self._database}{ending}", f"{copy}{ending}")
-            self._database = copy
+            _check_unused(self._directory)
+            self._check_unchanged()
+            self._database, self._state = copy, ()
             self._version()
             with _connect(copy, "mode=rw") as connection, connection.begin():
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
                 migrate(connection, version)
+            self._state = self._fingerprint()
         except (OSError, SQLAlchemyError) as error:
             self.close()
             raise Unreadable(f"the journal {self._directory} cannot be copied to {copy.parent} ({error})") from error
@@ -129,12 +135,11 @@ class SavedJournal:
             self.close()
             raise
 
-    def _fingerprint(self) -> tuple[object, ...]:
+    def _fingerprint(self) -> tuple[tuple[int, ...], ...]:
         try:
-            found = self._database.stat()
+            return tuple(_stat(f"{self._database}{ending}") for ending in ("", _WAL))
         except OSError as error:
             raise Unreadable(f"the journal {self._database} cannot be read: {error.strerror}") from error
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, _wal_bytes(self._database)
 
     def _check_unchanged(self) -> None:
         """Raise `Unreadable` if a server has opened the journal since `open`, so what was read may not be consistent."""
@@ -207,19 +212,16 @@ def is_journal(directory: Path) -> bool:
     return (directory / DATABASE).is_file()
 
 
-@contextmanager
-def _unlocked(directory: Path) -> Iterator[None]:
-    """Keep servers from opening the journal within the block. Raises `Unreadable` if one has it open."""
+def _check_unused(directory: Path) -> None:
+    """Raise `Unreadable` if a server has the journal open."""
     try:
         lock = os.open(directory / _LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        yield  # a copy of the database alone
+    except FileNotFoundError:  # a copy of the database alone
         return
     except OSError as error:
         raise Unreadable(f"the journal {directory} cannot be read: {error.strerror}") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
     except BlockingIOError:
         raise Unreadable(f"the journal {directory} is in use: {_IN_USE}") from None
     finally:
@@ -238,9 +240,10 @@ def _connect(database: Path, parameters: str) -> Iterator[Connection]:
         yield connection
 
 
-def _wal_bytes(database: Path) -> int:
-    """Return the size of SQLite's log beside a database; 0 if there is none."""
+def _stat(path: str) -> tuple[int, ...]:
+    """Return what changes when a file does: device, inode, size and time; nothing if there is no such file."""
     try:
-        return Path(f"{database}{_WAL}").stat().st_size
+        found = os.stat(path)
     except FileNotFoundError:
-        return 0
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
