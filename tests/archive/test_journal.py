@@ -59,7 +59,8 @@ async def test_it_selects_as_the_server_does(recorded: Recorded, open_saved: Ope
     assert await found(label="split=train") == ["tour"]
     assert await found(failure_class="trainer") == ["fails"]
     assert await found(text="PLUM") == ["tour"]
-    assert await found(text="no such text") == []
+    assert await found(text="no such text") == await found(text="content") == await found(text="assistant") == []
+    assert (await client.get("/v1/rollouts", params={"text": "x" * 257})).status_code == 422
     assert await found(state="running") == []
     page = (await client.get("/v1/rollouts", params={"page_size": 3})).json()
     rest = (await client.get("/v1/rollouts", params={"page_size": 3, "page_token": page["next_page_token"]})).json()
@@ -172,6 +173,8 @@ async def test_one_damaged_rollout_hides_no_others(recorded: Recorded, open_save
     first = (await client.get("/v1/rollouts")).json()["rollouts"][-1]
     assert (first["uid"], first["outcome"]["category"]) == (uid, "internal")
     assert "cannot be read: " in first["outcome"]["message"]
+    found = (await client.get("/v1/rollouts", params={"text": "2 + 2"})).json()["rollouts"]
+    assert [each["uid"] for each in found] == [recorded.rollouts[3]["uid"]]
     reply = await client.get(f"/v1/rollouts/{uid}")
     assert reply.json()["error"]["code"] == "UNREADABLE"
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from osmosis.rollout.v1 import event_pb2, outcome_pb2, token_pb2
+from osmosis.rollout.v1 import event_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_gateway.message_json import message_json
 
 from rollout_server.core.error import NotFound
 from rollout_server.inspection.so_far import add_outcome_so_far
+from rollout_server.runtime.registry.selection import TextSearch
 
 _RECENT: Final = 4
 """Number of recordings that stay in memory: a page asks for the same rollout several times."""
@@ -32,13 +32,13 @@ class Recording:
     events: Sequence[event_pb2.RolloutEvent] = ()
 
     @property
-    def segments(self) -> Sequence[token_pb2.Segment]:
-        """The segments of its outcome, or of its events if it had not finished."""
+    def outcome(self) -> outcome_pb2.Outcome:
+        """Its outcome, or what its events have of it if it had not finished."""
         if self.rollout.HasField("outcome"):
-            return self.rollout.outcome.segments
+            return self.rollout.outcome
         so_far = pb.Rollout(last_sequence=self.rollout.last_sequence)
         add_outcome_so_far(so_far, self.events)
-        return so_far.outcome.segments
+        return so_far.outcome
 
 
 class SavedRollout(Protocol):
@@ -145,21 +145,21 @@ class Archive:
         )
 
     def _contains(self, number: int, rollout: pb.Rollout, text: str) -> bool:
-        """Return whether the ids, labels, end or messages of a rollout contain a text, ignoring case."""
-        spec, outcome, folded = rollout.spec, rollout.outcome, text.casefold()
+        """Search the facts of a rollout that the index has, and then its messages."""
+        spec, outcome = rollout.spec, rollout.outcome
         labels = (part for pair in spec.labels.items() for part in pair)
         ends = (outcome.stop.reason, outcome.failure.message, outcome.cancellation.reason)
-        if any(
-            folded in each.casefold()
-            for each in (rollout.uid, spec.rollout_id, spec.group_id, spec.agent, *labels, *ends)
-        ):
-            return True
-        full = self.read(self._saved[number].uid).rollout
-        written = {json.dumps(text, ensure_ascii=ascii_only)[1:-1].casefold() for ascii_only in (True, False)}
-        messages = (
-            bytes(message_json(each)).decode().casefold() for each in (*full.spec.messages, *full.outcome.messages)
-        )
-        return any(each in message for message in messages for each in written)
+        facts = (rollout.uid, spec.rollout_id, spec.group_id, spec.agent, *labels, *ends)
+        return any(TextSearch(text).steps(facts, self._messages(number)))
+
+    def _messages(self, number: int) -> Iterator[str]:
+        """Yield the JSON of a rollout's messages; of one that cannot be read, none."""
+        try:
+            found = self.read(self._saved[number].uid)
+        except Unreadable:
+            return
+        for message in (*found.rollout.spec.messages, *found.outcome.messages):
+            yield bytes(message_json(message)).decode()
 
 
 def basic(rollout: pb.Rollout) -> pb.Rollout:

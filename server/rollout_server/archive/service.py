@@ -19,6 +19,7 @@ from rollout_server.edge.rpc.token_window import MOST_TOKENS, TokenWindow
 from rollout_server.edge.tokens.cache import Tokenizers
 from rollout_server.edge.tokens.token_text import CONTEXT_TOKENS
 from rollout_server.edge.wire import request as wire
+from rollout_server.runtime.start_request import Caller
 
 READ_ONLY: Final = "read_only"
 """Feature of a server that shows rollouts, and does not start or cancel any."""
@@ -60,6 +61,7 @@ class ArchiveService(rollout_service_pb2_grpc.RolloutServiceServicer):
         """Return a page of rollouts. It is short if reading them takes long."""
         if request.page_size > MAX_PAGE:
             raise InvalidRequest(Violation("page_size", f"must be at most {MAX_PAGE}"))
+        wire.selection(request.selection, Caller("", admin=True), searches=True)  # its errors are those of a server
         selection, before = request.selection, wire.page_start(request.page_token, request.selection)
         page = await _read(self._archive.page, selection, before, request.page_size or DEFAULT_PAGE, _SECONDS)
         following = [] if page.next_before is None else [page.next_before]
@@ -152,7 +154,7 @@ _REFUSED: Final = "these are saved rollouts: they can be read, but nothing can b
 
 def _window(found: Recording, request: pb.DecodeTokensRequest) -> TokenWindow:
     """Return the tokens that are requested of a rollout. Raises `NotFound` and `InvalidRequest`."""
-    segment = next((each for each in found.segments if each.id == request.segment_id), None)
+    segment = next((each for each in found.outcome.segments if each.id == request.segment_id), None)
     if segment is None:
         raise NotFound(f"the rollout has no segment {request.segment_id[:64]!r}", reason="SEGMENT_NOT_FOUND")
     ids, cuts = array("I"), list[int]()

@@ -654,7 +654,8 @@ class Selection(_message.Message):
     """All rollouts of the caller. CancelRollouts and RedeliverOutcomes require it if no other condition is set."""
     text: _builtins.str
     """The text occurs, ignoring case, in the uid, rollout id, group id, agent, a key or value of the labels, the end's reason or message,
-    or a message of the conversation (roles and types excepted). At most 256 characters. Only ListRollouts allows it: INVALID_ARGUMENT.
+    or a message of the conversation (roles and types excepted; a message of more than 64 KiB is searched as it is written in JSON, with
+    keys). At most 256 characters. Only ListRollouts allows it: INVALID_ARGUMENT.
     """
     @_builtins.property
     def uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

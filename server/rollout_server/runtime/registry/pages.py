@@ -11,7 +11,7 @@ from typing import Final
 from rollout_server.core.error import Busy
 from rollout_server.runtime.aio.slices import SLICE
 from rollout_server.runtime.registry.rollout_index import RegistryEntry, RolloutIndex, filtered
-from rollout_server.runtime.registry.selection import Selection, TextSearch
+from rollout_server.runtime.registry.selection import Selection, TextSearch, facts_of
 from rollout_server.runtime.rollout import Rollout
 
 _SLICES: Final = 100
@@ -95,6 +95,10 @@ class _Scan:
                 return last and is_between
         return True
 
+    def _search_steps(self, rollout: Rollout) -> Iterator[bool]:
+        if self._search is not None:
+            yield from self._search.steps(facts_of(rollout), (each.text for each in rollout.machine.messages))
+
     def _examine(self, candidates: Sequence[RegistryEntry]) -> Iterator[bool]:
         """Examine one candidate after the other. Yields after each step whether the next one begins with another candidate."""
         conditions = self._selection.conditions()
@@ -102,7 +106,7 @@ class _Scan:
             chunk = candidates[max(0, stop - _CHUNK) : stop][::-1]
             for entry in filtered(chunk, conditions):
                 is_found = self._search is None
-                for is_found in self._search.steps(entry.rollout) if self._search is not None else ():
+                for is_found in self._search_steps(entry.rollout):
                     if is_found:
                         break
                     yield False

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from rollout_server.core.message import JSON, MalformedMessage, Message
+from rollout_server.core.message import JSON, MalformedMessage, parse_object
 from rollout_server.core.outcome import Failure, FailureClass, Outcome, failure_class_of
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.rollout import Rollout, RolloutState
@@ -77,7 +77,7 @@ def _failed_as(outcome: Outcome | None, classes: tuple[FailureClass, ...]) -> bo
 
 
 class TextSearch:
-    """Searches rollouts for a text, ignoring case."""
+    """Searches rollouts for a text, ignoring case. `runtime.registry.pages` and saved rollouts have this search in common."""
 
     def __init__(self, text: str) -> None:
         self._text = text.casefold()
@@ -85,18 +85,22 @@ class TextSearch:
         escaped = {json.dumps(text, ensure_ascii=ascii_only)[1:-1].casefold() for ascii_only in (True, False)}
         self._escaped = (self._text, *sorted(escaped - {self._text}))
 
-    def steps(self, rollout: Rollout) -> Iterator[bool]:
-        """Search a rollout in steps of at most about a millisecond. Yields whether a step found the text."""
-        yield any(self._text in each.casefold() for each in _facts(rollout))
-        for message in rollout.machine.messages:
-            yield from self._message_steps(message)
+    def steps(self, facts: Iterable[str], messages: Iterable[str]) -> Iterator[bool]:
+        """Search a rollout in steps of at most about a millisecond. Yields whether a step found the text.
 
-    def _message_steps(self, message: Message) -> Iterator[bool]:
-        text = message.text
+        Args:
+            facts: see `facts_of`.
+            messages: the JSON of its messages.
+        """
+        yield any(self._text in each.casefold() for each in facts)
+        for text in messages:
+            yield from self._message_steps(text)
+
+    def _message_steps(self, text: str) -> Iterator[bool]:
         if len(text) <= _PIECE:
             # What is not written with \u escapes is parsed only if its JSON contains the text.
             likely = "\\u" in text or "\\/" in text or self._is_in_json(text)
-            yield likely and any(self._text in each.casefold() for each in _strings(message))
+            yield likely and any(self._text in each.casefold() for each in _strings(text))
             return
         overlap = max(map(len, self._escaped))
         for start in range(0, len(text), _PIECE):  # not parsed: the text may also be found in a key
@@ -107,7 +111,7 @@ class TextSearch:
         return any(each in folded for each in self._escaped)
 
 
-def _facts(rollout: Rollout) -> Iterator[str]:
+def facts_of(rollout: Rollout) -> Iterator[str]:
     """Yield the texts of a rollout besides its messages."""
     spec = rollout.spec
     yield from (rollout.uid, spec.rollout_id, spec.group_id, spec.agent)
@@ -118,11 +122,11 @@ def _facts(rollout: Rollout) -> Iterator[str]:
         yield end.message if isinstance(end, Failure) else end.reason
 
 
-def _strings(message: Message) -> Iterator[str]:
+def _strings(text: str) -> Iterator[str]:
     """Yield the strings of a message, except for keys, its role, and the types of its parts and calls."""
     try:
-        waiting: list[JSON] = [message.fields()]
-    except MalformedMessage:  # the text was accepted as a message, so this does not happen
+        waiting: list[JSON] = [parse_object(text)]
+    except MalformedMessage:  # only in a file: a server accepts no such message
         return
     while waiting:
         value = waiting.pop()
