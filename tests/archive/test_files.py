@@ -156,6 +156,28 @@ def test_other_files_are_refused_with_a_reason(tmp_path: Path, content: bytes, t
         saved_in(path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"rollout": {"uid": "b", "state": "finished"}, "events": 5}',
+        '{"rollout": {"uid": "b", "state": "finished", "spec": {"messages": 5}}, "events": []}',
+        '{"uid": "b", "state": "finished", "outcome": null, "spec": {"messages": [{"role": "user", "content": NaN}]}}',
+        '{"uid": "b", "state": "finished", "outcome": null, "spec": {"messages": [{"role": "user", "content": 1e999}]}}',
+        '{"response_ids": 5, "uid": "b"}',
+    ],
+)
+async def test_a_line_of_another_shape_hides_no_others(tmp_path: Path, open_saved: OpenSaved, line: str) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(f'{{"uid": "a", "state": "finished", "outcome": null}}\n{line}\n')
+    client = await open_saved(path)
+    broken, sound = (await client.get("/v1/rollouts")).json()["rollouts"]
+    assert (sound["uid"], sound["outcome"], broken["uid"]) == ("a", None, "b")
+    assert "cannot be read" in broken["outcome"]["message"]
+    path.write_text(f"{line}\n")
+    with pytest.raises(Unreadable):
+        saved_in(path)
+
+
 def test_files_that_are_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
     monkeypatch.setattr(files, "MOST_UNPACKED", 1 << 20)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from rollout_server.archive.archive import Unreadable
+from rollout_server.archive.document import document_of
 from rollout_server.archive.journal import SavedJournal
 from rollout_server.edge.journal.files import JournalDirectory
 
@@ -177,6 +178,11 @@ async def test_one_damaged_rollout_hides_no_others(recorded: Recorded, open_save
     assert [each["uid"] for each in found] == [recorded.rollouts[3]["uid"]]
     reply = await client.get(f"/v1/rollouts/{uid}")
     assert reply.json()["error"]["code"] == "UNREADABLE"
+    reports: list[str] = []
+    _, count = await document_of(client, (), reports.append)
+    assert (count, [uid in text for text in reports]) == (3, [True])
+    with pytest.raises(Unreadable):
+        await document_of(client, [uid])
 
 
 async def test_a_server_that_starts_meanwhile_is_noticed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import httpx
@@ -17,12 +17,15 @@ _TEXTS: Final = 4096
 _PAGE: Final = 1000
 
 
-async def document_of(client: httpx.AsyncClient, uids: Sequence[str] = ()) -> tuple[bytes, int]:
+async def document_of(
+    client: httpx.AsyncClient, uids: Sequence[str] = (), report: Callable[[str], None] = print
+) -> tuple[bytes, int]:
     """Return the document with rollouts of a gateway, and their number.
 
     Args:
         client: a client with the gateway's URL as base.
-        uids: uids of the rollouts; none: all, newest first.
+        uids: uids of the rollouts; none: all that can be read, newest first.
+        report: receives the reason why a rollout is left out.
 
     Raises:
         Unreadable: the gateway refuses or cannot be reached, or the rollouts are more than `MOST_BYTES`.
@@ -31,7 +34,13 @@ async def document_of(client: httpx.AsyncClient, uids: Sequence[str] = ()) -> tu
     size = 0
     try:
         async for uid in _listed(client, uids):
-            found.append(await _saved(client, uid))
+            try:
+                found.append(await _saved(client, uid))
+            except Unreadable as error:
+                if uids:
+                    raise
+                report(f"left out: {error}")
+                continue
             size += len(found[-1])
             if size > MOST_BYTES:
                 text = f"more than {MOST_BYTES >> 20} MiB, which browsers cannot open well"

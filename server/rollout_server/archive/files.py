@@ -21,7 +21,7 @@ from rollout_server.archive.samples import rollout_of_samples
 from rollout_server.evaluation.row_result import RowResult
 from rollout_server.evaluation.row_rollout import rollout_of_result
 from rollout_server.inspection.load import parse_rollout
-from rollout_server.inspection.rest_json import event_of, is_rest_json, rollout_of
+from rollout_server.inspection.rest_json import event_of, is_rest_json, rollout_of, strict_json
 
 MOST_BYTES: Final = 256 << 20
 """Size of one rollout in a file. A larger one would take several GB of memory."""
@@ -54,6 +54,14 @@ class FileRollout:
             found = self.parse(contents)
         except (OSError, ValueError) as error:
             raise Unreadable(f"{self.name}, rollout {self.uid}: {error}") from error
+        except (
+            TypeError,
+            AttributeError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:  # any JSON may be there
+            raise Unreadable(f"{self.name}, rollout {self.uid}: a value has another type ({error})") from error
         found.rollout.uid = self.uid
         found.rollout.last_sequence = found.events[-1].sequence if found.events else 0
         return found
@@ -139,9 +147,9 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         offset += len(line)
 
 
-def _json_object(line: bytes) -> dict[str, Any] | None:
+def _json_object(line: bytes, parse: Callable[[bytes], Any] = json.loads) -> dict[str, Any] | None:
     try:
-        value = json.loads(line)
+        value = parse(line)
     except ValueError:
         return None
     return value if isinstance(value, dict) else None
@@ -160,9 +168,9 @@ def _line_form(value: Mapping[str, Any], number: int, agent: str) -> tuple[str, 
             rollout_of_result(msgspec.json.decode(parts[0], type=RowResult), agent)
         )
     if isinstance(value.get("rollout"), dict):
-        return str(value["rollout"].get("uid")), lambda parts: _recorded(json.loads(parts[0]))
+        return str(value["rollout"].get("uid")), lambda parts: _recorded(strict_json(parts[0]))
     if is_rest_json(value):
-        return str(value.get("uid") or f"line-{number}"), lambda parts: Recording(rollout_of(json.loads(parts[0])))
+        return str(value.get("uid") or f"line-{number}"), lambda parts: Recording(rollout_of(strict_json(parts[0])))
     found = parse_rollout(json.dumps(value).encode())
     return found.uid or f"line-{number}", lambda parts: Recording(_complete(parse_rollout(parts[0])))
 
@@ -177,7 +185,7 @@ def _whole(file: IO[bytes], path: Path, opened: Callable[[], IO[bytes]]) -> Save
 
 
 def _parse_whole(parts: Sequence[bytes]) -> Recording:
-    value = _json_object(parts[0]) if parts[0].lstrip()[:1] == b"{" else None
+    value = _json_object(parts[0], strict_json) if parts[0].lstrip()[:1] == b"{" else None
     if value is not None and is_rest_json(value):
         return Recording(_complete(rollout_of(value)))
     if value is not None and isinstance(value.get("rollout"), dict) and is_rest_json(value["rollout"]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,12 +13,12 @@ from rollout_client.export import from_dict
 
 from rollout_server.archive.archive import Recording
 from rollout_server.evaluation.row_rollout import number_of, set_end
-from rollout_server.inspection.rest_json import rollout_of
+from rollout_server.inspection.rest_json import rollout_of, strict_json
 
 
 def rollout_of_samples(lines: Sequence[bytes]) -> Recording:
     """Return the rollout of its training samples, given as lines of JSON. It has their tokens, but no messages."""
-    found = _samples([json.loads(line) for line in lines])
+    found = _samples([strict_json(line) for line in lines])
     first = found[0]
     outcome = outcome_pb2.Outcome(
         segments=[_segment(sample) for sample in found], reward=first.reward, scores=first.scores

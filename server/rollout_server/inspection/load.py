@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from codecs import BOM_UTF8
 from pathlib import Path
@@ -13,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from osmosis.rollout.v1 import outcome_pb2, outcome_service_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from rollout_server.inspection.rest_json import is_rest_json, rollout_of
+from rollout_server.inspection.rest_json import is_rest_json, rollout_of, strict_json
 
 UID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -46,7 +45,7 @@ def parse_rollout(content: bytes) -> pb.Rollout:
 
 def _from_json(content: bytes) -> pb.Rollout | None:
     try:
-        value = json.loads(content.decode())
+        value = strict_json(content.decode())
     except UnicodeDecodeError:
         return None
     except RecursionError:

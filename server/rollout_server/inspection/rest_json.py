@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
@@ -18,6 +18,15 @@ from rollout_gateway.rest.proto_json import duration, forms
 Fields: TypeAlias = Mapping[str, Any]
 _T = TypeVar("_T")
 _ENDS: Final = ("stop", "failure", "cancellation")
+
+
+def strict_json(text: str | bytes) -> Any:
+    """Parse JSON. Unlike `json.loads` it refuses NaN and Infinity, which browsers cannot read. Raises ValueError."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
 
 
 def is_rest_json(value: Fields) -> bool:
@@ -84,7 +93,7 @@ def _value(field: Any, value: Any) -> Any:
         read = _READERS.get(field.message_type.name)
         return read(value) if read is not None else _message(value, GetMessageClass(field.message_type))
     if field.name.endswith("_json"):
-        return json.dumps(value)
+        return json.dumps(value, allow_nan=False)
     return base64.b64decode(value) if field.type == field.TYPE_BYTES else value
 
 
@@ -108,7 +117,7 @@ _CLASSES: Final = outcome_pb2.FailureClass.DESCRIPTOR
 _READERS: Final[Mapping[str, Callable[[Any], Message | dict[str, Any]]]] = {
     "Timestamp": _timestamp,
     "Duration": duration,
-    "Message": lambda value: message_pb2.Message(json=json.dumps(value)),
+    "Message": lambda value: message_pb2.Message(json=json.dumps(value, allow_nan=False)),
     "Logprobs": lambda value: token_pb2.Logprobs(values=value),
     "TrainOn": lambda value: {"classes": [enum_values(_CLASSES).get(each, 0) for each in value]},
     "Outcome": _outcome,

@@ -122,7 +122,7 @@ class _Viewer:
         from rollout_server.archive.document import document_of
 
         assert self._flags.html is not None  # noqa: S101 - see `writes`
-        content, count = await document_of(client, self._flags.uid or uids)
+        content, count = await document_of(client, self._flags.uid or uids, _warn)
         self._flags.html.write_bytes(content)
         typer.echo(f"{self._flags.html}: {count} rollout{'' if count == 1 else 's'}, {len(content) / 1e6:.1f} MB")
         self._output.line({"written": {"file": str(self._flags.html), "rollouts": count, "bytes": len(content)}})
