@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 from fastapi import FastAPI
@@ -56,7 +56,9 @@ def remote_app(client: httpx.AsyncClient) -> FastAPI:
     @app.get("/v1/{path:path}")
     async def read(path: str, request: Request) -> Response:
         headers = {name: value for name, value in request.headers.items() if name in _PASSED}
-        passed = client.build_request("GET", f"v1/{path}", params=request.query_params, headers=headers)
+        if {".", ".."} & {*path.split("/")}:  # it is decoded here, so it has every form of them
+            return JSONResponse({"error": {"code": "NOT_FOUND", "message": "there is no such path"}}, 404)
+        passed = client.build_request("GET", f"v1/{quote(path)}", params=request.url.query, headers=headers)
         try:
             found = await client.send(passed, stream=True)
         except httpx.HTTPError as error:
