@@ -67,6 +67,28 @@ async def test_lines_of_rollouts_and_directories(recorded: Recorded, open_saved:
     assert reply.json() == recorded.rollouts[3]
 
 
+def test_different_rollouts_have_different_uids(tmp_path: Path) -> None:
+    """Those that a file has stay as they are. Rows of several files do not form a group."""
+    found: list[Path] = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        found += [
+            write(tmp_path / folder / "eval.jsonl", *(asdict(result(row, end="refused")) for row in (1, 2))),
+            write(
+                tmp_path / folder / "odd.jsonl", *({"uid": uid, "state": "finished"} for uid in ("x/y", "x y", "same"))
+            ),
+        ]
+    other = write(tmp_path / "other.jsonl", asdict(result(1, end="refused")), asdict(result(2, end="refused")))
+    with open_archive([*found, other], print) as archive:
+        assert archive.uids == [
+            *("eval-row-1-1", "eval-row-2-1", "x-y", "x-y-2", "same", "eval-row-1-1-2", "eval-row-2-1-2"),
+            *("other-row-1-1", "other-row-2-1"),
+        ]
+        groups = {archive.read(uid).rollout.spec.group_id for uid in archive.uids if "row-1" in uid}
+        assert groups == {"eval-row-1", "other-row-1"}
+        assert archive.read("x-y-2").rollout.uid == "x-y-2"
+
+
 def test_a_file_that_is_left_out_is_reported(recorded: Recorded, tmp_path: Path) -> None:
     write(tmp_path / "one.json", recorded.rollouts[0])
     (tmp_path / "notes.txt").write_text("no rollout")
@@ -82,7 +104,7 @@ def test_samples_become_segments(recorded: Recorded, tmp_path: Path, form: str) 
     lines = [*map(to_dict, samples(wanted))] if form == "client" else recorded.rollouts[0]["outcome"]["samples"]
     [saved] = saved_in(write(tmp_path / "samples.jsonl", *lines))
     found = saved.read().rollout
-    assert found.uid == (wanted.uid if form == "client" else "samples")
+    assert found.uid == (wanted.uid if form == "client" else "samples-samples")
     expected = {each.id: [*each.spans] for each in wanted.outcome.segments}
     for segment in found.outcome.segments:
         ids = [id for span in segment.spans for id in span.token_ids]
@@ -112,7 +134,7 @@ async def test_results_of_an_evaluation(open_saved: OpenSaved, tmp_path: Path) -
     client = await open_saved(path)
     listed = (await client.get("/v1/rollouts", params={"view": "messages"})).json()["rollouts"]
     third, second, first = listed
-    assert (first["uid"], second["uid"]) == ("srv-1", "row-2-1")
+    assert (first["uid"], second["uid"]) == ("srv-1", "results-row-2-1")
     assert (first["spec"]["agent"], first["spec"]["messages"], first["outcome"]["messages"]) == (
         "calculator",
         prompt,

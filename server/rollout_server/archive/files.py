@@ -34,13 +34,19 @@ _READABLE: Final = (
     "samples, and the results of `rollout eval`"
 )
 Parse = Callable[[Sequence[bytes]], Recording]
+_Form = tuple[object, str, Parse]
+"""The uid that a file has of a rollout, if any; a name of its place in the file; and how to read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRollout:
-    """A rollout in parts of a file, which are (offset, length) in bytes. `parse` turns their contents into the rollout."""
+    """A rollout in parts of a file, which are (offset, length) in bytes. `parse` turns their contents into the rollout.
+
+    `origin` is the uid that the file has, or without one the place in the file: other rollouts have others.
+    """
 
     uid: str
+    origin: str
     name: str
     open: Callable[[], IO[bytes]]
     parts: Sequence[tuple[int, int]]
@@ -128,12 +134,22 @@ def _rollouts(file: IO[bytes], path: Path, opened: Callable[[], IO[bytes]]) -> I
             agent = str(value["evaluation"].get("agent", ""))
             continue
         if "response_ids" in value:
-            samples[str(value.get("uid") or "samples")].append((offset, len(line)))
+            samples[str(value.get("uid") or "")].append((offset, len(line)))
             continue
-        uid, parse = _line_form(value, number, agent)
-        yield FileRollout(_valid_uid(uid), str(path), opened, [(offset, len(line))], parse)
+        form = _line_form(value, number, agent, f"{_stem(path)}-")
+        yield _rollout(form, path, opened, [(offset, len(line))])
     for uid, parts in samples.items():
-        yield FileRollout(_valid_uid(uid), str(path), opened, parts, rollout_of_samples)
+        yield _rollout((uid, "samples", rollout_of_samples), path, opened, parts)
+
+
+def _rollout(form: _Form, path: Path, opened: Callable[[], IO[bytes]], parts: Sequence[tuple[int, int]]) -> FileRollout:
+    uid, place, parse = form
+    named = str(uid) if uid else "-".join(filter(None, (_stem(path), place)))
+    return FileRollout(_valid_uid(named), str(uid) if uid else f"{path}: {place}", str(path), opened, parts, parse)
+
+
+def _stem(path: Path) -> str:
+    return _valid_uid(path.name.partition(".")[0])[:40]
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -160,19 +176,21 @@ def _is_line(value: Mapping[str, Any]) -> bool:
     return "response_ids" in value or "evaluation" in value or "row" in value or "rollout" in value
 
 
-def _line_form(value: Mapping[str, Any], number: int, agent: str) -> tuple[str, Parse]:
-    """Return the uid of the rollout in a line, and how to read it. `agent`: that of a results file."""
+def _line_form(value: Mapping[str, Any], number: int, agent: str, prefix: str) -> _Form:
+    """Return the form of a line. `agent` and `prefix`: the agent of a results file, and what its group ids begin with."""
+    place = f"line-{number}"
     if "row" in value and "repeat" in value:
-        uid = value.get("uid") or f"row-{value['row']}-{value['repeat']}"
-        return str(uid), lambda parts: Recording(
-            rollout_of_result(msgspec.json.decode(parts[0], type=RowResult), agent)
+        return (
+            value.get("uid"),
+            f"row-{value['row']}-{value['repeat']}",
+            lambda parts: Recording(rollout_of_result(msgspec.json.decode(parts[0], type=RowResult), agent, prefix)),
         )
     if isinstance(value.get("rollout"), dict):
-        return str(value["rollout"].get("uid")), lambda parts: _recorded(strict_json(parts[0]))
+        return value["rollout"].get("uid"), place, lambda parts: _recorded(strict_json(parts[0]))
     if is_rest_json(value):
-        return str(value.get("uid") or f"line-{number}"), lambda parts: Recording(rollout_of(strict_json(parts[0])))
+        return value.get("uid"), place, lambda parts: Recording(rollout_of(strict_json(parts[0])))
     found = parse_rollout(json.dumps(value).encode())
-    return found.uid or f"line-{number}", lambda parts: Recording(_complete(parse_rollout(parts[0])))
+    return found.uid, place, lambda parts: Recording(_complete(parse_rollout(parts[0])))
 
 
 def _whole(file: IO[bytes], path: Path, opened: Callable[[], IO[bytes]]) -> SavedRollout:
@@ -180,8 +198,7 @@ def _whole(file: IO[bytes], path: Path, opened: Callable[[], IO[bytes]]) -> Save
     if size > MOST_BYTES:
         raise ValueError(f"it has {size >> 20} MiB, which is too large for one rollout: at most {MOST_BYTES >> 20} MiB")
     found = _parse_whole([_part(file, 0, size)])
-    uid = _valid_uid(found.rollout.uid or path.name.partition(".")[0])
-    return FileRollout(uid, str(path), opened, [(0, size)], _parse_whole)
+    return _rollout((found.rollout.uid, "", _parse_whole), path, opened, [(0, size)])
 
 
 def _parse_whole(parts: Sequence[bytes]) -> Recording:

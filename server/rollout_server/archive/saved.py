@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 from rollout_server.archive.archive import Archive, SavedRollout, Unreadable
-from rollout_server.archive.files import saved_in
+from rollout_server.archive.files import FileRollout, saved_in
 from rollout_server.archive.journal import SavedJournal, is_journal
 
 
@@ -29,7 +32,27 @@ def open_archive(paths: Sequence[Path], report: Callable[[str], None]) -> Iterat
                 found += journal.open()
             else:
                 found += _directory(path, report) if path.is_dir() else saved_in(path)
-        yield Archive(found)
+        yield Archive([*_distinct(found)])
+
+
+def _distinct(found: Sequence[SavedRollout]) -> Iterator[SavedRollout]:
+    """Yield the rollouts, with numbers at the ends of uids that different ones would share."""
+    origins = [each.origin if isinstance(each, FileRollout) else each.uid for each in found]
+    uids: dict[tuple[str, str], str] = {}
+    taken: set[str] = {each.uid for each, origin in zip(found, origins, strict=True) if origin == each.uid}
+    numbers = defaultdict[str, Iterator[int]](lambda: count(2))
+    for each, origin in zip(found, origins, strict=True):
+        if not isinstance(each, FileRollout) or origin == each.uid:
+            yield each
+            continue
+        key = each.uid, origin
+        if key not in uids:
+            uid = each.uid
+            while uid in taken:
+                uid = f"{each.uid[:56]}-{next(numbers[each.uid])}"
+            taken.add(uid)
+            uids[key] = uid
+        yield replace(each, uid=uids[key])
 
 
 def _directory(path: Path, report: Callable[[str], None]) -> list[SavedRollout]:

@@ -14,8 +14,11 @@ from rollout_server.authoring.rollout_result import REFUSED
 from rollout_server.evaluation.row_result import RowResult
 
 
-def rollout_of_result(result: RowResult, agent: str = "") -> pb.Rollout:
-    """Return the rollout of a result: its conversation and figures, without tokens. Facts of its row become labels."""
+def rollout_of_result(result: RowResult, agent: str = "", prefix: str = "") -> pb.Rollout:
+    """Return the rollout of a result: its conversation and figures, without tokens. Facts of its row become labels.
+
+    `prefix` begins the id of its group, which is that of its row, and distinguishes rows of several files.
+    """
     facts = {**({} if result.ground_truth is None else {"ground truth": result.ground_truth}), **result.metadata}
     labels = {"row": str(result.row), "repetition": str(result.repeat)}
     outcome = outcome_pb2.Outcome(
@@ -39,7 +42,7 @@ def rollout_of_result(result: RowResult, agent: str = "") -> pb.Rollout:
     spec = spec_pb2.RolloutSpec(
         rollout_id=result.rollout_id,
         agent=agent,
-        group_id=f"row-{result.row}",
+        group_id=f"{prefix}row-{result.row}",
         group_index=result.repeat - 1,
         messages=_messages(result.prompt),
         labels={**{_text(name): _text(value) for name, value in facts.items()}, **labels},
