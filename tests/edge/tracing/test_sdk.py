@@ -200,6 +200,8 @@ def test_an_sdk_that_is_there_is_used(fresh: pytest.MonkeyPatch) -> None:
     """Such as that of `opentelemetry-instrument`."""
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     fresh.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     traces, meters = TracerProvider(shutdown_on_exit=False), MeterProvider(shutdown_on_exit=False)
@@ -208,6 +210,12 @@ def test_an_sdk_that_is_there_is_used(fresh: pytest.MonkeyPatch) -> None:
     with exporting():
         assert (trace.get_tracer_provider(), metrics.get_meter_provider()) == (traces, meters)
         assert current_tracing() is not None
+    exporter = InMemorySpanExporter()
+    traces.add_span_processor(SimpleSpanProcessor(exporter))
+    with traces.get_tracer("after").start_as_current_span("after"):  # it is not shut down
+        pass
+    assert [span.name for span in exporter.get_finished_spans()] == ["after"]
+    assert not meters._shutdown
 
 
 @pytest.mark.parametrize("broken", ["on_start", "on_end", "sampler"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -51,21 +51,21 @@ def current_tracing(version: str = "") -> Tracing | None:
 @contextmanager
 def exporting() -> Iterator[None]:
     """Set up an SDK if the environment asks for one and the process has none. At the end, everything is exported."""
-    wanted = _wanted(os.environ)
+    wanted, own = _wanted(os.environ), list[object]()
     if wanted and not (INSTALLED and find_spec("opentelemetry.sdk")):
         text = "%s is set, but nothing is exported: OpenTelemetry is not installed; %s"
         _log.warning(text, next(iter(wanted.values())), _EXTRA)
     else:
         for signal in wanted:
             try:
-                _SET_UP[signal]()
+                own.append(_SET_UP[signal]())
             except Exception as error:  # of the SDK, of an exporter, or of a variable
                 _log.warning("%s are not exported: %s", signal, error)
     try:
         yield
     finally:
         if INSTALLED:
-            _shut_down()
+            _finish(own)
 
 
 def _wanted(environment: Mapping[str, str]) -> Mapping[str, str]:
@@ -83,29 +83,34 @@ def _wanted(environment: Mapping[str, str]) -> Mapping[str, str]:
     return wanted
 
 
-def _set_up_traces() -> None:
+def _set_up_traces() -> object:
     from opentelemetry import trace
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    if not _is_sdk(trace.get_tracer_provider()):
-        provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-        for exporter in _exporters("traces"):
-            provider.add_span_processor(BatchSpanProcessor(exporter))
-        trace.set_tracer_provider(provider)
+    if _is_sdk(trace.get_tracer_provider()):
+        return None
+    provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+    for exporter in _exporters("traces"):
+        provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return provider
 
 
-def _set_up_metrics() -> None:
+def _set_up_metrics() -> object:
     from opentelemetry import metrics
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    if not _is_sdk(metrics.get_meter_provider()):
-        readers = [PeriodicExportingMetricReader(exporter) for exporter in _exporters("metrics")]
-        metrics.set_meter_provider(MeterProvider(readers, _resource(), shutdown_on_exit=False))
+    if _is_sdk(metrics.get_meter_provider()):
+        return None
+    readers = [PeriodicExportingMetricReader(exporter) for exporter in _exporters("metrics")]
+    provider = MeterProvider(readers, _resource(), shutdown_on_exit=False)
+    metrics.set_meter_provider(provider)
+    return provider
 
 
-_SET_UP: Final[Mapping[str, Callable[[], None]]] = MappingProxyType(
+_SET_UP: Final[Mapping[str, Callable[[], object]]] = MappingProxyType(
     {"traces": _set_up_traces, "metrics": _set_up_metrics}
 )
 
@@ -132,14 +137,14 @@ def _exporters(signal: str) -> Iterator[Any]:
         yield found.load()()
 
 
-def _shut_down() -> None:
-    """Export what is left, and stop the threads of the SDK."""
+def _finish(own: Sequence[object]) -> None:
+    """Export what is left, and stop the threads of the providers that were set up here. Others may go on."""
     from opentelemetry import metrics, trace
 
     for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
         if _is_sdk(provider):
             try:
-                provider.shutdown()  # type: ignore[union-attr]
+                (provider.shutdown if provider in own else provider.force_flush)()  # type: ignore[union-attr]
             except Exception as error:  # the collector is gone
                 _log.warning("not everything was exported: %s", error)
 
