@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from typing import Final
 
-INSTALLED: Final = find_spec("opentelemetry") is not None
-"""Whether `opentelemetry-api` is there."""
-
-if INSTALLED:
+try:
     from opentelemetry import context as contexts
     from opentelemetry import trace
     from opentelemetry.context import Context
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
+except ImportError:  # also if only other parts of the namespace package are left
+    INSTALLED = False
+else:
+    INSTALLED = True
     _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
 _HEADER: Final = "traceparent"
