@@ -174,11 +174,11 @@ class Tracing:
             self._suspend(rollout)
 
     def _suspend(self, rollout: Rollout) -> None:
-        """End the span of a rollout that a later process continues."""
+        """End the span of a rollout that a later process continues, or whose acceptance could not be stored."""
         del self._open[rollout.uid]
         found = self._spans.get(rollout)
         if found is not None:
-            found.span.set_attribute(names.END, "suspended")
+            found.span.set_attribute(names.END, "refused" if rollout.log.is_abandoned else "suspended")
             self._end(rollout, found)
 
     def parent(self, rollout: Rollout) -> Context:
