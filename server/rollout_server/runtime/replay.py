@@ -42,6 +42,7 @@ from rollout_server.core.record import (
     Rewarded,
     ToolReturned,
 )
+from rollout_server.core.segment import Segment
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.replay_steps import ReplayStep, fits, number_of, read_steps, shown
 
@@ -59,7 +60,12 @@ class AgentReplay:
         records: the log without its first record.
         reach: called with the failure if the agent does something else than what was recorded.
         over: called once the log is used up, with the records that the agent's commands led to meanwhile.
+
+    Attributes:
+        segments: those of the whole log, once they were needed.
     """
+
+    segments: tuple[Segment, ...] | None = None
 
     def __init__(
         self,

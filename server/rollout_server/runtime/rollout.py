@@ -167,8 +167,10 @@ class Rollout:
         """The segments of its ledger so far. Those of an earlier process count while its log is replayed."""
         if self.replay is None:
             return self.machine.ledger.segments
-        fresh = Machine(self.uid, self.spec.messages, self.spec.limits, self.spec.staleness)
-        return replay(fresh, self.log.records).ledger.segments
+        if self.replay.segments is None:  # nothing is added to them until the replay is over
+            fresh = Machine(self.uid, self.spec.messages, self.spec.limits, self.spec.staleness)
+            self.replay.segments = replay(fresh, self.log.records).ledger.segments
+        return self.replay.segments
 
     @property
     def reward_rule(self) -> RewardRule:
