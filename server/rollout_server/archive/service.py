@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import accumulate, chain
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import grpc
@@ -15,9 +16,8 @@ from rollout_server.core.error import InvalidRequest, NotFound, NotPossible, Vio
 from rollout_server.core.spec import TokenizerName
 from rollout_server.edge.rpc.prompts import PromptRenderer
 from rollout_server.edge.rpc.service import DEFAULT_PAGE, MAX_PAGE
-from rollout_server.edge.rpc.token_window import MOST_TOKENS, TokenWindow
+from rollout_server.edge.rpc.token_window import TokenWindow, token_window
 from rollout_server.edge.tokens.cache import Tokenizers
-from rollout_server.edge.tokens.token_text import CONTEXT_TOKENS
 from rollout_server.edge.wire import request as wire
 from rollout_server.runtime.start_request import Caller
 
@@ -153,20 +153,11 @@ _REFUSED: Final = "these are saved rollouts: they can be read, but nothing can b
 
 
 def _window(found: Recording, request: pb.DecodeTokensRequest) -> TokenWindow:
-    """Return the tokens that are requested of a rollout. Raises `NotFound` and `InvalidRequest`."""
+    """Return the tokens that are requested of a rollout. Raises `InvalidRequest`, `NotFound` and `OutOfRange`."""
     segment = next((each for each in found.outcome.segments if each.id == request.segment_id), None)
-    if segment is None:
-        raise NotFound(f"the rollout has no segment {request.segment_id[:64]!r}", reason="SEGMENT_NOT_FOUND")
-    ids, cuts = array("I"), list[int]()
-    for span in segment.spans:
-        cuts.append(len(ids))
-        ids.extend(span.token_ids)
-    start, stop = request.start, request.stop or min(request.start + MOST_TOKENS, len(ids))
-    if not start <= stop <= min(start + MOST_TOKENS, len(ids)):
-        text = f"at most {MOST_TOKENS} tokens after start, of the {len(ids)} of the segment"
-        raise InvalidRequest(Violation("stop", f"must be {text}"))
-    first, last = max(0, start - CONTEXT_TOKENS), min(len(ids), stop + CONTEXT_TOKENS)
-    return TokenWindow(ids[first:last], first, start, stop, tuple(cut for cut in cuts if first < cut < last))
+    ids = array("I", chain.from_iterable(span.token_ids for span in segment.spans)) if segment else array("I")
+    stops = [*accumulate(len(span.token_ids) for span in segment.spans)] if segment else None
+    return token_window(request, stops, lambda start, stop: ids[start:stop])
 
 
 async def _read(read: Callable[..., _T], *arguments: Any) -> _T:

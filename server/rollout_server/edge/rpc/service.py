@@ -17,7 +17,7 @@ from rollout_server.core.error import InvalidRequest, Violation
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import caller
 from rollout_server.edge.rpc.prompts import PromptRenderer
-from rollout_server.edge.rpc.token_window import token_window
+from rollout_server.edge.rpc.token_window import rollout_window
 from rollout_server.edge.tokens.cache import Tokenizers, as_function
 from rollout_server.edge.wire import request as wire
 from rollout_server.edge.wire.event import event, timestamp
@@ -193,7 +193,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def DecodeTokens(self, request: pb.DecodeTokensRequest, context: _Context) -> pb.DecodeTokensResponse:
         """Return the texts of tokens of a segment."""
         rollout = self._registry.get(request.uid, caller())
-        window, prompts = token_window(rollout, request), self._prompts
+        window, prompts = rollout_window(rollout, request), self._prompts
         texts = await prompts.run_bounded(prompts.run(rollout.spec.tokenizer, window.texts), 4 * len(window.ids))
         return pb.DecodeTokensResponse(texts=texts)
 
