@@ -19,7 +19,7 @@ from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity
 
 from tests.runtime.test_roster import BLOCKED, Other
-from tests.support.runtime_harness import ME, Looping, RuntimeHarness, Say
+from tests.support.runtime_harness import ME, OTHER, Looping, RuntimeHarness, Say
 
 ADMIN = Caller("admin", admin=True)
 TRAINER = FailureClass.TRAINER
@@ -104,7 +104,9 @@ async def test_many_scans_take_turns_and_too_many_are_refused(
     for _ in range(50):
         world.start(BLOCKED)
     scans = [world.roster.pages.page(Selection(ME, text="x"), None, 9) for _ in range(pages.MOST_SCANS + 3)]
+    other = asyncio.create_task(world.roster.pages.page(Selection(OTHER, text="x"), None, 9))
     found = await asyncio.gather(*scans, return_exceptions=True)
+    assert (await other).rollouts == []
     assert sum(isinstance(each, Busy) for each in found) == 3
     assert sum(isinstance(each, pages.RolloutPage) for each in found) == pages.MOST_SCANS
     tasks = [asyncio.create_task(world.roster.pages.page(Selection(ME, text="x"), None, 9)) for _ in range(9)]
@@ -113,7 +115,7 @@ async def test_many_scans_take_turns_and_too_many_are_refused(
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert (await world.roster.pages.page(Selection(ME, text="x"), None, 9)).rollouts == []
-    assert world.roster.pages._scans == 0
+    assert world.roster.pages._scans == {}
 
 
 class Stubborn(Looping):

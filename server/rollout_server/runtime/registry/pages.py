@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +20,7 @@ _SLICES: Final = 100
 _CHUNK: Final = 256
 """Candidates whose conditions are tested in one step."""
 MOST_SCANS: Final = 64
-"""Scans that run or wait for their turn."""
+"""Scans of one caller that run or wait for their turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class RolloutPages:
     def __init__(self, index: RolloutIndex) -> None:
         self._index = index
         self._turn = asyncio.Lock()
-        self._scans = 0
+        self._scans = Counter[str]()
 
     async def page(self, selection: Selection, before: int | None, size: int) -> RolloutPage:
         """Return at most `size` selected rollouts with numbers below `before`. Raises `Busy`.
@@ -48,14 +49,15 @@ class RolloutPages:
         """
         scan = _Scan(selection, self._index.candidates(selection, before), size)
         if not scan.run(last=False):
-            if self._scans >= MOST_SCANS:
+            caller = selection.caller.name
+            if self._scans[caller] >= MOST_SCANS:
                 raise Busy("too many lists of rollouts are being made", retry_after=1.0, reason="TOO_MANY_CALLS")
-            self._scans += 1
+            self._scans[caller] += 1
             try:
                 async with self._turn:
                     await scan.run_on()
             finally:
-                self._scans -= 1
+                self._scans -= Counter((caller,))  # without those that become 0
         return RolloutPage(scan.found, scan.next_before)
 
 
