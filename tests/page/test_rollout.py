@@ -334,3 +334,29 @@ async def test_a_rollout_that_does_not_exist(open_here: Open, page: Page) -> Non
     world = await open_here(agents=[Tour()])
     await page.goto(link(world, "nowhere-1"))
     await expect(page.get_by_role("alert")).to_be_visible()
+
+
+HIDE = """(hidden) => {
+  Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+}"""
+
+
+async def test_a_hidden_tab_keeps_no_connection(open_here: Open, page: Page) -> None:
+    """It goes on with the events after those it has seen once it is visible again."""
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "hidden", Script(lines=(*slow(0.2, TOUR[0]), *slow(1.5, TOUR[1]), *TOUR[2:])))
+    requests, ended = list[str](), list[str]()
+    page.on("request", lambda request: requests.append(request.url) if "/events?" in request.url else None)
+    page.on("requestfailed", lambda request: ended.append(request.url) if "/events?" in request.url else None)
+    await page.goto(link(world, uid))
+    await expect(cards(page, "completion")).to_have_count(1)
+    async with page.expect_event("requestfailed", lambda request: "/events?" in request.url):
+        await page.evaluate(HIDE, True)
+    await finished(world, uid)
+    assert (len(requests), len(ended)) == (1, 1)
+    assert await cards(page, "completion").count() == 1
+    await page.evaluate(HIDE, False)
+    await expect(state(page)).to_have_text("completed")
+    await expect(cards(page, "completion")).to_have_count(len(TOUR))
+    assert "after=0" not in requests[1]

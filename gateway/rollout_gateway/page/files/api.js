@@ -80,8 +80,13 @@ export class ApiSource {
   async *events(uid, after, signal, onConnection = () => {}) {
     const path = `v1/rollouts/${encodeURIComponent(uid)}/events`;
     while (!signal.aborted) {
+      await untilVisible(signal);
+      const connection = new AbortController();
+      const ends = { signal: AbortSignal.any([signal, connection.signal]) };
+      // Browsers open only six connections to a host: a tab that nobody sees must not keep one.
+      document.addEventListener("visibilitychange", () => document.hidden && connection.abort(), ends);
       try {
-        const response = await this._fetch(`${path}?${parameters({ detail: "full", after })}`, { signal });
+        const response = await this._fetch(`${path}?${parameters({ detail: "full", after })}`, ends);
         if (response.status === 204) return;
         onConnection(true);
         for await (const event of serverSentEvents(response.body)) {
@@ -91,11 +96,13 @@ export class ApiSource {
         }
       } catch (error) {
         if (signal.aborted) return;
-        // A server that restarts is away or answers 5xx for a while; everything else will not change by itself.
-        if (error instanceof ApiError && error.status < 500) throw error;
+        if (error instanceof ApiError && !isTransient(error)) throw error;
+      } finally {
+        connection.abort();
       }
+      if (document.hidden) continue;
       onConnection(false);
-      await new Promise((resolve) => setTimeout(resolve, RECONNECT_MS));
+      await pause();
     }
   }
 
@@ -116,6 +123,26 @@ export class ApiSource {
       this._asking ??= this._askForKey(key ? error.message : "").finally(() => (this._asking = null));
       sessionStorage.setItem(KEY, await this._asking);
     }
+  }
+}
+
+/** Whether a request may succeed later: the server is away, restarts, or has too much to do. @param {Error} error */
+export function isTransient({ name, status }) {
+  return name === "TypeError" || status >= 500 || status === 408 || status === 429;
+}
+
+/** Wait before a request is repeated. */
+export function pause() {
+  return new Promise((resolve) => setTimeout(resolve, RECONNECT_MS));
+}
+
+/** Wait until the tab is visible or the signal is aborted. */
+async function untilVisible(signal) {
+  while (document.hidden && !signal.aborted) {
+    await new Promise((resolve) => {
+      signal.addEventListener("abort", resolve, { once: true });
+      document.addEventListener("visibilitychange", resolve, { once: true });
+    });
   }
 }
 
