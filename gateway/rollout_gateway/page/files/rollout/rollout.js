@@ -32,9 +32,8 @@ const PAUSE_MS = 250;
  * @returns {{title: string, element: HTMLElement}}
  */
 export function rolloutPage(source, uid, parameters, signal) {
-  const page = new RolloutPage(source, uid, selectionOf(parameters), signal);
-  page.start();
-  return { title: `Rollout ${uid}`, element: page.element };
+  const { element } = new RolloutPage(source, uid, selectionOf(parameters), signal);
+  return { title: `Rollout ${uid}`, element };
 }
 
 class RolloutPage {
@@ -48,11 +47,12 @@ class RolloutPage {
     this._isFrameAsked = false;
     // What the link names may arrive later than the page: it is scrolled to once it is there.
     this._isSought = selection.turn > 0 || selection.token !== null;
+    addEventListener("keydown", (event) => this._onKey(event), { signal });
+    this._start();
   }
 
-  async start() {
+  async _start() {
     const { source, uid } = this.view;
-    document.addEventListener("keydown", (event) => this._onKey(event), { signal: this._signal });
     try {
       this._show(new RolloutModel(await source.rollout(uid, "messages")));
       if (!source.isSaved) this._poll();

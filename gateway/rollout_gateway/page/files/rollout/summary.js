@@ -44,7 +44,7 @@ export function summaryPart(view) {
     if (!outcome || outcome === shownOutcome) return;
     shownOutcome = outcome;
     end.dataset.end = outcome.end;
-    fill(end, endOf(view, outcome));
+    fill(end, h("div.rollout-why", {}, whyOf(view, outcome)), resultsOf(view, outcome), warningsOf(view, outcome));
   };
   return { element, actions, update, selected() {} };
 }
@@ -108,10 +108,6 @@ function resourcesOf({ rollout, outcome, turns }) {
     ["tools", duration(used.tool_ms ?? 0)],
     ["total", outcome ? duration(used.total_ms) : "–"],
   ];
-}
-
-function endOf(view, outcome) {
-  return [h("div.rollout-why", {}, whyOf(view, outcome)), resultsOf(view, outcome), warningsOf(view, outcome)];
 }
 
 function whyOf(view, outcome) {
