@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from playwright.async_api import Page, expect
+from rollout_server.edge.api_keys import entry_of
 
 from tests.system.conftest import Open
 
@@ -21,3 +22,19 @@ async def test_what_parses_html_is_refused(open_here: Open, page: Page) -> None:
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     refused = await page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>' } catch (e) { return e.name } }")
     assert refused == "TypeError"
+
+
+async def test_it_asks_until_the_key_can_be_sent(open_here: Open, page: Page) -> None:
+    world = await open_here(api_keys=(entry_of("alice", KEY),))
+    await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
+    field = page.get_by_label("API key")
+    await field.fill("ключ")
+    for _ in range(4):
+        await page.keyboard.press("Escape")
+    await expect(field).to_have_value("ключ")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("This cannot be a key")
+    assert await page.evaluate("sessionStorage.length") == 0
+    await field.fill(KEY)
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("There are no rollouts yet")).to_be_visible()

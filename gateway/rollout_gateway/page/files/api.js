@@ -120,8 +120,19 @@ export class ApiSource {
       if (response.status !== 401) throw error;
       // Several requests may be refused at once; one question answers all of them.
       if (sessionStorage.getItem(KEY) !== key) continue;
-      this._asking ??= this._askForKey(key ? error.message : "").finally(() => (this._asking = null));
+      this._asking ??= this._newKey(key ? error.message : "").finally(() => (this._asking = null));
       sessionStorage.setItem(KEY, await this._asking);
+    }
+  }
+
+  /** Ask until there is a key that a request can carry. */
+  async _newKey(refusal) {
+    const key = await this._askForKey(refusal);
+    try {
+      new Headers({ authorization: `Bearer ${key}` });
+      return key;
+    } catch {
+      return this._newKey("This cannot be a key: it has characters that no HTTP header can have.");
     }
   }
 }

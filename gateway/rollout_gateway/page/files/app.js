@@ -39,8 +39,10 @@ function askForKey(refusal) {
   return new Promise((resolve) => {
     const properties = { type: "password", name: "key", required: true, autocomplete: "off", "aria-label": "API key" };
     const input = h("input", properties);
+    let isAnswered = false;
     const submit = (event) => {
       event.preventDefault();
+      isAnswered = true;
       dialog.close();
       resolve(input.value.trim());
     };
@@ -51,6 +53,12 @@ function askForKey(refusal) {
       input,
       h("button", {}, "Continue")));
     dialog.addEventListener("cancel", (event) => event.preventDefault());
+    // Browsers close a dialog on repeated Escape all the same.
+    dialog.addEventListener("close", () => {
+      if (isAnswered) return;
+      document.body.append(dialog);
+      dialog.showModal();
+    });
   });
 }
 
