@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.async_api import Page
+from rollout_server import Agent, Run
 from rollout_server.testing.script import Script
 
 from tests.page.rollouts import DRIFTING, TOUR, Tour, begin, events, finished, forgetful, play
@@ -93,3 +94,27 @@ async def test_messages_follow_a_drift_into_its_segment(open_here: Open, page: P
         ("tool", "1", 2), ("tool", "1", 2), ("assistant", "1", 2),
     ]  # fmt: skip
     assert all(start is not None for start in model["spans"][:6])
+
+
+class Forgetting(Agent):
+    """Asks once, and then again in a new context."""
+
+    name = "forgetting"
+
+    async def play(self, run: Run) -> None:
+        """Two turns, with a compaction between them."""
+        await run.sample()
+        short = await run.fork([{"role": "user", "content": "In short?"}], kind="compaction")
+        await short.sample()
+
+
+async def test_after_a_compaction_the_outcome_does_not_tell_the_turns(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Forgetting()])
+    await world.trainer.put_script("r", Script(lines=TOUR[3:]))
+    rollout = await finished(world, await begin(world, "r", "forgetting"))
+    for messages in (rollout["outcome"]["messages"], [{"role": "user", "content": "In short?"}, TOUR[4].message]):
+        rollout["outcome"]["messages"] = messages
+        alone = await fold(page, world, rollout, None)
+        assert {each["turn"] for each in alone["messages"]} == {0}
+        assert {each["kind"] for each in alone["messages"] if each["role"] == "assistant"} == {"completion"}
+        assert {each["kind"] for each in alone["messages"] if each["role"] != "assistant"} == {"appended"}

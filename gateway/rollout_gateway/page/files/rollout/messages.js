@@ -111,14 +111,14 @@ function cardOf(view, entry) {
   const { message, kind, tool, segment } = entry;
   const isCompletion = kind === "completion";
   const isResult = message.role === "tool";
-  const label = isCompletion ? `${message.role}, turn ${entry.turn}`
+  const label = isCompletion && entry.turn ? `${message.role}, turn ${entry.turn}`
     : isResult ? `result of ${toolName(tool, message)}` : message.role;
   const calls = Array.isArray(message.tool_calls) ? message.tool_calls : [];
   const states = calls.map(() => h("span.quiet"));
   const head = h("header.messages-head");
   const element = h("article.messages-card", { data: { kind, role: message.role }, "aria-label": label },
     head, reasoningOf(message), contentOf(message.content), calls.map((call, index) => callOf(call, states[index])));
-  element.classList.toggle("messages-aside", isAside(view.model, segment));
+  element.classList.toggle("messages-aside", view.model.isAside(segment));
   const first = [role(message.role), segmentLabel(view.model, segment)];
   if (!isCompletion) {
     fill(head, first, isResult ? toolMarks(tool, message) : message.name && mark("", message.name));
@@ -192,12 +192,6 @@ function callOf(call, state) {
   const text = typeof given === "string" ? given : JSON.stringify(given ?? null);
   const words = mark("", "call ", h("b", {}, name), ` ${call?.id ?? ""}`);
   return h("div.messages-call", {}, h("div.messages-head", {}, words, state), jsonBlock(text));
-}
-
-/** Whether a conversation is beside the one before it, and does not go on with it. */
-function isAside(model, id) {
-  const { kind, role: part } = model.conversation(id);
-  return ["subagent", "branch"].includes(kind) || part !== "agent";
 }
 
 /** "segment 1 · critic" for conversations beside the main one, and for what comes after a drift. */

@@ -62,6 +62,12 @@ export class RolloutModel {
     return { kind, role };
   }
 
+  /** Whether a conversation is beside the one before it, and does not go on with it. */
+  isAside(id) {
+    const { kind, role } = this.conversation(id);
+    return ["subagent", "branch"].includes(kind) || role !== "agent";
+  }
+
   /** Add the next event. Events that were added before are ignored. */
   add(event) {
     if (event.sequence && event.sequence <= this.sequence) return;
@@ -221,25 +227,33 @@ export class RolloutModel {
     turn.generatedTokens += ids.length;
   }
 
-  /** Give the messages of an outcome to the turns that generated them. */
+  /** Give the messages of an outcome to the turns that generated them, if it is certain which these are. */
   _readMessages(messages) {
-    const main = this.segmentList.filter((segment) => segment.role === "agent" && segment.kind !== "subagent");
+    const main = this.segmentList.filter(({ id }) => !this.isAside(id));
+    const isCompacted = main.some(({ kind }) => kind === "compaction");
     const owners = new Map();
     for (const { id, spans } of main) {
       for (const span of spans) if (span.author === "model") owners.set(span.turn, id);
     }
     for (const { id, spans } of this.segmentList) for (const span of spans) this._readTurn(id, span);
-    const turns = [...owners.keys()].sort((a, b) => a - b);
-    const requested = this.messages.length;
+    // A compaction replaces the messages of the request, too.
+    const requested = isCompacted ? 0 : this.messages.length;
     this.messages = messages.map((message, index) => {
       const later = { assistant: "completion", tool: "tool" }[message.role] ?? "appended";
-      const kind = index < requested ? "request" : later;
-      const turn = turns[0] ?? 0;
-      if (kind === "completion") turns.shift();
-      return { message, kind, segment: owners.get(turn) ?? "0", turn, tool: null };
+      return { message, kind: index < requested ? "request" : later, segment: "0", turn: 0, tool: null };
     });
+    const turns = [...owners.keys()].sort((a, b) => a - b);
+    const completions = this.messages.filter(({ kind }) => kind === "completion").length;
+    if (!isCompacted && completions === turns.length) this._assignTurns(turns, owners);
     this.items = [...this.messages];
     this._waiting.clear();
+  }
+
+  _assignTurns(turns, owners) {
+    for (const entry of this.messages) {
+      if (turns.length) Object.assign(entry, { turn: turns[0], segment: owners.get(turns[0]) });
+      if (entry.kind === "completion") turns.shift();
+    }
   }
 }
 
