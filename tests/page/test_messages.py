@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -124,6 +125,9 @@ async def test_an_agent_that_owns_its_loop(open_here: Open, page: Page) -> None:
     await expect(page.locator('.messages-card[data-kind="completion"]').first).to_contain_text("call add")
     await expect(page.locator('.messages-card[data-role="tool"]').first).to_contain_text("call_1")
     await expect(page.locator(".messages-remark", has_text="calls of the agent")).to_contain_text("continued")
+    await expect(page.locator(".messages-remark", has_text=re.compile("opened from|start"))).to_have_count(0)
+    await expect(page.locator('.messages-card[data-role="system"]')).to_have_count(1)
+    await expect(page.locator('.messages-card[data-role="user"]')).to_have_count(2)
 
 
 async def test_calls_in_the_messages_of_the_request_are_shown(open_here: Open, page: Page) -> None:

@@ -21,18 +21,28 @@ export function messagesPart(view) {
   const marks = [];
   const entries = new WeakMap();
   let shown = 0;
+  let last;
   let highlighted = [];
 
   function update() {
     const { items } = view.model;
     const isRunning = view.connection === "live" && view.model.rollout.state !== "finished";
     const isFollowing = isRunning && !view.selection.turn && isAtEnd(element.parentElement);
+    if (items[shown - 1] !== last) restart();
     const added = items.slice(shown).map((item) => (item.event ? remarkOf(view, item) : card(item)));
     shown = items.length;
+    last = items[shown - 1];
     list.append(...added);
     for (const mark of marks) mark();
     fill(waiting, waitingFor(view.model));
     if (added.length && isFollowing) element.parentElement.scrollTop = element.parentElement.scrollHeight;
+  }
+
+  /** An agent that owns its loop replaces the messages of the request. */
+  function restart() {
+    fill(list);
+    cards.clear();
+    [shown, marks.length] = [0, 0];
   }
 
   function card(entry) {

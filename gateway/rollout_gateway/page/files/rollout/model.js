@@ -72,7 +72,7 @@ export class RolloutModel {
   add(event) {
     if (event.sequence && event.sequence <= this.sequence) return;
     this.sequence = event.sequence || this.sequence;
-    if (BETWEEN.has(event.event)) this.items.push(event);
+    if (BETWEEN.has(event.event) && !isStart(event)) this.items.push(event);
     this[`_on_${event.event}`]?.(event);
   }
 
@@ -184,7 +184,16 @@ export class RolloutModel {
 
   _on_forked(event) {
     this._forks.set(event.segment_id, event);
+    if (isStart(event)) this._dropWaiting(event.segment_id);
     for (const message of event.messages ?? []) this._append(message, "appended", event.segment_id);
+  }
+
+  /** An agent that owns its loop begins its conversation itself: with the messages of the request, or others. */
+  _dropWaiting(conversation) {
+    const dropped = new Set(this._waiting.get(conversation));
+    const isKept = (each) => !dropped.has(each);
+    [this.messages, this.items] = [this.messages.filter(isKept), this.items.filter(isKept)];
+    this._waiting.delete(conversation);
   }
 
   _on_given_up(event) {
@@ -255,6 +264,11 @@ export class RolloutModel {
       if (entry.kind === "completion") turns.shift();
     }
   }
+}
+
+/** Whether an event only says that an agent that owns its loop has begun. */
+function isStart({ event, origin, what }) {
+  return event === "forked" ? origin.kind === "main" : event === "observed" && what === "start";
 }
 
 function segmentOf({ id, origin, role, trainable, verified, model, reward, spans }) {
