@@ -100,7 +100,7 @@ class TokenStrip {
     if (!this._isSelected || (token === null && !turn)) return;
     this.follows = token === this.segment.length - 1;
     if (token !== null) this._reveal(token);
-    else this._showPiece(this.pieces.findIndex(({ span }) => span.turn === turn && span.author === "model"));
+    else this._showPiece(this._turnPiece());
   }
 
   _clear() {
@@ -231,7 +231,7 @@ class TokenStrip {
   /** Draw again what is in a range of the segment. What the reader looks at stays where it is. */
   _redraw(start = 0, stop = Infinity) {
     const view = this.strip.getBoundingClientRect();
-    const place = () => this.strip.querySelector("#tokens-active") ?? this.strip.querySelector(".tokens-current");
+    const place = () => this.strip.querySelector("#tokens-active") || this._turnPiece()?.element;
     const before = place()?.getBoundingClientRect();
     for (const piece of this.pieces) if (piece.isFilled && piece.start < stop && piece.stop > start) this._draw(piece);
     if (before && before.bottom > view.top && before.top < view.bottom) {
@@ -365,10 +365,16 @@ class TokenStrip {
     this._scrollTo(cells.find((cell) => token < Number(cell.dataset.stop)));
   }
 
-  _showPiece(index) {
-    if (index < 0) return;
-    this._fill(this.pieces[index]);
-    this._scrollTo(this.pieces[index].element, true);
+  /** The first piece of the completion of the selected turn. */
+  _turnPiece() {
+    const { turn } = this.view.selection;
+    return this._isSelected && this.pieces.find(({ span }) => span.turn === turn && span.author === "model");
+  }
+
+  _showPiece(piece) {
+    if (!piece) return;
+    this._fill(piece);
+    this._scrollTo(piece.element, true);
   }
 
   /** Scroll the strip, and nothing around it: to the start of an element, or as little as possible. */
