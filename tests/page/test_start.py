@@ -38,3 +38,20 @@ async def test_it_asks_until_the_key_can_be_sent(open_here: Open, page: Page) ->
     await field.fill(KEY)
     await page.keyboard.press("Enter")
     await expect(page.get_by_text("There are no rollouts yet")).to_be_visible()
+
+
+async def test_fragments_that_are_no_links_of_the_page(open_here: Open, page: Page) -> None:
+    world = await open_here()
+    await page.goto(f"http://127.0.0.1:{world.server.http_port}/#/rollouts/%")
+    await expect(page.get_by_text("There are no rollouts yet")).to_be_visible()
+    await page.evaluate("location.hash = '#/rollouts/gone'")
+    await expect(page.get_by_role("alert")).to_contain_text("gone")
+    await page.get_by_role("link", name="Skip to the content").focus()
+    await page.keyboard.press("Enter")
+    await expect(page.locator("main")).to_be_focused()
+    assert page.url.endswith("#/rollouts/gone")
+    await page.evaluate("location.hash = '#main'")
+    await expect(page.get_by_role("alert")).to_contain_text("gone")
+    await page.get_by_role("link", name="Rollouts").click()
+    await expect(page.get_by_text("There are no rollouts yet")).to_be_visible()
+    await expect(page.locator("main")).to_be_focused()

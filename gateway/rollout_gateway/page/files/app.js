@@ -15,7 +15,7 @@ const source = saved ? new EmbeddedSource(JSON.parse(saved.textContent)) : new A
 let closing = new AbortController();
 
 function show() {
-  const [path, query] = location.hash.slice(1).split("?");
+  const [path, query] = location.hash.startsWith("#/") ? location.hash.slice(1).split("?") : [""];
   const [kind, id] = place(path);
   const parameters = new URLSearchParams(query);
   closing.abort();
@@ -31,8 +31,24 @@ function show() {
 
 /** The kind and the id of what a link shows. A document with one rollout begins with it. */
 function place(path) {
-  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
+  const parts = decoded(path).filter(Boolean);
   return parts.length || !source.only || intro ? parts : ["rollouts", source.only];
+}
+
+/** The parts of a path; none if it is not percent-encoded text. */
+function decoded(path) {
+  try {
+    return path.split("/").map(decodeURIComponent);
+  } catch {
+    return [];
+  }
+}
+
+function navigate() {
+  // Other fragments, such as that of "Skip to the content", name a place on this page.
+  if (location.hash && !location.hash.startsWith("#/")) return;
+  show();
+  main.focus({ preventScroll: true });
 }
 
 function askForKey(refusal) {
@@ -65,5 +81,9 @@ function askForKey(refusal) {
 // Learn first what the server allows. One that is away is reported by what is shown.
 await Promise.race([source.server().catch(() => {}), new Promise((resolve) => setTimeout(resolve, PATIENCE_MS))]);
 document.querySelector("header nav")?.toggleAttribute("hidden", Boolean(source.readOnly));
-addEventListener("hashchange", show);
+addEventListener("hashchange", navigate);
+document.querySelector(".skip")?.addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
 show();
