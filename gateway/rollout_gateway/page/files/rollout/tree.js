@@ -26,7 +26,7 @@ const DRIFT = {
 /** @param {import("page/rollout/rollout.js").View} view */
 export function treePart(view) {
   const element = h("section.tree", { "aria-label": "Segments" });
-  const texts = new TokenTexts(view.source, view.uid, () => draw());
+  const texts = new TokenTexts(view.source, view.uid, () => element.isConnected && draw());
   let drawn = "";
   const draw = () => {
     const list = view.model.segmentList;

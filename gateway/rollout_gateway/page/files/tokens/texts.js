@@ -1,7 +1,8 @@
 /** Who wrote a token, its text made visible, and the fetching of texts. */
-import { MAX_TEXTS } from "page/api.js";
+import { isTransient, MAX_TEXTS } from "page/api.js";
 import { codeOf } from "page/dom.js";
 
+const RETRY_MS = 3000;
 const HIDDEN = /[\p{C}\p{Zl}\p{Zp}]|(?! )\p{Zs}/gu;
 
 /** By letter: how `rollout inspect` marks a span, what it is called, and why its tokens train or do not. */
@@ -41,8 +42,8 @@ export class TokenTexts {
   /**
    * @param {Object} source
    * @param {string} uid
-   * @param {(segment: string, start: number, stop: number) => void} changed - called after the texts of a range, or an
-   *   error, have arrived
+   * @param {(segment: string|null, start: number, stop: number) => void} changed - called after the texts of a range,
+   *   or an error, have arrived; null: texts of all segments can be fetched again
    */
   constructor(source, uid, changed) {
     this._source = source;
@@ -74,6 +75,7 @@ export class TokenTexts {
   retry() {
     this.error = null;
     this._asked.clear();
+    this._changed(null, 0, Infinity);
   }
 
   async _run() {
@@ -87,6 +89,7 @@ export class TokenTexts {
       } catch (error) {
         this.error = error;
         this._queue.length = 0;
+        if (isTransient(error)) setTimeout(() => this.retry(), RETRY_MS);
       }
       this._changed(segment, start, stop);
     }

@@ -28,7 +28,7 @@ export function tokensPart(view) {
 class TokenStrip {
   constructor(view) {
     this.view = view;
-    const onTexts = (segment, start, stop) => segment === this.segment?.id && this._redraw(start, stop);
+    const onTexts = (segment, start, stop) => [null, this.segment?.id].includes(segment) && this._redraw(start, stop);
     this.texts = new TokenTexts(view.source, view.uid, onTexts);
     this.segment = null;
     this.colour = "author";
@@ -242,11 +242,6 @@ class TokenStrip {
     this._showDetail();
   }
 
-  _retry() {
-    this.texts.retry();
-    this._redraw();
-  }
-
   _setColour(colour) {
     this.colour = colour;
     this.shade = null;
@@ -266,7 +261,7 @@ class TokenStrip {
   _updateNotice() {
     const { segment, texts } = this;
     const reason = segment && whyNotTrained(this.view.model, segment);
-    const again = h("button", { on: { click: () => this._retry() } }, "Try again");
+    const again = h("button", { on: { click: () => this.texts.retry() } }, "Try again");
     const lines = [
       reason && h("p.warn", {}, `Mask 1 says which tokens would train; this sample does not train: ${reason}.`),
       segment && !segment.verified
