@@ -360,3 +360,22 @@ async def test_a_hidden_tab_keeps_no_connection(open_here: Open, page: Page) -> 
     await expect(state(page)).to_have_text("completed")
     await expect(cards(page, "completion")).to_have_count(len(TOUR))
     assert "after=0" not in requests[1]
+
+
+async def test_it_asks_again_while_the_server_is_away(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    await finished(world, uid)
+    await page.route("**/rollouts/*?view=messages", lambda route: route.abort())
+    await page.route("**/events?*", lambda route: route.fulfill(status=429))
+    await page.route("**/tokens?*", lambda route: route.fulfill(status=503))
+    await page.goto(link(world, uid))
+    await expect(page.get_by_role("alert")).to_have_text("The server cannot be reached.")
+    await page.unroute("**/rollouts/*?view=messages")
+    await expect(state(page)).to_contain_text("reconnecting")
+    await page.unroute("**/events?*")
+    await expect(state(page)).to_have_text("completed")
+    await expect(page.get_by_text("Token ids are shown")).to_be_visible()
+    await page.unroute("**/tokens?*")
+    await expect(page.get_by_text("Token ids are shown")).to_be_hidden()
+    await expect(page.locator(".tokens-special").first).to_be_visible()

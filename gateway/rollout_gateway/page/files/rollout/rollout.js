@@ -1,4 +1,5 @@
 /** One rollout: why it ended, messages beside tokens, segments and times, live while it runs. */
+import { isTransient, pause } from "page/api.js";
 import { fill, h, openDialog } from "page/dom.js";
 import { errorLine, isForElsewhere, poll } from "page/list/live.js";
 import { exportMenu } from "page/rollout/export.js";
@@ -39,7 +40,8 @@ export function rolloutPage(source, uid, parameters, signal) {
 class RolloutPage {
   constructor(source, uid, selection, signal) {
     this._signal = signal;
-    this.element = h("article.rollout", {}, h("p.quiet", { role: "status" }, "Loading the rollout"));
+    this._problem = errorLine();
+    this.element = h("article.rollout", {}, this._problem.element, h("p.quiet", { role: "status" }, "Loading the rollout"));
     const select = (wanted) => this._select(wanted);
     this.view = { source, uid, model: null, selection, select, connection: "connecting" };
     this._cancel = h("button", { on: { click: () => askToCancel(this.view) } }, "Cancel the rollout");
@@ -54,15 +56,27 @@ class RolloutPage {
   async _start() {
     const { source, uid } = this.view;
     try {
-      this._show(new RolloutModel(await source.rollout(uid, "messages")));
+      this._show(new RolloutModel(await this._read("messages")));
       if (!source.isSaved) this._poll();
       await this._follow();
     } catch (error) {
       if (this._signal.aborted) return;
       this._setConnection("lost");
-      const problem = errorLine();
-      this.element.prepend(problem.element);
-      problem.show(error);
+      this.element.prepend(this._problem.element);
+      this._problem.show(error);
+    }
+  }
+
+  /** Read the rollout, as soon as the server is there. */
+  async _read(view) {
+    for (;;) {
+      try {
+        return await this.view.source.rollout(this.view.uid, view);
+      } catch (error) {
+        if (this._signal.aborted || !isTransient(error)) throw error;
+        this._problem.show(error);
+        await pause();
+      }
     }
   }
 
@@ -75,7 +89,7 @@ class RolloutPage {
       if (error.code !== "OUT_OF_RANGE" && error.status !== 404) throw error;
     }
     if (this._signal.aborted) return;
-    const rollout = await this.view.source.rollout(this.view.uid, "full");
+    const rollout = await this._read("full");
     this._show(RolloutModel.ofOutcome(rollout));
     if (rollout.state !== "finished") await this._addEvents(rollout.last_sequence);
     this._setConnection("finished");
@@ -136,7 +150,7 @@ class RolloutPage {
   _update() {
     if (!this._parts.length) return;
     const { source, model } = this.view;
-    this._cancel.hidden = Boolean(source.readOnly || model.outcome);
+    this._cancel.hidden = Boolean(source.readOnly || model.outcome || model.rollout.state === "finished");
     for (const part of this._parts) part.update();
     if (this._isSought) this._seek();
   }
