@@ -20,7 +20,7 @@ export function h(tag, properties = {}, ...children) {
     if (key === "on") Object.entries(value).forEach(([event, handler]) => element.addEventListener(event, handler));
     else if (key === "data") Object.assign(element.dataset, value);
     else if (key.includes("-") || key === "role") element.setAttribute(key, value);
-    else element[key] = value;
+    else element[key] = key === "title" ? printable(value) : value;
   }
   element.append(...nodesOf(children));
   return element;
@@ -42,7 +42,7 @@ export function fill(element, ...children) {
 
 function nodesOf(children) {
   const shown = children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
-  return shown.map((child) => (child instanceof Node ? child : printable(String(child))));
+  return shown.map((child) => (child instanceof Node ? child : printable(child)));
 }
 
 /**
@@ -62,11 +62,12 @@ export function openDialog(label, form) {
   return dialog;
 }
 
-const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g;
+const CONTROL = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f"
+  + "\\u2028-\\u202e\\u2060-\\u206f\\ufeff]", "g");
 
 /** Write out the characters that would hide or reverse other text. */
 export function printable(text) {
-  return text.replace(CONTROL, codeOf);
+  return String(text).replace(CONTROL, codeOf);
 }
 
 /** @param {string} character @returns {string} such as "⟨U+202E⟩" */

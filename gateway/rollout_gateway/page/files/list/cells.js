@@ -51,7 +51,8 @@ export function scoresOf(outcome) {
 }
 
 /** A text with the whole of it as its title. */
-function textCell(text) {
+function textCell(value) {
+  const text = String(value ?? "");
   return { text, title: text };
 }
 

@@ -154,7 +154,7 @@ function showCell(cell, column, { text, title = "", href = "", kind = "" }) {
   const inner = cell.firstChild;
   setText(inner, text.slice(0, SHOWN_CHARACTERS));
   if (href && inner.getAttribute("href") !== href) inner.href = href;
-  const shown = title.slice(0, TITLE_CHARACTERS);
+  const shown = printable(title.slice(0, TITLE_CHARACTERS));
   if (cell.title !== shown) cell.title = shown;
   const names = `live-${column.name} ${kind}`.trim();
   if (cell.className !== names) cell.className = names;

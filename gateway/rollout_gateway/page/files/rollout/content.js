@@ -13,8 +13,9 @@ export function contentOf(content) {
   return [content].flat().map((part) => (isText(part) ? blockOf(part.text) : partOf(part)));
 }
 
-/** A text; the rest of a long one behind a button. @param {string} text @returns {HTMLElement} */
-export function blockOf(text) {
+/** A text; the rest of a long one behind a button. @param {string|null} value @returns {HTMLElement} */
+export function blockOf(value) {
+  const text = String(value ?? "");
   const lines = text.split("\n");
   const head = lines.slice(0, LINES).join("\n").slice(0, CHARACTERS);
   const block = h("pre.content-text", {}, head);
