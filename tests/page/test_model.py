@@ -118,3 +118,33 @@ async def test_after_a_compaction_the_outcome_does_not_tell_the_turns(open_here:
         assert {each["turn"] for each in alone["messages"]} == {0}
         assert {each["kind"] for each in alone["messages"] if each["role"] == "assistant"} == {"completion"}
         assert {each["kind"] for each in alone["messages"] if each["role"] != "assistant"} == {"appended"}
+
+
+SAVED = """async (rollout) => {
+  const { kindOf } = await import("page/tokens/texts.js");
+  const { RolloutModel } = await import("page/rollout/model.js");
+  const { summaryPart } = await import("page/rollout/summary.js");
+  const model = RolloutModel.ofOutcome(rollout);
+  const view = { model, uid: rollout.uid, connection: "finished", selection: {}, select() {}, source: {} };
+  const part = summaryPart(view);
+  part.update();
+  const kinds = model.segmentList.flatMap((segment) => segment.spans).map(kindOf);
+  return { kinds, roles: model.messages.map((each) => each.kind), text: part.element.textContent };
+}"""
+
+
+async def test_words_of_a_saved_rollout_are_only_words(open_here: Open, page: Page) -> None:
+    """Names that every JavaScript object has, and characters that nobody sees."""
+    world = await open_here(agents=[Tour()])
+    rollout, _ = await tour(world)
+    outcome = rollout["outcome"]
+    outcome |= {"reason": "constructor", "scores": {"\u061c\u200b\u2028\ufeff": 1}}
+    outcome["messages"] += [{"content": "no role"}, {"role": "constructor", "content": 5}]
+    for segment in outcome["segments"]:
+        segment["spans"][0]["mask_reason"] = "constructor"
+    await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
+    shown = await page.evaluate(SAVED, rollout)
+    assert shown["kinds"][0] == "?"
+    assert shown["roles"][-2:] == ["appended", "appended"]
+    assert "The agent or the trainer gave this reason." in shown["text"]
+    assert "⟨U+061C⟩⟨U+200B⟩⟨U+2028⟩⟨U+FEFF⟩" in shown["text"]

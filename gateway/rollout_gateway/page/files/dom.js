@@ -62,8 +62,7 @@ export function openDialog(label, form) {
   return dialog;
 }
 
-const CONTROL = new RegExp("[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e\\u200f"
-  + "\\u2028-\\u202e\\u2060-\\u206f\\ufeff]", "g");
+const CONTROL = /[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
 /** Write out the characters that would hide or reverse other text. */
 export function printable(text) {

@@ -3,7 +3,7 @@ import { count, decimal, duration } from "page/dom.js";
 import { linkTo, linkToGroup } from "page/rollout/selection.js";
 
 /** What a finished rollout is called, by its end. */
-export const ENDS = { stop: "completed", failure: "failed", cancellation: "cancelled" };
+export const ENDS = { __proto__: null, stop: "completed", failure: "failed", cancellation: "cancelled" };
 // The classes whose samples train if the request names none (docs/failures.md).
 const TRAIN_BY_DEFAULT = ["policy", "deadline"];
 const NOTHING = { text: "" };

@@ -248,7 +248,7 @@ export class RolloutModel {
     // A compaction replaces the messages of the request, too.
     const requested = isCompacted ? 0 : this.messages.length;
     this.messages = messages.map((message, index) => {
-      const later = { assistant: "completion", tool: "tool" }[message.role] ?? "appended";
+      const later = { __proto__: null, assistant: "completion", tool: "tool" }[message.role] ?? "appended";
       return { message, kind: index < requested ? "request" : later, segment: "0", turn: 0, tool: null };
     });
     const turns = [...owners.keys()].sort((a, b) => a - b);

@@ -5,6 +5,7 @@ import { setText } from "page/list/live.js";
 import { linkToGroup, selectionLink } from "page/rollout/selection.js";
 
 const STOPPED = {
+  __proto__: null,
   stop: "The agent's loop came to its end.",
   max_turns: "It met its limit of turns.",
   max_tokens: "It met its limit of generated tokens.",
@@ -12,6 +13,7 @@ const STOPPED = {
 };
 // Who has to act, as docs/failures.md says.
 const ADVICE = {
+  __proto__: null,
   policy: "The model went beyond a limit. Nobody has to act, or whoever sets the limits.",
   deadline: "Nobody has to act, or whoever sets the time limit of the request.",
   environment: "For the agent's author: its code raised, or messages or parameters are not possible.",

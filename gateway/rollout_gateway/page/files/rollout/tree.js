@@ -8,6 +8,7 @@ const BEFORE = 4;
 const AFTER = 12;
 
 const WHY = {
+  __proto__: null,
   main: "the rollout's first segment",
   drift: "the trainer's prompt did not extend the segment before",
   compaction: "the agent replaced its context by a shorter one",
@@ -16,6 +17,7 @@ const WHY = {
   gap: "the trainer sent no token ids for an earlier turn",
 };
 const DRIFT = {
+  __proto__: null,
   history_rewritten: "the chat template rendered earlier messages differently",
   retokenised: "sampled tokens came back as other tokens of the same text",
   environment: "only environment tokens differ; the segment goes on with the trainer's tokens",

@@ -16,10 +16,14 @@ export const KINDS = {
   "?": { name: "unknown", why: "a reason that this page does not know" },
 };
 
+const BY_REASON = {
+  model: new Map([[null, "M"], ["author", "A"], ["stale", "S"]]),
+  other: new Map([["prompt", "P"], ["environment", "E"], ["closing", "C"]]),
+};
+
 /** @param {import("page/rollout/model.js").Span} span @returns {string} a key of `KINDS` */
-export function kindOf(span) {
-  if (span.author === "model") return span.reason === null ? "M" : { author: "A", stale: "S" }[span.reason] ?? "?";
-  return { prompt: "P", environment: "E", closing: "C" }[span.reason] ?? "?";
+export function kindOf({ author, reason }) {
+  return BY_REASON[author === "model" ? "model" : "other"].get(reason) ?? "?";
 }
 
 /** Return the text with every invisible character replaced by a printable one, as `rollout inspect` does. */
