@@ -284,7 +284,7 @@ async def test_hostile_texts_stay_text(open_here: Open, page: Page) -> None:
     await finished(world, await start(world, hostile, metadata={"by": "finish"}, **changes))
     reply = await world.http.post("/v1/rollouts", json=body("x", world.trainer.url, agent=MARKUP))
     assert reply.status_code == 404
-    for width in (1400, 700, 400):
+    for width in (1400, 700, 400, 380):
         await page.set_viewport_size({"width": width, "height": 900})
         await show(page, world, "#/?agent=%3Cimg%20src%3Dx%3E" if width == 400 else "#/")
         await expect(page.get_by_text("No rollout matches") if width == 400 else rows(page).first).to_be_visible()
