@@ -142,3 +142,14 @@ async def test_calls_in_the_messages_of_the_request_are_shown(open_here: Open, p
     await expect(cards.nth(1)).to_contain_text("call price c1")
     await expect(cards.nth(1)).to_contain_text('{"fruit": "fig"}')
     await expect(cards.nth(2)).to_contain_text("c1")
+
+
+async def test_a_huge_line_is_shown_in_part(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    await world.trainer.put_script("r", Script(lines=(ScriptedReply(content="4."),), then_model=True))
+    uid = await begin(world, "r", "tour", "x" * 500_000)
+    await page.goto(link(world, uid))
+    card = page.locator('.messages-card[data-role="user"]').first
+    await card.get_by_role("button", name="Show 200,000 of 500,000 characters").click()
+    assert len(await card.locator("pre").inner_text()) == 200_000
+    await expect(card.get_by_role("button")).to_have_text("Copy the whole text")

@@ -4,6 +4,8 @@ import { copy, count, fill, h } from "page/dom.js";
 const SHORT = 60;
 const LINES = 40;
 const CHARACTERS = 6000;
+// Browsers take seconds to lay out longer texts on one line.
+const MOST = 200_000;
 
 /** @param {string|Object[]|null} content - of a message @returns {HTMLElement[]} */
 export function contentOf(content) {
@@ -20,8 +22,15 @@ export function blockOf(value) {
   const head = lines.slice(0, LINES).join("\n").slice(0, CHARACTERS);
   const block = h("pre.content-text", {}, head);
   if (head.length === text.length) return block;
-  const label = `Show all ${count(lines.length)} lines, ${count(text.length)} characters`;
-  const more = h("button.content-more", { on: { click: () => fill(block, text) } }, label);
+  const isWhole = text.length <= MOST;
+  const label = isWhole ? `Show all ${count(lines.length)} lines, ${count(text.length)} characters`
+    : `Show ${count(MOST)} of ${count(text.length)} characters`;
+  const rest = h("button.content-more", { on: { click: () => copy(text, rest) } }, "Copy the whole text");
+  const click = () => {
+    fill(block, text.slice(0, MOST));
+    more.replaceWith(...(isWhole ? [] : [rest]));
+  };
+  const more = h("button.content-more", { on: { click } }, label);
   return h("div", {}, block, more);
 }
 
