@@ -290,6 +290,9 @@ async def test_exports(open_here: Open, page: Page, tmp_path: Path) -> None:
     assert [json.loads(line) for line in (await exported("Samples")).splitlines()] == rollout["outcome"]["samples"]
     assert [json.loads(line) for line in (await exported("Events")).splitlines()] == await events(world, uid)
     assert json.loads(await exported("Rollout (JSON)")) == rollout
+    await page.locator(".rollout-export summary").click()
+    await page.keyboard.press("Escape")
+    await expect(page.locator(".rollout-export[open]")).to_have_count(0)
 
 
 async def test_a_page_without_a_server(open_here: Open, page: Page, tmp_path: Path) -> None:

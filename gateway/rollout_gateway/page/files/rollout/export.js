@@ -23,7 +23,14 @@ export function exportMenu(view) {
     };
     return h("button", { on: { click } }, label);
   });
-  const menu = h("details.rollout-export", {}, h("summary", {}, "Export"), h("div", {}, items, problem.element));
+  const keydown = (event) => {
+    if (event.key !== "Escape" || !menu.open) return;
+    // For the page, Escape selects nothing.
+    event.stopPropagation();
+    menu.open = false;
+    menu.firstChild.focus();
+  };
+  const menu = h("details.rollout-export", { on: { keydown } }, h("summary", {}, "Export"), h("div", {}, items, problem.element));
   return menu;
 }
 
