@@ -43,7 +43,7 @@ export class EmbeddedSource {
 
   async group(id) {
     const rollouts = (await this.list({ group_id: id, page_size: this._saved.size })).rollouts;
-    if (!rollouts.length) throw new Error(`This document has no rollout of group ${id}.`);
+    if (!rollouts.length) throw Object.assign(new Error(`No rollout of group ${id}.`), { status: 404 });
     const members = rollouts.map(({ uid, state, spec }) => {
       return { index: spec.group_index ?? 0, uid, rollout_id: spec.rollout_id, finished: state === "finished" };
     });

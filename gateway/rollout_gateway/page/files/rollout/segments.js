@@ -43,6 +43,12 @@ export function whyNotTrained(model, segment) {
   return [...reasons].join(", ");
 }
 
+/** Why there is no segment. @returns {string} */
+export function whyNoTokens({ outcome }) {
+  if (!outcome) return "No tokens yet: no completion with token ids has arrived.";
+  return `No tokens: ${outcome.metrics?.turns ? "the trainer sent no token ids" : "there was no completion"}.`;
+}
+
 /** The samples of a finished rollout that were made of a segment. */
 export function samplesOf(model, segment) {
   return (model.outcome?.samples ?? []).filter((sample) => sample.segment_id === segment?.id);

@@ -123,11 +123,11 @@ function whyOf(view, outcome) {
 }
 
 function failureOf(view, { failure_class, category, message, turn, http_status }) {
-  const where = turn ? selectionLink(view, { turn }, `turn ${turn}`) : "before the first turn";
+  const where = turn ? ["in ", selectionLink(view, { turn }, `turn ${turn}`)] : "before the first turn";
   const status = http_status ? `, HTTP ${http_status}` : "";
   return [
     h("h2.bad", {}, `Failed: ${failure_class}`),
-    h("p", {}, `${category} in `, where, status),
+    h("p", {}, `${category} `, where, status),
     h("pre.rollout-message", {}, message),
     h("p.quiet", {}, ADVICE[failure_class] ?? ADVICE.server),
   ];

@@ -23,7 +23,7 @@ export function timelinePart(view) {
   const names = svg("svg", { class: "timeline-names", "aria-hidden": "true" });
   const label = "Timeline; arrow keys move between the bars, Enter selects the turn";
   const chart = svg("svg", { role: "group", "aria-label": label });
-  const told = h("p.timeline-told", { role: "status" });
+  const told = h("p.timeline-told");
   const on = { click: choose, keydown, pointerover: tell, focusin: tell };
   const element = h("div.timeline", { on }, names, chart, told);
   let bars = [];

@@ -1,6 +1,8 @@
 /** The tree of segments: why each was opened, what it trains, and drift at its index with the tokens of both sides. */
 import { count, decimal, fill, h } from "page/dom.js";
-import { driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, whyNotTrained } from "page/rollout/segments.js";
+import {
+  driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, whyNoTokens, whyNotTrained,
+} from "page/rollout/segments.js";
 import { TokenTexts, visible } from "page/tokens/texts.js";
 
 /** Tokens of both sides that are shown before and after the index of a drift. */
@@ -34,7 +36,7 @@ export function treePart(view) {
     const list = view.model.segmentList;
     const focused = element.contains(document.activeElement) && document.activeElement.dataset.segment;
     const isOne = list.length === 1 && !driftsOf(view.model, list[0]).length;
-    fill(element, list.length === 0 ? h("p.quiet", {}, "No segment yet: no completion with token ids has arrived.")
+    fill(element, list.length === 0 ? h("p.quiet", {}, whyNoTokens(view.model))
       : isOne ? row(view, list[0]) : branches(view, texts, ""));
     selected();
     if (focused) element.querySelector(`[data-segment="${CSS.escape(focused)}"]`)?.focus();

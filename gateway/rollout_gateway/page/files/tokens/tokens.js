@@ -5,7 +5,9 @@
  * cells.
  */
 import { copy, count, fill, h } from "page/dom.js";
-import { departuresOf, driftsOf, idsOf, shownSegment, trainedTokens, whyNotTrained } from "page/rollout/segments.js";
+import {
+  departuresOf, driftsOf, idsOf, shownSegment, trainedTokens, whyNoTokens, whyNotTrained,
+} from "page/rollout/segments.js";
 import { COLOURINGS } from "page/tokens/colours.js";
 import { tokenDetail } from "page/tokens/detail.js";
 import { targetOf } from "page/tokens/moves.js";
@@ -48,7 +50,7 @@ class TokenStrip {
     this.notice = h("div.tokens-notice", { hidden: true });
     this.legend = h("ul.tokens-legend", { "aria-label": "Legend" });
     this.overview = tokenOverview((part) => this._go(Math.floor(part * this.segment.length)));
-    this.detail = h("div.tokens-detail", { role: "status", "aria-live": "polite" });
+    this.detail = h("div.tokens-detail");
     this.strip = h("div.tokens-strip", {
       role: "listbox", tabIndex: 0, "aria-multiselectable": "true", "aria-label": "Tokens",
       on: {
@@ -252,7 +254,8 @@ class TokenStrip {
   _updateHead() {
     const { segment } = this;
     const numbers = segment && `${count(trainedTokens(segment))} of ${count(segment.length)} tokens train`;
-    fill(this.title, segment ? `Segment ${segment.id} (${segment.kind}): ${numbers}` : "No tokens yet");
+    const title = segment ? `Segment ${segment.id} (${segment.kind}): ${numbers}` : whyNoTokens(this.view.model);
+    fill(this.title, title);
     this._updateNotice();
     this._updateLegend();
     this.overview.draw(segment, this.drifts);
