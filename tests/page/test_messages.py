@@ -71,6 +71,8 @@ async def test_drift_is_linked_to_its_token(open_here: Open, page: Page, tmp_pat
         uid = await begin(world, "drift", "tour", completions=target, token_mode="messages")
         (warning,) = (await finished(world, uid))["outcome"]["warnings"]
     await page.goto(link(world, uid))
+    labels = page.locator('.messages-card[data-kind="tool"] .messages-segment')
+    await expect(labels).to_have_text(["segment 1 · drift"] * 2)
     for place in (".messages-remark", ".rollout-warnings"):
         await page.locator(place).get_by_role("link", name=f"token {warning['index']}").click()
         assert page.url.endswith(f"?segment=1&turn=2&token={warning['index']}")

@@ -50,7 +50,7 @@ export function messagesPart(view) {
     made.tabIndex = cards.size ? -1 : 0;
     cards.set(entry, made);
     entries.set(made, entry);
-    if (refresh) marks.push(refresh);
+    marks.push(refresh);
     return made;
   }
 
@@ -118,7 +118,7 @@ function selectedMessages({ model, selection: { segment, turn, token } }) {
 
 /** The card of a message; `refresh` writes into its head what becomes known later. */
 function cardOf(view, entry) {
-  const { message, kind, tool, segment } = entry;
+  const { message, kind, tool } = entry;
   const isCompletion = kind === "completion";
   const isResult = message.role === "tool";
   const label = isCompletion && entry.turn ? `${message.role}, turn ${entry.turn}`
@@ -128,20 +128,18 @@ function cardOf(view, entry) {
   const head = h("header.messages-head");
   const element = h("article.messages-card", { data: { kind, role: message.role }, "aria-label": label },
     head, reasoningOf(message), contentOf(message.content), calls.map((call, index) => callOf(call, states[index])));
-  element.classList.toggle("messages-aside", view.model.isAside(segment));
-  const first = [role(message.role), segmentLabel(view.model, segment)];
-  if (!isCompletion) {
-    fill(head, first, isResult ? toolMarks(tool, message) : message.name && mark("", message.name));
-    return { element };
-  }
+  const marks = isResult ? toolMarks(tool, message) : message.name && mark("", message.name);
   let before = "";
   const refresh = () => {
-    const turn = view.model.turns.get(entry.turn);
-    const now = JSON.stringify([turn, view.model.outcome !== null]);
+    // A drift takes messages into its segment. Nothing is known of a turn whose events and tokens were not saved.
+    const { segment } = entry;
+    const turn = isCompletion ? view.model.turns.get(entry.turn) : null;
+    const now = JSON.stringify([segment, turn, view.model.outcome !== null]);
     if (now === before) return;
     before = now;
-    // Nothing is known of a turn whose events and tokens were not saved.
-    fill(head, first, turn && turnMarks(turn));
+    element.classList.toggle("messages-aside", view.model.isAside(segment));
+    const made = isCompletion ? turn && turnMarks(turn) : marks;
+    fill(head, role(message.role), segmentLabel(view.model, segment), made);
     turn?.tools.forEach((each) => states[each.index] && fill(states[each.index], callState(each)));
   };
   return { element, refresh };
