@@ -195,7 +195,7 @@ function signsOf(members, { number, min, max }) {
 
 function aboutText(group, members, hasMore) {
   if (!members.length) return "No rollouts of this group: none was started, or the server has dropped them.";
-  const parts = [`${hasMore ? "the newest " : ""}${count(members.length)} ${members.length === 1 ? "rollout" : "rollouts"}`];
+  const parts = [`${hasMore ? "the newest " : ""}${count(members.length)} rollout${members.length === 1 ? "" : "s"}`];
   if (!group) parts.push("started one by one with this group id");
   if (group?.refill) parts.push(`${members.filter((member) => member.isReplaced).length} of ${group.refill} refills`);
   if (group?.result?.early_stop) parts.push("stopped early: enough were usable");

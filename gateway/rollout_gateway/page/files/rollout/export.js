@@ -30,7 +30,8 @@ export function exportMenu(view) {
     menu.open = false;
     menu.firstChild.focus();
   };
-  const menu = h("details.rollout-export", { on: { keydown } }, h("summary", {}, "Export"), h("div", {}, items, problem.element));
+  const menu = h("details.rollout-export", { on: { keydown } }, h("summary", {}, "Export"),
+    h("div", {}, items, problem.element));
   return menu;
 }
 

@@ -41,7 +41,8 @@ class RolloutPage {
   constructor(source, uid, selection, signal) {
     this._signal = signal;
     this._problem = errorLine();
-    this.element = h("article.rollout", {}, this._problem.element, h("p.quiet", { role: "status" }, "Loading the rollout"));
+    const loading = h("p.quiet", { role: "status" }, "Loading the rollout");
+    this.element = h("article.rollout", {}, this._problem.element, loading);
     const select = (wanted) => this._select(wanted);
     this.view = { source, uid, model: null, selection, select, connection: "connecting" };
     this._cancel = h("button", { on: { click: () => askToCancel(this.view) } }, "Cancel the rollout");
