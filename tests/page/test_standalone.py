@@ -9,6 +9,9 @@ from typing import Any
 
 from playwright.async_api import Page, Request, expect
 from rollout_gateway.page.standalone import standalone_document, standalone_page
+from rollout_server.evaluation.report import report
+from rollout_server.evaluation.row_result import RowResult
+from rollout_server.evaluation.summary import summary_of
 from rollout_server.testing.script import Script
 
 from tests.page.rollouts import TOUR, Tour, events, finished, play
@@ -113,3 +116,24 @@ async def test_the_gateway_serves_it(open_here: Open) -> None:
     world = await open_here()
     reply = await world.http.get("/page/standalone.html")
     assert (reply.status_code, reply.text) == (200, standalone_page())
+
+
+async def test_the_report_of_an_evaluation_opens_its_rollouts(page: Page, tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": HOSTILE}]
+    fields: dict[str, Any] = {"end": "stop", "reason": "stop", "turns": 1, "prompt": prompt, "ground_truth": "42"}
+    messages = [*prompt, {"role": "assistant", "content": "42"}]
+    results = [RowResult(f"row-{row}-1", row=row, reward=row / 2, messages=messages, **fields) for row in (1, 2)]
+    failed = RowResult("row-3-1", "failure", "engine_server", "503", row=3, prompt=prompt, failure_class="engine")
+    path = tmp_path / "report.html"
+    path.write_bytes(report({"agent": "tour"}, summary_of([*results, failed], 1.0, {}), [*results, failed]))
+    await page.goto(path.as_uri())
+    await expect(page.get_by_role("heading", name="Evaluation of tour")).to_be_visible()
+    rows = page.locator("main").get_by_role("row")
+    await expect(rows).to_have_count(4)
+    await expect(rows.nth(1)).to_contain_text("engine: 503")
+    await rows.nth(3).get_by_role("link").first.click()
+    await expect(page.get_by_role("heading", name="Evaluation of tour")).to_be_hidden()
+    await expect(page.locator('.messages-card[data-kind="completion"]')).to_contain_text("42")
+    await expect(page.locator("main")).to_contain_text("ground truth=42")
+    await page.get_by_role("link", name="Rollouts", exact=True).click()
+    await expect(page.get_by_role("heading", name="Evaluation of tour")).to_be_visible()

@@ -52,7 +52,7 @@ def add_pages(app: FastAPI) -> None:
     _add_page(app, "/", live, "img-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'")
     _add_page(app, "/docs", bytes(swagger.body).decode(), "img-src 'self' data:")
     app.add_route(f"{_PAGE}/standalone.html", _standalone, include_in_schema=False)
-    app.mount(_PAGE, StaticFiles(directory=str(files)))
+    app.mount(_PAGE, _PageFiles(directory=str(files)))
     app.mount(_DOCS, StaticFiles(directory=str(resources.files("fastapi_offline") / "static")))
 
 
@@ -71,7 +71,7 @@ def _add_page(app: FastAPI, path: str, html: str, more: str) -> None:
 
 def _standalone(_: Request) -> HTMLResponse:
     """Return the document into which the page exports rollouts. It has its own policy."""
-    return HTMLResponse(standalone_page())
+    return HTMLResponse(standalone_page(), headers={"content-security-policy": "frame-ancestors 'none'", **_HEADERS})
 
 
 def _hashes(html: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable
 from itertools import accumulate, chain
 from typing import Any, Final, NoReturn, TypeAlias, TypeVar

@@ -161,9 +161,9 @@ function membersOf(rollouts, group) {
 function statisticsOf(members) {
   const rewards = members.map((member) => member.rollout.outcome?.reward ?? null).filter((each) => each !== null);
   const mean = rewards.reduce((sum, each) => sum + each, 0) / rewards.length;
-  const squares = rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0);
+  const variance = rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / (rewards.length - 1);
   const [min, max] = rewards.length ? [Math.min(...rewards), Math.max(...rewards)] : [NaN, NaN];
-  return { number: rewards.length, mean, std: Math.sqrt(squares / (rewards.length - 1)), min, max };
+  return { number: rewards.length, mean, std: rewards.length > 1 ? Math.sqrt(variance) : NaN, min, max };
 }
 
 function showFigures({ show }, members, { mean, std, min, max }, group) {

@@ -8,6 +8,7 @@ const STATES = ["queued", "running", "finished"];
 /** The filters by their names in the REST API. */
 const LABELS = { state: "State", agent: "Agent", group_id: "Group", failure_class: "Failure class", text: "Search" };
 const FAILURE_CLASSES = ["policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"];
+const LONGEST_TEXT = 256;
 const TYPING_MS = 400;
 const RATE_MS = 30_000;
 const ANNOUNCE_MS = 30_000;
