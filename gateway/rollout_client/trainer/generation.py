@@ -101,6 +101,8 @@ class Turn:
         policy_step: the newest policy step that was announced for the rollout. None: none.
         resumed: number of ids at the end of `ids` that earlier, aborted calls of this turn generated. `sampling.max_tokens` is what
             is left.
+        traceparent: W3C Trace Context of the server's span for this turn, for a request to an engine that traces. Empty: the server
+            does not trace.
     """
 
     uid: str
@@ -115,6 +117,7 @@ class Turn:
     seconds_left: float | None = None
     policy_step: int | None = None
     resumed: int = 0
+    traceparent: str = ""
 
 
 Generate: TypeAlias = (

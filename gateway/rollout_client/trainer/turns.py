@@ -213,6 +213,7 @@ class Turns:
             images=tuple(part.prompt.images),
             policy_step=request.policy_step if request.HasField("policy_step") else None,
             resumed=len(resumed),
+            traceparent=request.traceparent,
         )
 
     async def _text(self, ids: array[int]) -> str:

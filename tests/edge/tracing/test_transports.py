@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import grpc
 import httpx
+import pytest
 from osmosis.rollout.v1 import spec_pb2
+from rollout_client.trainer import Generated, Prompt, Trainer, Turn
+from rollout_client.trainer.server import Serving
 from rollout_server.testing.script import Script
 from rollout_server.testing.trainer import StrictTrainer
 
@@ -44,7 +47,7 @@ async def test_over_http(exported: Exported) -> None:
 
 
 async def test_on_a_stream(exported: Exported) -> None:
-    """All rollouts of a stream belong to the trace of the call that opened it. The contract has no place for that of an `ask`."""
+    """All rollouts of a stream belong to the trace of the call that opened it."""
     async with stage(script=Script((DONE,), repeat_last=True)) as here:
         server = f"127.0.0.1:{here.server.grpc_port}"
         stream = here.trainer.connected(server)
@@ -57,6 +60,27 @@ async def test_on_a_stream(exported: Exported) -> None:
     assert (rollout.parent is not None, chat.parent is not None) == (True, True)
     assert [span.parent and span.parent.span_id for span in (rollout, chat)] == [SPAN_ID, rollout.context.span_id]
     assert "server.address" not in (chat.attributes or {})
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["stream", "listening"])
+async def test_the_trainer_library_gets_the_trace_of_each_turn(exported: Exported, listens: bool) -> None:
+    seen = []
+
+    async def generate(turn: Turn) -> Generated:
+        seen.append(turn.traceparent)
+        return Generated([5], [-0.5], "stop")
+
+    async with stage() as here:
+        server = f"127.0.0.1:{here.server.grpc_port}"
+        fields = {"generate": generate, "decode": lambda ids: "Done.", "serving": Serving() if listens else None}
+        async with Trainer(server, **fields) as trainer:
+            async for group in trainer.rollouts([Prompt([{"role": "user", "content": "Hi."}])], n=2, tokenizer="toy"):
+                assert [each.rollout.outcome.WhichOneof("end") for each in group.rollouts] == ["stop", "stop"]
+    spans = [span.context for span in exported.named("chat")]
+    assert sorted(seen) == sorted(
+        f"00-{each.trace_id:032x}-{each.span_id:016x}-{each.trace_flags:02x}" for each in spans
+    )
+    assert len(seen) == 2
 
 
 async def test_an_engine(exported: Exported) -> None:

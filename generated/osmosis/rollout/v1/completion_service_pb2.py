@@ -28,7 +28,7 @@ from osmosis.rollout.v1 import spec_pb2 as osmosis_dot_rollout_dot_v1_dot_spec__
 from osmosis.rollout.v1 import token_pb2 as osmosis_dot_rollout_dot_v1_dot_token__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+osmosis/rollout/v1/completion_service.proto\x12\x12osmosis.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a osmosis/rollout/v1/message.proto\x1a\x1dosmosis/rollout/v1/spec.proto\x1a\x1eosmosis/rollout/v1/token.proto\"\x8c\x04\n\x0f\x43ompleteRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12\x31\n\x06origin\x18\x04 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\x10\n\x08turn_key\x18\x06 \x01(\t\x12,\n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\x12\x31\n\x0cnew_messages\x18\x08 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x31\n\nnew_tokens\x18\t \x01(\x0b\x32\x1d.osmosis.rollout.v1.NewTokens\x12*\n\x05tools\x18\n \x01(\x0b\x32\x1b.osmosis.rollout.v1.ToolSet\x12.\n\x08sampling\x18\x0b \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\x12,\n\ttime_left\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07resumed\x18\r \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x18\n\x0bpolicy_step\x18\x0e \x01(\x03H\x00\x88\x01\x01\x42\x0e\n\x0c_policy_step\"\x91\x01\n\tNewTokens\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12,\n\x05media\x18\x02 \x03(\x0b\x32\x1d.osmosis.rollout.v1.MediaSpan\x12-\n\x05\x61\x66ter\x18\x03 \x01(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\"S\n\tMediaSpan\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12&\n\x04\x62lob\x18\x03 \x01(\x0b\x32\x18.osmosis.rollout.v1.Blob\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\"\x86\x04\n\x10\x43ompleteResponse\x12,\n\x07message\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Logprobs\x12.\n\x06planes\x18\x05 \x03(\x0b\x32\x1e.osmosis.rollout.v1.TokenPlane\x12\x16\n\x0epolicy_version\x18\x06 \x01(\t\x12\x18\n\x0bpolicy_step\x18\r \x01(\x03H\x01\x88\x01\x01\x12\x10\n\x08raw_text\x18\x07 \x01(\t\x12;\n\x11prompt_checkpoint\x18\x08 \x01(\x0b\x32\x1e.osmosis.rollout.v1.CheckpointH\x00\x12\x32\n\nprompt_ids\x18\t \x01(\x0b\x32\x1c.osmosis.rollout.v1.TokenIdsH\x00\x12-\n\x05\x61\x66ter\x18\n \x01(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\x12(\n\x05usage\x18\x0b \x01(\x0b\x32\x19.osmosis.rollout.v1.Usage\x12\x12\n\nextra_json\x18\x0c \x01(\tB\x08\n\x06promptB\x0e\n\x0c_policy_step\"D\n\x11ReadLedgerRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"r\n\x12ReadLedgerResponse\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x33\n\x0b\x63heckpoints\x18\x02 \x03(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\"E\n\x0eLedgerMismatch\x12\x33\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint2\xc7\x01\n\x11\x43ompletionService\x12U\n\x08\x43omplete\x12#.osmosis.rollout.v1.CompleteRequest\x1a$.osmosis.rollout.v1.CompleteResponse\x12[\n\nReadLedger\x12%.osmosis.rollout.v1.ReadLedgerRequest\x1a&.osmosis.rollout.v1.ReadLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+osmosis/rollout/v1/completion_service.proto\x12\x12osmosis.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a osmosis/rollout/v1/message.proto\x1a\x1dosmosis/rollout/v1/spec.proto\x1a\x1eosmosis/rollout/v1/token.proto\"\xa1\x04\n\x0f\x43ompleteRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\x12\x12\n\nsegment_id\x18\x03 \x01(\t\x12\x31\n\x06origin\x18\x04 \x01(\x0b\x32!.osmosis.rollout.v1.SegmentOrigin\x12\x0c\n\x04turn\x18\x05 \x01(\r\x12\x10\n\x08turn_key\x18\x06 \x01(\t\x12,\n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\x12\x31\n\x0cnew_messages\x18\x08 \x03(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x31\n\nnew_tokens\x18\t \x01(\x0b\x32\x1d.osmosis.rollout.v1.NewTokens\x12*\n\x05tools\x18\n \x01(\x0b\x32\x1b.osmosis.rollout.v1.ToolSet\x12.\n\x08sampling\x18\x0b \x01(\x0b\x32\x1c.osmosis.rollout.v1.Sampling\x12,\n\ttime_left\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x07resumed\x18\r \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x18\n\x0bpolicy_step\x18\x0e \x01(\x03H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x0f \x01(\tB\x0e\n\x0c_policy_step\"\x91\x01\n\tNewTokens\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12,\n\x05media\x18\x02 \x03(\x0b\x32\x1d.osmosis.rollout.v1.MediaSpan\x12-\n\x05\x61\x66ter\x18\x03 \x01(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\"S\n\tMediaSpan\x12\x0e\n\x06offset\x18\x01 \x01(\x04\x12\x0e\n\x06length\x18\x02 \x01(\r\x12&\n\x04\x62lob\x18\x03 \x01(\x0b\x32\x18.osmosis.rollout.v1.Blob\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\"\x86\x04\n\x10\x43ompleteResponse\x12,\n\x07message\x18\x01 \x01(\x0b\x32\x1b.osmosis.rollout.v1.Message\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12.\n\x08logprobs\x18\x04 \x01(\x0b\x32\x1c.osmosis.rollout.v1.Logprobs\x12.\n\x06planes\x18\x05 \x03(\x0b\x32\x1e.osmosis.rollout.v1.TokenPlane\x12\x16\n\x0epolicy_version\x18\x06 \x01(\t\x12\x18\n\x0bpolicy_step\x18\r \x01(\x03H\x01\x88\x01\x01\x12\x10\n\x08raw_text\x18\x07 \x01(\t\x12;\n\x11prompt_checkpoint\x18\x08 \x01(\x0b\x32\x1e.osmosis.rollout.v1.CheckpointH\x00\x12\x32\n\nprompt_ids\x18\t \x01(\x0b\x32\x1c.osmosis.rollout.v1.TokenIdsH\x00\x12-\n\x05\x61\x66ter\x18\n \x01(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\x12(\n\x05usage\x18\x0b \x01(\x0b\x32\x19.osmosis.rollout.v1.Usage\x12\x12\n\nextra_json\x18\x0c \x01(\tB\x08\n\x06promptB\x0e\n\x0c_policy_step\"D\n\x11ReadLedgerRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x12\n\nsegment_id\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\"r\n\x12ReadLedgerResponse\x12\'\n\x05spans\x18\x01 \x03(\x0b\x32\x18.osmosis.rollout.v1.Span\x12\x33\n\x0b\x63heckpoints\x18\x02 \x03(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint\"E\n\x0eLedgerMismatch\x12\x33\n\x0b\x63heckpoints\x18\x01 \x03(\x0b\x32\x1e.osmosis.rollout.v1.Checkpoint2\xc7\x01\n\x11\x43ompletionService\x12U\n\x08\x43omplete\x12#.osmosis.rollout.v1.CompleteRequest\x1a$.osmosis.rollout.v1.CompleteResponse\x12[\n\nReadLedger\x12%.osmosis.rollout.v1.ReadLedgerRequest\x1a&.osmosis.rollout.v1.ReadLedgerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,21 +36,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'osmosis.rollout.v1.completi
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_COMPLETEREQUEST']._serialized_start=197
-  _globals['_COMPLETEREQUEST']._serialized_end=721
-  _globals['_NEWTOKENS']._serialized_start=724
-  _globals['_NEWTOKENS']._serialized_end=869
-  _globals['_MEDIASPAN']._serialized_start=871
-  _globals['_MEDIASPAN']._serialized_end=954
-  _globals['_USAGE']._serialized_start=956
-  _globals['_USAGE']._serialized_end=1013
-  _globals['_COMPLETERESPONSE']._serialized_start=1016
-  _globals['_COMPLETERESPONSE']._serialized_end=1534
-  _globals['_READLEDGERREQUEST']._serialized_start=1536
-  _globals['_READLEDGERREQUEST']._serialized_end=1604
-  _globals['_READLEDGERRESPONSE']._serialized_start=1606
-  _globals['_READLEDGERRESPONSE']._serialized_end=1720
-  _globals['_LEDGERMISMATCH']._serialized_start=1722
-  _globals['_LEDGERMISMATCH']._serialized_end=1791
-  _globals['_COMPLETIONSERVICE']._serialized_start=1794
-  _globals['_COMPLETIONSERVICE']._serialized_end=1993
+  _globals['_COMPLETEREQUEST']._serialized_end=742
+  _globals['_NEWTOKENS']._serialized_start=745
+  _globals['_NEWTOKENS']._serialized_end=890
+  _globals['_MEDIASPAN']._serialized_start=892
+  _globals['_MEDIASPAN']._serialized_end=975
+  _globals['_USAGE']._serialized_start=977
+  _globals['_USAGE']._serialized_end=1034
+  _globals['_COMPLETERESPONSE']._serialized_start=1037
+  _globals['_COMPLETERESPONSE']._serialized_end=1555
+  _globals['_READLEDGERREQUEST']._serialized_start=1557
+  _globals['_READLEDGERREQUEST']._serialized_end=1625
+  _globals['_READLEDGERRESPONSE']._serialized_start=1627
+  _globals['_READLEDGERRESPONSE']._serialized_end=1741
+  _globals['_LEDGERMISMATCH']._serialized_start=1743
+  _globals['_LEDGERMISMATCH']._serialized_end=1812
+  _globals['_COMPLETIONSERVICE']._serialized_start=1815
+  _globals['_COMPLETIONSERVICE']._serialized_end=2014
 # @@protoc_insertion_point(module_scope)

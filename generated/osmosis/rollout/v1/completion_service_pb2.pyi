@@ -42,6 +42,7 @@ class CompleteRequest(_message.Message):
     TIME_LEFT_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     POLICY_STEP_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The server's id of the rollout."""
     rollout_id: _builtins.str
@@ -56,6 +57,10 @@ class CompleteRequest(_message.Message):
     """
     policy_step: _builtins.int
     """The newest policy step that was announced for the rollout; unset: none. See RolloutService.SetPolicy."""
+    traceparent: _builtins.str
+    """W3C Trace Context of the server's span for this completion, for the trainer's own spans and its requests to an engine. Empty: the
+    server does not trace.
+    """
     @_builtins.property
     def origin(self) -> _token_pb2.SegmentOrigin:
         """Why the segment was opened, and its parent. Only in the segment's first turn."""
@@ -108,10 +113,11 @@ class CompleteRequest(_message.Message):
         time_left: _duration_pb2.Duration | None = ...,
         resumed: _abc.Iterable[_token_pb2.Span] | None = ...,
         policy_step: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "base", b"base", "new_tokens", b"new_tokens", "origin", b"origin", "policy_step", b"policy_step", "sampling", b"sampling", "time_left", b"time_left", "tools", b"tools"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "base", b"base", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "origin", b"origin", "policy_step", b"policy_step", "resumed", b"resumed", "rollout_id", b"rollout_id", "sampling", b"sampling", "segment_id", b"segment_id", "time_left", b"time_left", "tools", b"tools", "turn", b"turn", "turn_key", b"turn_key", "uid", b"uid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step", "base", b"base", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "origin", b"origin", "policy_step", b"policy_step", "resumed", b"resumed", "rollout_id", b"rollout_id", "sampling", b"sampling", "segment_id", b"segment_id", "time_left", b"time_left", "tools", b"tools", "traceparent", b"traceparent", "turn", b"turn", "turn_key", b"turn_key", "uid", b"uid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_step: _TypeAlias = _typing.Literal["policy_step"]  # noqa: Y015
     _WhichOneofArgType__policy_step: _TypeAlias = _typing.Literal["_policy_step", b"_policy_step"]  # noqa: Y015

@@ -23,6 +23,7 @@ from rollout_server.core.spec import Spec
 from rollout_server.edge.grpc_channels import Channels
 from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.tracing.propagation import trace_headers
 from rollout_server.edge.trainer.aborted_parts import ABORTED, AbortedParts, planes_warning
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.grpc_client import (
@@ -182,6 +183,7 @@ class CompletionSampler:
             try:
                 update = self._update(request, messages, delta, base)
                 wire = self._builder.request(request.asked, parts, update, list_tools=listed)
+                wire.traceparent = trace_headers().get("traceparent", "")
                 response = await self._trainer.complete(wire, call)
             except BaseUnknown:
                 if base is None:
