@@ -72,8 +72,8 @@ async def test_the_trainer_library_gets_the_trace_of_each_turn(exported: Exporte
 
     async with stage() as here:
         server = f"127.0.0.1:{here.server.grpc_port}"
-        fields = {"generate": generate, "decode": lambda ids: "Done.", "serving": Serving() if listens else None}
-        async with Trainer(server, **fields) as trainer:
+        serving = Serving() if listens else None
+        async with Trainer(server, serving=serving, generate=generate, decode=lambda ids: "Done.") as trainer:
             async for group in trainer.rollouts([Prompt([{"role": "user", "content": "Hi."}])], n=2, tokenizer="toy"):
                 assert [each.rollout.outcome.WhichOneof("end") for each in group.rollouts] == ["stop", "stop"]
     spans = [span.context for span in exported.named("chat")]
