@@ -84,4 +84,4 @@ class TestErrors:
 
     def test_reasons_are_told_apart(self) -> None:
         kinds = [v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, RolloutError)]
-        assert len({kind.reason for kind in kinds}) == len(kinds) == 15
+        assert len({kind.reason for kind in kinds}) == len(kinds) == 16

@@ -75,7 +75,7 @@ async def test_drift_is_linked_to_its_token(open_here: Open, page: Page, tmp_pat
     await expect(labels).to_have_text(["segment 1 · drift"] * 2)
     for place in (".messages-remark", ".rollout-warnings"):
         await page.locator(place).get_by_role("link", name=f"token {warning['index']}").click()
-        assert page.url.endswith(f"?segment=1&turn=2&token={warning['index']}")
+        await expect(page).to_have_url(re.compile(re.escape(f"?segment=1&turn=2&token={warning['index']}") + "$"))
         await expect(page.locator('.tokens-cell[aria-selected="true"]')).to_have_count(1)
         await page.keyboard.press("Escape")
 

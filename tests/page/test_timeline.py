@@ -31,7 +31,7 @@ async def test_turns_and_tools_have_bars(open_here: Open, page: Page) -> None:
     await bars(page, "tools").first.hover()
     await expect(page.locator(".timeline-told")).to_contain_text("turn 1, tool price call_1: ")
     await bars(page, "engine").nth(1).click()
-    assert "turn=2" in page.url
+    await expect(page).to_have_url(re.compile(re.escape("turn=2")))
     await expect(page.locator('.timeline-bar[aria-current="true"]')).to_have_count(3)
 
 
@@ -44,7 +44,7 @@ async def test_keys_move_between_bars(open_here: Open, page: Page) -> None:
     await page.keyboard.press("ArrowRight")
     await expect(page.locator(".timeline-told")).to_contain_text("turn 1, tool price")
     await page.keyboard.press("Enter")
-    assert "turn=1" in page.url
+    await expect(page).to_have_url(re.compile(re.escape("turn=1")))
 
 
 async def test_it_grows_while_the_rollout_runs(open_here: Open, page: Page) -> None:

@@ -118,7 +118,8 @@ class Shown:
 
     async def token(self) -> int | None:
         """The selected token, as the address names it."""
-        _, _, query = self.page.url.partition("token=")
+        # Playwright learns of changes of the fragment only later.
+        _, _, query = (await self.page.evaluate("location.hash")).partition("token=")
         return int(query) if query else None
 
 

@@ -52,7 +52,7 @@ async def test_conversations_of_an_agent_are_nested(open_here: Open, page: Page)
     await rows.nth(1).focus()
     await page.keyboard.press("Enter")
     await expect(rows.nth(1)).to_have_attribute("aria-current", "true")
-    assert "segment=1" in page.url
+    await expect(page).to_have_url(re.compile(re.escape("segment=1")))
     await expect(page.get_by_text("Segment 1 (subagent):")).to_be_visible()
     await expect(page.get_by_text("this sample does not train: role_not_trainable")).to_be_visible()
 
@@ -73,7 +73,7 @@ async def test_drift_is_marked_at_its_index_with_the_tokens_of_both_sides(open_h
         await expect(tokens.locator(".tree-same")).to_have_count(4)
         await expect(side).to_contain_text("</tool_call><|im_end|>")
         await tokens.click()
-        assert f"segment={number}&" in page.url
+        await expect(page).to_have_url(re.compile(re.escape(f"segment={number}&")))
         assert await shown.token() == index
         await expect(page.locator("#tokens-active")).to_have_attribute("data-start", str(index))
         await expect(page.locator("#tokens-active")).to_have_class(re.compile("tokens-drift"))

@@ -49,8 +49,10 @@ def service_router(
         dependencies=[NO_QUERY],
     )
     async def get_server_info(request: Request) -> Response:
-        """Return the server's version, features, limits, load and counts. Needs no API key."""
-        server = await rollouts.calls(request).rpc.GetServerInfo(GetServerInfoRequest())
+        """Return the server's version, features, limits, load and counts."""
+        calls = rollouts.calls(request)
+        await keys.demand(calls)  # as for /metrics: the rpc itself requires none
+        server = await calls.rpc.GetServerInfo(GetServerInfoRequest())
         return Response(response_json(server), media_type="application/json")
 
     @router.get("/healthz", responses={200: shown.json_response("Alive")})

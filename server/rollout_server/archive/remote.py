@@ -38,6 +38,8 @@ async def check(client: httpx.AsyncClient) -> None:
     """Raise `Unreadable` unless a gateway answers."""
     try:
         found = await client.get("v1/server")
+        if found.status_code == httpx.codes.UNAUTHORIZED:
+            return  # the page asks for the key
         features = found.json()["features"] if found.is_success else None
     except httpx.HTTPError as error:
         raise Unreadable(f"{client.base_url} cannot be reached: {error or type(error).__name__}") from None
