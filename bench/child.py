@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -161,7 +162,11 @@ def busy_seconds(cores: frozenset[int]) -> float:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago. Another process may take it before it is used."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
+    """Return a port that was free a moment ago. It is below those that Linux gives to outgoing connections.
+
+    So only another process that chooses its port in this way may take it before it is used.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import grpc
 from osmosis.rollout.v1 import rollout_service_pb2_grpc
 
+from bench.child import free_port
 from tests.durability.agents import AGENTS, DIRECTORY
 from tests.support.processes import environment
 from tests.support.server_client import CHANNEL_OPTIONS
@@ -57,13 +57,6 @@ class Forker:
     def _read(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @dataclass
