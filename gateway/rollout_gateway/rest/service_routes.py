@@ -32,7 +32,13 @@ def service_router(
     `metrics` returns the metrics of a rollout server in this process, as Prometheus text; None if there is no such server.
     """
     router = APIRouter(tags=["service"], default_response_class=Response)
+    _add_facts(router, rollouts, keys)
+    _add_probes(router, rollouts)
+    _add_metrics(router, rollouts, keys, meters, metrics)
+    return router
 
+
+def _add_facts(router: APIRouter, rollouts: Rollouts, keys: KeyCheck) -> None:
     @router.get(
         "/v1/agents",
         responses={200: shown.json_response("ListAgentsResponseModel"), **shown.errors()},
@@ -55,6 +61,8 @@ def service_router(
         server = await calls.rpc.GetServerInfo(GetServerInfoRequest())
         return Response(response_json(server), media_type="application/json")
 
+
+def _add_probes(router: APIRouter, rollouts: Rollouts) -> None:
     @router.get("/healthz", responses={200: shown.json_response("Alive")})
     async def healthz() -> Response:
         """Liveness: report that this process responds. Does not contact the rollout server and needs no API key."""
@@ -76,6 +84,10 @@ def service_router(
             return JSONResponse({"status": status}, 503, {"retry-after": _RETRY_SECONDS})
         return JSONResponse({"status": "ready", "running": server.running, "queued": server.queued})
 
+
+def _add_metrics(
+    router: APIRouter, rollouts: Rollouts, keys: KeyCheck, meters: HttpMetrics, metrics: Callable[[], bytes] | None
+) -> None:
     @router.get("/metrics", responses={200: _EXPOSITION, **shown.errors()})
     async def read_metrics(request: Request) -> Response:
         """Return metrics of the gateway and, if it runs in the same process, of the rollout server.
@@ -87,5 +99,3 @@ def service_router(
         await keys.demand(rollouts.calls(request))
         both = metrics().rstrip(b"\n") + b"\n" + meters.text()
         return Response(both, media_type=CONTENT_TYPE_LATEST)
-
-    return router

@@ -42,5 +42,8 @@ async def archive_app(service: ArchiveService) -> AsyncIterator[ASGIApp]:
 async def listening(app: ASGIApp, port: int) -> AsyncIterator[str]:
     """Serve an application on a port of the loopback interface, and yield its URL. 0: any free port. Raises OSError."""
     listener = HttpListener(app, Listening(HOST, port, grace_seconds=_GRACE_SECONDS))
-    yield f"http://{HOST}:{await listener.start()}/"
-    await listener.stop()
+    port = await listener.start()
+    try:
+        yield f"http://{HOST}:{port}/"
+    finally:
+        await listener.stop()
