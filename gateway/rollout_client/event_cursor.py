@@ -48,6 +48,11 @@ class ModelAccess:
     base_url: str
     key: str = field(repr=False)
 
+    @property
+    def mcp_url(self) -> str:
+        """URL of an MCP server with the tools of the rollout. Requests need the key as `Authorization: Bearer KEY`."""
+        return f"{self.base_url}/mcp"
+
 
 def access_of(response: StartRolloutResponse | GetRolloutResponse) -> ModelAccess | None:
     """Return the access that a response has, or None."""

@@ -17,21 +17,21 @@ FailureClass: TypeAlias = Literal[
     "policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"
 ]
 StaleAction: TypeAlias = Literal["cancel", "mask", "split", "keep"]
-Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
+Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream", "mcp"]
 MessageLike: TypeAlias = Mapping[str, Any] | str | message_pb2.Message | message_pb2.ChatMessage
 JsonLike: TypeAlias = Mapping[str, Any] | str
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An endpoint that the server calls: a trainer, an inference engine, a receiver of outcomes or a tool service.
+    """An endpoint that the server calls: a trainer, an inference engine, a receiver of outcomes or a tool server.
 
     Args:
         url: http:, https:, grpc: or grpcs:, without user name and password; use `Credentials` for secrets.
         dialect: protocol of the endpoint. "grpc": the services of osmosis.rollout.v1. "http_masked": chat completions with
             response_mask, as in the synchronous HTTP API. "http_plain": without masks, as in the asynchronous HTTP API.
-            "openai", "vllm", "sglang": inference engines. None: derived from the URL: "grpc" for grpc: and grpcs:, otherwise
-            "http_masked", "http_plain" for an `outcome` target, "openai" in `models`.
+            "openai", "vllm", "sglang": inference engines. "mcp": an MCP server, for `tools`. None: derived from the URL: "grpc"
+            for grpc: and grpcs:, otherwise "http_masked", "http_plain" for `outcome`, "mcp" for `tools`, "openai" in `models`.
         replays_turn_keys: the endpoint returns the same completion for a repeated turn key instead of generating again.
         model: model name, required by inference engines ("openai", "vllm", "sglang"). None for trainers.
     """
@@ -120,7 +120,8 @@ class SpecFields(TypedDict, total=False):
             in one form.
         completions: endpoint that generates completions, required: a URL or a `Target`.
         outcome: endpoint that receives the outcome. None: the caller reads it.
-        tools: endpoint of a ToolService with additional tools.
+        tools: endpoint with additional tools: a ToolService (grpc:, grpcs:) or an MCP server (http:, https:). Not for
+            "http_masked" targets.
         sampling: sampling parameters.
         limits: limits of the rollout.
         tokenizer: model name or `Tokenizer`. Required for "http_masked" targets and for token mode "tokens".

@@ -42,6 +42,31 @@ class TestConversation:
         assert odd == {"grpc": {}, "masked": refused, "plain": {}}
 
 
+MCP = Target("https://tools/mcp", Dialect.MCP)
+SERVICE = Target("grpcs://tools:1", Dialect.GRPC)
+
+
+class TestTools:
+    @pytest.mark.parametrize("tools", [MCP, SERVICE], ids=["mcp", "service"])
+    def test_the_synchronous_dialect_has_none_and_the_text_says_what_to_do(self, tools: Target) -> None:
+        found = {name: wrong(replace(spec, tools=tools)) for name, spec in SPECS.items()}
+        assert (found["grpc"], found["plain"], [*found["masked"]]) == ({}, {}, ["spec.tools"])
+        assert "use another protocol" in found["masked"]["spec.tools"]
+
+    @pytest.mark.parametrize("dialect", [each for each in Dialect if each not in (Dialect.MCP, Dialect.GRPC)])
+    def test_they_are_of_a_tool_service_or_an_mcp_server(self, dialect: Dialect) -> None:
+        assert [*wrong(replace(PLAIN, tools=Target("http://tools", dialect)))] == ["spec.tools.dialect"]
+
+    def test_an_mcp_server_is_nothing_else(self) -> None:
+        assert [*wrong(replace(PLAIN, completions=MCP))] == ["spec.completions.dialect"]
+        assert [*wrong(replace(PLAIN, outcome=MCP))] == ["spec.outcome.dialect"]
+        assert [*wrong(replace(PLAIN, models={"judge": replace(MCP, model="m")}))] == ["spec.models[judge].dialect"]
+
+    def test_the_scheme_is_that_of_the_protocol(self) -> None:
+        for url, dialect in (("grpc://tools", Dialect.MCP), ("http://tools", Dialect.GRPC)):
+            assert [*wrong(replace(PLAIN, tools=Target(url, dialect)))] == ["spec.tools.url"]
+
+
 class TestLimits:
     @pytest.mark.parametrize("name", ["turns", "generated_tokens"])
     def test_only_the_asynchronous_dialect_may_ask_for_nothing(self, name: str) -> None:
@@ -103,7 +128,8 @@ class TestTargets:
     def test_a_url_without_a_scheme_of_its_dialect_is_named_by_its_field_and_not_repeated(
         self, field: str, url: str
     ) -> None:
-        refused = wrong(replace(PLAIN, **{field: Target(url, Dialect.HTTP_PLAIN)}))  # type: ignore[arg-type]
+        dialect = Dialect.MCP if field == "tools" else Dialect.HTTP_PLAIN
+        refused = wrong(replace(PLAIN, **{field: Target(url, dialect)}))  # type: ignore[arg-type]
         assert list(refused) == [f"spec.{field}.url"]
         assert "hunter2" not in refused[f"spec.{field}.url"]
 

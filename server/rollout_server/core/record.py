@@ -9,6 +9,7 @@ methods issue.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -25,6 +26,9 @@ RESAMPLED: Final = "resampled"
 START: Final = "start"
 FINISH: Final = "finish"
 """Names of what agents that own their loop do: see `Observed.what`."""
+TOOLS: Final = "tools"
+SESSION: Final = "session"
+"""Names of what concerns toolsets: see `Observed.what`."""
 
 LARGEST_TURN_REWARD: Final = 1e9
 MOST_REWARDS_OF_A_TURN: Final = 1000
@@ -244,9 +248,11 @@ class Observed:
 
     Args:
         what: "now", "random" or "once". Of agents that own their loop also `START`: the agent begins, for the first time; and
-            `FINISH`: the agent, which runs elsewhere, has ended its work.
+            `FINISH`: the agent, which runs elsewhere, has ended its work. `TOOLS`: toolsets were listed, before the agent begins.
+            `SESSION`: a toolset is called whose session has state, for the first time.
         value_json: the result as JSON: a time in ISO 8601, a seed, what the agent's function returned, or the result of the work.
-            "null" for `START`.
+            "null" for `START`. For `TOOLS` the key "toolsets": for each the name, the SHA-256 of its list, and the tools themselves
+            if the request names the toolset. For `SESSION` the name of the toolset.
         segment_id: the conversation of the `Run` that was called.
         number: number of the call of `once` in its conversation, from 1; 0 for a call by a tool, and for clock and randomness.
         after: number of records in the log when a call with a number began.
@@ -392,3 +398,11 @@ Deed: TypeAlias = "Forked | GivenUp | Observed | ModelCalled | Masked | Rewarded
 Input: TypeAlias = "Accepted | Asked | Answered | Appended | ToolStarted | ToolReturned | Deed | Note | Resumed | Ended"
 Consequence: TypeAlias = "SegmentOpened | DriftFound"
 Record: TypeAlias = "Input | Consequence"
+
+
+def has_begun(records: Iterable[Record]) -> bool:
+    """Return whether a log has more than the acceptance of its rollout and the lists of its tools."""
+    return any(
+        not (isinstance(record, Accepted) or (isinstance(record, Observed) and record.what == TOOLS))
+        for record in records
+    )

@@ -15,7 +15,7 @@ class Dialect(Enum):
     """The protocol of a target.
 
     HTTP_MASKED: the synchronous HTTP API. HTTP_PLAIN: the asynchronous HTTP API. STREAM: a trainer that connected as a client.
-    OPENAI, VLLM and SGLANG: inference engines.
+    OPENAI, VLLM and SGLANG: inference engines. MCP: a server of the Model Context Protocol, which only runs tools.
     """
 
     GRPC = "grpc"
@@ -25,6 +25,7 @@ class Dialect(Enum):
     VLLM = "vllm"
     SGLANG = "sglang"
     STREAM = "stream"
+    MCP = "mcp"
 
 
 ENGINES = frozenset({Dialect.OPENAI, Dialect.VLLM, Dialect.SGLANG})
@@ -133,7 +134,8 @@ class Spec:
         group_id: rollouts of one prompt have the same group, as in GRPO.
         agent: name of the agent; empty until the default is filled in.
         typed: whether messages came in the typed form; replies then use it too (D13).
-        outcome, tools: further targets, or None.
+        outcome: the target that receives the outcome, or None.
+        tools: the toolset whose tools the rollout has beside those of its agent, or None.
         sampling: sampling parameters of all turns.
         limits: limits of the request; after `settle`, those in force.
         tokenizer: the trainer's tokenizer; None if the ledger is built from the trainer's ids alone.

@@ -26,7 +26,7 @@ _SCHEMES = MappingProxyType(
         Dialect.GRPC: ("grpc", "grpcs"),
         Dialect.HTTP_MASKED: ("http", "https"),
         Dialect.HTTP_PLAIN: ("http", "https"),
-        **dict.fromkeys(ENGINES, ("http", "https")),
+        **dict.fromkeys((*ENGINES, Dialect.MCP), ("http", "https")),
     }
 )
 
@@ -79,6 +79,7 @@ def violations(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
             "spec.outcome.dialect", "the synchronous HTTP API has no callback for outcomes; use HTTP_PLAIN or GRPC"
         )
     yield from _engines(spec)
+    yield from _toolset(spec)
     yield from _models(spec)
     yield from sampling_violations(spec.sampling, spec.completions.dialect)
     yield from _limits(spec.limits, least=0 if spec.completions.dialect is Dialect.HTTP_PLAIN else 1)
@@ -114,6 +115,25 @@ def _engines(spec: Spec) -> Iterator[Violation]:
             yield Violation(
                 f"spec.{name}.model", f"has {len(target.model)} characters, at most {ID_LENGTH} are allowed"
             )
+
+
+def _toolset(spec: Spec) -> Iterator[Violation]:
+    """Check that `tools`, and only it, may be an MCP server, and that the trainer's protocol can transmit its tools."""
+    for name, target in (("completions", spec.completions), ("outcome", spec.outcome)):
+        if target is not None and target.dialect is Dialect.MCP:
+            yield Violation(
+                f"spec.{name}.dialect", "is MCP, which only runs tools; name the MCP server in `spec.tools`"
+            )
+    if spec.tools is None:
+        return
+    if spec.tools.dialect not in (Dialect.GRPC, Dialect.MCP, *ENGINES):
+        yield Violation("spec.tools.dialect", "must be GRPC, for a ToolService, or MCP, for an MCP server")
+    if spec.completions.dialect is Dialect.HTTP_MASKED:
+        text = (
+            "cannot be used with an HTTP_MASKED trainer, which learns the tools before a rollout begins; use another protocol for "
+            "`spec.completions`, or give the tools to the agent"
+        )
+        yield Violation("spec.tools", text)
 
 
 def _models(spec: Spec) -> Iterator[Violation]:

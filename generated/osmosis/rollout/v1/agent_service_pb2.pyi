@@ -513,3 +513,117 @@ class FinishRolloutResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FinishRolloutResponse: _TypeAlias = FinishRolloutResponse  # noqa: Y015
+
+@_typing.final
+class ListRolloutToolsRequest(_message.Message):
+    """Requests the tools of a rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    """The server's id of the rollout, which must be that of the key."""
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRolloutToolsRequest: _TypeAlias = ListRolloutToolsRequest  # noqa: Y015
+
+@_typing.final
+class ListRolloutToolsResponse(_message.Message):
+    """The tools of a rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOLS_FIELD_NUMBER: _builtins.int
+    IDEMPOTENT_TOOLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
+        """The tools, in their order."""
+
+    @_builtins.property
+    def idempotent_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of those whose calls are harmless to repeat."""
+
+    def __init__(
+        self,
+        *,
+        tools: _abc.Iterable[_message_pb2.Tool] | None = ...,
+        idempotent_tools: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotent_tools", b"idempotent_tools", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRolloutToolsResponse: _TypeAlias = ListRolloutToolsResponse  # noqa: Y015
+
+@_typing.final
+class CallRolloutToolRequest(_message.Message):
+    """Runs a tool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
+    REPEAT_KEY_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    """The server's id of the rollout, which must be that of the key."""
+    name: _builtins.str
+    """The name of the tool."""
+    arguments_json: _builtins.str
+    """The arguments: one JSON object. Empty: no arguments."""
+    repeat_key: _builtins.str
+    """The client's idempotency key; empty: none. At most 256 characters."""
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments_json: _builtins.str = ...,
+        repeat_key: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments_json", b"arguments_json", "name", b"name", "repeat_key", b"repeat_key", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallRolloutToolRequest: _TypeAlias = CallRolloutToolRequest  # noqa: Y015
+
+@_typing.final
+class CallRolloutToolResponse(_message.Message):
+    """The result of a call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARTS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    failed: _builtins.bool
+    """The call failed, and the content is an error text."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.ContentPart]:
+        """The content: texts and images."""
+
+    def __init__(
+        self,
+        *,
+        parts: _abc.Iterable[_message_pb2.ContentPart] | None = ...,
+        failed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallRolloutToolResponse: _TypeAlias = CallRolloutToolResponse  # noqa: Y015

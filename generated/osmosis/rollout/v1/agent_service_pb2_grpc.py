@@ -68,6 +68,16 @@ class AgentServiceStub(object):
                 request_serializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.FinishRolloutRequest.SerializeToString,
                 response_deserializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.FinishRolloutResponse.FromString,
                 _registered_method=True)
+        self.ListRolloutTools = channel.unary_unary(
+                '/osmosis.rollout.v1.AgentService/ListRolloutTools',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.ListRolloutToolsRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.ListRolloutToolsResponse.FromString,
+                _registered_method=True)
+        self.CallRolloutTool = channel.unary_unary(
+                '/osmosis.rollout.v1.AgentService/CallRolloutTool',
+                request_serializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.CallRolloutToolRequest.SerializeToString,
+                response_deserializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.CallRolloutToolResponse.FromString,
+                _registered_method=True)
 
 
 class AgentServiceServicer(object):
@@ -132,6 +142,25 @@ class AgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRolloutTools(self, request, context):
+        """Returns the tools that the server runs for the rollout: those of its agent, and those that its request names. Retry freely.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CallRolloutTool(self, request, context):
+        """Runs one of these tools under the rules of the server, and returns its result. The call is not in the log of the rollout: its
+        result is, once the agent sends it to the model.
+
+        NOT_FOUND: there is no such tool; those that exist are named. INVALID_ARGUMENT: the arguments are not a JSON object.
+        RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo. A repeated call runs again, unless it has the
+        `repeat_key` of a call that is running or has returned: then it gets the result of that call, until a restart of the server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -159,6 +188,16 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.FinishRollout,
                     request_deserializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.FinishRolloutRequest.FromString,
                     response_serializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.FinishRolloutResponse.SerializeToString,
+            ),
+            'ListRolloutTools': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRolloutTools,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.ListRolloutToolsRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.ListRolloutToolsResponse.SerializeToString,
+            ),
+            'CallRolloutTool': grpc.unary_unary_rpc_method_handler(
+                    servicer.CallRolloutTool,
+                    request_deserializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.CallRolloutToolRequest.FromString,
+                    response_serializer=osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.CallRolloutToolResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -305,6 +344,60 @@ class AgentService(object):
             '/osmosis.rollout.v1.AgentService/FinishRollout',
             osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.FinishRolloutRequest.SerializeToString,
             osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.FinishRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRolloutTools(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.AgentService/ListRolloutTools',
+            osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.ListRolloutToolsRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.ListRolloutToolsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CallRolloutTool(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/osmosis.rollout.v1.AgentService/CallRolloutTool',
+            osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.CallRolloutToolRequest.SerializeToString,
+            osmosis_dot_rollout_dot_v1_dot_agent__service__pb2.CallRolloutToolResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -71,6 +71,16 @@ class AgentServiceStub:
     FAILED_PRECONDITION with reason NOT_EXTERNAL: the server itself runs the agent. ALREADY_EXISTS: it was finished with another
     result. Retry freely with the same result, also after the end of the rollout.
     """
+    ListRolloutTools: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.ListRolloutToolsRequest, _agent_service_pb2.ListRolloutToolsResponse]
+    """Returns the tools that the server runs for the rollout: those of its agent, and those that its request names. Retry freely."""
+    CallRolloutTool: _grpc.UnaryUnaryMultiCallable[_agent_service_pb2.CallRolloutToolRequest, _agent_service_pb2.CallRolloutToolResponse]
+    """Runs one of these tools under the rules of the server, and returns its result. The call is not in the log of the rollout: its
+    result is, once the agent sends it to the model.
+
+    NOT_FOUND: there is no such tool; those that exist are named. INVALID_ARGUMENT: the arguments are not a JSON object.
+    RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo. A repeated call runs again, unless it has the
+    `repeat_key` of a call that is running or has returned: then it gets the result of that call, until a restart of the server.
+    """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
@@ -114,6 +124,16 @@ class AgentServiceAsyncStub(AgentServiceStub):
 
     FAILED_PRECONDITION with reason NOT_EXTERNAL: the server itself runs the agent. ALREADY_EXISTS: it was finished with another
     result. Retry freely with the same result, also after the end of the rollout.
+    """
+    ListRolloutTools: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.ListRolloutToolsRequest, _agent_service_pb2.ListRolloutToolsResponse]  # type: ignore[assignment]
+    """Returns the tools that the server runs for the rollout: those of its agent, and those that its request names. Retry freely."""
+    CallRolloutTool: _aio.UnaryUnaryMultiCallable[_agent_service_pb2.CallRolloutToolRequest, _agent_service_pb2.CallRolloutToolResponse]  # type: ignore[assignment]
+    """Runs one of these tools under the rules of the server, and returns its result. The call is not in the log of the rollout: its
+    result is, once the agent sends it to the model.
+
+    NOT_FOUND: there is no such tool; those that exist are named. INVALID_ARGUMENT: the arguments are not a JSON object.
+    RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo. A repeated call runs again, unless it has the
+    `repeat_key` of a call that is running or has returned: then it gets the result of that call, until a restart of the server.
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -185,6 +205,28 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
 
         FAILED_PRECONDITION with reason NOT_EXTERNAL: the server itself runs the agent. ALREADY_EXISTS: it was finished with another
         result. Retry freely with the same result, also after the end of the rollout.
+        """
+
+    @_abc_1.abstractmethod
+    def ListRolloutTools(
+        self,
+        request: _agent_service_pb2.ListRolloutToolsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_service_pb2.ListRolloutToolsResponse, _abc.Awaitable[_agent_service_pb2.ListRolloutToolsResponse]]:
+        """Returns the tools that the server runs for the rollout: those of its agent, and those that its request names. Retry freely."""
+
+    @_abc_1.abstractmethod
+    def CallRolloutTool(
+        self,
+        request: _agent_service_pb2.CallRolloutToolRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_agent_service_pb2.CallRolloutToolResponse, _abc.Awaitable[_agent_service_pb2.CallRolloutToolResponse]]:
+        """Runs one of these tools under the rules of the server, and returns its result. The call is not in the log of the rollout: its
+        result is, once the agent sends it to the model.
+
+        NOT_FOUND: there is no such tool; those that exist are named. INVALID_ARGUMENT: the arguments are not a JSON object.
+        RESOURCE_EXHAUSTED: too many calls at the same time; retry after RetryInfo. A repeated call runs again, unless it has the
+        `repeat_key` of a call that is running or has returned: then it gets the result of that call, until a restart of the server.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -276,7 +276,8 @@ class RolloutServiceServicer(object):
 
         INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
         exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
-        server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+        server cannot load it; with reason TOOLS_NOT_LISTED: the spec names `tools`, which are listed when a rollout runs.
+        RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -123,7 +123,8 @@ class RolloutServiceStub:
 
     INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
     exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
-    server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+    server cannot load it; with reason TOOLS_NOT_LISTED: the spec names `tools`, which are listed when a rollout runs.
+    RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
     """
     DecodeTokens: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.DecodeTokensRequest, _rollout_service_pb2.DecodeTokensResponse]
     """Returns the texts of tokens of a segment, for displays. The rollout may be running: its segments so far are meant.
@@ -246,7 +247,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
     exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
-    server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+    server cannot load it; with reason TOOLS_NOT_LISTED: the spec names `tools`, which are listed when a rollout runs.
+    RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
     """
     DecodeTokens: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.DecodeTokensRequest, _rollout_service_pb2.DecodeTokensResponse]  # type: ignore[assignment]
     """Returns the texts of tokens of a segment, for displays. The rollout may be running: its segments so far are meant.
@@ -444,7 +446,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
 
         INVALID_ARGUMENT: fields are invalid, or the prompt cannot be rendered from them; each is named. NOT_FOUND: the agent does not
         exist. FAILED_PRECONDITION: this server cannot run such a rollout; with reason NO_TOKENIZER: the spec names no tokenizer, or the
-        server cannot load it. RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
+        server cannot load it; with reason TOOLS_NOT_LISTED: the spec names `tools`, which are listed when a rollout runs.
+        RESOURCE_EXHAUSTED: too many prompts are being rendered. Any caller may retry freely.
         """
 
     @_abc_1.abstractmethod

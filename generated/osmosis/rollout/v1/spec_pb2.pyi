@@ -29,8 +29,8 @@ class _Dialect:
 class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     DIALECT_UNSPECIFIED: _Dialect.ValueType  # 0
-    """Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome` and
-    OPENAI in `RolloutSpec.models`.
+    """Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome`,
+    OPENAI in `RolloutSpec.models`, and MCP in `RolloutSpec.tools`.
     """
     DIALECT_GRPC: _Dialect.ValueType  # 1
     """The gRPC services of this package."""
@@ -53,13 +53,15 @@ class _DialectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Dialect.Value
     """The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns
     this value, with an empty URL. A request must not set it.
     """
+    DIALECT_MCP: _Dialect.ValueType  # 8
+    """An MCP server over streamable HTTP, of any protocol version from 2025-03-26 to 2026-07-28. Allowed only in `RolloutSpec.tools`."""
 
 class Dialect(_Dialect, metaclass=_DialectEnumTypeWrapper):
     """The protocol that an endpoint speaks."""
 
 DIALECT_UNSPECIFIED: Dialect.ValueType  # 0
-"""Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome` and
-OPENAI in `RolloutSpec.models`.
+"""Derived from the URL: GRPC for grpc: and grpcs:. For http: and https: HTTP_MASKED, but HTTP_PLAIN in `RolloutSpec.outcome`,
+OPENAI in `RolloutSpec.models`, and MCP in `RolloutSpec.tools`.
 """
 DIALECT_GRPC: Dialect.ValueType  # 1
 """The gRPC services of this package."""
@@ -82,6 +84,8 @@ DIALECT_STREAM: Dialect.ValueType  # 7
 """The trainer that started the rollout on TrainerService.Train generates the completions on its own stream. The server returns
 this value, with an empty URL. A request must not set it.
 """
+DIALECT_MCP: Dialect.ValueType  # 8
+"""An MCP server over streamable HTTP, of any protocol version from 2025-03-26 to 2026-07-28. Allowed only in `RolloutSpec.tools`."""
 Global___Dialect: _TypeAlias = Dialect  # noqa: Y015
 
 class _TokenMode:
@@ -592,7 +596,10 @@ class RolloutSpec(_message.Message):
 
     @_builtins.property
     def tools(self) -> Global___Target:
-        """A ToolService with further tools. Unset: only the agent's own tools."""
+        """Further tools, beside those of the agent: a ToolService (GRPC) or an MCP server (MCP, which http: and https: mean here). They are
+        listed once, when the rollout begins to run; it fails if they cannot be listed, or if one has the name of a tool of the agent.
+        Refused for HTTP_MASKED trainers, which learn the tools before a rollout begins. Unset: only the agent's own tools.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:

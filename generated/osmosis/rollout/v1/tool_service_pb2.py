@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from osmosis.rollout.v1 import message_pb2 as osmosis_dot_rollout_dot_v1_dot_message__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%osmosis/rollout/v1/tool_service.proto\x12\x12osmosis.rollout.v1\x1a osmosis/rollout/v1/message.proto\":\n\x14\x44\x65scribeToolsRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rmetadata_json\x18\x02 \x01(\t\"@\n\x15\x44\x65scribeToolsResponse\x12\'\n\x05tools\x18\x01 \x03(\x0b\x32\x18.osmosis.rollout.v1.Tool\"s\n\x0f\x43\x61llToolRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61ll_key\x18\x02 \x01(\t\x12*\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x1c.osmosis.rollout.v1.ToolCall\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\"~\n\x10\x43\x61llToolResponse\x12\x30\n\x06output\x18\x01 \x01(\x0b\x32\x1e.osmosis.rollout.v1.ToolOutputH\x00\x12.\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.osmosis.rollout.v1.ToolErrorH\x00\x42\x08\n\x06result\"<\n\nToolOutput\x12.\n\x05parts\x18\x01 \x03(\x0b\x32\x1f.osmosis.rollout.v1.ContentPart\"2\n\tToolError\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x14\n\x0cmay_have_run\x18\x02 \x01(\x08\x32\xca\x01\n\x0bToolService\x12\x64\n\rDescribeTools\x12(.osmosis.rollout.v1.DescribeToolsRequest\x1a).osmosis.rollout.v1.DescribeToolsResponse\x12U\n\x08\x43\x61llTool\x12#.osmosis.rollout.v1.CallToolRequest\x1a$.osmosis.rollout.v1.CallToolResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%osmosis/rollout/v1/tool_service.proto\x12\x12osmosis.rollout.v1\x1a osmosis/rollout/v1/message.proto\":\n\x14\x44\x65scribeToolsRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x15\n\rmetadata_json\x18\x02 \x01(\t\"Z\n\x15\x44\x65scribeToolsResponse\x12\'\n\x05tools\x18\x01 \x03(\x0b\x32\x18.osmosis.rollout.v1.Tool\x12\x18\n\x10idempotent_tools\x18\x02 \x03(\t\"s\n\x0f\x43\x61llToolRequest\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x10\n\x08\x63\x61ll_key\x18\x02 \x01(\t\x12*\n\x04\x63\x61ll\x18\x03 \x01(\x0b\x32\x1c.osmosis.rollout.v1.ToolCall\x12\x15\n\rmetadata_json\x18\x04 \x01(\t\"~\n\x10\x43\x61llToolResponse\x12\x30\n\x06output\x18\x01 \x01(\x0b\x32\x1e.osmosis.rollout.v1.ToolOutputH\x00\x12.\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.osmosis.rollout.v1.ToolErrorH\x00\x42\x08\n\x06result\"<\n\nToolOutput\x12.\n\x05parts\x18\x01 \x03(\x0b\x32\x1f.osmosis.rollout.v1.ContentPart\"2\n\tToolError\x12\x0f\n\x07message\x18\x01 \x01(\t\x12\x14\n\x0cmay_have_run\x18\x02 \x01(\x08\x32\xca\x01\n\x0bToolService\x12\x64\n\rDescribeTools\x12(.osmosis.rollout.v1.DescribeToolsRequest\x1a).osmosis.rollout.v1.DescribeToolsResponse\x12U\n\x08\x43\x61llTool\x12#.osmosis.rollout.v1.CallToolRequest\x1a$.osmosis.rollout.v1.CallToolResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBETOOLSREQUEST']._serialized_start=95
   _globals['_DESCRIBETOOLSREQUEST']._serialized_end=153
   _globals['_DESCRIBETOOLSRESPONSE']._serialized_start=155
-  _globals['_DESCRIBETOOLSRESPONSE']._serialized_end=219
-  _globals['_CALLTOOLREQUEST']._serialized_start=221
-  _globals['_CALLTOOLREQUEST']._serialized_end=336
-  _globals['_CALLTOOLRESPONSE']._serialized_start=338
-  _globals['_CALLTOOLRESPONSE']._serialized_end=464
-  _globals['_TOOLOUTPUT']._serialized_start=466
-  _globals['_TOOLOUTPUT']._serialized_end=526
-  _globals['_TOOLERROR']._serialized_start=528
-  _globals['_TOOLERROR']._serialized_end=578
-  _globals['_TOOLSERVICE']._serialized_start=581
-  _globals['_TOOLSERVICE']._serialized_end=783
+  _globals['_DESCRIBETOOLSRESPONSE']._serialized_end=245
+  _globals['_CALLTOOLREQUEST']._serialized_start=247
+  _globals['_CALLTOOLREQUEST']._serialized_end=362
+  _globals['_CALLTOOLRESPONSE']._serialized_start=364
+  _globals['_CALLTOOLRESPONSE']._serialized_end=490
+  _globals['_TOOLOUTPUT']._serialized_start=492
+  _globals['_TOOLOUTPUT']._serialized_end=552
+  _globals['_TOOLERROR']._serialized_start=554
+  _globals['_TOOLERROR']._serialized_end=604
+  _globals['_TOOLSERVICE']._serialized_start=607
+  _globals['_TOOLSERVICE']._serialized_end=809
 # @@protoc_insertion_point(module_scope)

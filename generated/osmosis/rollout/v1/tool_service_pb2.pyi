@@ -28,7 +28,7 @@ class DescribeToolsRequest(_message.Message):
     UID_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """The server's id of the rollout."""
+    """The server's id of the rollout. Empty if a person lists the tools."""
     metadata_json: _builtins.str
     """The rollout's metadata: one JSON object."""
     def __init__(
@@ -52,18 +52,24 @@ class DescribeToolsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOOLS_FIELD_NUMBER: _builtins.int
+    IDEMPOTENT_TOOLS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.Tool]:
-        """The tools, in the order in which the model sees them."""
+        """The tools, in the order in which the model sees them. At most 256."""
+
+    @_builtins.property
+    def idempotent_tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of those whose calls are harmless to repeat, also with another key."""
 
     def __init__(
         self,
         *,
         tools: _abc.Iterable[_message_pb2.Tool] | None = ...,
+        idempotent_tools: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotent_tools", b"idempotent_tools", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -80,14 +86,14 @@ class CallToolRequest(_message.Message):
     CALL_FIELD_NUMBER: _builtins.int
     METADATA_JSON_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
-    """The server's id of the rollout."""
+    """The server's id of the rollout. State that calls share belongs to it."""
     call_key: _builtins.str
-    """Idempotency key: the same on each attempt."""
+    """Idempotency key: the same on each attempt, and different for all other calls of all rollouts."""
     metadata_json: _builtins.str
     """The rollout's metadata: one JSON object."""
     @_builtins.property
     def call(self) -> _message_pb2.ToolCall:
-        """The call, as the model wrote it."""
+        """The call, with its arguments as one JSON object. Its id is the model's, and not unique."""
 
     def __init__(
         self,
@@ -146,7 +152,7 @@ class ToolOutput(_message.Message):
     PARTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[_message_pb2.ContentPart]:
-        """The content of the tool message."""
+        """The content of the tool message: texts and images."""
 
     def __init__(
         self,
@@ -172,7 +178,9 @@ class ToolError(_message.Message):
     message: _builtins.str
     """The text that the model reads."""
     may_have_run: _builtins.bool
-    """The call may have had side effects."""
+    """The tool broke down and its call may have had side effects. The server then calls an idempotent tool once more, with another
+    key. False: the error is the tool's answer, which goes to the model.
+    """
     def __init__(
         self,
         *,

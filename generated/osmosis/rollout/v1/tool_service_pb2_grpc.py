@@ -27,6 +27,13 @@ if _version_not_supported:
 
 class ToolServiceStub(object):
     """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
+
+    State that tools keep for a rollout belongs to its uid. While an implementation runs, it keeps that state for at least 1 hour after
+    the rollout's last call. It answers calls of a rollout whose state it has dropped with a ToolError, and does not begin anew with
+    empty state.
+
+    The rollout server sends the bearer token of the rollout's credentials, if it has one, as `authorization` in the metadata, and the
+    trace of the call as `traceparent`.
     """
 
     def __init__(self, channel):
@@ -49,23 +56,32 @@ class ToolServiceStub(object):
 
 class ToolServiceServicer(object):
     """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
+
+    State that tools keep for a rollout belongs to its uid. While an implementation runs, it keeps that state for at least 1 hour after
+    the rollout's last call. It answers calls of a rollout whose state it has dropped with a ToolError, and does not begin anew with
+    empty state.
+
+    The rollout server sends the bearer token of the rollout's credentials, if it has one, as `authorization` in the metadata, and the
+    trace of the call as `traceparent`.
     """
 
     def DescribeTools(self, request, context):
-        """Returns the tools that are offered to a rollout.
+        """Returns the tools that are offered to a rollout. Called once, when the rollout begins to run.
 
-        NOT_FOUND: the toolset does not exist. Retry freely.
+        NOT_FOUND: the tool server does not know the rollout, and will not. UNAVAILABLE and RESOURCE_EXHAUSTED: the server asks again for
+        some seconds. With any other code the rollout fails. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CallTool(self, request, context):
-        """Runs one tool call.
+        """Runs one tool call. If the tool fails, the status is OK and the response holds an error for the model.
 
-        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
-        status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
-        server retries it. With any other code the model gets an error text as the result of the call.
+        The implementation runs each call_key at most once and returns the same result for a repeated one. It keeps keys and results
+        for at least 10 minutes after the call ended. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run, or its result can be
+        had by repeating it; the server repeats it with the same key for 45 seconds, within the time limit of the call. Then, and with
+        any other code, the model gets an error text as the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +110,13 @@ def add_ToolServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class ToolService(object):
     """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
+
+    State that tools keep for a rollout belongs to its uid. While an implementation runs, it keeps that state for at least 1 hour after
+    the rollout's last call. It answers calls of a rollout whose state it has dropped with a ToolError, and does not begin anew with
+    empty state.
+
+    The rollout server sends the bearer token of the rollout's credentials, if it has one, as `authorization` in the metadata, and the
+    trace of the call as `traceparent`.
     """
 
     @staticmethod

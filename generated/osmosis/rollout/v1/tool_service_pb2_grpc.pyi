@@ -27,45 +27,73 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ToolServiceStub:
-    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client."""
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
+
+    State that tools keep for a rollout belongs to its uid. While an implementation runs, it keeps that state for at least 1 hour after
+    the rollout's last call. It answers calls of a rollout whose state it has dropped with a ToolError, and does not begin anew with
+    empty state.
+
+    The rollout server sends the bearer token of the rollout's credentials, if it has one, as `authorization` in the metadata, and the
+    trace of the call as `traceparent`.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ToolServiceAsyncStub: ...
     DescribeTools: _grpc.UnaryUnaryMultiCallable[_tool_service_pb2.DescribeToolsRequest, _tool_service_pb2.DescribeToolsResponse]
-    """Returns the tools that are offered to a rollout.
+    """Returns the tools that are offered to a rollout. Called once, when the rollout begins to run.
 
-    NOT_FOUND: the toolset does not exist. Retry freely.
+    NOT_FOUND: the tool server does not know the rollout, and will not. UNAVAILABLE and RESOURCE_EXHAUSTED: the server asks again for
+    some seconds. With any other code the rollout fails. Retry freely.
     """
     CallTool: _grpc.UnaryUnaryMultiCallable[_tool_service_pb2.CallToolRequest, _tool_service_pb2.CallToolResponse]
-    """Runs one tool call.
+    """Runs one tool call. If the tool fails, the status is OK and the response holds an error for the model.
 
-    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
-    status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
-    server retries it. With any other code the model gets an error text as the result of the call.
+    The implementation runs each call_key at most once and returns the same result for a repeated one. It keeps keys and results
+    for at least 10 minutes after the call ended. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run, or its result can be
+    had by repeating it; the server repeats it with the same key for 45 seconds, within the time limit of the call. Then, and with
+    any other code, the model gets an error text as the result.
     """
 
 @_typing.type_check_only
 class ToolServiceAsyncStub(ToolServiceStub):
-    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client."""
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
+
+    State that tools keep for a rollout belongs to its uid. While an implementation runs, it keeps that state for at least 1 hour after
+    the rollout's last call. It answers calls of a rollout whose state it has dropped with a ToolError, and does not begin anew with
+    empty state.
+
+    The rollout server sends the bearer token of the rollout's credentials, if it has one, as `authorization` in the metadata, and the
+    trace of the call as `traceparent`.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeTools: _aio.UnaryUnaryMultiCallable[_tool_service_pb2.DescribeToolsRequest, _tool_service_pb2.DescribeToolsResponse]  # type: ignore[assignment]
-    """Returns the tools that are offered to a rollout.
+    """Returns the tools that are offered to a rollout. Called once, when the rollout begins to run.
 
-    NOT_FOUND: the toolset does not exist. Retry freely.
+    NOT_FOUND: the tool server does not know the rollout, and will not. UNAVAILABLE and RESOURCE_EXHAUSTED: the server asks again for
+    some seconds. With any other code the rollout fails. Retry freely.
     """
     CallTool: _aio.UnaryUnaryMultiCallable[_tool_service_pb2.CallToolRequest, _tool_service_pb2.CallToolResponse]  # type: ignore[assignment]
-    """Runs one tool call.
+    """Runs one tool call. If the tool fails, the status is OK and the response holds an error for the model.
 
-    The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
-    status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
-    server retries it. With any other code the model gets an error text as the result of the call.
+    The implementation runs each call_key at most once and returns the same result for a repeated one. It keeps keys and results
+    for at least 10 minutes after the call ended. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run, or its result can be
+    had by repeating it; the server repeats it with the same key for 45 seconds, within the time limit of the call. Then, and with
+    any other code, the model gets an error text as the result.
     """
 
 class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client."""
+    """Runs tools for rollouts. Implemented by a tool server; the rollout server is the client.
+
+    State that tools keep for a rollout belongs to its uid. While an implementation runs, it keeps that state for at least 1 hour after
+    the rollout's last call. It answers calls of a rollout whose state it has dropped with a ToolError, and does not begin anew with
+    empty state.
+
+    The rollout server sends the bearer token of the rollout's credentials, if it has one, as `authorization` in the metadata, and the
+    trace of the call as `traceparent`.
+    """
 
     @_abc_1.abstractmethod
     def DescribeTools(
@@ -73,9 +101,10 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tool_service_pb2.DescribeToolsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tool_service_pb2.DescribeToolsResponse, _abc.Awaitable[_tool_service_pb2.DescribeToolsResponse]]:
-        """Returns the tools that are offered to a rollout.
+        """Returns the tools that are offered to a rollout. Called once, when the rollout begins to run.
 
-        NOT_FOUND: the toolset does not exist. Retry freely.
+        NOT_FOUND: the tool server does not know the rollout, and will not. UNAVAILABLE and RESOURCE_EXHAUSTED: the server asks again for
+        some seconds. With any other code the rollout fails. Retry freely.
         """
 
     @_abc_1.abstractmethod
@@ -84,11 +113,12 @@ class ToolServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tool_service_pb2.CallToolRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tool_service_pb2.CallToolResponse, _abc.Awaitable[_tool_service_pb2.CallToolResponse]]:
-        """Runs one tool call.
+        """Runs one tool call. If the tool fails, the status is OK and the response holds an error for the model.
 
-        The implementation runs each call_key at most once and returns the same result for a repeated one. If the tool fails, the
-        status is OK and the response holds an error for the model. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run; the
-        server retries it. With any other code the model gets an error text as the result of the call.
+        The implementation runs each call_key at most once and returns the same result for a repeated one. It keeps keys and results
+        for at least 10 minutes after the call ended. UNAVAILABLE and RESOURCE_EXHAUSTED: the call did not run, or its result can be
+        had by repeating it; the server repeats it with the same key for 45 seconds, within the time limit of the call. Then, and with
+        any other code, the model gets an error text as the result.
         """
 
 def add_ToolServiceServicer_to_server(servicer: ToolServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

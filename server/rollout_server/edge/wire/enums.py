@@ -18,6 +18,7 @@ DIALECTS = {
     Dialect.VLLM: spec_pb2.DIALECT_VLLM,
     Dialect.SGLANG: spec_pb2.DIALECT_SGLANG,
     Dialect.STREAM: spec_pb2.DIALECT_STREAM,
+    Dialect.MCP: spec_pb2.DIALECT_MCP,
 }
 DRIFT_POLICIES = {
     DriftPolicy.WARN: spec_pb2.DRIFT_POLICY_WARN,

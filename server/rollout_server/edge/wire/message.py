@@ -2,10 +2,15 @@
 
 The JSON form is verbatim text in both directions. The typed form is converted to a JSON object as OpenAI-style endpoints define
 it. In the other direction, a message that the typed form cannot represent (unknown keys, null instead of absent) stays JSON.
+
+A blob becomes a content part with a data: URI, which carries the media type and the bytes. Other fields of a blob (`sha256`, and
+the `media_type` of a link) become additional keys of the part.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,7 +27,6 @@ from rollout_server.core.message import (
     parse_object,
     utf8_length,
 )
-from rollout_server.edge.wire.blob import blob_to_fields, fields_to_blob
 from rollout_server.runtime.ports import Tool
 
 MAX_JSON_BYTES = 8 * 1024 * 1024
@@ -184,6 +188,15 @@ def _part(fields: Mapping[str, JSON], text: str, *, alone: bool) -> message_pb2.
     return message_pb2.ContentPart(json=text)
 
 
+def part_to_proto(part: Mapping[str, JSON]) -> message_pb2.ContentPart:
+    """Return a part of a tool's result that is not a text: a blob if that stands for the same fields, and JSON otherwise."""
+    blob = fields_to_blob(part)
+    if blob is not None and blob_to_fields(blob) == part:
+        return message_pb2.ContentPart(blob=blob)
+    text = _write(part)
+    return message_pb2.ContentPart(json=text if _is_utf8(text) else json.dumps(part))
+
+
 def _calls(calls: JSON) -> list[message_pb2.ToolCall] | None:
     if not isinstance(calls, list):
         return None
@@ -203,6 +216,70 @@ def _calls(calls: JSON) -> list[message_pb2.ToolCall] | None:
 
 def _is_utf8(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def blob_to_fields(blob: message_pb2.Blob) -> Mapping[str, JSON]:
+    """Return the content part of a blob. Raises `MalformedMessage` for a blob without a source."""
+    source = blob.WhichOneof("source")
+    if source is None:
+        raise MalformedMessage("a blob needs `inline` or `uri`")
+    kind, _, subtype = blob.media_type.partition("/")
+    encoded = base64.b64encode(blob.inline).decode("ascii")
+    extra: dict[str, JSON] = {"sha256": blob.sha256.hex()} if blob.sha256 else {}
+    if kind == "audio" and source == "inline":
+        return {"type": "input_audio", "input_audio": {"data": encoded, "format": subtype}, **extra}
+    if source == "uri":
+        extra = {"media_type": blob.media_type, **extra}
+    uri = blob.uri if source == "uri" else f"data:{blob.media_type};base64,{encoded}"
+    if kind == "image":
+        return {"type": "image_url", "image_url": {"url": uri}, **extra}
+    return {"type": "file", "file": {"file_data": uri}, **extra}
+
+
+def fields_to_blob(fields: Mapping[str, JSON]) -> message_pb2.Blob | None:
+    """Return the blob of a part that `blob_to_fields` could have written; None for any other part."""
+    try:
+        digest = bytes.fromhex(_text_of(fields, "sha256")) if "sha256" in fields else b""
+        match fields.get("type"):
+            case "input_audio":
+                media_type, data = f"audio/{_inner(fields, 'format')}", _inner(fields, "data")
+                return message_pb2.Blob(media_type=media_type, inline=_decoded(data), sha256=digest)
+            case "image_url":
+                return _blob_from_uri(_inner(fields, "url"), fields, digest)
+            case "file":
+                return _blob_from_uri(_inner(fields, "file_data"), fields, digest)
+            case _:
+                return None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _blob_from_uri(uri: str, fields: Mapping[str, JSON], digest: bytes) -> message_pb2.Blob:
+    if "media_type" in fields:
+        return message_pb2.Blob(media_type=_text_of(fields, "media_type"), uri=uri, sha256=digest)
+    head, _, encoded = uri.removeprefix("data:").partition(";base64,")
+    return message_pb2.Blob(media_type=head, inline=_decoded(encoded), sha256=digest)
+
+
+def _decoded(data: str) -> bytes:
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None
+
+
+def _inner(fields: Mapping[str, JSON], key: str) -> str:
+    inner = fields[str(fields["type"])]
+    if not isinstance(inner, Mapping):
+        raise TypeError(key)
+    return _text_of(inner, key)
+
+
+def _text_of(fields: Mapping[str, JSON], key: str) -> str:
+    value = fields[key]
+    if not isinstance(value, str):
+        raise TypeError(key)
+    return value
 
 
 def utf8(text: str) -> str:

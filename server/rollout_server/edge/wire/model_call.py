@@ -6,23 +6,26 @@ names them: `messages[3]`, without `prompt.`.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
 from osmosis.rollout.v1 import agent_service_pb2 as pb
-from osmosis.rollout.v1 import outcome_pb2
+from osmosis.rollout.v1 import message_pb2, outcome_pb2
 
 from rollout_server.core.capture.call import Completed, HistoryMessage, ModelApi, ModelCall, OfferedTool
 from rollout_server.core.error import InvalidRequest, Violation
-from rollout_server.core.message import MAX_VALUES, MalformedMessage, first_too_many, parse_object
+from rollout_server.core.message import JSON, MAX_VALUES, MalformedMessage, ToolCall, first_too_many, parse_object
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec import Dialect
 from rollout_server.core.spec_validation import ID_LENGTH, json_object_violations, sampling_violations
-from rollout_server.edge.wire.message import MAX_VIOLATIONS, utf8
+from rollout_server.edge.wire.message import MAX_VIOLATIONS, part_to_proto, tool_to_proto, utf8
 from rollout_server.edge.wire.spec import sampling_from_proto
-from rollout_server.runtime.capture.endpoint import FinishedWork
+from rollout_server.runtime.capture.endpoint import EndpointCall, FinishedWork, RolloutTools
+from rollout_server.runtime.ports import Content
+from rollout_server.runtime.tools.executor import ToolResult
 
 _APIS = {
     pb.MODEL_API_UNSPECIFIED: ModelApi.GRPC,
@@ -31,6 +34,8 @@ _APIS = {
     pb.MODEL_API_MESSAGES: ModelApi.MESSAGES,
 }
 _NO_PARAMETERS: Final = '{"type": "object", "properties": {}}'
+MOST_ARGUMENTS: Final = 4 * 1024 * 1024
+"""Characters of the arguments of one call of a tool."""
 _MOST_SCORES: Final = 256
 _LONGEST_EXTRA: Final = 1024 * 1024
 _LONGEST_REASON: Final = 4000
@@ -162,3 +167,53 @@ def _tool_violations(given: pb.ModelPrompt) -> Iterator[Violation]:
     for index, tool in enumerate(given.tools):
         if not 0 < len(tool.name) <= ID_LENGTH:
             yield Violation(f"tools[{index}].name", f"must have 1 to {ID_LENGTH} characters")
+
+
+def tools_to_proto(tools: RolloutTools) -> pb.ListRolloutToolsResponse:
+    """Return the proto of a rollout's tools."""
+    return pb.ListRolloutToolsResponse(
+        tools=[tool_to_proto(tool) for tool in tools.tools], idempotent_tools=list(tools.idempotent)
+    )
+
+
+def tool_call(request: pb.CallRolloutToolRequest) -> EndpointCall:
+    """Return the call of a tool. Raises `InvalidRequest`."""
+    wrong = list(_tool_call_violations(request))
+    if wrong:
+        raise InvalidRequest(*wrong)
+    text = request.arguments_json or "{}"
+    try:
+        arguments = parse_object(text)
+    except MalformedMessage as error:
+        raise InvalidRequest(Violation("arguments_json", str(error))) from None
+    digest = hashlib.sha256(f"{len(request.name)} {request.name} {text}".encode()).digest()
+    return EndpointCall(ToolCall("", request.name, arguments), request.repeat_key, digest, len(text))
+
+
+def _tool_call_violations(request: pb.CallRolloutToolRequest) -> Iterator[Violation]:
+    if len(request.repeat_key) > ID_LENGTH:
+        yield Violation("repeat_key", f"has at most {ID_LENGTH} characters")
+    if len(request.arguments_json) > MOST_ARGUMENTS:
+        yield Violation("arguments_json", f"has at most {MOST_ARGUMENTS:,} characters")
+    elif first_too_many([request.arguments_json]) is not None:
+        yield Violation("arguments_json", f"has more than {MAX_VALUES} JSON values")
+
+
+def tool_result_to_proto(result: ToolResult) -> pb.CallRolloutToolResponse:
+    """Return the proto of a result."""
+    return pb.CallRolloutToolResponse(parts=list(_parts(result.content)), failed=result.failed)
+
+
+def _parts(content: Content) -> Iterator[message_pb2.ContentPart]:
+    if isinstance(content, str):
+        yield message_pb2.ContentPart(text=utf8(content))
+        return
+    for part in content:
+        yield _part(part)
+
+
+def _part(part: Mapping[str, JSON]) -> message_pb2.ContentPart:
+    text = part.get("text")
+    if part.get("type") == "text" and isinstance(text, str):
+        return message_pb2.ContentPart(text=utf8(text))
+    return part_to_proto(part)

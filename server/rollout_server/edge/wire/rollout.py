@@ -168,7 +168,7 @@ def agent_to_proto(agent: AgentProtocol, *, default: bool) -> rollout_service_pb
         name=agent.name,
         version=agent.version,
         replayable=agent.replayable,
-        tools=[tool_to_proto(tool) for tool in agent.tools],
+        tools=[tool_to_proto(tool) for tool in agent.offered_tools],
         limits=limits_to_proto(agent.limits),
         default=default,
         description=agent.description,

@@ -76,7 +76,7 @@ def spec_from_proto(
         agent=proto.agent,
         typed=typed,
         outcome=_target_from_proto(proto.outcome, Dialect.HTTP_PLAIN) if proto.HasField("outcome") else None,
-        tools=_target_from_proto(proto.tools) if proto.HasField("tools") else None,
+        tools=_target_from_proto(proto.tools, Dialect.MCP) if proto.HasField("tools") else None,
         sampling=sampling_from_proto(proto.sampling),
         limits=_limits_from_proto(proto.limits),
         tokenizer=_tokenizer_from_proto(proto.tokenizer) if proto.HasField("tokenizer") else None,
