@@ -5,6 +5,12 @@ This module exports the names that authors of agents need. `rollout_server.calcu
 
 from __future__ import annotations
 
+import os
+
+# uvloop starts programs by a fork, in which gRPC's fork handlers run: they crash the child, or close connections of this process.
+# gRPC reads the variable when it is imported, so here is the only place that is early enough.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 try:
     from rollout_server.agent import (
         Agent,
@@ -29,7 +35,7 @@ try:
     from rollout_server.runtime.run.messages import Reply
     from rollout_server.runtime.run.run import Run
     from rollout_server.runtime.tools.protocols import ToolContext
-    from rollout_server.tool import Image, tool
+    from rollout_server.tool import Image, mcp, tool
 except ModuleNotFoundError as error:  # the base install has only what the client needs, such as no pydantic
     missing = error.name
 
@@ -63,6 +69,7 @@ __all__ = [
     "ToolError",
     "__version__",
     "json_field",
+    "mcp",
     "number_from",
     "own_loop",
     "serve",

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from rollout_server.edge.tools import supervisor
+from rollout_server.edge.programs.supervised import GRACE_SECONDS, ProcessStart, SupervisedProcess
 from rollout_server.edge.tools.process import basic_environment
 from rollout_server.edge.tracing.propagation import trace_environment
 from rollout_server.runtime.programs import ProgramStart, program_failed
 
-TERM_SECONDS = 1.0
-"""How long a program may take to end after SIGTERM. Then it is killed."""
-_GRACE_SECONDS = 5.0
-"""How long a supervisor may take to end all processes."""
 _CHUNK = 64 * 1024
 _BYTES_PER_SECOND = 32 * 1024 * 1024
 """At most so much of a program's output is read: a program that floods it waits, and not the event loop."""
@@ -53,15 +45,13 @@ class ProgramOutput:
 
 
 class ProgramProcess:
-    """A program and its supervisor."""
+    """A running program."""
 
-    def __init__(self, process: asyncio.subprocess.Process, connection: socket.socket, start: ProgramStart) -> None:
-        self._process = process
+    def __init__(self, supervised: SupervisedProcess, start: ProgramStart) -> None:
+        self._supervised = supervised
         self._file = start.command[0]
-        self._connection = connection
         self._stdout, self._stderr = ProgramOutput(), ProgramOutput()
-        name = f"program {process.pid}"
-        self._ended = asyncio.create_task(process.wait(), name=name)
+        process, name = supervised.process, supervised.ended.get_name()
         self._readers = [
             asyncio.create_task(_read(process.stdout, self._stdout), name=f"{name} stdout"),
             asyncio.create_task(_read(process.stderr, self._stderr), name=f"{name} stderr"),
@@ -80,35 +70,16 @@ class ProgramProcess:
 
     async def wait(self) -> int:
         """Wait for its end and return its exit code, negative for a signal. Raise `RolloutFailed` if it was not executed."""
-        await asyncio.wait({self._ended})
-        await asyncio.wait(self._readers, timeout=_GRACE_SECONDS)  # what it wrote last may still be in the pipes
-        with suppress(OSError):
-            reason = self._connection.recv(1000)
-            if reason:
-                text = f"the program {self._file!r:.200} could not be executed: {reason.decode(errors='replace')}"
-                raise program_failed(text)
-        return self._ended.result()
+        await asyncio.wait({self._supervised.ended})
+        await asyncio.wait(self._readers, timeout=GRACE_SECONDS)  # what it wrote last may still be in the pipes
+        reason = self._supervised.not_executed()
+        if reason:
+            raise program_failed(f"the program {self._file!r:.200} could not be executed: {reason}")
+        return self._supervised.ended.result()
 
     async def end(self) -> None:
         """End it with everything that it started, and wait for that. Cancelling this call does not stop the work."""
-        self._connection.close()  # tells the supervisor
-        with suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGCONT)  # the program may have stopped its supervisor
-        ending = asyncio.create_task(self._finish(), name=f"end of program {self._process.pid}")
-        await asyncio.shield(ending)
-
-    async def _finish(self) -> None:
-        await asyncio.wait({self._ended}, timeout=TERM_SECONDS + _GRACE_SECONDS)
-        if not self._ended.done():
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            # asyncio also waits for the end of the pipes, which a process that the supervisor missed may hold.
-            await asyncio.wait({self._ended}, timeout=_GRACE_SECONDS)
-        tasks = [self._ended, *self._readers, self._writer]
-        await asyncio.wait(tasks, timeout=0.1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._supervised.end(*self._readers, self._writer)
 
 
 class ProgramRunner:
@@ -125,13 +96,19 @@ class ProgramRunner:
     @asynccontextmanager
     async def start(self, start: ProgramStart) -> AsyncIterator[ProgramProcess]:
         """Start a program; it has ended with everything that it started when the context is left. Raise `RolloutFailed`."""
-        spawning = asyncio.create_task(self._spawn(start), name="start of a program")
+        environment = {**basic_environment(), **trace_environment(), **start.environment}
         try:
-            program = await asyncio.shield(spawning)
-        except asyncio.CancelledError:
-            # asyncio would kill only the supervisor, which then could not end what it has started already.
-            await asyncio.shield(asyncio.create_task(self._end_started(spawning), name="end of a program"))
-            raise
+            supervised = await SupervisedProcess.start(
+                ProcessStart(start.command, start.directory, environment, bool(start.stdin), _CHUNK)
+            )
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # such as an argument that is too long, or one that contains a null character
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise program_failed(f"the program could not be started: {reason}") from error
+        program = ProgramProcess(supervised, start)
+        self._running.add(program)
         try:
             yield program
         finally:
@@ -141,45 +118,11 @@ class ProgramRunner:
         """End all programs."""
         await asyncio.gather(*(self._end(program) for program in tuple(self._running)))
 
-    async def _end_started(self, spawning: asyncio.Task[ProgramProcess]) -> None:
-        await asyncio.wait({spawning})
-        if spawning.exception() is None:
-            await self._end(spawning.result())
-
     async def _end(self, program: ProgramProcess) -> None:
         try:
             await program.end()
         finally:
             self._running.discard(program)
-
-    async def _spawn(self, start: ProgramStart) -> ProgramProcess:
-        supervisor.hide_memory()  # the server's environment and memory contain its keys, which a program could read in /proc
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        script = (sys.executable, "-IS", supervisor.__file__, str(theirs.fileno()), str(TERM_SECONDS))
-        try:
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    *(*script, *start.command),
-                    stdin=asyncio.subprocess.PIPE if start.stdin else asyncio.subprocess.DEVNULL,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=asyncio.subprocess.PIPE,
-                    cwd=start.directory,
-                    env={**basic_environment(), **trace_environment(), **start.environment},
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                    limit=_CHUNK,
-                )
-        except (
-            OSError,
-            ValueError,
-        ) as error:  # such as an argument that is too long, or one that contains a null character
-            ours.close()
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise program_failed(f"the program could not be started: {reason}") from error
-        program = ProgramProcess(process, ours, start)
-        self._running.add(program)
-        return program
 
 
 async def _read(stream: asyncio.StreamReader | None, output: ProgramOutput) -> None:
