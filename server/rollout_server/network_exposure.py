@@ -15,10 +15,15 @@ _SYNCHRONOUS = "POST /rollout and GET /tools over HTTP"
 
 def listens_on_loopback(settings: Settings) -> bool:
     """Return whether the server is reachable from this machine only."""
-    if settings.host.lower() == "localhost":
+    return is_loopback(settings.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a server that listens on this host is reachable from this machine only."""
+    if host.lower() == "localhost":
         return True
     try:
-        return ip_address(settings.host).is_loopback
+        return ip_address(host).is_loopback
     except ValueError:  # another host name may resolve to any address
         return False
 

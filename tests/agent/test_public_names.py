@@ -48,6 +48,7 @@ def test_the_public_names_are_there() -> None:
         "ToolError",
         "__version__",
         "json_field",
+        "mcp",
         "number_from",
         "own_loop",
         "serve",

@@ -284,7 +284,7 @@ async def test_an_agent_that_does_not_come_back_ends_its_rollout() -> None:
     harness, rollout = await after(journal, Remote())
     outcome = await outcome_of(rollout)
     assert isinstance(outcome.end, Failure)
-    assert "neither called its model nor finished" in outcome.end.message
+    assert "neither called its model or a tool nor finished" in outcome.end.message
     await harness.close()
 
 

@@ -7,6 +7,7 @@ import os
 from abc import ABCMeta
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from rollout_server.agent.checks import check_method, checked_attribute, checked_tools
@@ -19,6 +20,8 @@ from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.reward import GroupRewards, RewardValue, checked_reward
 from rollout_server.runtime.run.run import Run
+from rollout_server.runtime.tools.listing import check_names
+from rollout_server.runtime.tools.toolset import McpServer
 
 _T = TypeVar("_T")
 Rows: TypeAlias = "Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]] | str | os.PathLike[str]"
@@ -87,7 +90,7 @@ class Agent(metaclass=_AgentClass):
         version: change it whenever the agent's behaviour changes; at most 256 characters.
         description: for people; by default the docstring of the class.
         tools: the tools that the model may call, in the order in which the chat template lists them. Plain functions are converted
-            with `tool`.
+            with `tool`; `mcp(...)` stands for the tools of an MCP server.
         limits: the agent's own limits. For each limit the lower of this one and the request's applies.
         rubric: weighted reward functions, which the default `reward` calls; None for no reward.
         replayable: whether `play` repeats the same steps when it runs again over the recorded results. True for the default loop.
@@ -105,7 +108,7 @@ class Agent(metaclass=_AgentClass):
     name: str
     version: str = "1"
     description: str = ""
-    tools: Sequence[Tool] = ()
+    tools: Sequence[Tool | McpServer] = ()
     limits: Limits = Limits()
     rubric: Rubric | None = None
     replayable: bool = True
@@ -115,6 +118,7 @@ class Agent(metaclass=_AgentClass):
     reward_group_seconds: float = 600.0
     reward_rule: Literal["copy", "split", "own"] = "copy"
     _restarts: ClassVar[tuple[str, ...]] = (END,)
+    _listed: Mapping[McpServer, Sequence[Tool]] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -228,12 +232,12 @@ class Agent(metaclass=_AgentClass):
             """
             return ()
 
-    def choose_tools(self, request: Request) -> Sequence[Tool]:
+    def choose_tools(self, request: Request) -> Sequence[Tool | McpServer]:
         """Return the tools of one rollout; by default all of `tools`. Only these are in the chat template and can be called.
 
         Called before the rollout is accepted, and for prompts that are rendered without a rollout (`RenderPrompt`), so it must be a
         quick plain `def` without side effects. Trainers of `POST /rollout` learn the tools from `GET /tools`, which lists `tools`.
-        There, a request for which this method returns other tools is refused.
+        There, a request for which this method returns other tools is refused. A toolset that it returns must be in `tools`.
 
         Args:
             request: the start request, with its messages, metadata and labels.
@@ -308,7 +312,37 @@ class Agent(metaclass=_AgentClass):
         """
         chosen = self.choose_tools(request)
         with with_location(self.choose_tools):
-            return checked_tools(chosen, f"agent {self.name!r}: choose_tools")
+            return self._offered(checked_tools(chosen, f"agent {self.name!r}: choose_tools"))
+
+    @property
+    def offered_tools(self) -> Sequence[Tool]:
+        """`tools`, in which the tools of each toolset stand in its place; the runtime's access."""
+        return self._offered(self.tools)
+
+    @property
+    def toolsets(self) -> Sequence[McpServer]:
+        """The toolsets in `tools`; the runtime's access."""
+        return [each for each in self.tools if isinstance(each, McpServer)]
+
+    def list_toolsets(self, listed: Mapping[McpServer, Sequence[Tool]]) -> None:
+        """Take the tools of the toolsets; the runtime's entry point. Raises ValueError if two tools have the same name."""
+        object.__setattr__(self, "_listed", listed)
+        _ = self.offered_tools
+
+    def _offered(self, tools: Sequence[Tool | McpServer]) -> Sequence[Tool]:
+        if not any(isinstance(each, McpServer) for each in tools):
+            return cast("Sequence[Tool]", tools)
+        offered: list[Tool] = []
+        for each in tools:
+            if not isinstance(each, McpServer):
+                offered.append(each)
+            elif each in self._listed:
+                offered += self._listed[each]
+            else:
+                text = f"agent {self.name!r}: the tools of {each} are not known: it must be in `tools`, and a server must run"
+                raise ValueError(text)
+        check_names(offered, f"agent {self.name!r}")
+        return offered
 
 
 @contextmanager

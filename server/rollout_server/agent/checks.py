@@ -13,6 +13,7 @@ from rollout_server.core.outcome import RewardRule
 from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.tools.toolset import McpServer
 from rollout_server.tool import FunctionTool, tool
 
 
@@ -99,14 +100,16 @@ def _is_bound(name: str, bound: object) -> bool:
     return isinstance(bound, int) and not isinstance(bound, bool) and 0 < bound < 2**32
 
 
-def checked_tools(candidates: object, owner: str) -> Sequence[Tool]:
+def checked_tools(candidates: object, owner: str) -> Sequence[Tool | McpServer]:
+    """Return tools and toolsets as they are, functions as tools. Raises TypeError or ValueError."""
     if not isinstance(candidates, Sequence) or isinstance(candidates, str):
         raise TypeError(f"{owner}: tools must be a list or tuple of tools, not {candidates!r}")
     tools = tuple(_as_tool(candidate, owner) for candidate in candidates)
-    names = [each.name for each in tools]
+    named = [each for each in tools if not isinstance(each, McpServer)]
+    names = [each.name for each in named]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        locations = [_location_of(each) for each in tools if each.name in doubled]
+        locations = [_location_of(each) for each in named if each.name in doubled]
         raise ValueError(
             f"{owner}: more than one tool has the name {', '.join(map(repr, doubled))}: {'; '.join(locations)}"
         )
@@ -120,8 +123,8 @@ def _location_of(candidate: Tool) -> str:
     return f"{candidate!r}{written_at(candidate.run)}"
 
 
-def _as_tool(candidate: object, owner: str) -> Tool:
-    if isinstance(candidate, FunctionTool):
+def _as_tool(candidate: object, owner: str) -> Tool | McpServer:
+    if isinstance(candidate, FunctionTool | McpServer):
         return candidate
     if inspect.isfunction(candidate) or inspect.ismethod(candidate):
         try:

@@ -27,8 +27,8 @@ class ExternalAgent(OwnLoopAgent):
     class's `reward` or rubric computes it.
 
     Attributes:
-        idle_seconds: a rollout whose agent neither calls its model nor finishes for so long ends as a failure of the class
-            ENVIRONMENT. The rollout's limits apply, too: once a limit other than `seconds` is met, calls are refused, and the
+        idle_seconds: a rollout whose agent neither calls its model or a tool nor finishes for so long ends as a failure of the
+            class ENVIRONMENT. The rollout's limits apply, too: once a limit other than `seconds` is met, calls are refused, and the
             agent has `idle_seconds` to finish.
         on_restart: what becomes of an unfinished rollout after a restart of the server. "continue": the agent goes on with the
             same base URL and key. "end": the rollout ends as interrupted. A class that overrides `setup` or `play`, which may

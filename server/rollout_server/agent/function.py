@@ -34,7 +34,7 @@ class FunctionAgent(OwnLoopAgent):
       overloaded server refuses, as the other clients do.
     - `task`: the text of the request's last user message. `metadata`: the request's metadata.
     - `model`: the name of the model for the clients.
-    - `access`: base URL and key, for other clients. `run`: the rollout.
+    - `access`: base URL and key, for other clients, and the URL of an MCP server with `tools`. `run`: the rollout.
 
     An `async def` gets asynchronous clients. A plain `def` gets synchronous ones and runs in a thread.
 

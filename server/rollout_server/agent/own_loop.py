@@ -18,6 +18,7 @@ from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.programs import program_failed
 from rollout_server.runtime.run.messages import text_of
 from rollout_server.runtime.run.run import Run
+from rollout_server.runtime.tools.toolset import McpServer
 
 RESULT: Final = "result"
 """Key of `run.state`: the `RewardResult` that the agent itself gave; missing if it gave none."""
@@ -29,7 +30,7 @@ class AgentOptions(TypedDict, total=False):
     name: str
     version: str
     description: str
-    tools: Sequence[Tool]
+    tools: Sequence[Tool | McpServer]
     limits: Limits
     rubric: Rubric | None
     reward_rule: Literal["copy", "split", "own"]
@@ -44,6 +45,7 @@ class OwnLoopAgent(Agent):
     gave is `run.state["result"]`, a `RewardResult`, which a `reward` may read.
 
     Attributes:
+        tools: tools that the server runs for the agent, which calls them at the MCP server of its rollout: `ModelAccess.mcp_url`.
         capture: how its calls are taken: which of them are auxiliary, whose sampling parameters hold, and more.
         on_restart: what becomes of an unfinished rollout after a restart of the server, which ended the agent. "end": it ends as
             interrupted. "again": the agent is run from the beginning, from `setup` on. Nothing of the earlier attempt trains,

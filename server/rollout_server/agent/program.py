@@ -33,7 +33,7 @@ _DIRECTORIES: Final = "rollout-program-"
 _NEW_SECONDS: Final = 60.0
 """A directory this young may not have its lock yet."""
 _PROGRAM: Final = "program"
-_PLACEHOLDERS: Final = ("task", "task_file", "workdir", "directory", "uid", "base_url", "model", "key")
+_PLACEHOLDERS: Final = ("task", "task_file", "workdir", "directory", "uid", "base_url", "mcp_url", "model", "key")
 _PLACEHOLDER: Final = re.compile(r"(?<!\$)\{([a-z_]+)\}")
 _LONGEST_REWARD: Final = 1024 * 1024
 _TAIL: Final = 2000
@@ -76,8 +76,9 @@ class Program(OwnLoopAgent):
     """An agent that is a program, such as `Program(["my-agent", "{task}"], name="my_agent")`, which the server runs per rollout.
 
     The program gets the model endpoint of its rollout by its environment: `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
-    `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, as the clients of these APIs expect them. Of the server's own environment it
-    gets only basic variables, such as PATH. HOME and TMPDIR are its own empty directories.
+    `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, as the clients of these APIs expect them. `ROLLOUT_MCP_URL` is an MCP server with
+    `tools`, which the server runs; it has the same key. Of the server's own environment the program gets only basic variables,
+    such as PATH. HOME and TMPDIR are its own empty directories.
 
     It ends with its rollout, together with all processes that it started: first SIGTERM, a second later SIGKILL. An exit code that
     is not in `exit_codes` ends the rollout as a failure of the class ENVIRONMENT. How it ended is `run.state["program"]`, a
@@ -85,7 +86,7 @@ class Program(OwnLoopAgent):
 
     Command, prefix, environment and stdin may contain placeholders: `{task}`, the text of `task(run)`; `{task_file}`, a file with
     it; `{workdir}`; `{directory}`, which contains the working directory, HOME, TMPDIR and the task file; `{uid}`, the server's
-    id of the rollout; `{base_url}`, the endpoint without "/v1"; `{model}`; and, except in arguments, `{key}`.
+    id of the rollout; `{base_url}`, the endpoint without "/v1"; `{mcp_url}`; `{model}`; and, except in arguments, `{key}`.
 
     Attributes:
         command: the program and its arguments. Required.
@@ -206,7 +207,12 @@ class Program(OwnLoopAgent):
         task, directory = self.task(run), workdir.parent
         task_file = directory / "task.txt"
         values = {"task": task, "task_file": task_file, "workdir": workdir, "directory": directory, "uid": run.uid}
-        values |= {"base_url": access.base_url, "model": self.capture.model, "key": access.key}
+        values |= {
+            "base_url": access.base_url,
+            "mcp_url": access.mcp_url,
+            "model": self.capture.model,
+            "key": access.key,
+        }
         task_file.write_text(task, encoding="utf-8", errors="replace")
 
         def filled(text: str) -> str:
@@ -222,6 +228,7 @@ class Program(OwnLoopAgent):
             "ROLLOUT_UID": run.uid,
             "ROLLOUT_ID": run.rollout_id,
             "ROLLOUT_MODEL": self.capture.model,
+            "ROLLOUT_MCP_URL": access.mcp_url,
             "ROLLOUT_TASK_FILE": str(task_file),
         }
         if self.reward_file:

@@ -12,6 +12,7 @@ from rollout_server.core.outcome import RewardResult
 from rollout_server.core.record import FINISH, Observed, Record
 from rollout_server.core.spec import Sampling, Spec
 from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.tools.toolset import McpServer
 
 END: Final = "end"
 CONTINUE: Final = "continue"
@@ -105,8 +106,15 @@ class AgentProtocol(Protocol):
         """The agent's own limits."""
 
     @property
-    def tools(self) -> Sequence[Tool]:
-        """Its tools, in the order in which the model sees them."""
+    def offered_tools(self) -> Sequence[Tool]:
+        """Its tools, in the order in which the model sees them. Those of its toolsets are known once they are listed."""
+
+    @property
+    def toolsets(self) -> Sequence[McpServer]:
+        """The MCP servers whose tools it offers."""
+
+    def list_toolsets(self, listed: Mapping[McpServer, Sequence[Tool]]) -> None:
+        """Take the tools of its toolsets. Called once, after `start`. Raises ValueError if two tools have the same name."""
 
     @property
     def reward_rule(self) -> str:

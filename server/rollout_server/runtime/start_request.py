@@ -155,7 +155,7 @@ def chosen_tools(agent: AgentProtocol, spec: Spec) -> Sequence[Tool]:
         _log.error("agent %s could not choose its tools%s", agent.name, raised_at(error), exc_info=error)
         text = f"agent {agent.name!r} could not choose the tools of this rollout; the server's log has the reason"
         raise RolloutError(text, reason="AGENT_FAILED") from None
-    if spec.completions.dialect is Dialect.HTTP_MASKED and [*tools] != [*agent.tools]:
+    if spec.completions.dialect is Dialect.HTTP_MASKED and [*tools] != [*agent.offered_tools]:
         text = (
             f"agent {agent.name!r} chooses its tools by request, but POST /rollout cannot send that choice to the trainer; use "
             "another protocol"

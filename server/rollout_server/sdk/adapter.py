@@ -98,7 +98,7 @@ class LoopAgent(Agent):
 
     def choose_tools(self, request: Request) -> Sequence[Tool]:
         """Return the tools of `get_tools` for the request, or the default tools if the trainer reads only `GET /tools`."""
-        return self.tools if _has_fixed_tools(request) else self._tools(request_of(request))
+        return self.offered_tools if _has_fixed_tools(request) else self._tools(request_of(request))
 
     async def play(self, run: Run) -> None:
         """Run the loop and end the rollout with its result."""

@@ -29,3 +29,15 @@ class ToolSettings(BaseSettings):
         validation_alias=env_names("ROLLOUT_TOOL_OUTPUT_BYTES"),
         description="Maximum size in bytes of a tool result; the rest is cut.",
     )
+    toolset_seconds: float = Field(
+        60.0,
+        gt=0,
+        validation_alias=env_names("ROLLOUT_TOOLSET_SECONDS"),
+        description="Time limit of a tool call in seconds, for toolsets that requests name (spec.tools).",
+    )
+    toolset_calls: int = Field(
+        64,
+        ge=1,
+        validation_alias=env_names("ROLLOUT_TOOLSET_CALLS"),
+        description="Maximum concurrent calls of one toolset (MCP server or ToolService), over all rollouts; further calls wait.",
+    )

@@ -59,6 +59,7 @@ from rollout_server.runtime.capture.endpoint import (
     repeats,
     too_many_calls,
 )
+from rollout_server.runtime.capture.endpoint_tools import EndpointTools
 from rollout_server.runtime.capture.offered_tools import check_tool_room, conversation_tools
 from rollout_server.runtime.errors import AgentMistake, PromptRefused, PromptTooLong, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.arguments import SamplingOptions
@@ -106,14 +107,23 @@ class Capture:
     Attributes:
         access: the base URL and the key for the agent's clients.
         options: what the agent's author decided.
+        tools: the tools of the rollout.
     """
 
-    def __init__(self, run: CapturedRun, context: RunContext, options: CaptureOptions, later: LaterSystem) -> None:
+    def __init__(
+        self,
+        run: CapturedRun,
+        context: RunContext,
+        options: CaptureOptions,
+        later: LaterSystem,
+        tools: EndpointTools,
+    ) -> None:
         self.access: ModelAccess = context.capture_ports.access(context.rollout.uid)
         self._root = self._main = run
         earlier = earlier_main(context.rollout)
         self._context = context
         self.options = options
+        self.tools = tools
         self._tree = CallTree(options, later, None if earlier is None else earlier[0])
         if earlier is not None:
             self._main = run.at(earlier[1])
@@ -165,20 +175,23 @@ class Capture:
         if self._closed or ending.is_requested or not isinstance(ending.end, Stop):
             raise RolloutOver()
         self._finished.set_result(work)
+        self.tools.close()
         return False
 
     async def finished(self, idle_seconds: float) -> FinishedWork:
         """Wait until the agent ends its work.
 
         Raises:
-            RolloutFailed: of the class ENVIRONMENT, once no call was open for `idle_seconds`.
+            RolloutFailed: of the class ENVIRONMENT, once no call of the model or of a tool was open for `idle_seconds`.
             RolloutEnded: if the rollout ends meanwhile.
         """
         ending = self._context.ending
         while not (self._finished.done() or ending.is_reached):
-            left = idle_seconds if self._calls else self._quiet_since + idle_seconds - self._now()
+            quiet_since = max(self._quiet_since, self.tools.quiet_since)
+            busy = self._calls or self.tools.running
+            left = idle_seconds if busy else quiet_since + idle_seconds - self._now()
             if left <= 0:
-                text = f"the agent neither called its model nor finished for {idle_seconds:g} s; it is taken for dead"
+                text = f"the agent neither called its model or a tool nor finished for {idle_seconds:g} s; it is taken for dead"
                 raise RolloutFailed(Failure(Category.INTERNAL, text, source=FailureClass.ENVIRONMENT))
             await first_of(self._finished, ending.reached, within=left)
         if not self._finished.done():
@@ -186,9 +199,9 @@ class Capture:
         return self._finished.result()
 
     async def close(self) -> None:
-        """End the endpoint: refuse calls, give up the completions under way, and settle. Only the first call has an effect."""
+        """End the endpoint: refuse calls, give up completions and tools, and settle. Only the first call has an effect."""
         self._closed = True
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self.tools.running]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -199,6 +212,7 @@ class Capture:
     def settle(self) -> None:
         """Refuse calls, and record what they were, unless the end of the rollout is decided. Only the first call has an effect."""
         self._closed = True
+        self.tools.close()
         if not self._settled:
             self._settled = True
             with suppress(RolloutEnded):
@@ -383,10 +397,12 @@ def _is_large(call: ModelCall) -> bool:
 
 
 @asynccontextmanager
-async def open_capture(run: CapturedRun, context: RunContext, options: CaptureOptions) -> AsyncIterator[Capture]:
+async def open_capture(
+    run: CapturedRun, context: RunContext, options: CaptureOptions, tools: EndpointTools
+) -> AsyncIterator[Capture]:
     """Open the model endpoint of a rollout. It ends with the `async with` block. Raise `AgentMistake` for a second one."""
     context.refuse_replay("the model endpoint of an agent that owns its loop")
-    capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec))
+    capture = Capture(run, context, options, await context.capture_ports.later_system(context.rollout.spec), tools)
     if has_turns_of_this_process(context.rollout) or not context.rollout.capture.open(capture):
         raise AgentMistake("capture: a rollout has one model endpoint, opened once and before its first completion")
     context.before_end.append(capture.settle)  # the driver's cancellation of the block would come too late

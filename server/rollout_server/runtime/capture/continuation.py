@@ -37,6 +37,7 @@ from rollout_server.core.record import (
     Observed,
     Record,
     Resumed,
+    has_begun,
 )
 from rollout_server.core.spec import ENGINES
 from rollout_server.runtime.agent_protocol import AGAIN
@@ -54,7 +55,7 @@ _GENERATED_TWICE: Final = (
 
 def goes_on(rollout: Rollout) -> bool:
     """Return whether an earlier process ran the rollout, and its agent goes on live."""
-    return rollout.is_restored and rollout.replay is None and len(rollout.log.entries) > 1
+    return rollout.is_restored and rollout.replay is None and has_begun(rollout.log.records)
 
 
 def go_on(rollout: Rollout) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -13,8 +13,12 @@ from rollout_server.core.capture.call import Completed, ModelCall
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.error import AlreadyFinished, Busy, RolloutOver
+from rollout_server.core.message import ToolCall
 from rollout_server.core.outcome import Failure, RewardResult, Stop
 from rollout_server.core.spec import Spec
+from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.tools.executor import ToolResult
 
 MOST_CALLS: Final = 64
 """Calls of one rollout that may be open at the same time."""
@@ -36,10 +40,19 @@ class ModelAccess:
     base_url: str
     key: str = field(default="", repr=False)
 
+    @property
+    def mcp_url(self) -> str:
+        """URL of an MCP server with the tools of the rollout. Requests need the key as `Authorization: Bearer KEY`."""
+        return f"{self.base_url}/mcp"
+
 
 def no_model_access(uid: str) -> ModelAccess:
     """Return the access of a rollout on a server without a gateway and keys: the default."""
     return ModelAccess(f"/r/{uid}")
+
+
+def count_nothing(agent: AgentProtocol, tool: str, failed: bool, seconds: float) -> None:
+    """Count no call of a tool."""
 
 
 async def no_later_system(spec: Spec) -> LaterSystem:
@@ -55,10 +68,13 @@ class CapturePorts:
         access: returns the access to the endpoint of a rollout, by its uid.
         later_system: returns the role with which a system message behind other messages is rendered for a rollout: "system" only
             if its chat template is known to do it. Raises `RolloutFailed` if the template cannot be loaded.
+        count_tool: called with the agent, the tool, whether the result is an error, and the seconds of each call of a tool that the
+            agent makes at the endpoint: the log has no record of it.
     """
 
     access: Callable[[str], ModelAccess] = no_model_access
     later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
+    count_tool: Callable[[AgentProtocol, str, bool, float], None] = count_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +90,47 @@ class FinishedWork:
     failure: Failure | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointCall:
+    """A call of a tool by the agent itself.
+
+    Args:
+        call: the call; its arguments are an object.
+        repeat_key: the agent's idempotency key; empty: none.
+        digest: equal for equal calls.
+        size: characters of the arguments as text.
+    """
+
+    call: ToolCall
+    repeat_key: str = ""
+    digest: bytes = b""
+    size: int = 0
+
+
+class RolloutTools(Protocol):
+    """The tools that the server runs for a rollout, also for an agent that owns its loop."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools, in their order."""
+
+    @property
+    def idempotent(self) -> Sequence[str]:
+        """Names of the tools whose calls are harmless to repeat."""
+
+    async def call(self, call: EndpointCall) -> ToolResult:
+        """Run a call and return its result. A call with the repeat key of an earlier one gets the result of that.
+
+        A caller that is cancelled cancels its call, unless that has a repeat key.
+
+        Raises:
+            NotFound: if there is no such tool.
+            CallRefused: if the repeat key belongs to another call.
+            RolloutOver: if the rollout has ended, or ends before the result.
+            Busy: if too many calls are open.
+        """
+
+
 class AgentEndpoint(Protocol):
     """The endpoint that calls of a rollout's agent reach. `runtime.capture.capture.Capture` implements it.
 
@@ -82,6 +139,10 @@ class AgentEndpoint(Protocol):
     """
 
     options: CaptureOptions
+
+    @property
+    def tools(self) -> RolloutTools:
+        """The tools of the rollout."""
 
     async def call(self, call: ModelCall, begun: Callable[[str], None]) -> Completed:
         """Return the completion of a call. A caller that is cancelled cancels nothing: the same call gets the completion later.
@@ -159,6 +220,10 @@ class CaptureSlot:
     async def confirm(self, completion_id: str) -> None:
         """See `AgentEndpoint.confirm`."""
         (await self.opened()).confirm(completion_id)
+
+    async def tools(self) -> RolloutTools:
+        """Wait for the tools of the rollout. Raise `RolloutOver` and `Busy`."""
+        return (await self.opened()).tools
 
     async def finish(self, work: FinishedWork) -> bool:
         """See `AgentEndpoint.finish`. It can be repeated with the same result after the end of the rollout."""

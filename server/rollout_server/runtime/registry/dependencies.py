@@ -14,7 +14,7 @@ from rollout_server.core.outcome import summary_of
 from rollout_server.core.spec import Spec, Target
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import defined_at
-from rollout_server.runtime.capture.endpoint import ModelAccess, no_later_system, no_model_access
+from rollout_server.runtime.capture.endpoint import ModelAccess, count_nothing, no_later_system, no_model_access
 from rollout_server.runtime.journal import Journal, MemoryJournal, StoredGroup
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.models import FurtherModels, NoFurtherModels
@@ -131,8 +131,8 @@ class NoReporter:
 class RegistryDependencies:
     """Clock, observer, tracer, reporter of outcomes with its retry policy, resources of tools (None: defaults), further models.
 
-    `model_access` and `later_system` are for the model endpoints of rollouts (`CapturePorts`). `resume_by_default`: unfinished
-    rollouts whose `on_interrupt` is unset are continued after a restart.
+    `model_access`, `later_system` and `count_tool` are for the model endpoints of rollouts (`CapturePorts`). `resume_by_default`:
+    unfinished rollouts whose `on_interrupt` is unset are continued after a restart.
     """
 
     clock: Clock = Clock()
@@ -143,6 +143,7 @@ class RegistryDependencies:
     models: FurtherModels = field(default_factory=NoFurtherModels)
     model_access: Callable[[str], ModelAccess] = no_model_access
     later_system: Callable[[Spec], Awaitable[LaterSystem]] = no_later_system
+    count_tool: Callable[[AgentProtocol, str, bool, float], None] = count_nothing
     journal: Journal = field(default_factory=MemoryJournal)
     resume_by_default: bool = True
     tracer: Tracer = field(default_factory=NoTracer)

@@ -19,6 +19,7 @@ from rollout_server.core.record import (
     SegmentOpened,
     ToolReturned,
     ToolStarted,
+    has_begun,
 )
 from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
 from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, goes_on_live, has_finished
@@ -28,7 +29,9 @@ from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Clock, Tool
 from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
+from rollout_server.runtime.run.tool_listing import lost_state
 from rollout_server.runtime.start_request import AdmittedStart
+from rollout_server.runtime.tools.toolset import McpServer
 
 _REQUESTED_AGAIN = ENGINES | {Dialect.STREAM}
 """Dialects whose completions are requested again after a restart, also if they may be generated twice then."""
@@ -49,7 +52,8 @@ class MissingAgent:
     on_restart: str = END
     external: bool = False
     limits: Limits = Limits()
-    tools: Sequence[Tool] = ()
+    offered_tools: Sequence[Tool] = ()
+    toolsets: Sequence[McpServer] = ()
     reward_rule: str = RewardRule.COPY.value
     cleanup_seconds: float = 0.0
     reward_group_seconds: float = 0.0
@@ -61,7 +65,7 @@ class MissingAgent:
     def _never(self, *_: object) -> NoReturn:
         raise AssertionError(f"agent {self.name!r} is not on this server and cannot run")
 
-    tools_for = start = stop = run_setup = perform = judge = judge_group = run_cleanup = _never
+    list_toolsets = tools_for = start = stop = run_setup = perform = judge = judge_group = run_cleanup = _never
 
 
 def end_without_slot(rollout: Rollout) -> None:
@@ -100,6 +104,7 @@ def interrupt(rollout: Rollout, *, durable: bool, resume_by_default: bool) -> No
             resume_by_default=resume_by_default,
             never_ran=never_ran,
         )
+        obstacle = obstacle or _lost_state(agent, rollout.log.records)
         if not obstacle:
             rollout.suspend()
             return
@@ -159,21 +164,21 @@ def _restored_start(
     if agent.version != start.agent_version:
         text = f"agent {agent.name!r} had version {start.agent_version!r} then and has {agent.version!r} now"
         return RestoredStart(admitted, obstacle=text)
-    never_ran = len(stored.entries) == 1
+    records = [entry.record for entry in stored.entries]
+    try:
+        tools = admitted.tools()
+    except RolloutError as error:
+        return RestoredStart(admitted, obstacle=error.message)
     obstacle = obstacle_to_resume(
         spec,
         agent,
         stored.entries,
         request_id=start.request.request_id,
         resume_by_default=resume_by_default,
-        never_ran=never_ran,
+        never_ran=not has_begun(records),
     )
-    if obstacle:
-        return RestoredStart(admitted, obstacle=obstacle)
-    try:
-        return RestoredStart(admitted, admitted.tools())
-    except RolloutError as error:
-        return RestoredStart(admitted, obstacle=error.message)
+    obstacle = obstacle or _lost_state(agent, records)
+    return RestoredStart(admitted, obstacle=obstacle) if obstacle else RestoredStart(admitted, tools)
 
 
 def _rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: RolloutOwner) -> Rollout:
@@ -216,6 +221,11 @@ def obstacle_to_resume(
     if obstacle or has_finished(agent, records):
         return obstacle
     return _live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records)
+
+
+def _lost_state(agent: AgentProtocol, records: Sequence[Record]) -> str:
+    """Return which state of a tool ended with the server. An agent that is run anew begins with new sessions."""
+    return "" if agent.on_restart == AGAIN else lost_state(records)
 
 
 def _request_obstacle(spec: Spec, request_id: str) -> str:

@@ -87,7 +87,9 @@ class RolloutRegistry:
         self._tool_resources = dependencies.tool_resources or ToolResources()
         self._models = dependencies.models
         self.model_access = dependencies.model_access
-        self._capture_ports = CapturePorts(dependencies.model_access, dependencies.later_system)
+        self._capture_ports = CapturePorts(
+            dependencies.model_access, dependencies.later_system, dependencies.count_tool
+        )
         self._outbox = Outbox(dependencies, self._settle)
         self._index = RolloutIndex()
         self.pages = RolloutPages(self._index)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rollout_server.core.ledger import Origin, SegmentKind
@@ -31,9 +32,12 @@ from rollout_server.runtime.ports import Fork, OpenSampler
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.context import RunContext
 from rollout_server.runtime.run.run import Run
+from rollout_server.runtime.run.tool_listing import has_toolsets, list_requested, note_use
 from rollout_server.runtime.run.tracer import NoTracer, Tracer
 from rollout_server.runtime.tools.executor import ToolExecutor, label_of
 from rollout_server.runtime.tools.resources import ToolResources
+from rollout_server.runtime.tools.toolset import ToolsetCaller
+from rollout_server.runtime.tools.toolsets import RolloutToolsets
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -68,17 +72,21 @@ async def drive(
 ) -> None:
     """Run a rollout's agent, compute the reward, and record the end. Tools run with the server's shared resources."""
 
-    def context() -> RunContext:
-        threads = tool_resources.threads, tool_resources.cleanup_threads
-        return RunContext(rollout, *threads, models, capture_ports, tracer)
-
+    threads = tool_resources.threads, tool_resources.cleanup_threads
+    context = RunContext(rollout, *threads, models, capture_ports, tracer)
+    caller = ToolsetCaller(rollout.uid, rollout.spec.metadata_json, rollout.credentials.tools)
+    toolsets = tool_resources.toolsets.of_rollout(caller, partial(note_use, context))
     with tracer.rollout(rollout):
-        await _drive(rollout, open_sampler, tool_resources, context)
+        try:
+            await _drive(context, open_sampler, tool_resources, toolsets)
+        finally:
+            await toolsets.close()
 
 
 async def _drive(
-    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, context: Callable[[], RunContext]
+    context: RunContext, open_sampler: OpenSampler, tool_resources: ToolResources, toolsets: RolloutToolsets
 ) -> None:
+    rollout = context.rollout
     rollout.activity.enter()
     started = rollout.clock.monotonic() - rollout.earlier_seconds
     queued_ms = rollout.queued_ms()
@@ -88,14 +96,13 @@ async def _drive(
     run: Run | None = None
     try:
         with _time_limit(rollout):
-            if goes_on(rollout):
-                go_on(rollout)
-            run = _open(rollout, open_sampler, tool_resources, context)
-            end = (
-                await _run_to_end(rollout, run, tasks)
-                if run is not None
-                else _failure(rollout, "sampler could not be opened", FailureClass.SERVER)
-            )
+            unlisted = await _prepare(context, toolsets, tool_resources, tasks)
+            if unlisted is None:
+                run = _open(context, open_sampler, tool_resources, toolsets)
+            if run is not None:
+                end = await _run_to_end(rollout, run, tasks)
+            else:
+                end = unlisted or _failure(rollout, "sampler could not be opened", FailureClass.SERVER)
             if isinstance(end, Stop) and run is not None:
                 end, reward = await _run_reward(rollout, run, end, tasks)
             elif run is not None:
@@ -124,9 +131,45 @@ def _waits_for_group(rollout: Rollout, run: Run | None, ended: Ended) -> bool:
     return rollout.group is not None and run is not None and rollout.group.wait(rollout, run.latest, ended)
 
 
+async def _prepare(
+    context: RunContext, toolsets: RolloutToolsets, tool_resources: ToolResources, tasks: list[asyncio.Task[Any]]
+) -> End | None:
+    """List the tools, and record that a rollout of an earlier process goes on. Return the end if one was reached meanwhile."""
+    continues = goes_on(context.rollout)  # before anything is recorded
+    unlisted = await _list_tools(context, toolsets, tool_resources, tasks)
+    if continues:
+        go_on(context.rollout)
+    return unlisted
+
+
+async def _list_tools(
+    context: RunContext, toolsets: RolloutToolsets, tool_resources: ToolResources, tasks: list[asyncio.Task[Any]]
+) -> End | None:
+    """List the tools of the rollout's toolsets. Return its end if that fails, or if an end was requested meanwhile."""
+    rollout = context.rollout
+    if not has_toolsets(rollout):
+        return None
+    work = list_requested(context, toolsets, tool_resources.toolsets.limits)
+    listing = _start(work, f"tools {rollout.uid}", tasks)
+    await _first_of(listing, rollout.ending.requested)
+    if not listing.done():
+        return rollout.ending.requested.result()
+    if not _has_failed(listing):
+        rollout.tools = listing.result()
+        return None
+    error = listing.exception() if not listing.cancelled() else None
+    if isinstance(error, RolloutFailed):
+        return error.failure
+    if isinstance(error, RolloutEnded):
+        return error.end
+    _log.error("the tools of the rollout could not be listed", exc_info=error, extra=_log_fields(rollout))
+    return _failure(rollout, "tools could not be listed", FailureClass.SERVER)
+
+
 def _open(
-    rollout: Rollout, open_sampler: OpenSampler, tool_resources: ToolResources, context: Callable[[], RunContext]
+    context: RunContext, open_sampler: OpenSampler, tool_resources: ToolResources, toolsets: RolloutToolsets
 ) -> Run | None:
+    rollout = context.rollout
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
         if (
@@ -134,10 +177,10 @@ def _open(
         ):  # an earlier attempt has used the trainer's first conversation
             sampler = sampler.fork(Fork(Origin(SegmentKind.SUBAGENT, FIRST)))
         return Run(
-            context(),
+            context,
             rollout.machine.main,
             sampler,
-            ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer),
+            ToolExecutor(rollout.tools, tool_resources, rollout.spec.tokenizer, toolsets),
         )
     except Exception:  # a bug of this server; the rollout must still end and leave its slot
         _log.exception("the sampler of the rollout could not be opened", extra=_log_fields(rollout))

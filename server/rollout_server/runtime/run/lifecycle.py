@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import cast
 
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
+from rollout_server.runtime.ports import Tool
+from rollout_server.runtime.tools.toolset import McpServer
+from rollout_server.runtime.tools.toolsets import Toolsets
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +44,21 @@ async def start_agents(agents: Sequence[AgentProtocol], stack: AsyncExitStack) -
             where = f" ({location})" if location else written_at(agent.start)
             raise AgentFailed(f"agent {agent.name!r} could not start: {what}{where}") from error
         stack.push_async_callback(_stop, agent)
+
+
+async def list_toolsets(agents: Sequence[AgentProtocol], toolsets: Toolsets) -> None:
+    """List the tools of all toolsets of agents, concurrently. Raise `AgentFailed`."""
+    sources = list(dict.fromkeys(source for agent in agents for source in agent.toolsets))
+    results = await asyncio.gather(*map(toolsets.list_tools, sources), return_exceptions=True)
+    listed = dict(zip(sources, results, strict=True))
+    for agent in agents:
+        for source in agent.toolsets:
+            if isinstance(error := listed[source], BaseException):
+                raise AgentFailed(f"agent {agent.name!r} cannot offer the tools of {source}: {error}") from error
+        try:
+            agent.list_toolsets(cast("Mapping[McpServer, Sequence[Tool]]", listed))
+        except ValueError as error:
+            raise AgentFailed(str(error)) from error
 
 
 async def _start(agent: AgentProtocol) -> None:

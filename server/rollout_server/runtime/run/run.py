@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from random import Random
 from typing import Any, NoReturn, TypeVar, Unpack, cast
 
@@ -20,10 +19,21 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.machine import LimitReached
 from rollout_server.core.message import JSON, ToolCall
 from rollout_server.core.outcome import Category, End, Failure, FailureClass, Metrics, RewardResult, Stop
-from rollout_server.core.record import START, Appended, CaptureSettled, GivenUp, Masked, Note, Observed, Rewarded
+from rollout_server.core.record import (
+    START,
+    Appended,
+    CaptureSettled,
+    GivenUp,
+    Masked,
+    Note,
+    Observed,
+    Rewarded,
+    ToolStarted,
+)
 from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.capture.endpoint import FinishedWork
+from rollout_server.runtime.capture.endpoint_tools import EndpointTools
 from rollout_server.runtime.errors import AgentMistake, PromptRefused, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import Sampler, Tool
@@ -204,7 +214,11 @@ class Run:
         if isinstance(started, LimitReached):
             self._context.end(started.stop)
         started = tuple(replace(each, repeatable=self._executor.may_repeat(each.call)) for each in started)
-        return await run_calls(self._context, partial(self._executor.run, context=self), started)
+
+        async def execute(intent: ToolStarted) -> ToolResult:
+            return await self._executor.run(intent.call, self, intent.key)
+
+        return await run_calls(self._context, execute, started)
 
     async def append(self, *messages: Mapping[str, JSON]) -> None:
         """Append messages to the conversation. Their tokens have mask 0.
@@ -269,17 +283,19 @@ class Run:
     def capture(self, options: CaptureOptions = CaptureOptions()) -> AbstractAsyncContextManager[Capture]:
         """Open the model endpoint of the rollout, for an agent that owns its loop: `async with run.capture() as capture`.
 
-        `capture.access` is what its clients need, and their calls are served until the block ends. Completions that are under way
-        then are given up. A rollout has one endpoint, opened before its first completion. Raises `AgentMistake` otherwise.
+        `capture.access` is what its clients need, and their calls of the model and of the tools are served until the block ends.
+        Completions and tools that are under way then are given up. A rollout has one endpoint, opened before its first completion.
+        Raises `AgentMistake` otherwise.
         """
-        return open_capture(self, self._context, options)
+        tools = EndpointTools(self._executor, self, self._context)
+        return open_capture(self, self._context, options, tools)
 
     async def begin(self) -> None:
         """Record that the agent begins for the first time, and wait until that is stored. For `OwnLoopAgent`.
 
         After a restart of the server it shows that the agent may have done something, and when the time of the rollout began.
         """
-        if len(self._rollout.log.entries) == 1:
+        if not any(isinstance(record, Observed) and record.what == START for record in self._rollout.log.records):
             self._context.record(Observed(START, "null"))
             await self._rollout.stored()
 

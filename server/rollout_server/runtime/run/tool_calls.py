@@ -16,7 +16,7 @@ from rollout_server.runtime.replay_steps import ReplayStep
 from rollout_server.runtime.run.context import RunContext, calling_tool
 from rollout_server.runtime.tools.executor import ToolResult
 
-Execute: TypeAlias = Callable[[ToolCall], Awaitable[ToolResult]]
+Execute: TypeAlias = Callable[[ToolStarted], Awaitable[ToolResult]]
 
 _AT_ONCE = 16
 """Calls that start in one iteration of the event loop, so that other rollouts run in between."""
@@ -135,7 +135,7 @@ async def _run(context: RunContext, execute: Execute, intent: ToolStarted) -> To
         return ToolResult(intent.call, text, failed=True)
     caller = calling_tool.set(intent.key)
     try:
-        return await execute(intent.call)
+        return await execute(intent)
     except RolloutFailed as failed:
         context.end(failed.failure)
     finally:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Coroutine, Hashable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
@@ -25,10 +26,15 @@ from rollout_server.runtime.tools.protocols import (
     ToolRunner,
     ToolUnavailable,
     Unwritable,
+    is_idempotent,
+    is_server_run,
 )
+from rollout_server.runtime.tools.remote_tool import RemoteTool
 from rollout_server.runtime.tools.resources import ToolResources
 from rollout_server.runtime.tools.slots import NoFreeSlot, Slots
-from rollout_server.runtime.tools.task import ToolTask
+from rollout_server.runtime.tools.task import TIMED_OUT, RemoteCalls, ToolTask
+from rollout_server.runtime.tools.toolset import ToolsetCall, ToolsetSource
+from rollout_server.runtime.tools.toolsets import RolloutToolsets
 from rollout_server.runtime.tools.truncate import OutputLimit
 
 _FLOODS = (
@@ -58,15 +64,35 @@ class ToolResult:
         return Message.write({"role": "tool", "content": self.content, "tool_call_id": self.call.id})
 
 
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """For whom a call runs: the rollout, and how it calls tools of toolsets."""
+
+    context: ToolContext | None
+    remote: RemoteCalls | None
+
+
 class ToolExecutor:
-    """The tools of one agent in one rollout. `tokenizer` is used to measure their results."""
+    """The tools of one agent in one rollout.
+
+    Args:
+        tools: the tools that can be called.
+        resources: those of the server.
+        tokenizer: measures the results.
+        toolsets: the rollout's sessions with toolsets; None: their tools cannot be called.
+    """
 
     def __init__(
-        self, tools: Iterable[Tool], resources: ToolResources | None = None, tokenizer: TokenizerName | None = None
+        self,
+        tools: Iterable[Tool],
+        resources: ToolResources | None = None,
+        tokenizer: TokenizerName | None = None,
+        toolsets: RolloutToolsets | None = None,
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         self._resources = resources or ToolResources()
         self._tokenizer = tokenizer
+        self._toolsets = toolsets
         self._slots: dict[Hashable, Slots] = {}
 
     @property
@@ -81,24 +107,26 @@ class ToolExecutor:
 
     def with_tools(self, tools: Iterable[Tool]) -> ToolExecutor:
         """Return an executor with other tools for another conversation of the rollout. Both share the rollout's slots."""
-        other = ToolExecutor(tools, self._resources, self._tokenizer)
+        other = ToolExecutor(tools, self._resources, self._tokenizer, self._toolsets)
         other._slots = self._slots
         return other
 
     def may_repeat(self, call: ToolCall) -> bool:
-        """Return whether a call may run again after a crash: its tool is idempotent, or there is none."""
+        """Return whether a call may run again after a crash: its tool is idempotent, knows its key, or does not exist."""
         tool = self._tools.get(call.name)
-        return tool is None or (isinstance(tool, ServerRunTool) and tool.policy.idempotent)
+        if isinstance(tool, RemoteTool) and tool.runs_keys_once:
+            return True
+        return tool is None or is_idempotent(tool)
 
-    async def run(self, call: ToolCall, context: ToolContext | None = None) -> ToolResult:
-        """Run one call for the rollout `context`.
+    async def run(self, call: ToolCall, context: ToolContext | None = None, key: str = "") -> ToolResult:
+        """Run one call for the rollout `context`. `key` identifies it in the rollout, also in a later process; empty: nothing does.
 
         Raise only `RolloutEnded`, the caller's own cancellation, which no tool can delay, and `RolloutFailed` if the tool cannot
         be run at all or a further model that it called failed. The model could not have done better, so it gets no error text then.
         """
         tool = self._tools.get(call.name)
         try:
-            content = await self._run(call, tool, context)
+            content = await self._run(call, tool, self._scope(call, context, key))
             limited = await self._output_limit(tool).cut(content)
             if limited is not content and not _has_output_limit(tool):
                 self._resources.warn_author(_label(call.name, tool), _FLOODS)
@@ -112,7 +140,18 @@ class ToolExecutor:
             self._warn_author(call.name, tool, error)
             return ToolResult(call, await self._output_limit(tool).cut(f"Error: {_error_text(error)}"), failed=True)
 
-    async def _run(self, call: ToolCall, tool: Tool | None, context: ToolContext | None) -> Content:
+    def _scope(self, call: ToolCall, context: ToolContext | None, key: str) -> _Scope:
+        toolsets, uid = self._toolsets, context.uid if context is not None else ""
+        if toolsets is None:
+            return _Scope(context, None)
+        call_key, idempotent = f"{uid}/{key or token_hex(10)}", is_idempotent(self._tools.get(call.name))
+
+        async def remote(source: ToolsetSource, name: str, arguments: Mapping[str, JSON]) -> Content:
+            return await toolsets.call(source, ToolsetCall(name, arguments, call_key, uid, call.id, idempotent))
+
+        return _Scope(context, remote)
+
+    async def _run(self, call: ToolCall, tool: Tool | None, scope: _Scope) -> Content:
         arguments = _arguments(call)
         if tool is None:
             raise ToolError(f"Unknown function '{call.name}'. Available: {list(self._tools)}")
@@ -121,28 +160,30 @@ class ToolExecutor:
                 f"Invalid arguments for {call.name}: a JSON object is needed, not {type(arguments).__name__}"
             )
         try:
-            return await self._run_cached(tool, arguments, context)
+            return await self._run_cached(tool, arguments, scope)
         except ArgumentError as error:
             raise ToolError(f"Invalid arguments for {call.name}: {error}") from None
 
-    async def _run_cached(self, tool: Tool, arguments: Mapping[str, JSON], context: ToolContext | None) -> Content:
-        if not (isinstance(tool, ServerRunTool) and tool.policy.cache):
-            return await self._run_in_slots(tool, arguments, context)
+    async def _run_cached(self, tool: Tool, arguments: Mapping[str, JSON], scope: _Scope) -> Content:
+        if not (is_server_run(tool) and tool.policy.cache):
+            return await self._run_in_slots(tool, arguments, scope)
         try:
             canonical = json.dumps(arguments, sort_keys=True, default=str)
         except (ValueError, RecursionError):  # such as integers with too many digits: the tool itself reports them
-            return await self._run_in_slots(tool, arguments, context)
+            return await self._run_in_slots(tool, arguments, scope)
         key, seconds = (tool, canonical), tool.policy.cache_seconds
         return await self._resources.results.get(
-            key, 4 * len(canonical), seconds, lambda: self._run_in_slots(tool, arguments, context)
+            key, 4 * len(canonical), seconds, lambda: self._run_in_slots(tool, arguments, scope)
         )
 
-    async def _run_in_slots(self, tool: Tool, arguments: Mapping[str, JSON], context: ToolContext | None) -> Content:
+    async def _run_in_slots(self, tool: Tool, arguments: Mapping[str, JSON], scope: _Scope) -> Content:
         """Run the call once it has all the slots it needs."""
-        if not isinstance(tool, ServerRunTool):
+        if not is_server_run(tool):
             work = ToolTask(label_of(tool))
             return await self._run_with_timeout(tool, ToolPolicy(), work, tool.run(arguments))
         policy, label = tool.policy, label_of(tool)
+        if isinstance(tool, RemoteTool) and self._toolsets is not None:
+            await self._toolsets.open(tool.source)  # before the time limit of the call begins: it has one of its own
         async with AsyncExitStack() as stack:
             slots = await self._acquire_slots(tool)
             worker = None
@@ -154,7 +195,7 @@ class ToolExecutor:
                     each.release()
                 raise
             # From here on the task owns the slots and releases them itself, also if it outlives this call.
-            work = ToolTask(label, slots, worker, context)
+            work = ToolTask(label, slots, worker, scope.context, scope.remote)
             return await self._run_with_timeout(tool, policy, work, _attempts(tool, work, arguments))
 
     async def _acquire_slots(self, tool: ServerRunTool) -> list[Slots]:
@@ -202,7 +243,7 @@ class ToolExecutor:
             raise
         if not task.done():
             self._resources.warn_author(label_of(tool), f"took longer than {policy.timeout:g} s{waits_at(task)}")
-            work.cancel()
+            work.cancel(TIMED_OUT)
             raise ToolError(f"{tool.name} took longer than {policy.timeout:g} s")
         if task.cancelled():
             raise ToolError("The tool was cancelled")
@@ -210,7 +251,7 @@ class ToolExecutor:
 
     def _output_limit(self, tool: Tool | None) -> OutputLimit:
         limits = self._resources.limits
-        tokens = tool.policy.max_output_tokens if isinstance(tool, ServerRunTool) else None
+        tokens = tool.policy.max_output_tokens if is_server_run(tool) else None
         return OutputLimit(limits.output_bytes, limits.image_bytes, tokens, self._resources.measure, self._tokenizer)
 
     def _warn_author(self, name: str, tool: Tool | None, error: BaseException) -> None:
@@ -226,7 +267,7 @@ class ToolExecutor:
 
 def label_of(tool: Tool) -> str:
     """Return a tool's name and source location, for the log."""
-    if isinstance(tool, ServerRunTool):
+    if is_server_run(tool):
         return f"tool {tool.name} ({tool.definition})"
     return f"tool {tool.name}{written_at(tool.run)}"
 
@@ -237,7 +278,7 @@ def _label(name: str, tool: Tool | None) -> str:
 
 def _has_output_limit(tool: Tool | None) -> bool:
     """Return whether the tool's author set a limit for results."""
-    return isinstance(tool, ServerRunTool) and tool.policy.max_output_tokens is not None
+    return is_server_run(tool) and tool.policy.max_output_tokens is not None
 
 
 async def _attempts(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[str, JSON]) -> Content:

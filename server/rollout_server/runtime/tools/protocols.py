@@ -8,14 +8,15 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
 from random import Random
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from rollout_server.core.message import JSON
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.errors import ToolError
 from rollout_server.runtime.models import ModelClient
-from rollout_server.runtime.ports import Content
+from rollout_server.runtime.ports import Content, Tool
 from rollout_server.runtime.tools.policy import ToolPolicy
+from rollout_server.runtime.tools.toolset import ToolsetSource
 
 _T = TypeVar("_T", bound=JSON)
 
@@ -43,6 +44,13 @@ class ToolUnavailable(ToolFailed):
     """A tool could not be run at all: its process did not start, or could not import it. Ends the rollout as a failure."""
 
 
+class ToolsetLost(ToolFailed):
+    """A session with a toolset ended: its program died, the connection broke, or the protocol was violated.
+
+    No further call can succeed in it.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class ToolDefinition:
     """Source location of a tool's function, from which another process can import it."""
@@ -53,7 +61,7 @@ class ToolDefinition:
     line: int
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+        return f"{self.file}:{self.line}" if self.line else self.file
 
 
 class ToolContext(Protocol):
@@ -116,14 +124,13 @@ class ToolRunner(Protocol):
         `context_json` is the result of `process_context.context_json`; empty for a tool that takes no context.
         """
 
+    async def in_toolset(self, source: ToolsetSource, name: str, arguments: Mapping[str, JSON]) -> Content:
+        """Run a tool of a toolset in the rollout's session. Raise what `ToolsetSession.call` raises."""
+
 
 @runtime_checkable
-class ServerRunTool(Protocol):
+class ServerRunTool(Tool, Protocol):
     """A tool whose code this server executes according to the tool's policy."""
-
-    @property
-    def name(self) -> str:
-        """Name, unique within the agent."""
 
     @property
     def policy(self) -> ToolPolicy:
@@ -142,6 +149,23 @@ class ServerRunTool(Protocol):
 
     def run_here(self, arguments: Mapping[str, JSON], context: ToolContext | None = None) -> Content:
         """Run one call in this thread, whatever its policy: used inside its process. Raise the same errors as `Tool.run`."""
+
+
+_server_run: dict[type, bool] = {}
+
+
+def is_server_run(tool: object) -> TypeGuard[ServerRunTool]:
+    """Return whether a tool is a `ServerRunTool`. Asked several times per call, and `isinstance` takes 30 us for a protocol."""
+    kind = type(tool)
+    known = _server_run.get(kind)
+    if known is None:
+        known = _server_run[kind] = isinstance(tool, ServerRunTool)
+    return known
+
+
+def is_idempotent(tool: object) -> bool:
+    """Return whether repeated calls of a tool are harmless, also with another key: this server runs it, and its policy says so."""
+    return is_server_run(tool) and tool.policy.idempotent
 
 
 class ToolWorker(Protocol):

@@ -10,6 +10,7 @@ from rollout_server.runtime.programs import NoPrograms, Programs
 from rollout_server.runtime.tools.cache import ResultCache
 from rollout_server.runtime.tools.protocols import ServerRunTool, TokenCounter, ToolProcesses
 from rollout_server.runtime.tools.slots import Slots
+from rollout_server.runtime.tools.toolsets import NoToolsets, Toolsets
 
 _log = logging.getLogger(__name__)
 _REMEMBERED = 1000
@@ -43,11 +44,13 @@ class ToolResources:
         processes: ToolProcesses | None = None,
         measure: TokenCounter | None = None,
         programs: Programs | None = None,
+        toolsets: Toolsets | None = None,
     ) -> None:
         self.limits = limits or ToolLimits()
         self.processes = processes
         self.measure = measure
         self.programs = programs or NoPrograms()
+        self.toolsets = toolsets or Toolsets(NoToolsets())
         self.threads = Slots(self.limits.threads)
         self.cleanup_threads = Slots(self.limits.threads)
         self.results = ResultCache(self.limits.cache_entries, self.limits.cache_bytes)
@@ -69,7 +72,8 @@ class ToolResources:
         _log.log(logging.DEBUG if again else logging.WARNING, "%s %s", tool, what)
 
     async def close(self) -> None:
-        """End the processes and programs."""
+        """End the processes and programs, and close the sessions with toolsets."""
+        await self.toolsets.close()
         await self.programs.close()
         if self.processes is not None:
             await self.processes.close()

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.protocols import ToolContext, ToolFailed, ToolWorker
 from rollout_server.runtime.tools.slots import Slots
+from rollout_server.runtime.tools.toolset import ToolsetSource
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+RemoteCalls: TypeAlias = Callable[[ToolsetSource, str, Mapping[str, JSON]], Awaitable[Content]]
+"""Calls a tool, given by its toolset and its name, with these arguments."""
+
+TIMED_OUT: Final = "time limit"
+"""Why a call was cancelled that took longer than its policy allows."""
 GRACE_SECONDS = 5.0
 """How long a cancelled call may take to end before its slots count as lost."""
 
@@ -34,15 +40,18 @@ class ToolTask:
         slots: Sequence[Slots] = (),
         worker: ToolWorker | None = None,
         context: ToolContext | None = None,
+        remote: RemoteCalls | None = None,
     ) -> None:
         """Take ownership of `slots`. `label` names the function in the log, such as "tool add (agent.py:3)".
 
-        `context` is the rollout that calls the tool. `ended` is set once its task and its threads have ended.
+        `context` is the rollout that calls the tool, `remote` how it calls a tool of a toolset. `ended` is set once its task and
+        its threads have ended.
         """
         self._label = label
         self._slots = slots
         self._worker = worker
         self.context = context
+        self._remote = remote
         self._parts = 0
         self._threads = 0
         self._task: asyncio.Task[Any] | None = None
@@ -88,10 +97,16 @@ class ToolTask:
             raise ToolFailed("The tool needs its own process, which only a server starts", "RuntimeError")
         return await self._worker.call(arguments, context_json)
 
-    def cancel(self) -> None:
-        """Cancel the call without waiting for it."""
+    async def in_toolset(self, source: ToolsetSource, name: str, arguments: Mapping[str, JSON]) -> Content:
+        """Run the call in the session with its toolset."""
+        if self._remote is None:
+            raise ToolFailed(f"The tool {name} of {source} can only be called in a rollout of a server", "RuntimeError")
+        return await self._remote(source, name, arguments)
+
+    def cancel(self, why: str = "") -> None:
+        """Cancel the call without waiting for it. `why` is the message of its `CancelledError`."""
         if self._task is not None:
-            self._task.cancel()
+            self._task.cancel(why or None)
         if self._parts and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(GRACE_SECONDS, self._lose_slots)
 
