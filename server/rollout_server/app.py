@@ -34,6 +34,7 @@ from rollout_server.assembly import (
     target_rules,
     tokenizer_settings,
     tool_resources,
+    toolset_connector,
     tracing_of_process,
     trainers,
 )
@@ -44,7 +45,8 @@ from rollout_server.edge.metrics.observer import MetricsObserver
 from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.model_keys import ModelKeys
 from rollout_server.edge.rpc.agent_service import AgentService
-from rollout_server.edge.rpc.server import RpcServer, RpcSettings, own_socket
+from rollout_server.edge.rpc.listener import RpcSettings
+from rollout_server.edge.rpc.server import RpcServer, own_socket
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService
@@ -61,7 +63,7 @@ from rollout_server.runtime.capture.endpoint import ModelAccess
 from rollout_server.runtime.groups.registry import GroupRegistry
 from rollout_server.runtime.registry.dependencies import Observers, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
-from rollout_server.runtime.run.lifecycle import start_agents
+from rollout_server.runtime.run.lifecycle import list_toolsets, start_agents
 from rollout_server.runtime.run.tracer import NoTracer
 from rollout_server.settings import Settings, load
 from rollout_server.settings.journal import MEMORY, journal_directory
@@ -196,8 +198,10 @@ class Server:
         stack.push_async_callback(client.close)
         channels = Channels(lookup, ClientTls(settings.target_ca))
         stack.push_async_callback(channels.close)
-        tools = tool_resources(tokenizers, settings)
+        connector = toolset_connector(lookup, channels, settings)
+        tools = tool_resources(tokenizers, settings, connector, self._metrics.observe_toolset)
         stack.push_async_callback(tools.close)
+        await list_toolsets(self._agents, tools.toolsets)
         journal = await open_journal(settings, stack)
         metrics, self._streams, tracing = self._metrics, make_streams(settings), tracing_of_process()
         if tracing is not None:
@@ -215,6 +219,7 @@ class Server:
                 models=further_models(samplers.engines, rules, settings),
                 model_access=self._model_access,
                 later_system=partial(later_system, tokenizers),
+                count_tool=metrics.count_tool_call,
                 journal=journal,
                 resume_by_default=settings.on_interrupt == "resume",
                 tracer=tracing or NoTracer(),
@@ -226,6 +231,7 @@ class Server:
             tracing.meters.watch(registry)
         metrics.watch("trainer_streams", "Trainer streams, disconnected ones included.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)
+        metrics.watch("toolset_sessions", "Sessions with toolsets.", lambda: tools.toolsets.sessions)
         metrics.watch("journal_failing", "1 while the journal refuses commits.", lambda: bool(journal.problem))
         lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
         lag.start()

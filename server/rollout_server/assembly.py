@@ -37,6 +37,9 @@ from rollout_server.edge.tokens.loader import LoaderSettings
 from rollout_server.edge.tokens.rendering_form import Arguments, RenderingForm
 from rollout_server.edge.tools.pool import PoolLimits, ProcessPool
 from rollout_server.edge.tools.token_count import TokenizerTokenCounter
+from rollout_server.edge.toolsets.connector import DialectConnector
+from rollout_server.edge.toolsets.mcp.connector import McpConnector
+from rollout_server.edge.toolsets.tool_service import ToolServiceConnector
 from rollout_server.edge.tracing.sdk import current_tracing
 from rollout_server.edge.trainer.grpc_sampler import CompletionTrainers
 from rollout_server.edge.trainer.http_client import HttpClient, HttpSettings
@@ -50,7 +53,10 @@ from rollout_server.runtime.ports import Credentials, Sampler, Tool
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy, RegistryDependencies
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
+from rollout_server.runtime.tools.remote_tool import ToolsetLimits
 from rollout_server.runtime.tools.resources import ToolLimits, ToolResources
+from rollout_server.runtime.tools.toolset import ToolsetConnector
+from rollout_server.runtime.tools.toolsets import ObserveCall, Toolsets
 from rollout_server.settings import TOY, Settings, WrongSettings
 from rollout_server.settings.journal import journal_directory
 
@@ -78,6 +84,7 @@ FEATURES = (
     "redelivery",
     "token_texts",
     "text_search",
+    "toolsets",
 )
 
 
@@ -104,6 +111,8 @@ class Trainers:
                 return self.streams.open(uid, spec, tools)
             case Dialect.OPENAI | Dialect.VLLM | Dialect.SGLANG:
                 return self.engines.open(spec, tools, tokens=spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS)
+            case Dialect.MCP:  # refused when the request was validated
+                raise ValueError("an MCP server generates no completions")
 
 
 def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
@@ -215,11 +224,24 @@ def delivery_retry_policy(settings: Settings) -> DeliveryRetryPolicy:
     )
 
 
-def tool_resources(tokenizers: Tokenizers, settings: Settings) -> ToolResources:
-    """Return the threads, processes and token counter that tool calls share, and what runs programs."""
+def toolset_connector(lookup: CheckedLookup, channels: Channels, settings: Settings) -> ToolsetConnector:
+    """Return what opens sessions with MCP servers and ToolServices."""
+    return DialectConnector(McpConnector(lookup, settings.target_ca), ToolServiceConnector(channels))
+
+
+def tool_resources(
+    tokenizers: Tokenizers, settings: Settings, connector: ToolsetConnector, observe: ObserveCall
+) -> ToolResources:
+    """Return what tool calls share: threads, processes, token counter and toolsets; and what runs programs.
+
+    `observe` is called after each call of a toolset's tool.
+    """
     limits = ToolLimits(threads=settings.tool_threads, output_bytes=settings.tool_output_bytes)
     pool = ProcessPool(PoolLimits(settings.tool_processes))
-    return ToolResources(limits, pool, TokenizerTokenCounter(tokenizers), ProgramRunner())
+    toolsets = Toolsets(
+        connector, ToolsetLimits(calls=settings.toolset_calls, call_seconds=settings.toolset_seconds), observe
+    )
+    return ToolResources(limits, pool, TokenizerTokenCounter(tokenizers), ProgramRunner(), toolsets)
 
 
 def keyring(settings: Settings) -> Keyring:
@@ -363,8 +385,6 @@ def violations(request: StartRequest, rules: TargetRules, *, models: bool = True
     Raises `NotPossible` for a feature that this version does not support.
     """
     spec = request.spec
-    if spec.tools is not None:
-        raise NotPossible("spec.tools is not served by this version; leave it unset", reason="TARGET_UNSUPPORTED")
     if spec.token_mode == spec_pb2.TOKEN_MODE_TOKENS and spec.completions.dialect not in _TAKE_IDS:
         text = "token mode needs a gRPC trainer, or an engine of the dialect VLLM or SGLANG"
         raise NotPossible(text, reason="TOKEN_MODE_UNSUPPORTED")
@@ -374,6 +394,8 @@ def violations(request: StartRequest, rules: TargetRules, *, models: bool = True
         wrong.append(Violation("spec.tokenizer", "is needed: in token mode the server renders"))
     if spec.outcome is not None:
         wrong += rules.violations(spec.outcome.url, "spec.outcome.url")
+    if spec.tools is not None:
+        wrong += rules.violations(spec.tools.url, "spec.tools.url")
     for name, target in spec.models.items():
         wrong += rules.violations(target.url, f"spec.models[{name}].url")
     if spec.models and not models:

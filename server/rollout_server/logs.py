@@ -36,7 +36,17 @@ def set_up(log_format: Literal["text", "json"], level: str) -> None:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.getLogger("grpc._cython.cygrpc").addFilter(_drops_header_lines)
-    for noisy in ("grpc", "httpx", "httpcore", "uvicorn.error", "uvicorn.access", "asyncio", "filelock", "urllib3"):
+    for noisy in (
+        "grpc",
+        "httpx",
+        "httpcore",
+        "uvicorn.error",
+        "uvicorn.access",
+        "asyncio",
+        "filelock",
+        "urllib3",
+        "mcp",
+    ):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

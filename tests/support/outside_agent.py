@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from aiohttp import web
+from rollout_server.agent import Agent
 from rollout_server.agent.external import ExternalAgent
 from rollout_server.app import Server
 from rollout_server.core.capture.rules import CaptureOptions
@@ -169,8 +170,10 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def standing(texts: Sequence[str] = Texts(), *, odd: bool = False, **settings: Any) -> AsyncIterator[Stand]:
-    """Run a server and an engine that generates these texts."""
+async def standing(
+    texts: Sequence[str] = Texts(), *agents: Agent, odd: bool = False, **settings: Any
+) -> AsyncIterator[Stand]:
+    """Run a server, also with further agents, and an engine that generates these texts."""
     async with AsyncExitStack() as stack:
         engine = GatedEngine(EngineModel(texts, odd=odd))
         engine.gate = asyncio.Event()
@@ -183,7 +186,7 @@ async def standing(texts: Sequence[str] = Texts(), *, odd: bool = False, **setti
             grpc_port=0,
             **{"tokenizers": {TOKENIZER: TOY_TOKENIZER}, "tokenizers_offline": True, "drain_seconds": 0, **settings},
         )
-        server = await stack.enter_async_context(Server([Outside(), AsTemplate()], chosen))
+        server = await stack.enter_async_context(Server([Outside(), AsTemplate(), *agents], chosen))
         limits = httpx.Limits(max_connections=None)
         url = f"http://127.0.0.1:{server.http_port}"
         client = await stack.enter_async_context(http_client(url, timeout=60, limits=limits))

@@ -26,6 +26,7 @@ IDENTITY: list[tuple[Changes, str]] = [
     ({"labels": {"x" * 257: ""}}, "spec.labels"),
     ({"labels": {"x": "y" * 257}}, "spec.labels"),
 ]
+_PLAIN: Changes = {"completions": target(dialect=spec_pb2.DIALECT_HTTP_PLAIN)}
 TARGETS: list[tuple[Changes, str]] = [
     ({"completions": None}, "spec.completions"),
     *(
@@ -49,6 +50,19 @@ TARGETS: list[tuple[Changes, str]] = [
             "http:///v1",
         )
     ),
+    *(
+        ({**_PLAIN, "tools": target(url)}, "spec.tools.url")
+        for url in ("ftp://t", "t:1", "http://t/?a=1", "grpc://n:p@t")
+    ),
+    *(
+        ({**_PLAIN, "tools": target("http://t", dialect=dialect)}, "spec.tools.dialect")
+        for dialect in (spec_pb2.DIALECT_HTTP_MASKED, spec_pb2.DIALECT_HTTP_PLAIN, spec_pb2.DIALECT_STREAM)
+    ),
+    ({**_PLAIN, "tools": target("grpc://t", dialect=spec_pb2.DIALECT_MCP)}, "spec.tools.url"),
+    ({**_PLAIN, "tools": target("grpc://t", model="m")}, "spec.tools.model"),
+    ({**_PLAIN, "outcome": target("http://t", dialect=spec_pb2.DIALECT_MCP)}, "spec.outcome.dialect"),
+    ({"completions": target(dialect=spec_pb2.DIALECT_MCP)}, "spec.completions.dialect"),
+    ({"tools": target()}, "spec.tools"),
 ]
 MESSAGES: list[tuple[Messages, str]] = [
     ([], "spec.messages"),

@@ -74,6 +74,8 @@ def requests(uid: str) -> dict[str, Any]:
         "CountTokens": agent_pb.CountTokensRequest(uid=uid, prompt=prompt(USER)),
         "GetModelAccess": agent_pb.GetModelAccessRequest(uid=uid),
         "FinishRollout": agent_pb.FinishRolloutRequest(uid=uid, reward=1.0),
+        "ListRolloutTools": agent_pb.ListRolloutToolsRequest(uid=uid),
+        "CallRolloutTool": agent_pb.CallRolloutToolRequest(uid=uid, name="add"),
     }
 
 
@@ -139,7 +141,7 @@ async def test_a_key_names_the_model_and_the_state(caller: Caller) -> None:
     assert found.state == pb.ROLLOUT_STATE_FINISHED
 
 
-@pytest.mark.parametrize("rpc", ["ConfirmCompletion", "CountTokens", "GetModelAccess", "FinishRollout"])
+@pytest.mark.parametrize("rpc", [*requests("")])
 async def test_a_call_needs_the_key_of_its_rollout(caller: Caller, rpc: str) -> None:
     (uid, key), (other, foreign) = await begin(caller), await begin(caller)
     method = getattr(agents(caller), rpc)
@@ -191,12 +193,23 @@ async def test_a_key_of_a_rollout_is_valid_nowhere_else(open_server: OpenServer)
     await agents(server).GetModelAccess(agent_pb.GetModelAccessRequest(uid=uid), metadata=bearer(key))
 
 
+@pytest.mark.parametrize("rpc", ["ListRolloutTools", "CallRolloutTool"])
+async def test_calls_of_tools_wait_for_the_agent_to_begin(caller: Caller, rpc: str) -> None:
+    """Here it never does, so they wait for the end of the rollout."""
+    uid, key = await begin(caller)
+    waiting = getattr(agents(caller), rpc)(requests(uid)[rpc], metadata=bearer(key))
+    await agents(caller).GetModelAccess(requests(uid)["GetModelAccess"], metadata=bearer(key))
+    assert not waiting.done()
+    await caller.stub.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])))
+    right(await refusal(waiting), OVER, "ROLLOUT_OVER")
+
+
 async def test_after_the_end_of_the_rollout_its_calls_are_over(caller: Caller) -> None:
     uid, key = await begin(caller)
     await caller.stub.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])))
     await caller.finished(uid)
     stub = agents(caller)
-    for rpc in ("ConfirmCompletion", "CountTokens", "FinishRollout"):
+    for rpc in requests(uid).keys() - {"GetModelAccess"}:
         right(await refusal(getattr(stub, rpc)(requests(uid)[rpc], metadata=bearer(key))), OVER, "ROLLOUT_OVER")
     call = stub.CallModel(agent_pb.CallModelRequest(uid=uid, prompt=prompt(USER)), metadata=bearer(key))
     refused = await refusal(call.read())

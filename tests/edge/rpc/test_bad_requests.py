@@ -129,7 +129,6 @@ async def test_a_request_id_has_a_length(caller: Caller) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tools": target()}, "TARGET_UNSUPPORTED"),
         ({"token_mode": spec_pb2.TOKEN_MODE_TOKENS}, "TOKEN_MODE_UNSUPPORTED"),
     ],
 )

@@ -130,7 +130,14 @@ async def test_what_cannot_be_started_is_not_rendered(open_server: OpenServer) -
     refused = await refusal(caller.stub.RenderPrompt(render(agent="failing")))
     right(refused, grpc.StatusCode.INTERNAL, "AGENT_FAILED")
     assert "hush" not in refused.text
-    right(await refusal(caller.stub.RenderPrompt(render(tools=target()))), PRECONDITION, "TARGET_UNSUPPORTED")
+
+
+async def test_tools_that_are_listed_when_a_rollout_runs_are_in_no_prompt_before(open_server: OpenServer) -> None:
+    caller = await open_server(Idle())
+    for url in ("grpc://tools:1", "https://tools"):
+        refused = await refusal(caller.stub.RenderPrompt(render(completions=None, tools=target(url))))
+        right(refused, PRECONDITION, "TOOLS_NOT_LISTED")
+        assert "spec.tools" in refused.text
 
 
 async def test_a_bounded_number_of_prompts_is_rendered_at_the_same_time(

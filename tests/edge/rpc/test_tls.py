@@ -24,7 +24,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2_grpc import HealthStub
-from rollout_server.edge.rpc.server import RpcServer, RpcSettings
+from rollout_server.edge.rpc.listener import RpcSettings
+from rollout_server.edge.rpc.server import RpcServer
 from rollout_server.edge.rpc.service import RolloutService, ServerFacts
 from rollout_server.edge.rpc.tls import ClientTls, ServerTls, channel_credentials
 from rollout_server.edge.tokens.cache import Tokenizers

@@ -15,7 +15,9 @@ from rollout_server.testing.script import Fault, Script
 
 from tests.edge.tracing.stage import METADATA, Exported, stage
 from tests.edge.tracing.test_trees import DONE, PLAIN, calls, over_http
+from tests.support import tool_service
 from tests.support.start_requests import json_message
+from tests.support.toolset_stand import Caught, texts_of
 
 QUESTION = "What is the PIN of my card?"
 ANSWER = "It is 4711."
@@ -133,6 +135,20 @@ async def test_metrics(exported: Exported) -> None:
     ]
     assert [point.count for point in found["rollout.duration"]] == [1, 1]
     assert [found[name][0].value for name in ("rollout.running", "rollout.queued")] == [0, 0]
+
+
+async def test_metrics_do_not_name_the_tools_of_requests(exported: Exported) -> None:
+    """There may be any number of them, and each name would be a time series."""
+    script = Script((calls(("own", '{"number": 1}'), ("add", '{"amount": 1}')), DONE))
+    async with (
+        tool_service.serving(tool_service.CounterService()) as url,
+        stage(Caught("plain"), script=script) as here,
+    ):
+        tools = spec_pb2.Target(url=url, dialect=spec_pb2.DIALECT_GRPC)
+        outcome = await here.run(agent="plain", tools=tools)
+        assert texts_of(outcome) == ["1", "1"]
+        found = points(exported)["gen_ai.execute_tool.duration"]
+    assert sorted(point.attributes["gen_ai.tool.name"] for point in found) == ["_OTHER", "own"]
 
 
 async def test_a_caller_without_a_trace(exported: Exported) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from opentelemetry import trace
 from osmosis.rollout.v1 import group_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server import Agent, Program, RewardResult, Run, tool
-from rollout_server.calculator import Calculator
+from rollout_server import Agent, Program, RewardResult, Run, own_loop, tool
+from rollout_server.calculator import Calculator, add
 from rollout_server.testing import TrainerDialect
 from rollout_server.testing.http.mock_engine import MockEngine
 from rollout_server.testing.script import Fault, FaultKind, Reception, Script, ScriptedReply
@@ -311,3 +311,21 @@ async def test_program(exported: Exported) -> None:
     assert [span.parent.span_id for span in chats if span.parent] == [rollout.context.span_id, 0xAA]
     assert {span.context.trace_id for span in chats} == {TRACE_ID}
     check("program", exported.spans)
+
+
+async def test_a_tool_that_an_agent_calls_at_its_endpoint(exported: Exported) -> None:
+    """The log has no record of the call."""
+
+    @own_loop(tools=[add])
+    async def caller(http: Any, access: Any) -> None:
+        call = {"name": "add", "arguments": {"a": 1, "b": 2}}
+        body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}
+        reply = await http.post(access.mcp_url, json=body)
+        assert reply.json()["result"]["content"] == [{"type": "text", "text": "3"}], reply.text
+
+    async with stage(caller, http=True) as here:
+        assert (await here.run()).HasField("stop")
+    (rollout,), (span,) = exported.named("invoke_agent"), exported.named("execute_tool")
+    assert (span.name, span.context.trace_id) == ("execute_tool add", TRACE_ID)
+    assert span.parent is not None
+    assert span.parent.span_id == rollout.context.span_id

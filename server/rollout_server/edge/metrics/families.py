@@ -121,6 +121,7 @@ class Families:
         self.duration = self._times("duration", "Time from the first turn to the end.", "agent", "end")
         self.completion = self._times("completion", "Time from a completion's first request to its response.", "agent")
         self.tool = self._times("tool", "Duration of tool calls.", "tool", "failed")
+        self.toolset = self._times("toolset_call", "Duration of calls of toolsets, by result.", "toolset", "result")
         self.delivery = self._times("delivery_attempt", "Duration of attempts to deliver an outcome.", "result")
         self.loop_lag = Histogram(
             "rollout_loop_lag_seconds",

@@ -36,6 +36,8 @@ from rollout_server.runtime.log import Entry
 from rollout_server.runtime.registry.dependencies import Attempt
 from rollout_server.runtime.rollout import Rollout
 
+_MOST_TOOLSETS = 100
+"""Number of toolsets with a label of their own; others count as "other"."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -65,6 +67,7 @@ class MetricsObserver:
     def __init__(self) -> None:
         self.families = Families()
         self._tools: dict[str, frozenset[str]] = {}
+        self._toolsets: set[str] = set()
         # Records of other types are not counted.
         self._counting: Mapping[type, Callable[[Rollout, Any], None]] = MappingProxyType(
             {
@@ -94,6 +97,20 @@ class MetricsObserver:
         """Count one call at a model endpoint. `result` is one of `MODEL_CALLS`."""
         self.families.model_calls(result).inc()
 
+    def observe_toolset(self, toolset: str, result: str, seconds: float) -> None:
+        """Count one call of a toolset's tool."""
+        label = toolset
+        if toolset not in self._toolsets:
+            # Requests name toolsets, so there may be any number.
+            label = toolset if len(self._toolsets) < _MOST_TOOLSETS else OTHER
+            self._toolsets.add(label)
+        self.families.toolset(label, result).observe(seconds)
+
+    def count_tool_call(self, agent: AgentProtocol, tool: str, failed: bool, seconds: float) -> None:
+        """Count one call of a tool that the model, or an agent that owns its loop, has named: it may not exist."""
+        name = tool if tool in self._tools_of(agent) else UNKNOWN
+        self.families.tool(name, "true" if failed else "false").observe(seconds)
+
     def watch_registry(self, registry: Watched) -> None:
         """Expose the numbers of running and waiting rollouts of one registry."""
         self.watch("running", "Rollouts that are running.", lambda: registry.running)
@@ -103,8 +120,9 @@ class MetricsObserver:
             "Approximate memory of rollouts that wait, run or deliver their outcome.",
             lambda: registry.active_bytes,
         )
-        for agent in registry.agents:
-            self.families.begin_agent(agent)
+        for name, agent in registry.agents.items():
+            self.families.begin_agent(name)
+            self._toolsets.update(map(str, agent.toolsets))  # before those that requests name
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Expose a number as the gauge `rollout_NAME`. Every scrape calls `value`, from any thread."""
@@ -140,14 +158,13 @@ class MetricsObserver:
             self.families.tokens(span.author.value, reason).inc(span.stop - span.start)
 
     def _count_tool_result(self, rollout: Rollout, record: ToolReturned) -> None:
-        name = record.call.name if record.call.name in self._tools_of(rollout.agent) else UNKNOWN
-        self.families.tool(name, "true" if record.failed else "false").observe(record.elapsed_ms / 1000)
+        self.count_tool_call(rollout.agent, record.call.name, record.failed, record.elapsed_ms / 1000)
 
     def _tools_of(self, agent: AgentProtocol) -> frozenset[str]:
         """Return the names of an agent's tools, read once: later changes must not add label values."""
         names = self._tools.get(agent.name)
         if names is None:
-            names = self._tools[agent.name] = frozenset(tool.name for tool in agent.tools)
+            names = self._tools[agent.name] = frozenset(tool.name for tool in agent.offered_tools)
         return names
 
     def _count_segment(self, rollout: Rollout, record: SegmentOpened) -> None:

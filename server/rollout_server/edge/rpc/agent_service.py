@@ -145,6 +145,26 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         rollout = self._rollout(request.uid)
         return pb.GetModelAccessResponse(model=rollout.capture.options.model, state=enums.STATES[rollout.state])
 
+    async def ListRolloutTools(
+        self, request: pb.ListRolloutToolsRequest, context: _Context
+    ) -> pb.ListRolloutToolsResponse:
+        """Return the tools of a rollout."""
+        rollout = self._rollout(request.uid)
+        with _over_or_suspended(rollout):
+            return wire.tools_to_proto(await rollout.capture.tools())
+
+    async def CallRolloutTool(
+        self, request: pb.CallRolloutToolRequest, context: _Context
+    ) -> pb.CallRolloutToolResponse:
+        """Run a tool of a rollout. If the caller leaves, the call is cancelled, unless it has a repeat key."""
+        rollout = self._rollout(request.uid)
+        attach(traceparent_of(context.invocation_metadata() or ()))
+        call = await offload_request(lambda: wire.tool_call(request), request.ByteSize())
+        with _over_or_suspended(rollout):
+            tools = await rollout.capture.tools()
+            result = await tools.call(call)
+        return wire.tool_result_to_proto(result)
+
     def _rollout(self, uid: str) -> Rollout:
         """Return the rollout of the call's key. Raises `Forbidden` for another `uid`, `RolloutOver` if it was dropped."""
         if uid != key_uid():

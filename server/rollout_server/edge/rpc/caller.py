@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import TypeAlias
 
-from osmosis.rollout.v1 import agent_service_pb2, rollout_service_pb2, trainer_service_pb2
+from osmosis.rollout.v1 import agent_service_pb2, rollout_service_pb2, tool_service_pb2, trainer_service_pb2
 
 from rollout_server.core.error import Forbidden, Unauthenticated
 from rollout_server.edge.tracing.propagation import traceparent_of
@@ -23,7 +23,8 @@ _caller: ContextVar[Caller] = ContextVar("caller")
 _key_uid: ContextVar[str] = ContextVar("key_uid")
 _SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
 _TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
-_GUARDED = (f"/{_SERVICE}/", f"/{_TRAINERS}/")
+_TOOLS = tool_service_pb2.DESCRIPTOR.services_by_name["ToolService"].full_name
+_GUARDED = (f"/{_SERVICE}/", f"/{_TRAINERS}/", f"/{_TOOLS}/")
 _OPEN = f"/{_SERVICE}/GetServerInfo"
 _AGENTS = f"/{agent_service_pb2.DESCRIPTOR.services_by_name['AgentService'].full_name}/"
 

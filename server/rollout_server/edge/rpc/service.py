@@ -13,7 +13,7 @@ import grpc
 from osmosis.rollout.v1 import event_pb2, group_pb2, rollout_service_pb2_grpc
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from rollout_server.core.error import InvalidRequest, Violation
+from rollout_server.core.error import InvalidRequest, NotPossible, Violation
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import caller
 from rollout_server.edge.rpc.prompts import PromptRenderer
@@ -205,7 +205,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
         """Return the tools of an agent."""
         agent = self._registry.agent(request.agent)
-        return pb.ListToolsResponse(tools=[tool_to_proto(tool) for tool in agent.tools])
+        return pb.ListToolsResponse(tools=[tool_to_proto(tool) for tool in agent.offered_tools])
 
     async def ListAgents(self, request: pb.ListAgentsRequest, context: _Context) -> pb.ListAgentsResponse:
         """Return the agents of this server."""
@@ -252,6 +252,9 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         who = caller()
         admitted = await self._admit(lambda: wire.prompt_request(request, who), request.ByteSize())
         spec, tools = admitted.request.spec, admitted.tools()
+        if spec.tools is not None:
+            text = "the tools of `spec.tools` are listed only when a rollout runs, so no prompt has them before; leave it unset"
+            raise NotPossible(text, reason="TOOLS_NOT_LISTED")
         ids = await self._prompts.token_ids(spec.tokenizer, tools, spec.messages, "spec.messages")
         return pb.RenderPromptResponse(
             token_ids=ids,

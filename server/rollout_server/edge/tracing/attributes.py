@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 from rollout_server.core.outcome import Cancellation, Failure, Outcome, Stop, failure_class_of
 from rollout_server.core.record import Answered, DriftFound, Ended, ModelCalled, Record, SegmentOpened, ToolStarted
-from rollout_server.core.spec import ENGINES, Sampling, Target
+from rollout_server.core.spec import ENGINES, Target
 from rollout_server.core.usage import lengths
 from rollout_server.edge.metrics.observer import end_labels
 from rollout_server.edge.targets.host_port import MalformedTarget, read_url
@@ -32,7 +32,7 @@ _TRAINER: Final = "trainer"
 
 
 @lru_cache(1024)
-def target_attributes(target: Target) -> Mapping[str, str | int]:
+def target_attributes(target: Target) -> MappingProxyType[str, str | int]:
     """Return provider, model and address of a target."""
     provider = target.dialect.value if target.dialect in ENGINES else _TRAINER
     found: dict[str, str | int] = {names.PROVIDER: provider, **server_attributes(target.url)}
@@ -72,23 +72,24 @@ def rollout_attributes(rollout: Rollout) -> Attributes:
 
 def completion_attributes(rollout: Rollout, request: CompletionRequest, target: Target, model: str) -> Attributes:
     """Return the attributes with which the span of a completion begins."""
-    asked = request.asked
-    found: Attributes = {names.OPERATION: names.CHAT, **target_attributes(target), names.CONVERSATION: rollout.uid}
+    asked, sampling = request.asked, request.sampling
+    found: Attributes = {
+        **target_attributes(target).copy(),
+        names.OPERATION: names.CHAT,
+        names.CONVERSATION: rollout.uid,
+    }
     found[names.SEGMENT] = asked.segment_id
     if model:
         found[names.FURTHER_MODEL] = model
     else:
         found[names.TURN] = asked.turn
-    return found | _sampling_attributes(request.sampling)
-
-
-def _sampling_attributes(sampling: Sampling) -> Attributes:
-    given = (
-        (names.TEMPERATURE, sampling.temperature),
-        (names.TOP_P, sampling.top_p),
-        (names.MAX_TOKENS, sampling.max_tokens),
-    )
-    return {name: value for name, value in given if value is not None}
+    if sampling.temperature is not None:
+        found[names.TEMPERATURE] = sampling.temperature
+    if sampling.top_p is not None:
+        found[names.TOP_P] = sampling.top_p
+    if sampling.max_tokens is not None:
+        found[names.MAX_TOKENS] = sampling.max_tokens
+    return found
 
 
 def completed_attributes(rollout: Rollout, records: Iterable[Record]) -> Attributes:
@@ -113,7 +114,7 @@ def completed_attributes(rollout: Rollout, records: Iterable[Record]) -> Attribu
 def _response_attributes(record: Answered | ModelCalled, usage: tuple[int, int] | None) -> Attributes:
     found: Attributes = {names.ATTEMPTS: record.attempts}
     if record.finish_reason:
-        found[names.FINISH_REASONS] = [record.finish_reason[:LONGEST]]
+        found[names.FINISH_REASONS] = (record.finish_reason[:LONGEST],)
     if usage is not None:
         found |= {names.INPUT_TOKENS: usage[0], names.OUTPUT_TOKENS: usage[1]}
     return found

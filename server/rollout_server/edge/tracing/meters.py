@@ -70,7 +70,7 @@ class Meters:
     def tool(self, seconds: float, rollout: Rollout, attributes: Attributes) -> None:
         """Count a tool call, by the attributes of its span."""
         name = attributes[names.TOOL_NAME]
-        shown = {names.TOOL_NAME: name if any(tool.name == name for tool in rollout.tools) else OTHER}
+        shown = {names.TOOL_NAME: name if any(tool.name == name for tool in rollout.agent.offered_tools) else OTHER}
         error = attributes.get(names.ERROR)
         self._tools.record(seconds, {**shown, names.ERROR: error} if error else shown)
 

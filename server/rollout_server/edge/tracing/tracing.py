@@ -149,17 +149,17 @@ class Tracing:
             links.append(Link(caller, {names.LINK: "resumed" if continued else "queued"}))
         name, given = f"{names.INVOKE_AGENT} {rollout.agent.name}", made.rollout_attributes(rollout)
         time = None if created is None else int(created * 1e9)
-        span = self.start(parent, name, kind=SpanKind.INTERNAL, attributes=given, links=links, start_time=time)
+        span = self.start(parent, name, SpanKind.INTERNAL, given, links, time)
         context = trace.set_span_in_context(span, contexts.set_value(_UID, rollout.uid, Context()))
         begun = RolloutSpan(span, context, span.get_span_context().trace_id)
         self._spans[rollout] = begun
         self._open[rollout.uid] = rollout
         return begun
 
-    def start(self, parent: Context, name: str, **given: Any) -> Span:
+    def start(self, parent: Context, name: str, *given: Any) -> Span:
         """Start a span. If that raises, what would be below the span is below its parent."""
         with self.guard:
-            return self.tracer.start_span(name, parent, **given)
+            return self.tracer.start_span(name, parent, *given)
         return NonRecordingSpan(trace.get_current_span(parent).get_span_context())
 
     def _end(self, rollout: Rollout, ended: RolloutSpan, time: int | None = None) -> None:
@@ -187,14 +187,15 @@ class Tracing:
         It is the current one if that belongs to the rollout: of a tool that calls the model, or of a client that an agent's
         program has traced in the same trace.
         """
-        found, current = self._spans.get(rollout), contexts.get_current()
+        current = contexts.get_current()
+        owner = current.get(_UID)
+        if owner == rollout.uid:
+            return current
+        found = self._spans.get(rollout)
         if found is None:
             return remote_context(rollout.traceparent)
-        owner = contexts.get_value(_UID, current)
-        if owner is None:
-            same = trace.get_current_span(current).get_span_context().trace_id == found.trace_id
-            return contexts.set_value(_UID, rollout.uid, current) if same else found.context
-        return current if owner == rollout.uid else found.context
+        same = owner is None and trace.get_current_span(current).get_span_context().trace_id == found.trace_id
+        return contexts.set_value(_UID, rollout.uid, current) if same else found.context
 
 
 class _RolloutScope:
@@ -222,7 +223,7 @@ class SpanScope:
         self.tracing = tracing
         self.rollout = rollout
         self.attributes = begin[2]
-        self._span = tracing.start(parent, begin[0], kind=begin[1], attributes=self.attributes)
+        self._span = tracing.start(parent, *begin)
         self._context = trace.set_span_in_context(self._span, parent)
 
     def __call__(self, result: Traced) -> None:
@@ -245,7 +246,8 @@ class SpanScope:
     def add(self, attributes: made.Attributes) -> None:
         """Add attributes."""
         self._span.set_attributes(attributes)
-        self.attributes |= attributes
+        if self.tracing.meters is not None:
+            self.attributes |= attributes
 
     def fail(self, attributes: made.Attributes) -> None:
         """Mark the span as an error."""

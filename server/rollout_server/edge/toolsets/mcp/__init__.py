@@ -1,0 +1,1 @@
+"""Sessions with MCP servers: programs that speak over their standard input and output, and streamable HTTP."""
