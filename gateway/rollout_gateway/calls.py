@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -175,7 +175,7 @@ def call_metadata(request: Request, default_key: str = "", uid: str = "") -> Cal
     return tuple(metadata.items())
 
 
-async def unless_hung_up(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+async def unless_hung_up(request: Request, work: Awaitable[_T]) -> _T:
     """Await `work`, but cancel it and raise ClientDisconnected when the client disconnects.
 
     FastAPI does not cancel a plain handler on a disconnect, so this function watches the connection. It discards the rest of

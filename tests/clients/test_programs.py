@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from rollout_client import TrainingSample
-from rollout_server import Agent, Run
+from rollout_server import Agent, Run, tool
 
-from tests.clients.programs.calculator import QUESTION, SYSTEM, THANKS
+from tests.clients.programs.calculator import QUESTION, SYSTEM, THANKS, add, multiply
 from tests.clients.service import (
     ENVIRONMENT,
     PROGRAMS,
     Captured,
+    External,
     Played,
     TurnModel,
     check_captured,
@@ -89,6 +90,22 @@ async def test_a_program_gets_the_samples_of_a_loop_of_the_server(command: Seque
     assert sample.verified
     assert sum(sample.response_mask) == sum(len(each.ids) for each in seen)
     assert (found.outcome.capture.continued, found.outcome.capture.parted) == (2, 0)
+
+
+class Tooled(External):
+    """The program is the agent, and calls tools of the server."""
+
+    tools = (tool(multiply), tool(add))
+
+
+async def test_a_program_calls_the_tools_of_its_rollout_over_mcp() -> None:
+    model = TurnModel(SAYS, odd=True)
+    async with serving_world(model, Tooled()) as world:
+        found = await world.capture(program("openai_agents_mcp"))
+    assert found.printed == ["You are welcome."]
+    offers = offered(found.recorder.calls[0].body, RESULTS)
+    assert [each.name for each in offers] == ["multiply", "add"]
+    assert facts(found.samples) == facts(await play(SAYS, Played(offers, THANKS), PROMPT, odd=True, mode="tokens"))
 
 
 @pytest.mark.parametrize("name", ["openai_chat", "anthropic_messages"])

@@ -137,6 +137,8 @@ class Fleet:
     CountTokens = _owned("CountTokens")
     GetModelAccess = _owned("GetModelAccess")
     FinishRollout = _owned("FinishRollout")
+    ListRolloutTools = _owned("ListRolloutTools")
+    CallRolloutTool = _owned("CallRolloutTool")
 
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         members = [Member(channel) for channel in channels if isinstance(channel, ServerChannel)]

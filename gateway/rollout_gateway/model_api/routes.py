@@ -20,6 +20,7 @@ from rollout_gateway.model_api.call import ApiCall
 from rollout_gateway.model_api.delivery import CompletionResponse, CompletionStream, Exchange, agent_rpcs
 from rollout_gateway.model_api.errors import FAULTS, ModelError, model_error
 from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, decode
+from rollout_gateway.model_api.mcp_routes import add_mcp
 from rollout_gateway.rest.body import FinishRollout
 from rollout_gateway.rest.request import finish_request
 from rollout_gateway.rest.rollout_routes import Uid
@@ -100,6 +101,7 @@ def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
         part = APIRouter(**options)
         _add_finish(part, rollouts, intake)
         router.include_router(part)
+    add_mcp(router, rollouts, intake)
     return router
 
 

@@ -107,7 +107,9 @@ class StartRollout(_Strict):
     )
     completions: EndpointBody = Field(description="The trainer or inference engine that generates completions.")
     outcome: EndpointBody | None = Field(None, description="Receives the outcome. If absent, the client reads it here.")
-    tools: EndpointBody | None = Field(None, description="A gRPC ToolService with more tools.")
+    tools: EndpointBody | None = Field(
+        None, description="More tools: a gRPC ToolService, or an MCP server (http: and https:). Not for http_masked."
+    )
     sampling: Sampling | None = None
     limits: Limits | None = None
     tokenizer: Tokenizer | None = Field(None, description="Required for dialect http_masked and for token_mode tokens.")

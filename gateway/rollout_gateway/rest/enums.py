@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 OTHER: Final = "unspecified"
 
 # Written out for the OpenAPI description; a test compares them with the contract.
-Dialect = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream"]
+Dialect = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream", "mcp"]
 TokenMode = Literal["messages", "tokens"]
 DriftPolicy = Literal["warn", "fail"]
 InterruptPolicy = Literal["resume", "fail"]
