@@ -26,7 +26,9 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("line", commands())
 def test_it_is_a_command(line: str, invoke: Invoke) -> None:
-    told = invoke(*shlex.split(line), "--help")  # --help parses the whole line and runs nothing
+    # --help parses the whole line and runs nothing. What follows `--` is the command of another program.
+    own, separator, other = line.partition(" -- ")
+    told = invoke(*shlex.split(own), "--help", *([separator.strip(), *shlex.split(other)] if separator else []))
     assert told.exit_code == 0, told.output
 
 

@@ -81,8 +81,8 @@ def all_agents(text: str) -> list[Agent]:
     reference = Reference.parse(text)
     module = reference.load()
     if reference.name:
-        return [_load_agent(module, reference)]
-    return [_load_agent(module, reference.of(name)) for name in _agents_in(module, reference)]
+        return [load_agent(module, reference)]
+    return [load_agent(module, reference.of(name)) for name in _agents_in(module, reference)]
 
 
 def code_digest(text: str) -> str:
@@ -121,17 +121,18 @@ def instantiate(found: object, kinds: tuple[type[Any], ...] | None, reference: R
 def _single_agent(reference: Reference) -> Agent:
     module = reference.load()
     if reference.name:
-        return _load_agent(module, reference)
+        return load_agent(module, reference)
     names = _agents_in(module, reference)
     if len(names) > 1:
         one = reference.of(names[0])
         raise AuthorError(
             f"contains {len(names)} agents ({', '.join(names)}); name one, such as {one}", reference.source
         )
-    return _load_agent(module, reference.of(names[0]))
+    return load_agent(module, reference.of(names[0]))
 
 
-def _load_agent(module: ModuleType, reference: Reference) -> Agent:
+def load_agent(module: ModuleType, reference: Reference) -> Agent:
+    """Return the agent of a reference. Raises `AuthorError`."""
     found = instantiate(get_object(module, reference), _agent_types(), reference)
     if isinstance(found, Agent):
         return found
@@ -154,7 +155,7 @@ def _agent_types() -> tuple[type[Any], ...]:
     return Agent, RolloutAgentLoop
 
 
-def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
+def agent_names(module: ModuleType) -> list[str]:
     """Return the names of a module's agents: instances, then classes defined there that have no subclass and no instance."""
     kinds = _agent_types()
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -167,7 +168,11 @@ def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
     bases = {base for kind in [*classes.values(), *map(type, objects.values())] for base in kind.__mro__[1:]}
     represented = bases | {type(value) for value in objects.values()}
     ready = {name: kind for name, kind in classes.items() if not inspect.isabstract(kind)}
-    found = [*objects, *(name for name, kind in ready.items() if kind not in represented)]
+    return [*objects, *(name for name, kind in ready.items() if kind not in represented)]
+
+
+def _agents_in(module: ModuleType, reference: Reference) -> list[str]:
+    found = agent_names(module)
     if not found:
         raise AuthorError("contains no agent: define a subclass of Agent in it", reference.source)
     return found

@@ -16,6 +16,8 @@ from rollout_server.cli.author.inspect import inspect
 from rollout_server.cli.author.new import new
 from rollout_server.cli.author.run import run
 from rollout_server.cli.author.tokens import tokens
+from rollout_server.cli.author.tool_client import call_tool, list_tools
+from rollout_server.cli.author.tool_server import serve_tools
 from rollout_server.cli.author.validate import validate
 from rollout_server.cli.author.verify import verify
 from rollout_server.cli.json_output import AsJson, error_document, json_mode
@@ -115,6 +117,13 @@ for command in (
 app.command("test", hidden=True)(evaluate)  # the earlier name of `eval`
 app.add_typer(keys, name="keys")
 app.add_typer(tokens, name="tokens")
+tools = typer.Typer(
+    no_args_is_help=True, help="Serve tools to other programs, and list and call the tools of any tool server."
+)
+tools.command("serve")(serve_tools)
+tools.command("list")(list_tools)
+tools.command("call")(call_tool)
+app.add_typer(tools, name="tools")
 
 
 @app.command()

@@ -54,7 +54,15 @@ class EndpointFlags:
         from rollout_server.authoring.endpoint import Endpoint, check_endpoint
 
         name = self.tokenizer.partition("=")[0]
-        endpoint = Endpoint(url, self.dialect, self.model, self._bearer(), name, self.sampling, self.limits)
+        endpoint = Endpoint(
+            url,
+            self.dialect,
+            self.model,
+            secret_in(self.api_key_env, "--api-key-env"),
+            name,
+            self.sampling,
+            self.limits,
+        )
         return check_endpoint(endpoint, flag)
 
     @property
@@ -74,16 +82,6 @@ class EndpointFlags:
         """Directory of the tokenizer by its name; empty if no directory was given."""
         name, _, directory = self.tokenizer.partition("=")
         return {name: Path(directory)} if directory else {}
-
-    def _bearer(self) -> str:
-        from rollout_server.authoring.author_traceback import AuthorError
-
-        if not self.api_key_env:
-            return ""
-        key = os.environ.get(self.api_key_env, "")
-        if not key:
-            raise AuthorError(f"--api-key-env: the environment variable {self.api_key_env} is not set")
-        return key
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +122,16 @@ class CompletionFlags(EndpointFlags):
     def endpoint(self) -> Endpoint:
         """Return the endpoint of `--model-url`. Raises `AuthorError` for flags that do not fit it."""
         return self.endpoint_at(self.model_url, "--model-url")
+
+
+def secret_in(variable: str, flag: str) -> str:
+    """Return the value of the environment variable that was given with `flag`; empty if none was. Raise `AuthorError`."""
+    from rollout_server.authoring.author_traceback import AuthorError
+
+    value = os.environ.get(variable, "") if variable else ""
+    if variable and not value:
+        raise AuthorError(f"{flag}: the environment variable {variable} is not set")
+    return value
 
 
 def accept_flags(*kinds: type[Any]) -> Callable[[_Command], _Command]:
