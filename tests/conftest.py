@@ -32,12 +32,13 @@ HEAVY = re.compile(
     | edge/rpc/test_bursts\.py | system/test_(?:many_rollouts|examples_at_once)\.py  # hundreds and thousands
     | .*::test_250_rollouts_at_once | authoring/test_ending\.py::test_(?:every_rollout|nothing_that|two_hundred)\w*
     | clients/test_programs\.py::test_a_program\w+\[(?:langgraph|openai|pydantic_ai)_agents?[\w-]*\]  # slow imports
-    | clients/test_(?:programs\.py::test_(?:smolagents|two_processes)\w* | heartbeats\.py)
+    | clients/test_(?:programs\.py::test_(?:smolagents|two_processes|a_program_calls)\w* | heartbeats\.py)
     | system/test_own_loop_docs\.py::test_functions_with\w*
     | system/test_captured_agents\.py::test_(?:many|large_calls)\w* | .*::test_(?:many_programs|fifty)_at_once
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
+    | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
     )""",
     re.VERBOSE,
 )
@@ -52,8 +53,13 @@ THOROUGH = re.compile(
     | simulator/test_worlds\.py::\w+\[[1-7]\]                                     # 250 simulated worlds each
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
+    | system/test_rollout_tools\.py::test_a_tool_call_keeps\w*                # a pause of the agent
+    | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 50 rollouts each
+    | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S*  # a process each
+    | system/test_toolset_pages\.py::test_served_tools\w*                     # four commands
     | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events
     | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
+    | tool_server/test_mcp\.py::test_(?:a_message_over|a_signal_lets|standard_input\w+\[legacy\])\w*  # a process each
     | test_bench\.py
     )""",
     re.VERBOSE,

@@ -110,6 +110,18 @@ ROOMS: dict[str, set[str]] = {
         "osmosis",
         THIRD,
     },
+    # Tools for other programs, over gRPC and MCP. It is an edge of its own: no rollout runs in it.
+    "rollout_server.tool_server": {
+        "rollout_server.core",
+        "rollout_server.runtime",
+        "rollout_server.edge",
+        "rollout_server.authoring.tool_loader",
+        "rollout_server.network_exposure",
+        "rollout_server.tool_server",
+        "rollout_gateway.http",
+        "osmosis",
+        THIRD,
+    },
     # Rollouts of an agent on a dataset, their results and statistics. The report is the gateway's page over them.
     "rollout_server.evaluation": {
         "rollout_server.authoring",

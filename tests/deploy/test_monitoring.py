@@ -12,9 +12,13 @@ import promql_parser as promql
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from rollout_client import AsyncClient
+from rollout_server import Agent
+from rollout_server.calculator import Calculator
 
 from tests.deploy.files import DEPLOY
-from tests.support.bodies import body
+from tests.support.bodies import QUESTION, body
+from tests.support.tool_service import CounterService, serving
 from tests.system.conftest import open_world
 
 MONITORING = DEPLOY / "monitoring"
@@ -26,6 +30,12 @@ RULES = [
 ADDED = {"job", "instance"}
 SCRAPE = "up"
 Samples = dict[str, list[dict[str, str]]]
+
+
+class WithoutTools(Agent):
+    """Has only the tools of its requests."""
+
+    name = "without_tools"
 
 
 def panels() -> list[Any]:
@@ -59,10 +69,16 @@ def selectors(node: Any) -> Iterator[Any]:
 
 @pytest.fixture
 async def samples() -> Samples:
-    """Label sets by name of sample, after a rollout with tool calls over HTTP."""
+    """Label sets by name of sample, after a rollout with tool calls over HTTP and one with a tool server."""
     async with AsyncExitStack() as stack:
-        world = await open_world(stack)
+        world = await open_world(stack, agents=[Calculator(), WithoutTools()])
         assert (await world.http.post("/rollout", json=body("one", world.trainer.url))).status_code == 200
+        tools = await stack.enter_async_context(serving(CounterService()))
+        client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{world.server.grpc_port}"))
+        completions = f"grpc://{world.trainer.grpc_target}"
+        question = [{"role": "user", "content": QUESTION}]
+        started = await client.start(messages=question, completions=completions, tools=tools, agent="without_tools")
+        await client.wait(started.uid)
         text = (await world.http.get("/metrics")).text
     found: Samples = {}
     for family in text_string_to_metric_families(text):

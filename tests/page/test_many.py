@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from pathlib import Path
 
 from playwright.async_api import Page, expect
 
@@ -74,3 +75,25 @@ async def test_a_caller_sees_its_own_rollouts(open_here: Open, page: Page) -> No
     stored = await page.evaluate("() => [Object.keys(localStorage).length, document.cookie, location.href]")
     assert stored[:2] == [0, ""]
     assert keys["alice"] not in stored[2]
+
+
+async def test_a_key_that_is_revoked_while_a_rollout_is_followed_is_asked_for_again(
+    open_here: Open, page: Page, tmp_path: Path
+) -> None:
+    model, file = GatedModel(), tmp_path / "keys"
+    old, new = (f"{which}-key-of-at-least-32-characters" for which in ("the-old", "the-new"))
+    file.write_text(entry("alice", old) + "\n")
+    world: Service = await open_here(model=model, api_keys_file=file, synchronous_needs_key=False)
+    try:
+        uid = await start(world, "mine", authorization=f"Bearer {old}")
+        await page.goto(f"http://127.0.0.1:{world.server.http_port}/#/rollouts/{uid}")
+        await page.get_by_label("API key").fill(old)
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("status").first).to_contain_text("running")
+        file.write_text(entry("alice", new) + "\n")
+        await expect(page.get_by_label("API key")).to_be_visible(timeout=30_000)
+        await page.get_by_label("API key").fill(new)
+        await page.keyboard.press("Enter")
+    finally:
+        model.open()
+    await expect(page.get_by_text("Completed: stop")).to_be_visible(timeout=30_000)

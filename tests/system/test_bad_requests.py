@@ -68,6 +68,7 @@ INVALID: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "url_with_query": ({"server_url": "http://trainer?x=1"}, ["server_url"]),
     "url_with_line_break": ({"server_url": "http://trainer\r\nx: y"}, ["server_url"]),
     "url_with_port_of_six_digits": ({"server_url": "http://trainer:808080"}, ["server_url"]),
+    "tools_by_request": ({"tool_server_url": "grpc://tools:50051"}, ["tool_server_url"]),
     "url_with_half_an_address": ({"server_url": "http://[::1"}, ["server_url"]),
     "messages_empty": ({"messages": []}, ["messages"]),
     "messages_no_list": ({"messages": MESSAGE}, ["messages"]),
@@ -161,7 +162,6 @@ async def test_a_client_that_writes_before_it_reads_hears_of_it_too(world: Servi
 
 OTHER: dict[str, tuple[dict[str, Any], int, str]] = {
     "unknown_agent": ({"metadata": {"agent": "nobody"}}, 404, "calculator"),
-    "grpc_tools": ({"tool_server_url": "grpc://tools:50051"}, 400, "tools"),
 }
 
 

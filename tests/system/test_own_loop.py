@@ -165,6 +165,7 @@ def test_what_a_program_is_given(
         "ROLLOUT_UID": rollout.uid,
         "ROLLOUT_ID": variables["ROLLOUT_ID"],
         "ROLLOUT_MODEL": "rollout",
+        "ROLLOUT_MCP_URL": f"{base_url}/mcp",
         "ROLLOUT_TASK_FILE": f"{directory}/task.txt",
     }
     assert (variables["MINE"], variables["LITERAL"]) == ("KEY", '{"a": {}} ${task}')
@@ -434,7 +435,7 @@ def test_an_agent_elsewhere_that_fails(serving: Serving, two: ScriptedModel) -> 
 def test_an_agent_elsewhere_that_goes_silent(serving: Serving, two: ScriptedModel) -> None:
     remote = Elsewhere(serving(Remote(idle_seconds=0.5)), two)
     failure = remote.outcome().failure
-    assert "neither called its model nor finished for 0.5 s" in failure.message
+    assert "neither called its model or a tool nor finished for 0.5 s" in failure.message
     assert failure.failure_class == 2
 
 

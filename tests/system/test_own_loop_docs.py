@@ -56,6 +56,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("own-loop.md", 2, "Do it."),
         ("own-loop-program.md", 0, "-p|Do it.|--permission-mode|bypassPermissions"),
+        ("own-loop-program.md", 5, '-p|Do it.|--permission-mode|bypassPermissions|--mcp-config|{"mcpServers"'),
         ("own-loop-program.md", 1, 'exec|--skip-git-repo-check|--model|rollout|-c|openai_base_url="http://'),
     ],
 )
@@ -98,7 +99,7 @@ def test_functions_are_agents() -> None:
 
 
 @pytest.mark.skipif(not CLIENTS.is_dir(), reason="the clients are not installed: make environments")
-@pytest.mark.parametrize(("number", "name"), [(0, "solve"), (1, "graph")])
+@pytest.mark.parametrize(("number", "name"), [(0, "solve"), (1, "graph"), (4, "noted")])
 def test_functions_with_real_clients(number: int, name: str, tmp_path: Path) -> None:
     """The clients are not among the server's requirements, so another program adds them."""
     (tmp_path / "agent.py").write_text(snippets("own-loop.md")[number])
@@ -134,7 +135,8 @@ def test_an_agent_that_runs_elsewhere(serving: Serving, scripted_model: Scripted
     )
     assert started.access is not None
     variables = {"BASE_URL": started.access.base_url, "KEY": started.access.key}
-    _, call, finish = snippets("own-loop-external.md", "sh")
+    _, call, finish, listing = snippets("own-loop-external.md", "sh")
+    assert shell(listing, variables)["result"] == {"tools": []}
     assert shell(call, variables)["choices"][0]["message"]["content"] == "It is 4."
     assert shell(finish, variables) == {"repeated": False}
     outcome = stack.client.wait(started.uid).outcome
