@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-tokens bench-dialects bench-journal bench-tracing bench-lists test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture page-pictures deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-tokens bench-dialects bench-journal bench-tracing bench-lists test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -137,6 +137,14 @@ oldest: .venv-oldest/.ready ## Run the contract tests with the oldest supported 
 docs: setup ## Generate the settings tables in docs/
 	$(BIN)/python deploy/settings_tables.py
 
+NODE_EXAMPLE := examples/tool_server_node/node_modules/.ready
+
+$(NODE_EXAMPLE): examples/tool_server_node/package-lock.json
+	cd examples/tool_server_node && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
+
+node-example: $(NODE_EXAMPLE) ## Install the packages of the tool server in Node, which its tests run (npm; 14 MB)
+
 build/clis/.ready: requirements/clis/package.json
 	mkdir -p $(@D) && cp $< $(@D)
 	cd $(@D) && npm install --no-audit --no-fund --loglevel=error
@@ -169,8 +177,10 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose.yaml
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
+# The example in Node is left out where npm is missing: its tests skip and say so.
 environments: ## Create all environments that `make check` needs, in parallel
-	@$(MAKE) --no-print-directory -j5 $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl)
+	@$(MAKE) --no-print-directory -j5 $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl) \
+		$(if $(shell command -v npm),$(NODE_EXAMPLE))
 
 # As root on Debian: its package. Elsewhere Playwright downloads a browser of its own.
 browser: setup ## Install Chromium for the tests of the live page, if there is none
@@ -214,4 +224,4 @@ mutants-tokens: setup .venv-mutants/.ready ## Run mutation tests of the renderer
 		&& cosmic-ray baseline mutants.toml && cr-report --surviving-only --show-diff mutants.sqlite
 
 clean: ## Delete environments and caches
-	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .venv .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl .venv-mutants .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist examples/tool_server_node/node_modules

@@ -1,7 +1,7 @@
 """`python -m bench.tracing`: what OpenTelemetry adds to the CPU of a turn, beside the same server without an SDK.
 
-Both servers run all the time and the rounds alternate between them, so that whatever else the machine does hits both. The SDK has
-batching processors and exporters that do nothing: sending spans is the work of the exporter, and depends on the collector.
+All servers run all the time and the rounds alternate between them, so that whatever else the machine does hits all of them. The
+SDK has batching processors, and exporters that do nothing or encode the spans: the cost of sending them depends on the collector.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from bench.loop import new_loop
 from bench.measure import get, server_program, trainer_program
 from bench.workload import Entry, Plan, Workload
 
-_WAYS = {"without an SDK": (), "spans": ("traces",), "spans and metrics": ("traces", "metrics")}
+_WAYS = {
+    "without an SDK": (),
+    "spans": ("traces",),
+    "spans and metrics": ("traces", "metrics"),
+    "spans, encoded": ("traces", "encoded"),
+}
 
 
 def main(
@@ -109,8 +114,9 @@ def _traced(program: Program, signals: Sequence[str], base: Path | None) -> Prog
 
 
 def serve(signals: str, arguments: Sequence[str]) -> None:
-    """Set up an SDK whose exporters do nothing, and run the command line."""
+    """Set up an SDK whose exporters send nothing, and run the command line."""
     from opentelemetry import metrics, trace
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, PeriodicExportingMetricReader
     from opentelemetry.sdk.trace import TracerProvider
@@ -118,6 +124,8 @@ def serve(signals: str, arguments: Sequence[str]) -> None:
 
     class NoSpans(SpanExporter):
         def export(self, spans: Any) -> SpanExportResult:
+            if "encoded" in signals:
+                encode_spans(spans).SerializeToString()
             return SpanExportResult.SUCCESS
 
     class NoMetrics(MetricExporter):
