@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from osmosis.rollout.v1 import rollout_service_pb2 as rs
 from osmosis.rollout.v1 import trainer_service_pb2 as pb
 from rollout_client import AsyncClient, Client, InvalidRequest, Retry
 from rollout_client.trainer import (
@@ -32,7 +33,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.local_stack.loop_thread import LoopThread
 
 from tests.client.trainer.asker import Limits, retry_info, standing
-from tests.client.trainer.host import Host, hosting
+from tests.client.trainer.host import Host, Hosted, hosting
 from tests.client.trainer.test_stream import two_turns
 from tests.support.start_requests import settings
 from tests.support.tcp_proxy import TcpProxy
@@ -223,7 +224,13 @@ def test_without_asyncio_a_completion_names_the_policy_of_its_call() -> None:
 
 async def test_a_new_stream_begins_with_what_was_announced() -> None:
     """The server knows the announcements of a stream only as long as the stream."""
-    model, host = Weights(), Host(two_turns)
+
+    async def play(stream: Hosted, rollout: rs.Rollout) -> None:
+        # As the server does: during a pause it asks for nothing, and the trainer would refuse.
+        await until(lambda: not [each.policy for each in stream.came if each.HasField("policy")][-1].paused)
+        await two_turns(stream, rollout)
+
+    model, host = Weights(), Host(play)
     async with hosting(host) as port, TcpProxy(port) as line:
         client = AsyncClient(line.address, retry=Retry(first=0.005, longest=0.02))
         async with client, trainer_of(client, model, on_mismatch="flag") as trainer:
