@@ -7,10 +7,13 @@ SDK has batching processors, and exporters that do nothing or encode the spans: 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import runpy
+import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +23,9 @@ from typing import Annotated, Any
 import aiohttp
 import grpc
 import typer
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from rich.console import Console
 from rich.table import Table
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
@@ -113,20 +119,42 @@ def _traced(program: Program, signals: Sequence[str], base: Path | None) -> Prog
     )
 
 
+def nothing() -> SpanExporter:
+    """Return an exporter that does nothing."""
+    return _NoSpans(lambda spans: None)
+
+
+def encoding() -> SpanExporter:
+    """Return an exporter that encodes the spans for OTLP."""
+    return _NoSpans(lambda spans: encode_spans(spans).SerializeToString())
+
+
+class _NoSpans(SpanExporter):
+    def __init__(self, work: Callable[[Sequence[ReadableSpan]], object]) -> None:
+        self._work = work
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._work(spans)
+        return SpanExportResult.SUCCESS
+
+
+def _installed_exporters() -> str:
+    """Return a directory with the metadata of an installed package: the server finds its exporters by their entry points."""
+    directory = Path(tempfile.mkdtemp(prefix="bench-"))
+    atexit.register(shutil.rmtree, directory)
+    metadata = directory / "bench_exporters-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-exporters\nVersion: 1\n")
+    names = "bench_nothing = bench.tracing:nothing\nbench_encoded = bench.tracing:encoding\n"
+    (metadata / "entry_points.txt").write_text(f"[opentelemetry_traces_exporter]\n{names}")
+    return str(directory)
+
+
 def serve(signals: str, arguments: Sequence[str]) -> None:
-    """Set up an SDK whose exporters send nothing, and run the command line."""
-    from opentelemetry import metrics, trace
-    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+    """Run the command line with exporters that send nothing. The server sets up the SDK for spans, as it does for users."""
+    from opentelemetry import metrics
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, PeriodicExportingMetricReader
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-
-    class NoSpans(SpanExporter):
-        def export(self, spans: Any) -> SpanExportResult:
-            if "encoded" in signals:
-                encode_spans(spans).SerializeToString()
-            return SpanExportResult.SUCCESS
 
     class NoMetrics(MetricExporter):
         def export(self, metrics_data: Any, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
@@ -139,9 +167,8 @@ def serve(signals: str, arguments: Sequence[str]) -> None:
             """Nothing is open."""
 
     if "traces" in signals:
-        provider = TracerProvider()
-        provider.add_span_processor(BatchSpanProcessor(NoSpans()))
-        trace.set_tracer_provider(provider)
+        os.environ["OTEL_TRACES_EXPORTER"] = "bench_encoded" if "encoded" in signals else "bench_nothing"
+        sys.path.append(_installed_exporters())
     if "metrics" in signals:
         metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(NoMetrics())]))
     sys.argv = ["rollout", *arguments]

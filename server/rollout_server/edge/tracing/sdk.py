@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakKeyDictionary
 
 from rollout_server.edge.tracing.conventions import SCHEMA_URL, SCOPE
 from rollout_server.edge.tracing.propagation import INSTALLED
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor
+    from opentelemetry.sdk.trace import TracerProvider as SdkProvider
+    from opentelemetry.trace import Tracer, TracerProvider
 
     from rollout_server.edge.tracing.tracing import Tracing
 
@@ -28,6 +32,8 @@ _ENDPOINT: Final = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _SIGNALS: Final = ("traces", "metrics")
 _EXTRA: Final = "pip install 'rollout-server[otel]'"
 _SERVICE: Final = "rollout-server"
+_PROCESSORS: Final[WeakKeyDictionary[object, SynchronousMultiSpanProcessor]] = WeakKeyDictionary()
+"""The processor of each provider that was set up here: what its spans are handed to when they end."""
 
 
 def current_tracing(version: str = "") -> Tracing | None:
@@ -43,7 +49,7 @@ def current_tracing(version: str = "") -> Tracing | None:
     from rollout_server.edge.tracing.meters import Meters
     from rollout_server.edge.tracing.tracing import Tracing
 
-    tracer = trace.get_tracer(SCOPE, version, schema_url=SCHEMA_URL)
+    tracer = _tracer(trace.get_tracer_provider(), version)
     meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL)) if counts else None
     return Tracing(tracer, meters, captures=captures_content())
 
@@ -68,6 +74,17 @@ def exporting() -> Iterator[None]:
             _finish(own)
 
 
+def _tracer(provider: TracerProvider, version: str) -> Tracer:
+    """Return the tracer of rollouts."""
+    scope = (SCOPE, version, SCHEMA_URL)
+    processor = _PROCESSORS.get(provider)
+    if processor is None:
+        return provider.get_tracer(*scope)
+    from rollout_server.edge.tracing.child_spans import child_tracer
+
+    return child_tracer(cast("SdkProvider", provider), processor, scope)
+
+
 def _wanted(environment: Mapping[str, str]) -> Mapping[str, str]:
     """Return the signals to export, and the variable that asks for each."""
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -85,15 +102,17 @@ def _wanted(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 def _set_up_traces() -> object:
     from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     if _is_sdk(trace.get_tracer_provider()):
         return None
-    provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
+    processor = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    provider = TracerProvider(resource=_resource(), shutdown_on_exit=False, active_span_processor=processor)
     for exporter in _exporters("traces"):
         provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
+    _PROCESSORS[provider] = processor
     return provider
 
 
