@@ -96,11 +96,9 @@ class ChildSpan(Span):
         escaped: bool = False,
     ) -> None:
         """Add an exception as an event, with the attributes of the semantic conventions."""
-        kind = type(exception)
+        module, name = type(exception).__module__, type(exception).__qualname__
         found = {
-            "exception.type": kind.__qualname__
-            if kind.__module__ == "builtins"
-            else f"{kind.__module__}.{kind.__qualname__}",
+            "exception.type": name if module == "builtins" else f"{module}.{name}",
             "exception.message": str(exception),
             "exception.stacktrace": "".join(traceback.format_exception(exception)),
             "exception.escaped": str(escaped),
@@ -147,13 +145,8 @@ class ChildTracer(trace.Tracer):
         if not above.is_recording() or links:
             return self._tracer.start_span(name, context, kind, attributes, links, start_time, *further, **named)
         parent = above.get_span_context()
-        ids = SpanContext(
-            parent.trace_id,
-            self._provider.id_generator.generate_span_id(),
-            False,
-            parent.trace_flags,
-            parent.trace_state,
-        )
+        span_id = self._provider.id_generator.generate_span_id()
+        ids = SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
         span = ChildSpan(name, ids, parent, kind, start_time, self.finish)
         span.set_attributes(attributes or {})
         return span
