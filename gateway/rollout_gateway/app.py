@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import grpc
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from rollout_gateway.calls import Rollouts, honour_deadline
+from rollout_gateway.calls import Rollouts
 from rollout_gateway.errors import ErrorResponses
 from rollout_gateway.fleet.fleet import stub_of
 from rollout_gateway.http.request_body import RequestBodies
@@ -66,6 +66,9 @@ class GatewayApp(FastAPI):
             bodies: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in _BODIES]
             _, models = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
             described = super().openapi()
+            paths, is_plain = described["paths"], self.state.is_plain
+            order = sorted(paths, key=lambda path: (not is_plain({"path": path}), path.startswith("/r/")))
+            described["paths"] = {path: paths[path] for path in order}  # the REST API first
             components = described.setdefault("components", {})
             components.setdefault("schemas", {}).update({**models["$defs"], **schemas()})
             components["securitySchemes"] = _SECURITY
@@ -102,21 +105,20 @@ def create_app(
         events_router(rollouts),
         groups_router(rollouts, intake),
         service_router(rollouts, keys, meters, metrics),
-        model_router(rollouts, model_intake),
     ]
     app = GatewayApp(
         title="Rollout gateway",
         version="1",
         description=_DESCRIPTION,
-        dependencies=[Depends(honour_deadline)],
         # FastAPI's own pages load their scripts from a CDN; `add_pages` serves them from this process.
         docs_url=None,
         redoc_url=None,
     )
-    for router in (*rest, *osmosis):
-        app.include_router(router)
+    is_plain = app.state.is_plain = uses_plain_errors(route for router in osmosis for route in router.routes)
+    # FastAPI would search an included router twice for each request. Routes are tried in turn, so those of rollouts come first.
+    for router in (*osmosis, model_router(rollouts, model_intake), *rest):
+        app.router.routes += router.routes
     add_pages(app)
-    is_plain = uses_plain_errors(route for router in osmosis for route in router.routes)
     ErrorResponses(rollouts, keys, is_plain).install(app)
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

@@ -44,19 +44,21 @@ class StreamEndedEarly(Exception):
     """The server closed a rollout's stream with status OK but without an outcome."""
 
 
-async def honour_deadline(request: Request) -> None:
-    """Read the deadline of a request from the header `grpc-timeout`, as other HTTP gateways for gRPC do.
+def deadline(request: Request) -> float | None:
+    """Return the deadline from a request's header `grpc-timeout`, as other HTTP gateways for gRPC do; None: no deadline.
 
-    Every route depends on this function. The deadline ends calls, never a rollout: an expired stream detaches from it.
+    The time begins with the first call of this function. It ends calls, never a rollout: an expired stream detaches from it.
     Raises HTTPException 400 for a malformed header.
     """
     given = request.headers.getlist(_DEADLINE)
     if not given:
-        return
+        return None
     found = _DEADLINE_FORMAT.fullmatch(given[0]) if len(given) == 1 else None
     if found is None:
         raise HTTPException(400, _MALFORMED)
-    request.state.ends = time.monotonic() + min(int(found[1]) * _UNITS[found[2]], _LONGEST_SECONDS)
+    if not hasattr(request.state, "ends"):
+        request.state.ends = time.monotonic() + min(int(found[1]) * _UNITS[found[2]], _LONGEST_SECONDS)
+    return cast(float, request.state.ends)
 
 
 class BoundStub:
@@ -142,9 +144,9 @@ class Rollouts:
     def calls(self, request: Request, default_key: str = "", uid: str = "") -> Calls:
         """Return the calls of a request. Without an Authorization header they use `default_key`, if that is not empty.
 
-        With a `uid` the request has the key of that rollout.
+        With a `uid` the request has the key of that rollout. Raises HTTPException 400 for a malformed deadline.
         """
-        metadata, ends = call_metadata(request, default_key, uid), getattr(request.state, "ends", None)
+        metadata, ends = call_metadata(request, default_key, uid), deadline(request)
         seconds = self.settings.call_seconds
         # BoundStub forwards all methods of the stub.
         rpc = cast("RolloutServiceAsyncStub", BoundStub(self.server, metadata, ends, seconds))
@@ -181,22 +183,31 @@ async def unless_hung_up(request: Request, work: Awaitable[_T]) -> _T:
     FastAPI does not cancel a plain handler on a disconnect, so this function watches the connection. It discards the rest of
     the body, and raises the HTTPException for a rest that is too large or too slow.
     """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(left(request.receive))
+
+    async def watch() -> Exception:
+        reason = await left(request.receive)
+        present.reschedule(0)
+        return reason
+
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if leaving.done():
-            leaving.result()
-            raise ClientDisconnected
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()
-        # Also retrieves the exception of work that failed at the moment of the disconnect.
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        # The timeout tells its own cancellation of this task from others, and raises TimeoutError for it.
+        async with asyncio.timeout(None) as present:
+            leaving = asyncio.create_task(watch())
+            try:
+                return await work
+            finally:
+                leaving.cancel()
+    except TimeoutError:
+        if not present.expired():
+            raise
+        raise leaving.result() from None
 
 
-async def left(receive: Receive) -> None:
-    """Return once the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def left(receive: Receive) -> Exception:
+    """Return ClientDisconnected once the client has disconnected, or what `receive` raises: HTTPException."""
+    try:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+    except HTTPException as error:
+        return error
+    return ClientDisconnected()

@@ -83,6 +83,6 @@ class ErrorResponses:
         try:
             if not getattr(request.state, "key_accepted", False):
                 await self.keys.demand(self.rollouts.calls(request))
-        except grpc.aio.AioRpcError as error:
-            return error if error.code() in STRANGER else None
+        except (grpc.aio.AioRpcError, HTTPException) as error:  # HTTPException: its deadline is malformed, too
+            return error if isinstance(error, grpc.aio.AioRpcError) and error.code() in STRANGER else None
         return None

@@ -56,11 +56,6 @@ class ParsedBody(Generic[_Model]):
         """Raw JSON texts of the messages, one object each."""
         return texts_of(self.parts["messages"])
 
-    @property
-    def metadata_json(self) -> str:
-        """Raw JSON text of the metadata: one object, or empty."""
-        return self.text("metadata")
-
 
 def parts_of(raw: msgspec.Raw | None) -> _Texts:
     """Return the raw texts of an object's values by key; empty if `raw` is not an object."""

@@ -41,20 +41,25 @@ class KeyCheck:
         Raises grpc.aio.AioRpcError if the server refuses the key, cannot be reached, or does not respond before the timeout
         of a call or the request's deadline.
         """
-        metadata, ends = calls.metadata, calls.ends
-        digest = sha256(f"{calls.uid} {dict(metadata).get('authorization', '')}".encode()).digest()
-        if self._accepted.get(digest, 0.0) > time.monotonic():
+        if (check := self.check(calls)) is None:
             return
-        if digest not in self._checks:
-            self._checks[digest] = asyncio.create_task(self._check(digest, metadata, calls.uid))
-            # Retrieves the exception: all waiting requests may be gone, and asyncio would log it as never retrieved.
-            self._checks[digest].add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            async with asyncio.timeout(None if ends is None else ends - time.monotonic()):
+            async with asyncio.timeout(None if calls.ends is None else calls.ends - time.monotonic()):
                 # Other requests wait for the same check, so this one's cancellation or deadline must not cancel it.
-                await asyncio.shield(self._checks[digest])
+                await asyncio.shield(check)
         except TimeoutError:
             raise too_late() from None
+
+    def check(self, calls: Calls) -> asyncio.Task[None] | None:
+        """Return the check of the key of `calls`, which runs now; None if the server has accepted the key lately."""
+        digest = sha256(f"{calls.uid} {dict(calls.metadata).get('authorization', '')}".encode()).digest()
+        if self._accepted.get(digest, 0.0) > time.monotonic():
+            return None
+        if digest not in self._checks:
+            self._checks[digest] = asyncio.create_task(self._check(digest, calls.metadata, calls.uid))
+            # Retrieves the exception: all waiting requests may be gone, and asyncio would log it as never retrieved.
+            self._checks[digest].add_done_callback(lambda done: done.cancelled() or done.exception())
+        return self._checks[digest]
 
     async def _check(self, digest: bytes, metadata: CallMetadata, uid: str) -> None:
         try:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
-from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata, honour_deadline
+from rollout_gateway.calls import CallMetadata, Rollouts, call_metadata
 from rollout_gateway.channel import open_channel
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import Request
@@ -88,7 +88,6 @@ async def asking(rollouts: Rollouts, *headers: str, own: float | None = None) ->
     raw = [(b"grpc-timeout", value.encode()) for value in headers]
 
     request = Request({"type": "http", "headers": raw, "state": {"request_id": "id"}})
-    await honour_deadline(request)
     await rollouts.calls(request).rpc.GetServerInfo(pb.GetServerInfoRequest(), timeout=own)
 
 

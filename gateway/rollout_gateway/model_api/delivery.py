@@ -73,7 +73,7 @@ class Exchange:
             raise StreamEndedEarly(self.calls.uid)
         return found
 
-    async def deliver(self, send: Send, leaving: asyncio.Task[None], body: bytes, completion_id: str) -> None:
+    async def deliver(self, send: Send, leaving: asyncio.Task[Exception], body: bytes, completion_id: str) -> None:
         """Send a body. If the client is still there before the last byte, confirm the completion while it reads that.
 
         A call waits for the confirmations of its rollout, so no client's next request precedes them.
@@ -137,7 +137,7 @@ class CompletionStream(Response):
             self._completing.cancel()
             await asyncio.gather(self._completing, return_exceptions=True)
 
-    async def _stream(self, send: Send, leaving: asyncio.Task[None]) -> None:
+    async def _stream(self, send: Send, leaving: asyncio.Task[Exception]) -> None:
         shape, call = self.exchange.shape, self.exchange.call
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         beats = 0  # comments apart
@@ -146,9 +146,7 @@ class CompletionStream(Response):
             await _send(send, self._encoder.encode([beat]))
             beats += beat is not COMMENT
             await asyncio.wait(
-                (self._completing, leaving),
-                timeout=self._heartbeat_seconds,
-                return_when=asyncio.FIRST_COMPLETED,
+                (self._completing, leaving), timeout=self._heartbeat_seconds, return_when=asyncio.FIRST_COMPLETED
             )
         if leaving.done():
             return
@@ -170,9 +168,8 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
 
 
 @asynccontextmanager
-async def _leaving(receive: Receive) -> AsyncIterator[asyncio.Task[None]]:
+async def _leaving(receive: Receive) -> AsyncIterator[asyncio.Task[Exception]]:
     """Yield a task that is done once the client has disconnected."""
-
     task = asyncio.create_task(left(receive))
     try:
         yield task

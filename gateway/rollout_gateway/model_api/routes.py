@@ -97,10 +97,10 @@ def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
                 _add_count(part, rollouts, intake)
             if shape is CHAT:
                 _add_models(part, rollouts)
-            router.include_router(part)
+            router.routes += part.routes
         part = APIRouter(**options)
         _add_finish(part, rollouts, intake)
-        router.include_router(part)
+        router.routes += part.routes
     add_mcp(router, rollouts, intake)
     return router
 

@@ -81,7 +81,7 @@ def run_request(parsed: ParsedBody[RolloutBody], settings: GatewaySettings) -> R
         ),
         on_drift=_DRIFT[hints.on_drift],
         cancel_after_detach=duration(settings.detach_grace_seconds),
-        metadata_json=parsed.metadata_json,
+        metadata_json=parsed.text("metadata"),
     )
     start = StartRolloutRequest(
         request_id=body.rollout_id,
@@ -109,7 +109,7 @@ def init_request(parsed: ParsedBody[InitBody]) -> StartRolloutRequest:
         sampling=_sampling(body.completion_params, params),
         limits=limits(turns, tokens, hints),
         on_drift=_DRIFT[hints.on_drift],
-        metadata_json=parsed.metadata_json,
+        metadata_json=parsed.text("metadata"),
         source_json=_source(body, params),
     )
     credentials = spec_pb2.Credentials(completions_bearer=key, outcome_bearer=key)

@@ -4,11 +4,13 @@
 the server posts the result to the trainer when the rollout has ended.
 """
 
-from typing import Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
 
 import grpc
 import msgspec
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from osmosis.rollout.v1.rollout_service_pb2 import (
     GetServerInfoRequest,
     GetServerInfoResponse,
@@ -20,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rollout_gateway import openapi as shown
-from rollout_gateway.calls import Calls, Rollouts, unless_hung_up
+from rollout_gateway.calls import Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
 from rollout_gateway.key_check import STRANGER, KeyCheck
@@ -54,9 +56,17 @@ _BODY: Final = shown.raw_body(RolloutBody)
 _INIT_BODY: Final = shown.raw_body(InitBody)
 
 
+class _RequestRoute(APIRoute):
+    """A route that calls its handler without FastAPI's work on parameters, if the request is the only one."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the function that serves a request."""
+        return super().get_route_handler() if self.dependant.query_params else self.endpoint
+
+
 def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """Return the routes of the synchronous HTTP API."""
-    router = APIRouter(tags=["synchronous HTTP API"], default_response_class=JSONResponse)
+    router = APIRouter(tags=["synchronous HTTP API"], default_response_class=JSONResponse, route_class=_RequestRoute)
 
     @router.post("/rollout", responses={200: _ENDED, **_START_ERRORS}, openapi_extra=_BODY)
     async def run_rollout(request: Request) -> Response:
@@ -70,14 +80,15 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     @router.get("/tools", responses=_TOOLS)
     async def list_tools(request: Request, agent: str = "") -> Response:
         """List the tools of an agent; of the default agent if none is named."""
-        found = await _open_calls(request, rollouts).rpc.ListTools(ListToolsRequest(agent=agent))
+        calls = rollouts.calls(request, rollouts.settings.synchronous_key)
+        found = await calls.rpc.ListTools(ListToolsRequest(agent=agent))
         return Response(response_json(found), media_type=_JSON)
 
     @router.get("/health", responses=_HEALTH)
     async def open_health(request: Request) -> Response:
         """Report whether rollouts can be run. Needs no API key."""
         try:
-            return _health(await _server(rollouts.calls(request)))
+            return _health(await rollouts.calls(request).rpc.GetServerInfo(GetServerInfoRequest()))
         except grpc.aio.AioRpcError as error:
             return _unhealthy(error)
 
@@ -86,7 +97,7 @@ def synchronous_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
 
 def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodies) -> APIRouter:
     """Return the routes of the asynchronous HTTP API."""
-    router = APIRouter(tags=["asynchronous HTTP API"], default_response_class=JSONResponse)
+    router = APIRouter(tags=["asynchronous HTTP API"], default_response_class=JSONResponse, route_class=_RequestRoute)
     responses: shown.Responses = {202: _ACCEPTED, **_START_ERRORS}
 
     @router.post("/v1/rollout/init", status_code=202, responses=responses, openapi_extra=_INIT_BODY)
@@ -103,7 +114,7 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodie
         """Report whether rollouts can be run, and whether the request's API key is valid."""
         calls = rollouts.calls(request)
         try:
-            server = await _server(calls)
+            server = await calls.rpc.GetServerInfo(GetServerInfoRequest())
             if not server.keys_required:
                 return Problem(404, "Not found").response()
             await keys.demand(calls)
@@ -116,13 +127,9 @@ def asynchronous_router(rollouts: Rollouts, keys: KeyCheck, intake: RequestBodie
     return router
 
 
-def _open_calls(request: Request, rollouts: Rollouts) -> Calls:
-    """Return the calls of a request. The synchronous HTTP API can be opened: requests without a key then use the gateway's."""
-    return rollouts.calls(request, rollouts.settings.synchronous_key)
-
-
 async def _run(request: Request, rollouts: Rollouts, intake: RequestBodies) -> Response:
-    calls, settings = _open_calls(request, rollouts), rollouts.settings
+    settings = rollouts.settings
+    calls = rollouts.calls(request, settings.synchronous_key)
 
     def parse(content: bytes) -> tuple[RunRolloutRequest, bool]:
         parsed = read_body(content, RolloutBody, settings.max_metadata_bytes)
@@ -156,10 +163,6 @@ async def _init(request: Request, rollouts: Rollouts, intake: RequestBodies) -> 
     rollout_id = accepted.rollout.spec.rollout_id or start.spec.rollout_id
     content = {"rollout_id": rollout_id, "tools": [*map(msgspec.Raw, accepted.function_tools_json)]}
     return Response(msgspec.json.encode(content), 202, {"x-rollout-uid": accepted.rollout.uid}, _JSON)
-
-
-async def _server(calls: Calls) -> GetServerInfoResponse:
-    return await calls.rpc.GetServerInfo(GetServerInfoRequest())
 
 
 def _health(server: GetServerInfoResponse) -> Response:

@@ -47,13 +47,8 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
 
 def uses_plain_errors(exceptions: Iterable[BaseRoute]) -> Callable[[Scope], bool]:
     """Return a predicate on requests: true if errors have the REST API's shape, false on the paths of `exceptions`."""
-    others = [route.path_regex for route in exceptions if isinstance(route, Route)]
-
-    def is_plain(scope: Scope) -> bool:
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-        return not any(other.match(path) for other in others)
-
-    return is_plain
+    others = {route.path for route in exceptions if isinstance(route, Route)}
+    return lambda scope: scope["path"].removeprefix(scope.get("root_path", "")) not in others
 
 
 def plain_response(problem: Problem, request_id: str) -> Response:
