@@ -188,7 +188,7 @@ def test_metadata_means_what_it_means_in_the_other_dialect() -> None:
 def test_metadata_over_the_limit_is_refused_by_its_size_in_the_body() -> None:
     text = '{"k" :   "äöü", "n": 18446744073709551617}'
     content = json.dumps(body(metadata="HERE")).replace('"HERE"', text).encode()
-    assert parse(content, len(text.encode())).metadata_json == text
+    assert parse(content, len(text.encode())).text("metadata") == text
     assert locations(content, len(text.encode()) - 1) == [("body", "metadata")]
 
 

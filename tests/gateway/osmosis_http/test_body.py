@@ -23,7 +23,7 @@ def test_the_example_is_valid_and_defaults_are_those_of_the_page() -> None:
     assert sampling.logprobs is True
     assert (parsed.body.max_turns, parsed.body.max_tokens_total) == (10, 8192)
     assert (parsed.body.tokenizer_revision, parsed.body.tool_server_url, parsed.body.callback_api_key) == (None,) * 3
-    assert (parsed.metadata_json, parsed.text("metadata", "chat_template_kwargs")) == ("", "")
+    assert (parsed.text("metadata"), parsed.text("metadata", "chat_template_kwargs")) == ("", "")
     assert parse(EXAMPLE).body.sampling_params.temperature == 0.7
 
 
@@ -163,14 +163,14 @@ def test_metadata_over_the_limit_is_refused_by_its_size_in_the_body() -> None:
     text = '{"k" :   "äöü"}'
     content = spliced('[{"role": "user"}]', f', "metadata": {text}')
     size = len(text.encode())
-    assert parse(content, size).metadata_json == text
+    assert parse(content, size).text("metadata") == text
     assert locations(content, size - 1) == [("body", "metadata")]
 
 
 def test_template_switches_are_cut_out_of_the_metadata() -> None:
     metadata = '{ "chat_template_kwargs" : {"enable_thinking":false , "n": 18446744073709551617}, "z": 1 }'
     parsed = parse(spliced('[{"role": "user"}]', f', "metadata": {metadata}'))
-    assert parsed.metadata_json == metadata
+    assert parsed.text("metadata") == metadata
     assert parsed.text("metadata", "chat_template_kwargs") == '{"enable_thinking":false , "n": 18446744073709551617}'
 
 
@@ -189,4 +189,4 @@ def test_of_a_repeated_key_the_last_one_counts_everywhere() -> None:
         spliced('[{"role":"robot"}]', ', "messages": [{"role":"x","role":"user"}], "\\u006detadata": {"a":1}')
     )
     assert parsed.messages == ('{"role":"x","role":"user"}',)
-    assert parsed.metadata_json == '{"a":1}'
+    assert parsed.text("metadata") == '{"a":1}'

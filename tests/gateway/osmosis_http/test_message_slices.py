@@ -58,7 +58,7 @@ def test_messages_and_metadata_travel_verbatim(messages: list[str], space: str, 
     listed = "[" + ",".join(f"{space}{each}{space}" for each in messages) + "]"
     parsed = parse(spliced(listed, f', "metadata":{space}{metadata}{space}'))
     assert list(parsed.messages) == messages
-    assert parsed.metadata_json == metadata
+    assert parsed.text("metadata") == metadata
 
 
 @given(st.text(alphabet='{}[]",:\\u0123 NaInfty-e.rolmsg', max_size=60))

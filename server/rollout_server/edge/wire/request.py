@@ -6,6 +6,7 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Protocol
 
 from osmosis.rollout.v1 import group_pb2, outcome_pb2, rollout_service_pb2, spec_pb2
@@ -134,8 +135,13 @@ def _unknown_enum_values(request: rollout_service_pb2.StartRolloutRequest) -> li
         for index, value in enumerate(spec.train_on.classes[:_MOST_CLASSES])
     ]
     wrong += _train_on_violations(spec.train_on)
-    unknown = [(where, value) for where, value, kind in fields if value not in kind.values()]
+    unknown = [(where, value) for where, value, kind in fields if value not in _numbers(kind)]
     return wrong + [Violation(where, f"{value} is unknown to this server") for where, value in unknown]
+
+
+@cache  # protobuf builds the list anew for each call
+def _numbers(kind: _EnumType) -> frozenset[int]:
+    return frozenset(kind.values())
 
 
 def _train_on_violations(train_on: spec_pb2.TrainOn) -> list[Violation]:
@@ -208,7 +214,7 @@ def is_empty(proto: rollout_service_pb2.Selection) -> bool:
 
 def valid_enum_value(value: int, kind: _EnumType, field: str) -> int:
     """Return a value of an enum. Raises `InvalidRequest` for an unknown one, which a newer version of the contract may define."""
-    if value not in kind.values():
+    if value not in _numbers(kind):
         raise InvalidRequest(Violation(field, f"{value} is unknown to this server"))
     return value
 
