@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.start_request import Caller, StartRequest
 
 
-class _EnumType(Protocol):
+class _EnumType(Hashable, Protocol):
     """The type of a proto enum."""
 
     def values(self) -> Sequence[int]:
