@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from rollout_server.core.message import JSON, MalformedMessage, Message, parse_json
+from rollout_server.core.message import JSON, MalformedMessage, Message, json_decoder, parse_json
 from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
 
 VERSION = "2"
@@ -86,7 +86,7 @@ def _tokenizer(name: TokenizerName | None) -> JSON:
 def _json(text: str) -> JSON:
     if not text:
         return None
-    value = parse_json(text, parse_int=_number_as_written, parse_float=_number_as_written, parse_pairs=_pairs)
+    value = parse_json(text, _AS_WRITTEN)
     if not isinstance(value, Mapping) or "object" not in value:
         raise MalformedMessage("a JSON object is needed")
     return value
@@ -103,3 +103,6 @@ def _number_as_written(number: str) -> JSON:
 def _pairs(pairs: list[tuple[str, JSON]]) -> JSON:
     """Sort an object's pairs by key. A duplicate key stays: such an object differs from one with a single key."""
     return {"object": [list(pair) for pair in sorted(pairs, key=lambda pair: pair[0])]}
+
+
+_AS_WRITTEN = json_decoder(_number_as_written, _number_as_written, _pairs)

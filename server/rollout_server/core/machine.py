@@ -146,7 +146,7 @@ class Machine:
     @property
     def size(self) -> int:
         """Approximate memory of the rollout in bytes. Text counts twice, for log and conversation; a token counts 16 bytes."""
-        return 2 * self._usage.bytes + self._usage.observed + 16 * sum(len(segment) for segment in self.ledger.segments)
+        return 2 * self._usage.bytes + self._usage.observed + 16 * sum(map(len, self.ledger.segments))
 
     def find(self, record: Record) -> Conversation:
         """Return the conversation that an accepted record belongs to; the main one if the record names none."""

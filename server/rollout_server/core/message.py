@@ -68,8 +68,11 @@ class Message:
     @classmethod
     def write(cls, fields: Mapping[str, JSON]) -> Message:
         """Serialise a message of the server or an agent. Lone surrogates, which UTF-8 cannot encode, become question marks."""
-        text = json.dumps(fields, ensure_ascii=False, allow_nan=False)
-        return cls.parse(text.encode("utf-8", "replace").decode("utf-8"))
+        text = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode("utf-8")
+        role = fields.get("role") if type(fields) is dict else None
+        if type(role) is str and role.isascii() and not _is_deep(text):  # it is what parsing the text again would give
+            return cls.parsed(text, fields)
+        return cls.parse(text)
 
     def fields(self) -> Mapping[str, JSON]:
         """Parse the text. Each call parses it again."""
@@ -86,13 +89,18 @@ def tool_calls(fields: Mapping[str, JSON]) -> tuple[ToolCall, ...]:
     return tuple(_tool_call(call, index) for index, call in enumerate(calls))
 
 
-def parse_json(
-    text: str,
-    *,
+def json_decoder(
     parse_int: Callable[[str], JSON] = int,
     parse_float: Callable[[str], JSON] = float,
     parse_pairs: Callable[[list[tuple[str, JSON]]], JSON] | None = None,
-) -> JSON:
+) -> json.JSONDecoder:
+    """Return a decoder for `parse_json`. Making one takes longer than decoding a short text."""
+    return json.JSONDecoder(
+        parse_constant=_refuse_constant, parse_int=parse_int, parse_float=parse_float, object_pairs_hook=parse_pairs
+    )
+
+
+def parse_json(text: str, decoder: json.JSONDecoder | None = None) -> JSON:
     """Parse JSON. Unlike `json.loads` it refuses NaN and Infinity, which are not JSON, and more than `MAX_DEPTH` levels.
 
     Raises `MalformedMessage`.
@@ -100,13 +108,7 @@ def parse_json(
     if _is_deep(text):
         raise MalformedMessage(f"nested more than {MAX_DEPTH} levels deep")
     try:
-        value: JSON = json.loads(
-            text,
-            parse_constant=_refuse_constant,
-            parse_int=parse_int,
-            parse_float=parse_float,
-            object_pairs_hook=parse_pairs,
-        )
+        value: JSON = (decoder or _PLAIN).decode(text)
     except ValueError as error:
         raise MalformedMessage(str(error)) from None
     return value
@@ -176,7 +178,7 @@ def parse_object(text: str) -> dict[str, JSON]:
 
     Raises `MalformedMessage`.
     """
-    value = parse_json(text, parse_int=_integer)
+    value = parse_json(text, _OBJECTS)
     if not isinstance(value, dict):
         raise MalformedMessage(f"a JSON object is needed, this is {type(value).__name__}")
     return value
@@ -190,6 +192,10 @@ def _integer(digits: str) -> float:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
+
+
+_PLAIN = json_decoder()
+_OBJECTS = json_decoder(_integer)
 
 
 def _tool_call(call: JSON, index: int) -> ToolCall:

@@ -64,20 +64,19 @@ class RolloutActivity:
         """Mark the current task, and all that it starts, as part of the rollout."""
         _innermost.set(self._whole)
 
-    @contextmanager
-    def work(self) -> Iterator[None]:
-        """Mark the block as something under way."""
-        within = self._current()
-        work = Work(self, within)
+    def begin(self) -> Work:
+        """Mark what the current task does from now on as something under way, until `end`."""
+        work = Work(self, self._current())
         self._under_way.add(work)
         _innermost.set(work)
         self.changed()
-        try:
-            yield
-        finally:
-            _innermost.set(within)
-            self._under_way.discard(work)
-            self.changed()
+        return work
+
+    def end(self, work: Work) -> None:
+        """Mark the work of `begin` as ended. Called in the same task."""
+        _innermost.set(work.within)
+        self._under_way.discard(work)
+        self.changed()
 
     @contextmanager
     def waiting(self, future: asyncio.Future[Any]) -> Iterator[None]:

@@ -39,6 +39,9 @@ class Log:
     the same record. Readers see only published entries.
 
     Lives on one event loop. `publish` never awaits, so a reader that found no new entry and then waits cannot miss a wake-up.
+
+    Attributes:
+        is_over: whether the rollout's last entry is published.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
@@ -47,16 +50,12 @@ class Log:
         self._grown: asyncio.Event | None = None
         self._ended: asyncio.Event | None = None
         self._problem: RolloutError | None = None
+        self.is_over = self._has_ended()
 
     @property
     def last_sequence(self) -> int:
         """Sequence number of the newest published entry, 0 if there is none."""
         return self._published
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the rollout's last entry is published."""
-        return self._published > 0 and isinstance(self._entries[self._published - 1].record, Ended)
 
     @property
     def is_abandoned(self) -> bool:
@@ -88,12 +87,16 @@ class Log:
     def publish(self, last_sequence: int) -> None:
         """Publish the entries up to a sequence number, and wake the readers."""
         self._published = last_sequence
+        self.is_over = self._has_ended()
         self._wake()
 
     def abandon(self, problem: RolloutError) -> None:
         """Raise `problem` to all readers: the rollout is forgotten without an end."""
         self._problem = problem
         self._wake()
+
+    def _has_ended(self) -> bool:
+        return self._published > 0 and isinstance(self._entries[self._published - 1].record, Ended)
 
     def _wake(self) -> None:
         # Each wake-up uses up its event: readers that wait again create another one, so an old reader never sees a stale event.

@@ -122,7 +122,10 @@ class StartRequest:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedStart:
-    """A validated request whose spec has its defaults filled in. Capacity is checked later."""
+    """A validated request whose spec has its defaults filled in. Capacity is checked later.
+
+    `fingerprint` is empty if the request has no id: then no later request can repeat it.
+    """
 
     request: StartRequest
     agent: AgentProtocol

@@ -135,8 +135,9 @@ class RolloutQueue:
     def _resize(self, rollout: Rollout, size: int) -> None:
         more = size - self._sizes.get(rollout.uid, 0)
         self._sizes[rollout.uid] = size
-        self._use(rollout.caller).bytes += more
-        self.bytes += more
+        if more:
+            self._use(rollout.caller).bytes += more
+            self.bytes += more
 
     def _check_quota(self, use: _CallerUsage, count: int, size: int) -> None:
         quota, reason = self._quota, "CALLER_QUOTA"

@@ -348,7 +348,7 @@ class RolloutRegistry:
         agent = self.agent(request.spec.agent)
         check_resumable(request.spec, agent, durable=self.journal.is_durable, request_id=request.request_id)
         spec = settle(request.spec, agent.name, agent.limits, self.bounds)
-        return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec))
+        return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec) if request.request_id else "")
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raise `Draining`, or `Busy` if there is no room for all of these requests, which have the same caller."""
@@ -418,16 +418,17 @@ class RolloutRegistry:
         """See `RolloutOwner`."""
         if rollout.log.is_abandoned:
             return
-        if rollout.outcome is not None and rollout.spec.outcome is not None:
+        has_ended = rollout.outcome is not None
+        if has_ended and rollout.spec.outcome is not None:
             # Send it now and not when the driver returns: an agent that ignores its cancellation must not delay the outcome.
             self._outbox.send(rollout, rollout.spec.outcome)
         self._observer.recorded(rollout, entries)
         self.totals.count_turns(entries)
-        if rollout.outcome is not None:  # lists and totals show it as finished, although its agent may still run
+        if has_ended:  # lists and totals show it as finished, although its agent may still run
             self._index.mark_finished(rollout)
             self.totals.count_end(rollout)
-        if rollout.outcome is not None and not rollout.running:
-            self._keep(rollout)
+            if not rollout.running:
+                self._keep(rollout)
 
     def on_released(self, rollout: Rollout) -> None:
         """See `RolloutOwner`."""

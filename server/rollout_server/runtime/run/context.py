@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from threading import get_ident
@@ -15,6 +15,8 @@ from typing import Any, NoReturn, TypeVar, cast
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End
 from rollout_server.core.record import Input, Note, Record
+from rollout_server.runtime.activity import RolloutActivity
+from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
 from rollout_server.runtime.errors import AgentMistake, RolloutEnded
 from rollout_server.runtime.models import FurtherModels, ModelUsage
@@ -34,6 +36,28 @@ def issued(draft: Input) -> Input:
     """Return a command with the tool call that issues it."""
     caller = calling_tool.get()
     return cast("Input", replace(cast("Any", draft), by_tool=caller)) if caller and hasattr(draft, "by_tool") else draft
+
+
+class _Waiting:
+    """The context manager of `RunContext.waiting`: several times per turn, so it is not a generator, which takes longer."""
+
+    __slots__ = ("_activity", "_task", "_waiting", "_work")
+
+    def __init__(self, waiting: set[asyncio.Task[object]], activity: RolloutActivity) -> None:
+        self._waiting = waiting
+        self._activity = activity
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        self._task = None if task in self._waiting else task
+        if self._task is not None:
+            self._waiting.add(self._task)
+        self._work = self._activity.begin()
+
+    def __exit__(self, *_: object) -> None:
+        self._activity.end(self._work)
+        if self._task is not None:
+            self._waiting.discard(self._task)
 
 
 class RunContext:
@@ -255,7 +279,7 @@ class RunContext:
         work = ToolTask(name, (threads,))
         task = work.start(work.in_thread(function))
         try:
-            await asyncio.wait({task})
+            await first_done(task)
         except asyncio.CancelledError:
             work.cancel()
             self._abandoned.append(work)
@@ -272,23 +296,13 @@ class RunContext:
         self.ending.reach(end)
         raise RolloutEnded(end)
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Mark the current task as waiting, so that the driver cancels it at the end of the rollout.
 
         Without it, a task that an agent started besides `play` would outlive the rollout. The context manager is reentrant:
         only the outermost use unmarks the task.
         """
-        task = asyncio.current_task()
-        entered = task is not None and task not in self._waiting
-        if task is not None:
-            self._waiting.add(task)
-        try:
-            with self.rollout.activity.work():
-                yield
-        finally:
-            if task is not None and entered:
-                self._waiting.discard(task)
+        return _Waiting(self._waiting, self.rollout.activity)
 
     @property
     def under_way(self) -> Sequence[asyncio.Task[object]]:

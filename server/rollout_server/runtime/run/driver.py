@@ -23,6 +23,7 @@ from rollout_server.core.outcome import Category, End, Failure, FailureClass, Re
 from rollout_server.core.record import FIRST, Ended, ToolReturned, ToolStarted
 from rollout_server.core.spec import Dialect
 from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, has_finished
+from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.capture.continuation import earlier_stop, go_on, goes_on
 from rollout_server.runtime.capture.endpoint import CapturePorts
@@ -151,7 +152,7 @@ async def _list_tools(
         return None
     work = list_requested(context, toolsets, tool_resources.toolsets.limits)
     listing = _start(work, f"tools {rollout.uid}", tasks)
-    await _first_of(listing, rollout.ending.requested)
+    await first_done(listing, rollout.ending.requested)
     if not listing.done():
         return rollout.ending.requested.result()
     if not _has_failed(listing):
@@ -196,7 +197,7 @@ async def _run_to_end(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]]
         rollout.replay.proceed()
     if agent.overrides("setup"):
         end = await _run_part(rollout, "setup", agent.run_setup(run), tasks)
-    if end is None and (stop := earlier_stop(rollout)) is not None:
+    if end is None and rollout.is_restored and (stop := earlier_stop(rollout)) is not None:
         rollout.ending.reach(stop)
     end = end or await _run_part(rollout, "play", agent.perform(run.latest), tasks) or _replay_failure(rollout)
     if end is not None:
@@ -213,10 +214,10 @@ async def _run_part(
     """Run the agent's `setup` or `play`. Return the end of the rollout, or None if the method returned without one."""
     running = _start(work, f"{part} {rollout.uid}", tasks)
     ending = rollout.ending
-    await _first_of(running, ending.requested, ending.reached)
+    await first_done(running, ending.requested, ending.reached)
     if ending.reached.done():
         # The method may still compute what the reward needs, so it gets some time to return.
-        await _first_of(running, ending.requested, within=GRACE_SECONDS)
+        await first_done(running, ending.requested, within=GRACE_SECONDS)
         _log_other_errors(rollout, part, running)
         return ending.reached.result()
     if not running.done():
@@ -253,7 +254,7 @@ async def _run_reward(
     # From here on the run issues no more commands: a reward may read the rollout, but not sample.
     rollout.ending.reach(stop)
     judge = _start(rollout.agent.judge(run.latest), f"judge {rollout.uid}", tasks)
-    await _first_of(judge, rollout.ending.requested)
+    await first_done(judge, rollout.ending.requested)
     if rollout.ending.requested.done():
         return _early_end(rollout, "reward", judge), RewardResult()
     replay = rollout.replay
@@ -298,7 +299,7 @@ async def _run_cleanup(rollout: Rollout, run: Run, tasks: list[asyncio.Task[Any]
     agent = rollout.agent
     cleanup = _start(agent.run_cleanup(run.latest), f"cleanup {rollout.uid}", tasks)
     try:
-        await asyncio.wait({cleanup}, timeout=agent.cleanup_seconds)
+        await first_done(cleanup, within=agent.cleanup_seconds)
     finally:
         _cancel(run, tasks)
     if not cleanup.done():
@@ -337,10 +338,6 @@ async def contain(work: Coroutine[Any, Any, _T]) -> _T:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
         raise _Crashed(repr(error)) from error
-
-
-async def _first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:
-    await asyncio.wait(set(futures), timeout=within, return_when=asyncio.FIRST_COMPLETED)
 
 
 @contextmanager
@@ -424,14 +421,13 @@ def _failure(rollout: Rollout, what: str, failure_class: FailureClass) -> Failur
 
 async def await_cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Wait for the agent's cancelled tasks, but not for ever: a task that never ends would otherwise keep the rollout's slot."""
-    if not tasks:
-        return
-    done, pending = await asyncio.wait(tasks, timeout=GRACE_SECONDS)
-    for task in pending:
-        text = "%s ignores its cancellation and is abandoned%s"
-        _log.warning(text, task.get_name(), waits_at(task))
-    for task in done:
-        if not task.cancelled():
+    if not all(task.done() for task in tasks):
+        await asyncio.wait(tasks, timeout=GRACE_SECONDS)
+    for task in tasks:
+        if not task.done():
+            text = "%s ignores its cancellation and is abandoned%s"
+            _log.warning(text, task.get_name(), waits_at(task))
+        elif not task.cancelled():
             task.exception()  # mark it as retrieved: it was logged, or came after the end
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
+from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.aio.source_location import raised_at, waits_at, written_at
 from rollout_server.runtime.errors import ArgumentError, RolloutEnded, RolloutFailed, ToolError
 from rollout_server.runtime.ports import Content, Tool
@@ -184,17 +185,18 @@ class ToolExecutor:
         policy, label = tool.policy, label_of(tool)
         if isinstance(tool, RemoteTool) and self._toolsets is not None:
             await self._toolsets.open(tool.source)  # before the time limit of the call begins: it has one of its own
+        slots = await self._acquire_slots(tool)
+        if not policy.process or self._resources.processes is None:
+            # From here on the task owns the slots and releases them itself, also if it outlives this call.
+            work = ToolTask(label, slots, None, scope.context, scope.remote)
+            return await self._run_with_timeout(tool, policy, work, _attempts(tool, work, arguments))
         async with AsyncExitStack() as stack:
-            slots = await self._acquire_slots(tool)
-            worker = None
             try:
-                if policy.process and self._resources.processes is not None:
-                    worker = await stack.enter_async_context(self._resources.processes.open(tool.definition, policy))
+                worker = await stack.enter_async_context(self._resources.processes.open(tool.definition, policy))
             except BaseException:
                 for each in slots:
                     each.release()
                 raise
-            # From here on the task owns the slots and releases them itself, also if it outlives this call.
             work = ToolTask(label, slots, worker, scope.context, scope.remote)
             return await self._run_with_timeout(tool, policy, work, _attempts(tool, work, arguments))
 
@@ -237,7 +239,7 @@ class ToolExecutor:
         """Return the result. On timeout or cancellation, cancel the work and do not wait for it."""
         task = work.start(coroutine)
         try:
-            await asyncio.wait({task}, timeout=policy.timeout)
+            await first_done(task, within=policy.timeout)
         except asyncio.CancelledError:
             work.cancel()
             raise
