@@ -42,11 +42,15 @@ _BUSY_SECONDS: Final = 1.0
 _PRAGMAS: Final = (
     # A commit returns when its changes are on the disk; a power failure loses none of them.
     "synchronous = FULL",
-    # 16 MB of changes between two checkpoints, of which each costs two fsyncs of the whole database.
-    "wal_autocheckpoint = 4000",
+    # 16 MB of changes between two checkpoints, of which each costs two fsyncs of the whole database; 8 MB in a database of a
+    # server whose pages had 4 KB.
+    "wal_autocheckpoint = 2000",
     # A large transaction does not leave its log that large for good.
     "journal_size_limit = 67108864",
 )
+
+_PAGE_BYTES: Final = 8192
+"""Page size of a new database. With 4 KB, storing and deleting a prompt of 32,000 tokens takes a quarter more CPU."""
 
 _DAMAGED: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _PRIMARY: Final = 0xFF
@@ -153,6 +157,8 @@ class Database:
         new = self._files.begin_database()
         connection = _connect(new)
         try:
+            connection.exec_driver_sql(f"PRAGMA page_size = {_PAGE_BYTES}")
+            connection.rollback()
             with connection.begin():
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 create_tables(connection)

@@ -106,10 +106,14 @@ class CommitQueue(Generic[_T]):
             if self._planned is not None:
                 self._planned.cancel()
             self._at_once = True
-            # The other rollouts that are about to run in this pass of the loop get into the same commit.
-            self._planned = self._loop.call_soon(self._submit)
+            # What is about to run in this pass of the loop and in the next one gets into the same commit: other rollouts, and
+            # the first turn of one that was accepted now, whose task is only then started.
+            self._planned = self._loop.call_soon(self._submit_soon)
         elif self._planned is None:
             self._planned = self._loop.call_later(_LINGER_SECONDS, self._submit)
+
+    def _submit_soon(self) -> None:
+        self._planned = self._loop.call_soon(self._submit)
 
     def _submit(self) -> None:
         self._planned, self._at_once = None, False
