@@ -25,13 +25,13 @@ _GROUPED = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
 _PLAIN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
-@tool
+@tool(idempotent=True)
 async def add(a: Annotated[Number, "First number"], b: Annotated[Number, "Second number"]) -> Number:
     """Add two numbers"""
     return _finite(lambda: a + b)
 
 
-@tool
+@tool(idempotent=True)
 async def subtract(
     a: Annotated[Number, "First number"], b: Annotated[Number, "Second number to subtract from first"]
 ) -> Number:
@@ -39,13 +39,13 @@ async def subtract(
     return _finite(lambda: a - b)
 
 
-@tool
+@tool(idempotent=True)
 async def multiply(a: Annotated[Number, "First number"], b: Annotated[Number, "Second number"]) -> Number:
     """Multiply two numbers"""
     return _finite(lambda: a * b)
 
 
-@tool
+@tool(idempotent=True)
 async def divide(a: Annotated[Number, "Numerator"], b: Annotated[Number, "Denominator (cannot be zero)"]) -> Number:
     """Divide two numbers"""
     if b == 0:

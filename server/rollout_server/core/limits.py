@@ -43,6 +43,8 @@ class Limits:
 
     def lower(self, other: Limits) -> Limits:
         """Return the lower of the two bounds for each limit."""
+        if other == Limits():
+            return self
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return replace(
             self, **{name: b if a is None else a if b is None else min(a, b) for name, (a, b) in pairs.items()}

@@ -126,7 +126,7 @@ class Answered:
 
     def without_prefix(self, length: int) -> Answered:
         """Return the completion as it is logged: without the first `length` prompt tokens, which the segment contains."""
-        if self.token_ids is None or self.reported is None or self.shared:
+        if self.token_ids is None or self.reported is None or self.shared or not length:
             return self
         return replace(self, reported=self.reported[length:], shared=length)
 

@@ -70,6 +70,24 @@ async def test_records_of_one_commit_share_a_row(journal: SqliteJournal, directo
     assert rows(directory) == [(1, 1, 5), (1, 6, 7), (2, 1, 5)]
 
 
+async def test_the_acceptance_of_a_rollout_and_its_first_turn_share_a_commit(
+    journal: SqliteJournal, directory: Path
+) -> None:
+    async def first_turn() -> None:
+        journal.write(appended("a", 2, 2))
+        await journal.flush()
+
+    async def drive() -> None:
+        await asyncio.create_task(first_turn())
+
+    journal.write(accepted("a"))
+    journal.write(appended("a", 1, 1))
+    driver = asyncio.create_task(drive())
+    await journal.flush()
+    await driver
+    assert rows(directory) == [(1, 1, 2)]
+
+
 async def test_changes_are_committed_although_nobody_waits(journal: SqliteJournal, directory: Path) -> None:
     committed = asyncio.Event()
     journal.write(accepted("a"))
