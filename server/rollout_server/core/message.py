@@ -122,7 +122,7 @@ def utf8_length(text: str) -> int:
 def has_more_values(data: bytes, most: int) -> bool:
     """Return whether JSON text contains more than `most` values. Counts separators and builds no objects."""
     # The cheap count includes separators inside strings, so it is an upper bound. Only if it is too high are strings skipped.
-    return _separators(data) > most and _values(data, most) > most
+    return len(data) > most and _separators(data) > most and _values(data, most) > most
 
 
 def first_too_many(texts: Sequence[str], most: int = MAX_VALUES) -> int | None:

@@ -234,7 +234,7 @@ class Renderer:
         last, answered, fields = turn.last, turn.answered, self._fields(turn.messages)
         if last is None:
             self._text = turn.messages, self._render(fields, True)
-            return Rendered(Prediction(pack_tokens(), self.loaded.grow(Encoded(), self._text[1]).ids))
+            return Rendered(Prediction(pack_tokens(), self.loaded.open(self._text[1]).ids))
         short, due = None, True
         if self.loaded.probed.short_form and self._proof.usable:
             due = self._proof.due(fields, answered)
@@ -344,7 +344,8 @@ class Renderer:
         else:
             fields = tuple(parsed(message, index, form.arguments) for index, message in enumerate(messages))
         text = self.loaded.text(fields, self._framed(form))
-        return _RenderedPrompt(messages, fields, self.loaded.grow(before.encoded, text))
+        encoded = self.loaded.grow(before.encoded, text) if before.messages else self.loaded.open(text)
+        return _RenderedPrompt(messages, fields, encoded)
 
     def _fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
         """Return the messages parsed in the current form; messages of the previous turn are not parsed again."""

@@ -18,7 +18,7 @@ from rollout_server.core.ledger import Tokens, pack_tokens
 from rollout_server.core.message import JSON
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.tokens.chat_template import Options, Templated, Templates
-from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, composes
+from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, RecentOpenings, composes
 from rollout_server.edge.tokens.rendering_form import Fields
 from rollout_server.edge.tokens.template_probe import TOOL, TemplateTraits, probe
 from rollout_server.runtime.errors import PromptRefused
@@ -95,6 +95,7 @@ class LoadedTokenizer:
         self._switched: dict[str, LoadedTokenizer] = {}  # least recently used first
         self._switching = Lock()
         self._growing = self._make_growing(added)
+        self._openings = RecentOpenings()
 
     def switched(self, template_kwargs: Mapping[str, JSON]) -> LoadedTokenizer:
         """Return this tokenizer, probed with these template variables: they may change how completions are closed."""
@@ -142,6 +143,15 @@ class LoadedTokenizer:
             return before if before.text == text else Encoded(text, self.encode(text))
         with _surrogates_refused():
             return self._growing.grown(before, text)
+
+    def open(self, text: str) -> Encoded:
+        """Return the encoding of a first prompt. Rollouts of a group have the same one, and those of an agent begin alike.
+
+        Raises `PromptRefused` as `encode` does.
+        """
+        encoded = self.grow(self._openings.closest(text), text)
+        self._openings.add(encoded)
+        return encoded
 
     def decode(self, ids: Tokens) -> str:
         """Return the text of ids, for display."""

@@ -15,7 +15,12 @@ from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.rendering_form import RenderingForm
 from rollout_server.edge.tokens.resumed_turns import ResumedTurns
-from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_chat_completion
+from rollout_server.edge.trainer.chat_completion import (
+    ChatCompletion,
+    ReportedPrompts,
+    RequestWriter,
+    read_chat_completion,
+)
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache, likeliest_form, refuses_mask
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
@@ -49,6 +54,7 @@ class MaskedSampler:
         self._tools = tools
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id)
+        self._prompts = ReportedPrompts()
         self._renderer: Renderer | None = None
         self._form = trainers.forms.of(spec) or trainers.form
         self._requested = False
@@ -56,14 +62,16 @@ class MaskedSampler:
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Render, post and check one turn. Raises `RolloutFailed`."""
-        self._requested, turn = True, request.asked.turn
+        self._requested = True
         renderer = await self._open(request)
         rendered = await _predict(request, renderer)
         started = time.monotonic()
         fetched, mask_length = await self._fetch(request, renderer, rendered)
         elapsed = 1000 * (time.monotonic() - started)
         most = self._spec.limits.calls_read
-        completion = await read_chat_completion(fetched.response.body, turn, ids_needed=True, most_calls=most)
+        completion = await read_chat_completion(
+            fetched.response.body, request, self._prompts, ids_needed=True, most_calls=most
+        )
         predicted = rendered.predicted
         if completion.reported is not None:
             predicted = await renderer.learn(predicted, completion.reported)

@@ -12,7 +12,12 @@ from rollout_server.core.ledger import SegmentKind
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Spec
-from rollout_server.edge.trainer.chat_completion import ChatCompletion, RequestWriter, read_chat_completion
+from rollout_server.edge.trainer.chat_completion import (
+    ChatCompletion,
+    ReportedPrompts,
+    RequestWriter,
+    read_chat_completion,
+)
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.http_errors import response_failure
@@ -42,6 +47,7 @@ class PlainSampler:
         self._spec = spec
         self._url = f"{spec.completions.url}/v1/chat/completions"
         self._writer = RequestWriter(spec.rollout_id)
+        self._prompts = ReportedPrompts()
         self._unnamed = False
         self._requested = False
 
@@ -59,7 +65,9 @@ class PlainSampler:
         if fetched.response.status != 200:
             raise RolloutFailed(response_failure(fetched.response, turn, request.credentials.secrets()))
         most = self._spec.limits.calls_read
-        completion = await read_chat_completion(fetched.response.body, turn, ids_needed=False, most_calls=most)
+        completion = await read_chat_completion(
+            fetched.response.body, request, self._prompts, ids_needed=False, most_calls=most
+        )
         return completion_record(
             request, completion, fetched.attempts, elapsed, self._warnings(completion, fetched, request)
         )
