@@ -79,7 +79,8 @@ class Tokenizers:
 
     def _load(self, name: TokenizerName) -> LoadedTokenizer:
         files = read_tokenizer(name, self._settings)
-        loaded = LoadedTokenizer(name.name, files.tokenizer, self._renderers, files.ends)
+        trusted = name.name in self._settings.directories
+        loaded = LoadedTokenizer(name.name, files.tokenizer, self._renderers, files.ends, is_trusted=trusted)
         if loaded.probed.refusal:
             raise RolloutFailed(
                 Failure(Category.TOKENIZER, f"tokenizer {name.name!r} cannot be used: {loaded.probed.refusal}")
@@ -115,9 +116,9 @@ async def open_renderer(
         )
     loaded = await tokenizers.load(name)
     switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
+    new = partial(Renderer, loaded, [as_function(tool) for tool in tools], switches, form=form, date=date)
     # In a thread: template arguments that were not seen before make the constructor probe the template again.
-    new = partial(Renderer, form=form, date=date)
-    return await loaded.run(new, loaded, [as_function(tool) for tool in tools], switches)
+    return await loaded.run(new) if switches else new()
 
 
 async def later_system(tokenizers: Tokenizers, spec: Spec) -> LaterSystem:

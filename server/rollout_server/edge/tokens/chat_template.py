@@ -199,6 +199,9 @@ class _Direct:
             environment = self._compile(text).environment.overlay()
             remember(environment)
             known = self._compiled[text] = environment.from_string(text)
+            known.globals = dict(
+                known.globals
+            )  # Jinja copies them for each rendering, which a chain of mappings makes slow
         return known
 
 

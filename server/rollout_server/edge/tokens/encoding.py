@@ -24,6 +24,7 @@ Backend: TypeAlias = Any
 """A `tokenizers.Tokenizer`; the library has no type annotations."""
 
 
+_SHORT = 1000
 _OPENING_CHARACTERS = 8_000_000
 """Maximum number of characters of all first prompts that a tokenizer keeps."""
 
@@ -95,8 +96,12 @@ class GrowingEncoder:
 
     def _behind(self, kept: Encoded, text: str, start: int) -> Encoded:
         """Return `kept` extended by the encoding of `text[start:]`."""
-        # encode_batch, because only the batch call of the library releases the GIL.
-        (encoding,) = self._backend.encode_batch([text[start:]], add_special_tokens=False)
+        changed = text[start:]
+        # Only the batch call of the library releases the GIL; it hands the text to another thread, which a short one is not worth.
+        if len(changed) > _SHORT:
+            (encoding,) = self._backend.encode_batch([changed], add_special_tokens=False)
+        else:
+            encoding = self._backend.encode(changed, add_special_tokens=False)
         ids = pack_tokens(encoding.ids)
         starts, offsets = array("q", kept.starts), array("q", kept.offsets)
         for position, index in enumerate(ids):

@@ -15,10 +15,12 @@ rendered after a short history, while `ShortFormProof` finds both results equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from math import inf
+from time import thread_time
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import JSON, Message
@@ -48,6 +50,10 @@ _RESERVED = frozenset(
         *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
 )
+_QUICK = 0.001
+"""In seconds of CPU time."""
+_SHORT = 2000
+"""In characters of JSON. To encode them takes less than a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +154,7 @@ class Renderer:
         self._proof = ShortFormProof(self.loaded.literals or Literals())
         self._filler = new_mark()
         self._taught = False
+        self._seconds = inf
 
     def fork(self, *, earlier: bool = False) -> Renderer:
         """Return a renderer for a conversation that branches off here, or after an earlier turn.
@@ -168,14 +175,14 @@ class Renderer:
         Raises:
             RolloutFailed: VALIDATION for content that is not text, TOKENIZER if the template refuses the conversation.
         """
-        return await self.loaded.run(self._predict, TurnToRender(tuple(messages), last, last_messages))
+        return await self._run(self._predict, TurnToRender(tuple(messages), last, last_messages))
 
     async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
         """Render the truth of a turn without the count. With most templates the cost does not grow with the history.
 
         Raises `RolloutFailed` as `predict` does, and (TOKENIZER) if no turn boundary is found.
         """
-        return await self.loaded.run(self._append, TurnToRender(tuple(messages), last, last_messages))
+        return await self._run(self._append, TurnToRender(tuple(messages), last, last_messages))
 
     async def learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         """Compare the last predicted prompt with the one that the trainer reports.
@@ -205,6 +212,24 @@ class Renderer:
         """Use this form from now on, because the trainer was found to render and count this way."""
         self.form, self._taught = form, True
         self._forget()
+
+    async def _run(self, render: Callable[[TurnToRender], Rendered], turn: TurnToRender) -> Rendered:
+        """Render a turn on the event loop if it is short and the turn before it was quick, otherwise in a renderer thread.
+
+        A hand-over to a thread takes as long as the rendering of a short turn. Only templates that the operator has chosen render
+        on the event loop, because any other may take as long as it likes.
+        """
+        new = sum(len(message.text) for message in turn.messages[turn.answered :])
+        if self.loaded.is_trusted and self._seconds <= _QUICK and new <= _SHORT:
+            return self._timed(render, turn)
+        return await self.loaded.run(self._timed, render, turn)
+
+    def _timed(self, render: Callable[[TurnToRender], Rendered], turn: TurnToRender) -> Rendered:
+        started = thread_time()
+        try:
+            return render(turn)
+        finally:
+            self._seconds = thread_time() - started
 
     def _forget(self) -> None:
         self._seen, self._parsed, self._text = _RenderedPrompt(), ((), ()), ((), "")

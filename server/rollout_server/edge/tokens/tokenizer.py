@@ -71,12 +71,22 @@ class LoadedTokenizer:
     code may hold the tokenizer: it could enable truncation on it.
     """
 
-    def __init__(self, name: str, tokenizer: ChatTokenizer, executor: Executor, ends: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        tokenizer: ChatTokenizer,
+        executor: Executor,
+        ends: Sequence[int] = (),
+        *,
+        is_trusted: bool = False,
+    ) -> None:
         """Probe the template by rendering a few conversations.
 
-        `ends` are the stop ids of the model's generation config, in addition to the tokenizer's `eos_token`.
+        `ends` are the stop ids of the model's generation config, in addition to the tokenizer's `eos_token`. `is_trusted`: the
+        operator chose the tokenizer, so short renderings may run on the event loop.
         """
         self.name = name
+        self.is_trusted = is_trusted and tokenizer.is_fast
         self._tokenizer = tokenizer
         self._executor = executor
         # Rust tokenizers are thread-safe. Python tokenizers give no such guarantee, so a lock serializes them.
