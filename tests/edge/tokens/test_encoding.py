@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rollout_server.core.ledger import pack_tokens
-from rollout_server.edge.tokens.encoding import Encoded, GrowingEncoder, common_prefix, composes
+from rollout_server.edge.tokens import encoding
+from rollout_server.edge.tokens.encoding import Encoded, GrowingEncoder, RecentOpenings, common_prefix, composes
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
 from tests.support.tokenizers import FAMILIES
@@ -148,3 +149,13 @@ def test_what_did_not_change_is_not_encoded_again() -> None:
     assert list(encoder.grown(before, "a <x> b <x").ids) == [0, 4, 1, 2]
     assert encoder.grown(before, before.text) is before
     assert noting.texts == ["<x> b b", "<x>", "<x> a <x", "<x> b <x"]
+
+
+def test_recent_openings_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(encoding, "_OPENING_CHARACTERS", 10)
+    openings = RecentOpenings()
+    for text in ("aaaa", "bbbb", "aaaa", "cccc", "d" * 6):
+        openings.add(Encoded(text))
+    assert set(openings._known) == {"aaaa", "cccc"}
+    assert openings.closest("aaaa").text == "aaaa"
+    assert openings.closest("other").text == "cccc"

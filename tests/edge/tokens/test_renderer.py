@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from math import inf
 from typing import Any
 
 import pytest
@@ -436,6 +437,32 @@ async def test_the_event_loop_neither_renders_nor_encodes(plain) -> None:
         watched.threads.clear()
         await renderer.learn(Prediction(pack_tokens(), pack_tokens()), pack_tokens([1]))
         assert watched.threads == []  # a prompt with calls has shown everything that can be learned
+
+
+async def test_short_turns_of_a_trusted_template_render_on_the_event_loop(plain) -> None:
+    watched, here = Watched(plain("toy").tokenizer), threading.current_thread().name
+    with ThreadPoolExecutor(1, thread_name_prefix="renders") as executor:
+        loaded = LoadedTokenizer("toy", watched, executor, is_trusted=True)
+        renderer = Renderer(loaded, TOOLS, {})
+        for messages, last, asked, seconds, where in (
+            ([ASKED], None, 0, inf, "renders_0"),  # how long the template takes is not known yet
+            ([ASKED, CALLED, HEARD], answered(CALLED, [5]), 1, 0.0, here),
+            ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 1.0, "renders_0"),
+            ([ASKED, SAID, dict(MORE, content="word " * 500)], answered(SAID, [5]), 1, 0.0, "renders_0"),
+            ([ASKED, *[SAID, MORE] * 32], answered(SAID, [5]), 63, 0.0, "renders_0"),
+        ):
+            watched.threads.clear()
+            renderer._seconds = seconds
+            await renderer.predict(packed(*messages), last, asked)
+            assert set(watched.threads) == {where}
+
+
+async def test_a_first_prompt_is_encoded_once(ours, monkeypatch) -> None:
+    loaded, grown = ours("qwen2.5"), []
+    behind = loaded._growing._behind
+    monkeypatch.setattr(loaded._growing, "_behind", lambda *given: grown.append(given) or behind(*given))
+    first, second = [await Renderer(loaded, TOOLS, {}).predict(packed(MORE, ASKED), None, 0) for _ in range(2)]
+    assert (first, len(grown)) == (second, 1)
 
 
 async def test_what_was_saved_with_a_tokenizer_does_not_cut(ours, plain, executor, tmp_path) -> None:

@@ -52,6 +52,8 @@ _RESERVED = frozenset(
 )
 _QUICK = 0.001
 """In seconds of CPU time."""
+_FEW = 64
+"""In messages: a turn may render all of them, which the turn before it did not."""
 _SHORT = 2000
 """In characters of JSON. To encode them takes less than a millisecond."""
 
@@ -220,7 +222,7 @@ class Renderer:
         on the event loop, because any other may take as long as it likes.
         """
         new = sum(len(message.text) for message in turn.messages[turn.answered :])
-        if self.loaded.is_trusted and self._seconds <= _QUICK and new <= _SHORT:
+        if self.loaded.is_trusted and self._seconds <= _QUICK and new <= _SHORT and len(turn.messages) <= _FEW:
             return self._timed(render, turn)
         return await self.loaded.run(self._timed, render, turn)
 
