@@ -70,7 +70,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
         extra_json: further data as JSON text; empty over HTTP.
         policy_step: the version of the weights as a step, if it is one; None otherwise.
         runs: the policies that sampled it, if there are several.
-        prompt_text: size and digest of the JSON text of `reported`, see `KnownPrompt`.
+        prompt_text: size and digest of the JSON text of `reported`, see `EarlierPrompt`.
     """
 
     message: Message
@@ -140,14 +140,14 @@ class ReportedPrompts:
         self._size = 0
         self._digest = b""
 
-    def known(self, request: CompletionRequest) -> KnownPrompt | None:
+    def earlier(self, request: CompletionRequest) -> EarlierPrompt | None:
         """Return the prompt of the last completion; None if the ledger of the next request does not begin with it."""
         last, ledger = request.last, request.ledger
         if last is None or last.token_ids is None or last.turn != self._turn:
             return None
         if ledger.gap or ledger.tokens != self._count + len(last.token_ids):
             return None
-        return KnownPrompt(ledger.prefix()[: self._count], self._size, self._digest)
+        return EarlierPrompt(ledger.prefix()[: self._count], self._size, self._digest)
 
     def add(self, turn: int, completion: ChatCompletion) -> None:
         """Keep the digest of a prompt that was read."""
@@ -156,7 +156,7 @@ class ReportedPrompts:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownPrompt:
+class EarlierPrompt:
     """A prompt that was reported before: its ids, and size and SHA-256 digest of its JSON text without the closing bracket."""
 
     ids: Tokens
@@ -165,7 +165,7 @@ class KnownPrompt:
 
 
 def parse_chat_completion(
-    body: bytes, turn: int, *, ids_needed: bool, most_calls: int, known: KnownPrompt | None = None
+    body: bytes, turn: int, *, ids_needed: bool, most_calls: int, known: EarlierPrompt | None = None
 ) -> ChatCompletion:
     """Parse and check a completion. `known`: the prompt with which its prompt probably begins.
 
@@ -222,7 +222,7 @@ async def read_chat_completion(
     body: bytes, request: CompletionRequest, prompts: ReportedPrompts, *, ids_needed: bool, most_calls: int
 ) -> ChatCompletion:
     """Call `parse_chat_completion`; a body with much new text is parsed in a thread, so that the event loop is not blocked."""
-    known, turn = prompts.known(request), request.asked.turn
+    known, turn = prompts.earlier(request), request.asked.turn
     # To skip known ids takes a fifth of the time in which new ones are decoded.
     size = len(body) - (0 if known is None else known.size * 4 // 5)
     completion = await offload_response(
@@ -232,7 +232,7 @@ async def read_chat_completion(
     return completion
 
 
-def _read_prompt(text: bytes, known: KnownPrompt | None) -> tuple[Tokens | None, tuple[int, bytes]]:
+def _read_prompt(text: bytes, known: EarlierPrompt | None) -> tuple[Tokens | None, tuple[int, bytes]]:
     """Return the ids of a prompt, given as JSON text, and size and digest of the text. Raises `MalformedMessage`."""
     end = len(text.rstrip(b"] \n\r\t"))
     if known is not None and known.size <= end:

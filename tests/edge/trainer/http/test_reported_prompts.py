@@ -38,7 +38,7 @@ def test_any_prompt_after_any_other(first, second, before, now, extends) -> None
     second = first + second if extends else second
     prompts, request = after(first, json.dumps(first, separators=before))
     text = json.dumps(second, separators=now)
-    known = prompts.known(request)
+    known = prompts.earlier(request)
     assert known.ids == pack_tokens(first)
     assert read(text, known) == read(text)
     assert read(text).reported == pack_tokens(second)
@@ -46,12 +46,12 @@ def test_any_prompt_after_any_other(first, second, before, now, extends) -> None
 
 def test_the_last_known_id_goes_on() -> None:
     prompts, request = after([1, 2], "[1,2]")
-    assert read("[1,23,4]", prompts.known(request)).reported == pack_tokens([1, 23, 4])
+    assert read("[1,23,4]", prompts.earlier(request)).reported == pack_tokens([1, 23, 4])
 
 
 def test_only_new_ids_are_decoded() -> None:
     prompts, request = after([1, 2], "[1,2]")
-    known = prompts.known(request)
+    known = prompts.earlier(request)
     wrong = SimpleNamespace(ids=pack_tokens([8, 9]), size=known.size, digest=known.digest)
     assert read("[1,2,12,13,5]", wrong).reported == pack_tokens([8, 9, 12, 13, 5])
 
@@ -60,19 +60,19 @@ def test_only_new_ids_are_decoded() -> None:
 def test_a_wrong_new_id_is_named_by_its_index(new) -> None:
     prompts, request = after([1, 2], "[1,2]")
     with pytest.raises(RolloutFailed) as failed:
-        read(f"[1,2,{new}]", prompts.known(request))
+        read(f"[1,2,{new}]", prompts.earlier(request))
     assert "$.prompt_token_ids[2]" in failed.value.failure.message
 
 
 def test_another_turn_has_no_known_prompt() -> None:
     prompts, request = after([1, 2], "[1,2]")
     request.last.turn = 3
-    assert prompts.known(request) is None
+    assert prompts.earlier(request) is None
     request.last = None
-    assert prompts.known(request) is None
+    assert prompts.earlier(request) is None
 
 
 def test_a_ledger_that_went_on_without_the_reader_has_no_known_prompt() -> None:
     prompts, request = after([1, 2], "[1,2]")
     request.ledger.commit(Turn(2, ANSWER, reported=pack_tokens([1, 2, 12, 13, 7])))
-    assert prompts.known(request) is None
+    assert prompts.earlier(request) is None
