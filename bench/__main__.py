@@ -1,58 +1,69 @@
-"""`python -m bench`: measure the CPU cost of one turn, in a few minutes."""
+"""`python -m bench`: measure the CPU cost of one turn and of one rollout, for each API."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from bench import measure, report
-from bench.child import ChildFailed
-from bench.drive import WrongRollout
-from bench.loop import new_loop
-from bench.workload import FULL, QUICK
+from bench.judge import measure, report
+from bench.judge.result import Result
+from bench.judge.workload import FULL, QUICK, Api
+from bench.programs.child import ChildFailed
+from bench.programs.drive import WrongRollout
+from bench.programs.loop import new_loop
 
-_WIDTH = 120
+_WIDTH = 150
+_NAMES = {api.name.lower().replace("_", "-"): api for api in Api}
 
 
-def main(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Run one small workload, as a check of the benchmark.")
-    ] = False,
-    tokenizer: Annotated[
-        Path,
-        typer.Option(
-            help="Directory of a tokenizer with a chat template.",
-            exists=True,
-            file_okay=False,
-            show_default="the built-in toy tokenizer",
-        ),
-    ] = TOY_TOKENIZER,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this JSON file.")] = None,
-) -> None:
-    """Measure the server's CPU for one turn, beside a floor that runs the same conversation without token accounting.
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        "python -m bench",
+        description="Measure the server's CPU for one turn, beside floors that run the same conversation without token "
+        "accounting. Fails if a mask is refused or a rollout does not end as scripted, never because of a measured value.",
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="run small workloads, in half a minute")
+    add("--tokenizer", type=Path, default=TOY_TOKENIZER, help="directory of a tokenizer; default: the built-in toy one")
+    add("--workload", action="append", default=[], help="run only this workload, such as 10x1k/32; repeatable")
+    add("--api", action="append", default=[], choices=sorted(_NAMES), help="run only this API; repeatable")
+    add("--rounds", type=int, help="rounds of each workload")
+    add("--base", type=Path, help="another clone, whose server is measured beside this one")
+    add("--from", dest="source", type=Path, help="measure nothing; show the result in this JSON file")
+    add("--json", type=Path, help="write all results to this JSON file")
+    add("--markdown", type=Path, action="append", default=[], help="write the tables, between the markers if it exists")
+    add("--chart", type=Path, help="draw the chart into this SVG file")
+    return parser
 
-    Exits with 1 if a mask is refused or a rollout does not end as scripted, never because of a measured value.
-    """
-    console = Console(stderr=True)
-    if not sys.platform.startswith("linux"):
-        raise typer.Exit(_complain(console, "needs Linux: CPU and memory are read from /proc"))
+
+def main() -> int:
+    """Run the benchmark, or show an earlier result."""
+    options, console = _parser().parse_args(), Console(stderr=True)
     try:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            result = runner.run(measure.run(QUICK if quick else FULL, tokenizer, console.print))
-    except (ChildFailed, WrongRollout) as error:
-        raise typer.Exit(_complain(console, str(error))) from None
-    name = "toy" if tokenizer == TOY_TOKENIZER else tokenizer.resolve().name
-    report.show(result, name, Console(width=None if sys.stdout.isatty() else _WIDTH))
-    if json_file is not None:
-        json_file.write_bytes(report.as_json(result, name))
+        result = _measured(options, console) if options.source is None else report.read(options.source)
+    except (ChildFailed, WrongRollout, ValueError) as error:
+        return _complain(console, str(error))
+    report.show(result, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    report.write(result, options.json, options.markdown, options.chart)
     if result.counts.masks_refused or result.counts.histories_refused:
-        raise typer.Exit(_complain(console, "the trainer refused a mask or a history; see the faults above"))
+        return _complain(console, "the trainer refused a mask or a history; see the faults above")
+    return 0
+
+
+def _measured(options: Namespace, console: Console) -> Result:
+    if not sys.platform.startswith("linux"):
+        raise ValueError("needs Linux: CPU and memory are read from /proc")
+    plan = QUICK if options.quick else FULL
+    plan = plan.only(options.workload, [_NAMES[name] for name in options.api], options.rounds)
+    if not plan.workloads:
+        raise ValueError(f"no such workload; one of {', '.join(each.name for each in FULL.workloads)}")
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        return runner.run(measure.run(plan, options.tokenizer.resolve(), console.print, options.base))
 
 
 def _complain(console: Console, text: str) -> int:
@@ -61,6 +72,4 @@ def _complain(console: Console, text: str) -> int:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    sys.exit(main())

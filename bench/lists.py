@@ -23,7 +23,7 @@ from rollout_server.runtime.start_request import Caller
 from rollout_server.settings import Settings
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from bench.loop import new_loop
+from bench.programs.loop import new_loop
 
 ME = Caller("anonymous")
 _GROUP = 8

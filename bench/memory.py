@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bench.child import ChildFailed
+from bench.programs.child import ChildFailed
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 15.0

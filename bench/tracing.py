@@ -30,12 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from bench.child import Child, Cores, Program, on_cores, running
-from bench.conversation import Facts
-from bench.drive import Order, Player, grpc_player, play_many
-from bench.loop import new_loop
-from bench.measure import get, server_program, trainer_program
-from bench.workload import Entry, Plan, Workload
+from bench.judge.site import get, server_program, trainer_program
+from bench.judge.workload import Api, Plan, Target, Workload
+from bench.programs.child import Child, Cores, Program, on_cores, running
+from bench.programs.conversation import Facts
+from bench.programs.drive import Order, Player, grpc_player, play_many
+from bench.programs.loop import new_loop
 
 _WAYS = {
     "without an SDK": (),
@@ -52,7 +52,9 @@ def main(
     """Print the CPU of a turn at 1k context."""
     console = Console(stderr=True)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        costs = runner.run(_measure(Workload(10, 1000, 16, 16, rounds, None, (Entry.GRPC,)), base, console))
+        costs = runner.run(
+            _measure(Workload(10, 1000, 16, 16, Target(2.0, "x"), (Api.GRPC_HTTP,), rounds=rounds), base, console)
+        )
     table = Table("server", "least ms of CPU per turn", "more", "median of the rounds", box=None)
     without = costs["without an SDK"]
     for name, found in costs.items():
@@ -75,11 +77,12 @@ async def _measure(workload: Workload, base: Path | None, console: Console) -> d
                 program = _traced(program, signals, base if name == "the other clone" else None)
                 child = await stack.enter_async_context(running(program))
                 if order is None:
-                    first, trainer_of = program.url, trainer_program(plan, TOY_TOKENIZER, cores, program.url)
+                    first = program.url
+                    trainer_of, _ = trainer_program(plan, TOY_TOKENIZER, cores, first)
                     await stack.enter_async_context(running(trainer_of))
                     trainer = trainer_of.url
                     facts = await get(http, f"{trainer}/conversations/{workload.conversation}", Facts)
-                    order = Order(f"{trainer}/judged/{workload.conversation}", facts)
+                    order = Order(workload.conversation, f"{trainer}/judged/{workload.conversation}", facts)
                 channel = await stack.enter_async_context(_channel(port))
                 players[name] = child, grpc_player(channel, order)
                 await play_many(players[name][1], workload.concurrency, workload.concurrency)

@@ -19,12 +19,12 @@ import typer
 from rich.console import Console
 from rollout_server.app import tune_interpreter
 
-from bench.child import ChildFailed
 from bench.journal.recovery import Recovery, measure_recovery
 from bench.journal.report import Figures, markdown, missed
 from bench.journal.turns import CpuResult, DiskSync, LatencyResult, measure_cpu, measure_latency, sync_disk
 from bench.journal.workload import LONG_PROMPT, Workload
-from bench.loop import new_loop
+from bench.programs.child import ChildFailed
+from bench.programs.loop import new_loop
 
 _CPU = (
     Workload(1, 60),

@@ -25,9 +25,9 @@ from rollout_server.runtime.journal import Change, Journal, StoredGroup, StoredR
 from rollout_server.runtime.registry.rollout_index import Selection
 from rollout_server.runtime.start_request import Caller
 
-from bench.child import ChildFailed
 from bench.journal.workload import Site, Workload, check_end
-from bench.loop import new_loop
+from bench.programs.child import ChildFailed
+from bench.programs.loop import new_loop
 
 _AT_ONCE = 100
 _ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 from osmosis.rollout.v1 import rollout_service_pb2_grpc
 
-from bench.child import free_port
+from bench.programs.child import free_port
 from tests.durability.agents import AGENTS, DIRECTORY
 from tests.support.processes import environment
 from tests.support.server_client import CHANNEL_OPTIONS

@@ -17,7 +17,7 @@ from rollout_server.settings import Settings
 from rollout_server.testing.script import Fault, FaultKind, Script
 from rollout_server.testing.trainer import StrictTrainer
 
-from bench.child import free_port
+from bench.programs.child import free_port
 from tests.page.rollouts import HOSTILE, SHOWN, TOUR, Long, Tour, begin, events, finished, link, play, slow
 from tests.support.bodies import QUESTION, TOKENIZER
 from tests.system.conftest import Open, Service

@@ -25,7 +25,7 @@ from rollout_server.local_stack import LocalStack, LoopThread, ScriptedModel
 from rollout_server.runtime.run.lifecycle import AgentFailed
 from rollout_server.settings import Settings
 
-from bench.child import free_port
+from bench.programs.child import free_port
 from tests.support import mcp_faulty
 from tests.support.engine_model import EngineModel
 from tests.support.engines import VllmEngine

@@ -64,7 +64,7 @@ WARNINGS = frozenset(
 
 # A turn takes from milliseconds to many minutes, and a rollout up to a day.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 14400)
-_LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
 _Family = TypeVar("_Family", bound=MetricWrapperBase)
 
@@ -127,7 +127,7 @@ class Families:
             "rollout_loop_lag_seconds",
             "Delay with which the event loop woke a sleeping task.",
             registry=self.registry,
-            buckets=_LAG_SECONDS,
+            buckets=LAG_SECONDS,
         )
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)

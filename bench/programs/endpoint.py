@@ -5,17 +5,16 @@ Only the requests for completions are measured. Starts and ends of rollouts are 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 from urllib.parse import urljoin
 
 import aiohttp
 import msgspec
 
-from bench.drive import TOKENIZER, Order, Player, WrongRollout
+from bench.programs.drive import TOKENIZER, Order, Player, WrongRollout
 
 _AGENT = "own-loop"
 _LIMITS = {"generated_tokens": 1_000_000}
@@ -79,20 +78,20 @@ class EndpointRollouts:
     server: str
     order: Order
     tools: Sequence[Any]
-    names: count[int]
 
     @asynccontextmanager
     async def __call__(self, rollouts: int) -> AsyncIterator[Player]:
         """Start rollouts, yield a player that plays the next of them, then finish them all. Raises `WrongRollout`."""
-        accesses = [await self._start() for _ in range(rollouts)]
+        names = self.order.ids()
+        accesses = [await self._start(names) for _ in range(rollouts)]
         waiting = iter(accesses)
         yield lambda: _converse(self.http, next(waiting), self.order, self.tools)
         for access in accesses:
             await self._finish(access)
 
-    async def _start(self) -> Access:
+    async def _start(self, names: Iterator[str]) -> Access:
         body = {
-            "rollout_id": f"bench-endpoint-{next(self.names)}",
+            "rollout_id": next(names),
             "agent": _AGENT,
             "messages": self.order.facts.opening,
             "completions": {"url": self.order.trainer},

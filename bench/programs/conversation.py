@@ -32,13 +32,18 @@ class Turn:
 
     Args:
         body: the completion as an HTTP body.
-        prompt_tokens: length of the whole prompt.
+        prompt: token ids of the whole prompt; `completion`, `logprobs`: those of the completion.
+        reply: the completion as a message; `finish`: its finish reason.
         new_tokens: prompt tokens added since the previous completion, which is the length of the mask. 0 in the first turn.
         tail: the newest messages of the history: the previous completion and its tool result, or the opening messages.
     """
 
     body: bytes
-    prompt_tokens: int
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    logprobs: Sequence[float]
+    reply: Mapping[str, Any]
+    finish: str
     new_tokens: int
     tail: Sequence[Mapping[str, Any]]
 
@@ -74,7 +79,7 @@ def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: 
     turns, because a prompt would then not begin with the previous one.
     """
     bare = _render(renderer, tools, _script(turns, ""))
-    missing = context - fmean(turn.prompt_tokens for turn in bare.turns.values())
+    missing = context - fmean(bare.facts.prompt_tokens)
     return _render(renderer, tools, _script(turns, _padding(renderer, missing)))
 
 
@@ -124,26 +129,29 @@ def _render(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], script:
             raise ValueError("the chat template rewrites earlier turns; use another tokenizer for the benchmark")
         completion = renderer.completion_ids(history, tools, prompt, reply)
         new = len(prompt) - len(seen) if seen else 0
-        turns[len(history)] = Turn(_completion(reply, prompt, completion), len(prompt), new, tail)
+        turns[len(history)] = _turn(reply, prompt, completion, new, tail)
         seen = prompt + completion
         tail = [reply.message, *script.results[index : index + 1]]
         history += tail
-    lengths = [turn.prompt_tokens for turn in turns.values()]
+    lengths = [len(turn.prompt) for turn in turns.values()]
     return Conversation(Facts(script.opening, len(history), str(script.replies[-1].content), lengths), turns)
 
 
-def _completion(reply: ScriptedReply, prompt: list[int], ids: list[int]) -> bytes:
+def _turn(
+    reply: ScriptedReply, prompt: list[int], ids: list[int], new_tokens: int, tail: Sequence[Mapping[str, Any]]
+) -> Turn:
     sampled = random.Random(len(prompt))
-    choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish}
-    return msgspec.json.encode(
+    logprobs = [round(-sampled.expovariate(4), 7) for _ in ids]
+    body = msgspec.json.encode(
         {
             "id": "bench",
             "object": "chat.completion",
             "created": 0,
             "model": "default",
-            "choices": [choice],
+            "choices": [{"index": 0, "message": reply.message, "finish_reason": reply.finish}],
             "token_ids": ids,
-            "logprobs": [round(-sampled.expovariate(4), 7) for _ in ids],
+            "logprobs": logprobs,
             "prompt_token_ids": prompt,
         }
     )
+    return Turn(body, prompt, ids, logprobs, reply.message, reply.finish, new_tokens, tail)

@@ -6,6 +6,8 @@ avoid. So the floor is a reference value, not a lower bound.
 
 `POST /proxy/NAME/v1/chat/completions` is the floor of the model endpoint: a bare proxy that sends the body to the trainer's
 conversation NAME, and the response back, without reading either.
+
+`bench.programs.grpc_floor` is the floor of the gRPC APIs. `GET /metrics` has the floor's loop lag, as that of the server.
 """
 
 from __future__ import annotations
@@ -17,14 +19,19 @@ import aiohttp
 import msgspec
 import typer
 from aiohttp import web
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from rollout_server.edge.metrics.families import LAG_SECONDS
+from rollout_server.runtime.aio.loop_watchdog import LoopLag
 from yarl import URL
 
-from bench.loop import serve
+from bench.programs.grpc_floor import FloorHandler
+from bench.programs.loop import grpc_beside, serve
 
 _MASK = [0] * 32
 _JSON = {"content-type": "application/json"}
 _HTTP = web.AppKey("http", aiohttp.ClientSession)
 _TRAINER = web.AppKey("trainer", URL)
+_METRICS = web.AppKey("metrics", CollectorRegistry)
 _LARGEST_BODY = 64 * 1024 * 1024
 
 
@@ -82,14 +89,27 @@ async def _client(app: web.Application) -> AsyncIterator[None]:
         yield
 
 
-def main(port: int, trainer: str) -> None:
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(body=generate_latest(request.app[_METRICS]), content_type="text/plain")
+
+
+async def _lag(app: web.Application) -> AsyncIterator[None]:
+    name, help_text = "rollout_loop_lag_seconds", "Delay with which the event loop woke a sleeping task."
+    lag = LoopLag(Histogram(name, help_text, registry=app[_METRICS], buckets=LAG_SECONDS).observe)
+    lag.start()
+    yield
+    await lag.stop()
+
+
+def main(port: int, grpc_port: int, trainer: str) -> None:
     """Serve until SIGTERM. `trainer` is the trainer's URL, for the proxy."""
     app = web.Application(client_max_size=_LARGEST_BODY)
-    app[_TRAINER] = URL(trainer)
+    app[_TRAINER], app[_METRICS] = URL(trainer), CollectorRegistry()
     app.router.add_post("/rollout", rollout)
     app.router.add_post("/proxy/{name}/v1/chat/completions", proxy)
     app.router.add_get("/health", _health)
-    app.cleanup_ctx.append(_client)
+    app.router.add_get("/metrics", _metrics)
+    app.cleanup_ctx.extend([_client, _lag, grpc_beside(FloorHandler(), grpc_port)])
     serve(app, port)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
 
+import grpc
 from aiohttp import web
 
 
@@ -29,3 +31,17 @@ def serve(app: web.Application, port: int) -> None:
         shutdown_timeout=1.0,
         keepalive_timeout=3600.0,
     )
+
+
+def grpc_beside(handler: grpc.GenericRpcHandler, port: int) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Return a cleanup context that serves gRPC on 127.0.0.1 while an application runs."""
+
+    async def serving(_: web.Application) -> AsyncIterator[None]:
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        server.add_generic_rpc_handlers((handler,))
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+        yield
+        await server.stop(None)
+
+    return serving
