@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import msgspec
 
-from bench.judge.site import Running, Site, get
+from bench.judge.site import Running, Site, get, post
 from bench.judge.workload import Api, Floor, Workload
-from bench.programs.clients import Batch
+from bench.programs.clients import Batch, Ends
 from bench.programs.conversation import Facts
 from bench.programs.drive import Order, Player, WrongRollout, floor_player, grpc_player, http_player, play_many
 from bench.programs.endpoint import EndpointRollouts, ProxyRollouts
@@ -87,9 +86,9 @@ class Loads:
 
 
 async def _run_batch(http: aiohttp.ClientSession, trainer: str, batch: Batch) -> None:
-    async with http.post(f"{trainer}/rollouts", data=msgspec.json.encode(batch)) as response:
-        if response.status != 200:
-            raise WrongRollout((await response.text())[:2000])
+    ends = await post(http, f"{trainer}/rollouts", batch, Ends)
+    if ends.failed:
+        raise WrongRollout(f"{ends.failed} of {batch.rollouts} rollouts: {ends.first}")
 
 
 def _driven(play: Player) -> Load:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import grpc
@@ -23,7 +23,8 @@ _T = TypeVar("_T")
 _ROOT = Path(__file__).parents[2]
 _KEEPALIVE_SECONDS = 2.0
 """Shorter than the server's idle timeout, because a request on a connection that is being closed is lost."""
-_AGENTS = ("rollout_server.calculator:Calculator", str(_ROOT / "bench" / "programs" / "own_loop.py"))
+_AGENTS_FILE = _ROOT / "bench" / "programs" / "agents.py"
+_AGENTS = ("rollout_server.calculator:Calculator", f"{_AGENTS_FILE}:OwnLoop", f"{_AGENTS_FILE}:Verbose")
 _PREFIXES = ("ROLLOUT_", "OSMOSIS_", "TOKENIZER_")
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
 
@@ -40,18 +41,20 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """How to start programs: which tokenizer, on which cores, and for how many rollouts at once."""
+    """How to start programs: which tokenizer, on which cores, for how many rollouts at once, and with which settings."""
 
     plan: Plan
     tokenizer: Path
     cores: Cores
     base: Path | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     @asynccontextmanager
     async def server(self, journal: str, clone: Path | None = None) -> AsyncIterator[Running]:
         """Run a server in an empty directory, so that no `.env` changes its settings. `clone`: the source of another one."""
         with tempfile.TemporaryDirectory(prefix="bench-") as directory:
             program, grpc_port = server_program(self.plan, self.tokenizer, self.cores, Path(directory), journal)
+            program.environment.update(self.settings)
             if clone is not None:
                 paths = (str(clone / name) for name in ("server", "gateway", "generated"))
                 program.environment["PYTHONPATH"] = ":".join(paths)
@@ -145,8 +148,13 @@ async def get(http: aiohttp.ClientSession, url: str, kind: type[_T]) -> _T:
         return msgspec.json.decode(await response.read(), type=kind)
 
 
-async def post(http: aiohttp.ClientSession, url: str, body: object, kind: type[_T] | Any = Any) -> _T:
-    """Return the parsed body of a POST request. Raises aiohttp.ClientResponseError."""
+async def post(http: aiohttp.ClientSession, url: str, body: object, kind: type[_T]) -> _T:
+    """Return the parsed body of the response to a POST request."""
     async with http.post(url, data=msgspec.json.encode(body)) as response:
-        found: _T = msgspec.json.decode(await response.read(), type=kind)
-    return found
+        return msgspec.json.decode(await response.read(), type=kind)
+
+
+async def send(http: aiohttp.ClientSession, url: str, body: object = None) -> None:
+    """Send a POST request whose response has nothing to read."""
+    async with http.post(url, data=msgspec.json.encode(body)) as response:
+        response.raise_for_status()

@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from bench.judge.loads import Load, Loads
-from bench.judge.site import Bench, Running, Site, get, post
+from bench.judge.site import Bench, Running, Site, get, send
 from bench.judge.workload import ON_DISK, Api, Floor
 from bench.programs.drive import WrongRollout
 
@@ -38,7 +38,7 @@ async def _measure(site: Site, running: Running, load: Load, rollouts: int) -> f
     async with load(_WARM_UP, _WARM_UP) as play:
         await play()
     before = running.child.resident_bytes()
-    await post(site.http, f"{site.trainer.url}/hold", {})
+    await send(site.http, f"{site.trainer.url}/hold")
     async with load(rollouts, rollouts) as play:
         playing = asyncio.ensure_future(_awaited(play()))
         try:
@@ -49,7 +49,7 @@ async def _measure(site: Site, running: Running, load: Load, rollouts: int) -> f
                 await asyncio.sleep(_POLL_SECONDS)
             added = running.child.resident_bytes() - before
         finally:
-            await post(site.http, f"{site.trainer.url}/release", {})
+            await send(site.http, f"{site.trainer.url}/release")
         await playing
     return added / rollouts
 

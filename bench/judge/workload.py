@@ -67,6 +67,7 @@ class Workload:
         in_memory: APIs to measure without a journal on the disk, too.
         waiting: APIs whose memory of a waiting rollout is measured.
         rounds: number of measured rounds.
+        result_bytes: bytes that each tool result has in addition.
     """
 
     turns: int
@@ -78,11 +79,12 @@ class Workload:
     in_memory: tuple[Api, ...] = ()
     waiting: tuple[Api, ...] = ()
     rounds: int = 3
+    result_bytes: int = 0
 
     @property
     def conversation(self) -> str:
         """Name of the conversation at the trainer."""
-        return f"{self.turns}x{self.context}"
+        return f"{self.turns}x{self.context}" + (f"+{self.result_bytes}" if self.result_bytes else "")
 
     @property
     def name(self) -> str:

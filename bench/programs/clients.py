@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
+from itertools import count
 from typing import Any
 
 import aiohttp
@@ -22,9 +23,15 @@ _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """Rollouts to run: their API ("init" or "stream"), conversation and number, and how many at once.
+    """Rollouts that the trainer is to start.
 
-    `server` is the URL of the HTTP API, or the address of the gRPC one.
+    Args:
+        api: "sync", "init", "tokens" or "stream".
+        server: URL of the HTTP API, or address of the gRPC one.
+        conversation: its name.
+        rollouts: their number; `concurrency`: how many at once.
+        spread: seconds over which the first ones are started.
+        agent: name of the agent; empty: the server's default agent.
     """
 
     api: str
@@ -32,6 +39,33 @@ class Batch(msgspec.Struct, frozen=True):
     conversation: str
     rollouts: int
     concurrency: int
+    spread: float = 0.0
+    agent: str = ""
+
+
+class Ends(msgspec.Struct):
+    """How many rollouts of a batch did not end as scripted, and how the first of them ended."""
+
+    failed: int = 0
+    first: str = ""
+
+
+async def run_batch(play: Player, batch: Batch) -> Ends:
+    """Run the rollouts of a batch to their ends."""
+    ends, numbers = Ends(), count()
+
+    async def play_counted() -> None:
+        number = next(numbers)
+        if number < batch.concurrency:
+            await asyncio.sleep(batch.spread * number / batch.concurrency)
+        try:
+            await play()
+        except WrongRollout as wrong:
+            ends.failed += 1
+            ends.first = ends.first or str(wrong)
+
+    await play_many(play_counted, batch.rollouts, batch.concurrency)
+    return ends
 
 
 class Callbacks:
@@ -68,6 +102,7 @@ def init_player(http: aiohttp.ClientSession, server: str, order: Order, callback
         "completion_params": {"temperature": 1.0, "top_p": 1.0, "max_tokens": 512, "logprobs": True},
         "max_turns": order.turns,
         "max_tokens_total": 1_000_000,
+        "metadata": {"agent": order.agent} if order.agent else {},
     }
     rest, ids = msgspec.json.encode(body)[1:], order.ids()
 
@@ -98,8 +133,8 @@ class Stream:
         self._ends: dict[str, asyncio.Future[None]] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
-    async def run(self, server: str, rollouts: int, concurrency: int) -> None:
-        """Run rollouts, and return when their outcomes have arrived. Raises `WrongRollout`."""
+    async def run(self, batch: Batch) -> Ends:
+        """Run the rollouts of a batch, and return when their outcomes have arrived."""
         start, ids = start_request(self._order), self._order.ids()
 
         async def play() -> None:
@@ -108,12 +143,13 @@ class Stream:
             self._put(pb.TrainRequest(start=pb.TrainStart(rollout=start)))
             await ended
 
-        async with grpc.aio.insecure_channel(server, _OPTIONS) as channel:
+        async with grpc.aio.insecure_channel(batch.server, _OPTIONS) as channel:
             reading = asyncio.create_task(self._read(TrainerServiceStub(channel).Train(self._written())))
-            await play_many(play, rollouts, concurrency)
+            ends = await run_batch(play, batch)
             self._over = True
             self._changed.set()
             await reading
+        return ends
 
     def _put(self, item: pb.TrainRequest) -> None:
         self._sequence += 1
@@ -150,8 +186,13 @@ class Stream:
             task.add_done_callback(self._answering.discard)
         elif kind == "outcome":
             rollout = item.outcome.rollout
-            check_outcome(self._order, rollout.outcome)
-            self._ends.pop(rollout.spec.rollout_id).set_result(None)
+            ended = self._ends.pop(rollout.spec.rollout_id)
+            try:
+                check_outcome(self._order, rollout.outcome)
+            except WrongRollout as wrong:
+                ended.set_exception(wrong)
+            else:
+                ended.set_result(None)
         elif kind == "refused":
             raise WrongRollout(f"a start was refused: {item.refused.message}")
         if item.sequence:

@@ -95,7 +95,7 @@ class Completions:
 
     async def answer(self, request: pb.CompleteRequest, size: int) -> pb.CompleteResponse:
         """Return the completion of a request of `size` bytes. Raises WrongRequest."""
-        self._tally.receive(request.uid, size)
+        self._tally.receive(request.rollout_id, size)
         name, _, rest = request.rollout_id.partition("-")
         if name == "floor":
             mode, name, _ = rest.split("-", 2)
@@ -105,9 +105,8 @@ class Completions:
             turn = self._turns[name][request.turn - 1]
             self._check(request, turn)
             response = turn.in_tokens if request.HasField("new_tokens") else turn.in_messages
-        if turn.last:
-            await self._hold.passed()
-        self._tally.answer(request.uid, last=turn.last)
+        await self._hold.passed(last=turn.last)
+        self._tally.answer(request.rollout_id, last=turn.last)
         return response
 
     def _check(self, request: pb.CompleteRequest, turn: PreparedTurn) -> None:

@@ -16,6 +16,8 @@ import msgspec
 from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.script import ScriptedReply, tool_call
 
+from bench.programs.agents import lengthened
+
 _SYSTEM = "You are a calculator. Use the tools, one call at a time, and give the result at the end."
 _WORDS = (
     "account adds after again all amount and apples balance barn before between boxes brought by carried change clerk coins "
@@ -72,18 +74,25 @@ class _Script:
     results: list[dict[str, Any]]
 
 
-def prepare(renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: int, context: int) -> Conversation:
+def prepare(
+    renderer: PlainRenderer, tools: Sequence[Mapping[str, Any]], turns: int, context: int, result_bytes: int = 0
+) -> Conversation:
     """Prepare a conversation of `turns` completions whose prompts have `context` tokens on average.
+
+    With `result_bytes`, each tool result is that much longer (`bench.programs.agents.Verbose`), and the context is as long as that
+    makes it.
 
     If the conversation is that long without padding, it gets none. Raises ValueError if the chat template rewrites earlier
     turns, because a prompt would then not begin with the previous one.
     """
-    bare = _render(renderer, tools, _script(turns, ""))
+    bare = _render(renderer, tools, _script(turns, "", result_bytes))
+    if result_bytes:
+        return bare
     missing = context - fmean(bare.facts.prompt_tokens)
-    return _render(renderer, tools, _script(turns, _padding(renderer, missing)))
+    return _render(renderer, tools, _script(turns, _padding(renderer, missing), 0))
 
 
-def _script(turns: int, padding: str) -> _Script:
+def _script(turns: int, padding: str, result_bytes: int) -> _Script:
     numbers = [7 * step + 5 for step in range(1, turns + 1)]
     question = f"{padding}What is the sum of {', '.join(map(str, numbers))}?"
     opening = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": question}]
@@ -95,7 +104,7 @@ def _script(turns: int, padding: str) -> _Script:
             ScriptedReply(content=f"Adding {number} to {total}.", tool_calls=(call,), finish_reason="tool_calls")
         )
         total += number
-        results.append({"role": "tool", "content": str(total), "tool_call_id": call["id"]})
+        results.append({"role": "tool", "content": lengthened(str(total), result_bytes), "tool_call_id": call["id"]})
     replies.append(ScriptedReply(content=f"The sum of all numbers is {total}.\n#### {total}"))
     return _Script(opening, replies, results)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -51,16 +51,24 @@ class Order:
         name: what rollout ids begin with; a gRPC trainer finds the conversation by it.
         trainer: URL of the trainer.
         facts: beginning and end of the conversation.
+        agent: name of the agent; empty: the server's default agent.
+        started: called with the id of each rollout before it is started.
     """
 
     name: str
     trainer: str
     facts: Facts
+    agent: str = ""
+    started: Callable[[str], None] | None = None
 
     def ids(self) -> Iterator[str]:
         """Yield rollout ids that no other process and no other call yields."""
         prefix = f"{self.name}-{secrets.token_hex(4)}"
-        return (f"{prefix}-{number}" for number in count(1))
+        for number in count(1):
+            rollout_id = f"{prefix}-{number}"
+            if self.started is not None:
+                self.started(rollout_id)
+            yield rollout_id
 
     @property
     def turns(self) -> int:
@@ -110,6 +118,7 @@ def http_player(http: aiohttp.ClientSession, server: str, order: Order) -> Playe
         "tokenizer_name": TOKENIZER,
         "max_turns": order.turns,
         "max_tokens_total": _MAX_TOKENS_TOTAL,
+        "metadata": {"agent": order.agent} if order.agent else {},
     }
     rest, ids = msgspec.json.encode(body)[1:], order.ids()
 
@@ -183,6 +192,7 @@ def start_request(order: Order, *, in_tokens: bool = True) -> rollout_service_pb
     """Return the start of a rollout, without its ids. An order without a URL is for a trainer's stream."""
     texts = [msgspec.json.encode(message).decode() for message in order.facts.opening]
     spec = spec_pb2.RolloutSpec(
+        agent=order.agent,
         messages=[message_pb2.Message(json=text) for text in texts],
         tokenizer=spec_pb2.Tokenizer(name=TOKENIZER),
         sampling=spec_pb2.Sampling(temperature=1.0, top_p=1.0, max_tokens=512, logprobs=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from math import ceil
 
 import msgspec
 
@@ -29,7 +30,8 @@ class Traffic(msgspec.Struct, frozen=True):
     Args:
         requests: their number.
         sent: size of their bodies in bytes.
-        gap_p50, gap_p99: percentiles of the milliseconds from a response to the next request of the same rollout.
+        gap_p50, gap_p99: percentiles of the milliseconds from a response to the next request of the same rollout, or from a
+            start that the trainer requested to the first one.
     """
 
     requests: int
@@ -56,6 +58,10 @@ class Tally:
         if answered is not None:
             self._gaps.append(time.perf_counter() - answered)
 
+    def start(self, rollout: str) -> None:
+        """Record the start of a rollout: its first request is due now."""
+        self._answered_at[rollout] = time.perf_counter()
+
     def answer(self, rollout: str, *, last: bool) -> None:
         """Record a response. No request follows the last one of a rollout."""
         self.counts.answered += 1
@@ -80,4 +86,4 @@ class Tally:
 
 def percentile_ms(ordered: list[float], share: float) -> float:
     """Return a percentile of ascending seconds in milliseconds; 0 if there are none."""
-    return 1000 * ordered[int(share * (len(ordered) - 1))] if ordered else 0.0
+    return 1000 * ordered[ceil(share * len(ordered)) - 1] if ordered else 0.0

@@ -4,7 +4,8 @@
 `/unjudged/` any mask is accepted, for the floor, which has no tokens, and under `/plain/` none, as in the asynchronous HTTP API,
 whose outcomes arrive there, too. `bench.programs.completions` serves gRPC.
 
-`POST /rollouts` starts a `Batch` of rollouts and responds when they have ended. `POST /hold` keeps the last completion of each
+`POST /rollouts` starts a `Batch` of rollouts and responds when they have ended. `POST /pace` sets the seconds that each completion
+takes. `POST /hold` keeps the last completion of each
 rollout back until `POST /release`; `GET /waiting` returns how many are held. `GET /conversations/NAME` returns beginning and end of
 a conversation, `GET /counts` the counts so far, and `POST /traffic` the `Traffic` since the last call.
 """
@@ -17,16 +18,17 @@ from typing import Annotated, Any
 from urllib.request import urlopen
 
 import aiohttp
+import grpc
 import msgspec
 import typer
 from aiohttp import web
 from rollout_server.testing.checks.judge import first_mask_fault, mask_fault
 from rollout_server.testing.checks.renderer import PlainRenderer
 
-from bench.programs.clients import Batch, Callbacks, Stream, init_player
+from bench.programs.clients import Batch, Callbacks, Stream, init_player, run_batch
 from bench.programs.completions import CompletionHandler, Completions
 from bench.programs.conversation import Conversation, Turn, prepare
-from bench.programs.drive import Order, WrongRollout, play_many
+from bench.programs.drive import Order, grpc_player, http_player
 from bench.programs.hold import Hold
 from bench.programs.loop import grpc_beside, serve
 from bench.programs.tally import Tally
@@ -34,6 +36,8 @@ from bench.programs.tally import Tally
 _LARGEST_BODY = 64 * 1024 * 1024
 _KEEPALIVE_SECONDS = 2.0
 """Shorter than the server's idle timeout, because a request on a connection that is being closed is lost."""
+_TIMEOUT = aiohttp.ClientTimeout(total=1800)
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.enable_http_proxy", 0)]
 JUDGED, UNJUDGED, PLAIN = "judged", "unjudged", "plain"
 
 
@@ -68,6 +72,7 @@ class Trainer:
         app.router.add_post("/{rule}/{name}/v1/chat/completions", self._answer)
         app.router.add_post("/{rule}/{name}/v1/rollout/completed", self._receive)
         app.router.add_post("/rollouts", self._play)
+        app.router.add_post("/pace", self._pace)
         app.router.add_post("/hold", self._close)
         app.router.add_post("/release", self._release)
         app.router.add_get("/waiting", self._waiting)
@@ -93,8 +98,7 @@ class Trainer:
                 return self._refuse(fault, mask=True)
             self._tally.counts.masks_accepted += 1
         last = len(request.messages) + 1 == conversation.facts.messages
-        if last:
-            await self._hold.passed()
+        await self._hold.passed(last=last)
         self._tally.answer(request.rollout_id, last=last)
         return web.Response(body=turn.body, content_type="application/json")
 
@@ -108,19 +112,29 @@ class Trainer:
 
     async def _play(self, http: web.Request) -> web.Response:
         batch = msgspec.json.decode(await http.read(), type=Batch)
-        name, facts = batch.conversation, self._conversations[batch.conversation].facts
-        try:
-            if batch.api == "stream":
-                stream = Stream(Order(name, "", facts), self._completions, 2 * batch.concurrency)
-                await stream.run(batch.server, batch.rollouts, batch.concurrency)
+        if batch.api == "stream":
+            stream = Stream(self._order(batch, ""), self._completions, 2 * batch.concurrency)
+            return _json(await stream.run(batch))
+        if batch.api == "tokens":
+            order = self._order(batch, f"grpc://127.0.0.1:{self._grpc_port}")
+            async with grpc.aio.insecure_channel(batch.server, _OPTIONS) as channel:
+                return _json(await run_batch(grpc_player(channel, order), batch))
+        rule = JUDGED if batch.api == "sync" else PLAIN
+        order = self._order(batch, f"http://127.0.0.1:{self._port}/{rule}/{batch.conversation}")
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
+        async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
+            if batch.api == "sync":
+                play = http_player(session, batch.server, order)
             else:
-                connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS)
-                async with aiohttp.ClientSession(connector=connector) as session:
-                    order = Order(name, f"http://127.0.0.1:{self._port}/{PLAIN}/{name}", facts)
-                    play = init_player(session, batch.server, order, self._callbacks)
-                    await play_many(play, batch.rollouts, batch.concurrency)
-        except WrongRollout as wrong:
-            return _json({"detail": str(wrong)}, 500)
+                play = init_player(session, batch.server, order, self._callbacks)
+            return _json(await run_batch(play, batch))
+
+    def _order(self, batch: Batch, url: str) -> Order:
+        facts = self._conversations[batch.conversation].facts
+        return Order(batch.conversation, url, facts, batch.agent, self._tally.start)
+
+    async def _pace(self, http: web.Request) -> web.Response:
+        self._hold.seconds = msgspec.json.decode(await http.read(), type=float)
         return _json({})
 
     async def _close(self, _: web.Request) -> web.Response:
@@ -169,15 +183,19 @@ def main(
     port: int,
     tokenizer: Annotated[Path, typer.Option(help="Directory of a tokenizer with a chat template.")],
     tools_from: Annotated[str, typer.Option(help="Base URL of the gateway whose tools are rendered into the prompts.")],
-    conversation: Annotated[list[str], typer.Option(help="TURNSxCONTEXT, such as 10x1000; repeatable.")],
+    conversation: Annotated[
+        list[str],
+        typer.Option(help="TURNSxCONTEXT, such as 10x1000, or with bytes of results: 3x1000+500; repeatable."),
+    ],
     grpc_port: Annotated[int | None, typer.Option(help="Port of CompletionService.")] = None,
 ) -> None:
     """Prepare the conversations, then serve them until SIGTERM."""
     renderer, tools = PlainRenderer.load(tokenizer), _tools(tools_from)
     prepared = {}
     for name in conversation:
-        turns, _, context = name.partition("x")
-        prepared[name] = prepare(renderer, tools, int(turns), int(context))
+        turns, _, rest = name.partition("x")
+        context, _, result_bytes = rest.partition("+")
+        prepared[name] = prepare(renderer, tools, int(turns), int(context), int(result_bytes or 0))
     serve(Trainer(prepared, port, grpc_port).app(), port)
 
 
