@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-quick bench-publish bench-tokens bench-journal bench-tracing bench-lists test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-quick bench-publish bench-crowd bench-tokens bench-journal bench-tracing bench-lists test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -96,12 +96,16 @@ test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready 
 bench: setup ## Measure CPU, latency and memory for each API, beside bare loops (DIR=: tokenizer directory)
 	$(BIN)/python -m bench $(if $(DIR),--tokenizer $(DIR))
 
-bench-quick: setup ## The same with two small workloads, in half a minute
-	$(BIN)/python -m bench --quick
+bench-quick: setup ## The same with two small workloads, in half a minute; fails if a ratio has doubled
+	$(BIN)/python -m bench --quick --check bench/ratios.json
 
 bench-publish: setup ## Run `make bench`, and replace the tables and the chart of the README and of bench/README.md
 	$(BIN)/python -m bench $(if $(DIR),--tokenizer $(DIR)) --json bench/results.json \
 		--markdown README.md --markdown bench/README.md --chart docs/images/cost.svg
+	$(BIN)/python -m bench --quick --record bench/ratios.json
+
+bench-crowd: setup ## Measure thousands of rollouts at once, and extreme single ones (DIR=: tokenizer directory)
+	$(BIN)/python -m bench.crowd $(if $(DIR),--tokenizer $(DIR))
 
 bench-tokens: setup ## Measure CPU per turn for tokens as the history grows (DIRS="...": tokenizer directories)
 	$(BIN)/python -m bench.tokens $(DIRS)

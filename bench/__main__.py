@@ -7,10 +7,11 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from bench.judge import measure, report
+from bench.judge import measure, ratios, report
 from bench.judge.result import Result
 from bench.judge.workload import FULL, QUICK, Api
 from bench.programs.child import ChildFailed
@@ -37,6 +38,8 @@ def _parser() -> ArgumentParser:
     add("--from", dest="source", type=Path, help="measure nothing; show the result in this JSON file")
     add("--json", type=Path, help="write all results to this JSON file")
     add("--markdown", type=Path, action="append", default=[], help="write the tables, between the markers if it exists")
+    add("--record", type=Path, help="write the ratios to the floor to this JSON file")
+    add("--check", type=Path, help="fail if a ratio is, twice in a row, more than double the one in this JSON file")
     add("--chart", type=Path, help="draw the chart into this SVG file")
     return parser
 
@@ -50,9 +53,24 @@ def main() -> int:
         return _complain(console, str(error))
     report.show(result, Console(width=None if sys.stdout.isatty() else _WIDTH))
     report.write(result, options.json, options.markdown, options.chart)
+    if options.record is not None:
+        ratios.record(result, options.record)
     if result.counts.masks_refused or result.counts.histories_refused:
         return _complain(console, "the trainer refused a mask or a history; see the faults above")
-    return 0
+    return _check(result, options, console) if options.check is not None else 0
+
+
+def _check(result: Result, options: Namespace, console: Console) -> int:
+    """Compare with the recorded ratios. Rows that are off are measured again, because the machine may have been busy."""
+    if again := [row for row, _ in ratios.off(result, options.check)]:
+        options.workload = [row.workload for row in again]
+        options.api = [name for name, api in _NAMES.items() if api in {row.api for row in again}]
+        names = {(row.workload, row.api) for row in again}
+        again = [row for row in _measured(options, console).rows if (row.workload, row.api) in names]
+    found = [text for _, text in ratios.off(msgspec.structs.replace(result, rows=again), options.check)]
+    for text in found:
+        _complain(console, text)
+    return int(bool(found))
 
 
 def _measured(options: Namespace, console: Console) -> Result:

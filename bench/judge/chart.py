@@ -24,7 +24,7 @@ text { fill: #d1d5db } .grid { stroke: #374151 } .floor { stroke: #f9fafb } .bac
 
 def svg(result: Result) -> str:
     """Return the chart: a bar per workload and API on a logarithmic axis, the floor as a line at 1, and the targets."""
-    rows = [row for row in result.rows if row.journal == ON_DISK and row.api in set(_APIS)]
+    rows = [row for row in result.rows if row.journal == ON_DISK and row.api in set(_APIS) and row.target is not None]
     groups = {row.title: [each for each in rows if each.title == row.title] for row in rows}
     doublings = max(1, ceil(log2(max((row.ratio for row in rows), default=2.0))))
     height = _TOP + sum(len(group) * _BAR + _GAP for group in groups.values()) + 46

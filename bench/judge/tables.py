@@ -11,6 +11,8 @@ from bench.judge.workload import IN_MEMORY, ON_DISK, Api
 _QUIET = 0.15
 """Up to this share of other load, a program counts as alone on its core. The kernel's network processing is part of it."""
 _MEGABYTE = 1024 * 1024
+_GROWTH = (("2x1k/32", "10x1k/32"), ("2x32k/16", "10x32k/16"))
+"""Workloads of two and of ten turns with short and with long prompts."""
 _IN_SUMMARY = (Api.SYNC, Api.INIT, Api.TOKENS)
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
@@ -85,21 +87,28 @@ def checks(result: Result) -> Iterator[Check]:
         added = over_http.server.rollout_ms - over_grpc.server.rollout_ms
         yield Check("HTTP adds to the CPU of a rollout", added, GATEWAY_TARGET, "ms")
     for api in (Api.TOKENS, Api.SYNC):
-        short, long = by_place.get(("10x1k/32", api)), by_place.get(("10x32k/16", api))
-        if short and long:
-            grown = long.server.cpu_ms / short.server.cpu_ms
-            most = GROWTH_TARGET if api is Api.TOKENS else long.floor.cpu_ms / short.floor.cpu_ms
-            yield Check(f"CPU of a turn over {api} at 32k, compared with 1k", grown, most, "x")
+        rows = [[by_place.get((name, api)) for name in names] for names in _GROWTH]
+        short, long = ([row for row in pair if row is not None] for pair in rows)
+        if len(short) == len(long) == 2:
+            grown = _later_ms([row.server for row in long]) / _later_ms([row.server for row in short])
+            floor = _later_ms([row.floor for row in long]) / _later_ms([row.floor for row in short])
+            most = GROWTH_TARGET if api is Api.TOKENS else floor
+            yield Check(f"CPU of a later turn over {api} at 32k, compared with 1k", grown, most, "x")
+
+
+def _later_ms(costs: Sequence[Cost]) -> float:
+    """Return what the turns after the first two cost, given rollouts of two and of ten turns."""
+    few, many = costs
+    return many.rollout_ms - few.rollout_ms
 
 
 def notes(result: Result) -> Iterator[str]:
     """Yield what a reader of the tables must know: checks, circumstances, faults and the machine."""
     for check in checks(result):
         yield f"{check.name}: {check.value:.2f} {check.unit}, target {check.most:.2f} {check.unit}: {_met(check.met)}"
-    journals = [row for row in result.rows if row.journal == IN_MEMORY]
-    for row in journals:
+    for row in result.rows:
         beside = result.row(row.workload, row.api, ON_DISK)
-        if beside is not None:
+        if beside is not None and row.journal == IN_MEMORY:
             added = beside.server.cpu_ms - row.server.cpu_ms
             yield f"journal on the disk, {row.title}, {row.api}: {added:+.2f} ms of CPU per turn"
     if result.starts:
@@ -124,7 +133,7 @@ def _circumstances(result: Result) -> Iterator[str]:
     yield "gap: from the trainer's response to the server's next request of the same rollout; each figure is server / floor"
     costs = [cost for row in result.rows for cost in (row.server, row.floor)]
     if any(cost.held_up for cost in costs):
-        yield "* limited by trainer and driver, which were busy nearly all the time"
+        yield "a rate with * was limited by trainer and driver, which were busy nearly all the time"
     others = max((cost.others_share for cost in costs), default=0.0)
     if others > _QUIET:
         yield f"BUSY MACHINE: other processes used up to {others:.0%} of that core; turns/s are too low and CPU is too high"

@@ -62,7 +62,7 @@ class Workload:
         context: average length of a prompt over the turns, in tokens.
         concurrency: rollouts that run at the same time.
         rollouts: rollouts per round on the server; the floor runs `FLOOR_FACTOR` times as many.
-        target: of the APIs with the HTTP floor.
+        target: of the APIs with the HTTP floor; None: without targets.
         apis: APIs to measure.
         in_memory: APIs to measure without a journal on the disk, too.
         waiting: APIs whose memory of a waiting rollout is measured.
@@ -74,7 +74,7 @@ class Workload:
     context: int
     concurrency: int
     rollouts: int
-    target: Target
+    target: Target | None
     apis: tuple[Api, ...] = (Api.SYNC, Api.INIT, Api.TOKENS)
     in_memory: tuple[Api, ...] = ()
     waiting: tuple[Api, ...] = ()
@@ -93,7 +93,7 @@ class Workload:
 
     def target_of(self, api: Api) -> Target | None:
         """Return the target of an API; None if it has none."""
-        if api is Api.ENDPOINT:
+        if api is Api.ENDPOINT or self.target is None:
             return None
         return self.target if FLOORS[api] is Floor.HTTP or self.target.unit == "ms" else Target(_OF_GRPC, "x")
 
@@ -150,6 +150,9 @@ FULL = Plan(
         Workload(10, 1000, 32, 64, _TWICE, apis=_EVERY, in_memory=_USUAL, waiting=_MOST),
         Workload(10, 8000, 16, 32, _TWICE, waiting=(Api.SYNC, Api.TOKENS)),
         Workload(10, 32000, 16, 32, _ONCE, waiting=(Api.SYNC, Api.TOKENS)),
+        # For the cost of a turn after the first two: the difference to the rollouts of ten turns.
+        Workload(2, 1000, 32, 128, None, apis=(Api.SYNC, Api.TOKENS)),
+        Workload(2, 32000, 16, 32, None, apis=(Api.SYNC, Api.TOKENS)),
         Workload(10, 1000, 256, 256, _TWICE),
         Workload(50, 4000, 16, 16, _TWICE),
         # Short rollouts, for what a rollout costs once.
@@ -160,7 +163,7 @@ FULL = Plan(
 QUICK = Plan(
     (
         Workload(10, 1000, 32, 32, _TWICE, apis=(Api.SYNC, Api.TOKENS), rounds=2),
-        Workload(1, 500, 32, 64, _SHORT, apis=(*_EVERY, Api.GRPC_HTTP), rounds=2),
+        Workload(1, 500, 32, 64, _SHORT, apis=(*_EVERY, Api.GRPC_HTTP)),
     ),
-    starts=1,
+    starts=0,
 )

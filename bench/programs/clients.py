@@ -32,6 +32,7 @@ class Batch(msgspec.Struct, frozen=True):
         rollouts: their number; `concurrency`: how many at once.
         spread: seconds over which the first ones are started.
         agent: name of the agent; empty: the server's default agent.
+        timed: whether the time from a start to the first request of its rollout counts as a gap.
     """
 
     api: str
@@ -41,6 +42,7 @@ class Batch(msgspec.Struct, frozen=True):
     concurrency: int
     spread: float = 0.0
     agent: str = ""
+    timed: bool = False
 
 
 class Ends(msgspec.Struct):

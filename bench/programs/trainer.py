@@ -131,7 +131,7 @@ class Trainer:
 
     def _order(self, batch: Batch, url: str) -> Order:
         facts = self._conversations[batch.conversation].facts
-        return Order(batch.conversation, url, facts, batch.agent, self._tally.start)
+        return Order(batch.conversation, url, facts, batch.agent, self._tally.start if batch.timed else None)
 
     async def _pace(self, http: web.Request) -> web.Response:
         self._hold.seconds = msgspec.json.decode(await http.read(), type=float)
