@@ -125,6 +125,8 @@ async def run(cases: Sequence[Case], tokenizer: Path, journal: str, console: Con
                 console.print(f"{case}: {api}")
                 async with bench.server(journal) as server, bench.trainer(server.url) as trainer:
                     found.append(await _measure(case, api, server, trainer))
+                *_, row = _table(found)
+                console.print(*row[1:], sep="  ", highlight=False)
     return found
 
 
@@ -136,7 +138,9 @@ async def _measure(case: Case, api: str, server: Running, trainer: Running) -> F
         await post(http, f"{trainer.url}/rollouts", warm_up, Ends)
         await send(http, f"{trainer.url}/pace", case.seconds)
         await send(http, f"{trainer.url}/traffic")
-        batch = msgspec.structs.replace(warm_up, rollouts=case.rollouts, concurrency=case.rollouts, spread=case.spread)
+        batch = msgspec.structs.replace(
+            warm_up, rollouts=case.rollouts, concurrency=case.rollouts, spread=case.spread, timed=True
+        )
         before, cpu, began = server.child.resident_bytes(), server.child.cpu_seconds(), time.monotonic()
         running = asyncio.ensure_future(post(http, f"{trainer.url}/rollouts", batch, Ends))
         peak = before
@@ -187,11 +191,16 @@ def main() -> int:
     parser.add_argument("--journal", choices=(ON_DISK, IN_MEMORY), default=ON_DISK)
     parser.add_argument("--most", type=int, default=10_000, help="skip cases of more rollouts")
     parser.add_argument("--least", type=int, default=0, help="skip cases of fewer rollouts")
+    parser.add_argument("--api", help="run only this API")
     parser.add_argument("--quick", action="store_true", help="run small cases, as a check of the benchmark")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     options, console = parser.parse_args(), Console(stderr=True)
     cases: Sequence[Case] = QUICK if options.quick else (*CROWDS, *SINGLES)
-    cases = tuple(case for case in cases if options.least <= case.rollouts <= options.most)
+    cases = [
+        replace(case, apis=tuple(api for api in case.apis if options.api in (None, api)))
+        for case in cases
+        if options.least <= case.rollouts <= options.most
+    ]
     try:
         raise_file_limit(max((case.rollouts for case in cases if case.apis != ("tokens",)), default=0))
         with asyncio.Runner(loop_factory=new_loop) as runner:

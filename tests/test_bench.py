@@ -9,14 +9,19 @@ from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from rollout_server.testing.checks.renderer import PlainRenderer
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from bench.judge.workload import QUICK, WARM_UP, Api
+from bench.judge import ratios, report
+from bench.judge.result import Result, Round, Row, summary
+from bench.judge.workload import ON_DISK, QUICK, WARM_UP, Api, Target
 from bench.programs.conversation import Conversation, prepare
+from bench.programs.machine import machine
+from bench.programs.tally import Counts, Traffic
 from bench.programs.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +65,46 @@ def _judged_turns() -> int:
         rollouts = min(workload.concurrency, WARM_UP) + workload.rollouts * workload.rounds
         turns += rollouts * workload.turns * len(set(workload.apis) - {Api.INIT})  # which sends no masks
     return turns
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
+def test_a_small_crowd_and_a_rollout_with_a_long_tool_result_end_as_scripted() -> None:
+    command = [sys.executable, "-m", "bench.crowd", "--quick", "--markdown"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    _, _, crowd, single = ([cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines())
+    assert (crowd[2], crowd[-1], single[-1]) == ("0.8", "0", "0")
+
+
+def test_a_result_is_read_back_and_fills_the_markers_of_a_page(tmp_path: Path) -> None:
+    file, page, chart = tmp_path / "result.json", tmp_path / "page.md", tmp_path / "chart.svg"
+    page.write_text("before\n<!-- bench summary -->\nold\n<!-- end -->\nafter\n")
+    report.write(_result(ratio=3.0), file, [page], chart)
+    assert report.read(file) == _result(ratio=3.0)
+    begin, _, table = page.read_text().partition("<!-- bench summary -->\n")
+    assert (begin, table.partition("<!-- end -->")[2]) == ("before\n", "\nafter\n")
+    assert "| 1 turn, 500, 32 at once | POST /rollout | 3.00 | 1.00 | 3.0 | 2 x floor | NO |" in table
+    assert "old" not in table
+    assert ElementTree.parse(chart).getroot().tag.endswith("svg")
+
+
+def test_a_ratio_that_has_more_than_doubled_is_off(tmp_path: Path) -> None:
+    file = tmp_path / "ratios.json"
+    ratios.record(_result(ratio=3.0), file)
+    assert not [*ratios.off(_result(ratio=5.9), file)]
+    ((row, text),) = ratios.off(_result(ratio=6.1), file)
+    assert (row.ratio, text) == (
+        6.1,
+        f"1 turn, 500, 32 at once, POST /rollout: 6.1 times the floor, recorded are 3.0 ({file})",
+    )
+
+
+def _result(ratio: float) -> Result:
+    traffic = Traffic(requests=10, sent=100, gap_p50=1.0, gap_p99=2.0)
+    server, floor = (summary([Round(10, cpu, 0.1, 0.0, 1.0, traffic)], 1, None, None) for cpu in (0.01 * ratio, 0.01))
+    title = "1 turn, 500, 32 at once"
+    row = Row("1x500/32", title, 1, Api.SYNC, ON_DISK, [500], server, floor, Target(2.0, "x"))
+    return Result(machine(), "toy", True, [], 0, [row], Counts())
 
 
 @pytest.fixture(scope="module")
