@@ -146,6 +146,16 @@ ROOMS: dict[str, set[str]] = {
         "osmosis",
         THIRD,
     },
+    # Several processes that serve as one: the parent, and how a worker's server reaches the others.
+    "rollout_server.workers": {
+        "rollout_server.edge",
+        "rollout_server.logs",
+        "rollout_server.settings",
+        "rollout_server.workers",
+        "rollout_gateway",
+        "osmosis",
+        THIRD,
+    },
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},

@@ -1,6 +1,6 @@
 """The gateway as an ASGI application: it translates HTTP/JSON requests to gRPC calls and does nothing else."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
 import grpc
@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from rollout_gateway.calls import Rollouts
 from rollout_gateway.errors import ErrorResponses
-from rollout_gateway.fleet.fleet import stub_of
+from rollout_gateway.fleet.fleet import Fleet, stub_of
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.http.request_boundary import HttpMetrics, RequestBoundary
 from rollout_gateway.key_check import KeyCheck
@@ -24,7 +24,7 @@ from rollout_gateway.rest.errors import uses_plain_errors
 from rollout_gateway.rest.event_routes import events_router
 from rollout_gateway.rest.group_routes import groups_router
 from rollout_gateway.rest.rollout_routes import rollouts_router
-from rollout_gateway.rest.service_routes import service_router
+from rollout_gateway.rest.service_routes import ProcessMetrics, service_router
 from rollout_gateway.settings import GatewaySettings
 
 _DESCRIPTION: Final = """Runs rollouts of multi-turn, tool-using agents for RL training of LLMs.
@@ -78,10 +78,11 @@ class GatewayApp(FastAPI):
 
 
 def create_app(
-    servers: grpc.aio.Channel | Sequence[grpc.aio.Channel],
+    servers: grpc.aio.Channel | Sequence[grpc.aio.Channel] | Fleet,
     settings: GatewaySettings | None = None,
     *,
     metrics: Callable[[], bytes] | None = None,
+    page: Callable[[bytes], Awaitable[bytes]] | None = None,
 ) -> FastAPI:
     """Create the application for one rollout server or several.
 
@@ -89,13 +90,13 @@ def create_app(
         servers: the caller closes these channels after the last request. Several channels must come from `open_channel`.
         settings: the defaults if None.
         metrics: returns the metrics of a rollout server in this process, as Prometheus text; called on the event loop.
+        page: makes the page of `GET /metrics` of all metrics of this process. By default these are the page.
 
     Raises:
         ValueError: several channels that `open_channel` did not make, or two channels to one address.
     """
     settings = settings or GatewaySettings()
-    channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
-    rollouts, meters = Rollouts(stub_of(channels), settings), HttpMetrics()
+    rollouts, meters = Rollouts(stub_of(servers), settings), HttpMetrics()
     keys = KeyCheck(rollouts.server, settings.call_seconds)
     intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
     model_intake = RequestBodies(keys, _MODEL_BODIES_UNDER_WAY * settings.max_model_body_bytes)
@@ -104,7 +105,8 @@ def create_app(
         rollouts_router(rollouts, intake),
         events_router(rollouts),
         groups_router(rollouts, intake),
-        service_router(rollouts, keys, meters, metrics),
+        service_router(rollouts, keys, ProcessMetrics(meters, metrics, page)),
+        model_router(rollouts, model_intake),
     ]
     app = GatewayApp(
         title="Rollout gateway",
@@ -120,5 +122,6 @@ def create_app(
         app.router.routes += router.routes
     add_pages(app)
     ErrorResponses(rollouts, keys, is_plain).install(app)
+    app.state.meters = meters
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)
     return app

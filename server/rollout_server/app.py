@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -46,7 +45,7 @@ from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.model_keys import ModelKeys
 from rollout_server.edge.rpc.agent_service import AgentService
 from rollout_server.edge.rpc.listener import RpcSettings
-from rollout_server.edge.rpc.server import RpcServer, own_socket
+from rollout_server.edge.rpc.server import CallRouter, RpcServer, own_socket
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService
@@ -67,9 +66,13 @@ from rollout_server.runtime.run.lifecycle import list_toolsets, start_agents
 from rollout_server.runtime.run.tracer import NoTracer
 from rollout_server.settings import Settings, load
 from rollout_server.settings.journal import MEMORY, journal_directory
+from rollout_server.workers.link import ParentLink, is_worker, take_link
+from rollout_server.workers.plan import check_journals
+from rollout_server.workers.supervisor import supervise, this_command
 
 if TYPE_CHECKING:
     from rollout_server.embedded_gateway import EmbeddedGateway
+    from rollout_server.workers.worker import Worker
 
 _log = logging.getLogger(__name__)
 LAST_SECONDS = 5.0
@@ -93,10 +96,14 @@ class Server:
     Attributes:
         grpc_port: the port of gRPC, once started; differs from the setting if that is 0.
         http_port: the port of HTTP, once started; 0 without HTTP.
+
+    `worker` is the place among several servers of one service. Without one, this is a server of its own, whatever
+    `settings.workers` is.
     """
 
-    def __init__(self, agents: Sequence[Agent], settings: Settings) -> None:
+    def __init__(self, agents: Sequence[Agent], settings: Settings, worker: Worker | None = None) -> None:
         self.settings = settings
+        self._worker = worker
         self.grpc_port = 0
         self.http_port = 0
         self.address = ""
@@ -105,10 +112,10 @@ class Server:
         self._stack = AsyncExitStack()
         self._registry: RolloutRegistry
         self._streams: Streams
-        self._rpc: RpcServer
+        self._rpcs: list[RpcServer] = []
         self._http: EmbeddedGateway | None = None
         self._metrics = MetricsObserver()
-        self._model_keys = ModelKeys()
+        self._model_keys = ModelKeys() if worker is None else ModelKeys(worker.secret)
         self._tokenizers = Tokenizers(tokenizer_settings(settings))
 
     async def __aenter__(self) -> Self:
@@ -138,14 +145,20 @@ class Server:
         await self._stack.aclose()
 
     def exposition(self) -> bytes:
-        """Return the metrics in the Prometheus text format."""
-        return self._metrics.exposition()
+        """Return the metrics in the Prometheus text format; those of a worker with its gateway's."""
+        own = self._metrics.exposition()
+        if self._worker is None or self._http is None:
+            return own
+        return own.rstrip(b"\n") + b"\n" + self._http.http_metrics()
 
     async def drain(self) -> None:
         """Drain: report NOT_SERVING, refuse new rollouts, and wait `drain_seconds` for the running ones."""
-        await self._rpc.say_not_serving()
+        for rpc in self._rpcs:
+            await rpc.say_not_serving()
         await self._registry.drain(self.settings.drain_seconds)
         await self._streams.drain(LAST_SECONDS)
+        if self._worker is not None:
+            await self._worker.leave()
 
     async def _start(self) -> None:
         settings = self.settings
@@ -158,34 +171,61 @@ class Server:
             await groups.load(self._streams.restore)
         # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
         # and under mTLS the gateway would need a certificate (D9).
-        socket = self._stack.enter_context(own_socket())
-        self.address = f"unix:{socket}"
-        addresses = (self.address, f"{_bracket_ipv6(settings.host)}:{settings.grpc_port}")
         facts = server_facts(settings, rules, keys, self._registry.journal)
-        self._rpc = RpcServer(
-            RolloutService(self._registry, groups, facts, self._tokenizers),
-            RpcSettings(addresses, settings.max_request_bytes + 1024 * 1024, tls, self._registry.capacity.total),
-            keys.caller,
-            TrainerService(
-                Dispatcher(self._registry, self._streams, facts.violations, self._metrics.families.ignored.inc)
-            ),
-            AgentService(self._registry, self._model_keys, self._tokenizers, self._metrics.count_model_call),
-        )
-        _, self.grpc_port = await self._rpc.start()
-        self._stack.push_async_callback(self._rpc.stop, 1.0)
+        service = RolloutService(self._registry, groups, facts, self._tokenizers)
+        dispatcher = Dispatcher(self._registry, self._streams, facts.violations, self._metrics.families.ignored.inc)
+        agents = AgentService(self._registry, self._model_keys, self._tokenizers, self._metrics.count_model_call)
+
+        def rpc_server(addresses: Sequence[str], router: CallRouter | None = None) -> RpcServer:
+            most, total = settings.max_request_bytes + 1024 * 1024, self._registry.capacity.total
+            listening = RpcSettings(addresses, most, tls, total, shares_port=router is not None)
+            return RpcServer(service, listening, keys.caller, TrainerService(dispatcher), agents, router)
+
+        await self._start_rpc(rpc_server)
         if settings.http:
-            await self._start_http(socket, keys)
+            await self._start_http(keys)
+        if self._worker is not None:
+            await self._worker.open_metrics(settings.host)
         # Not before the ports are open: if one cannot be opened, nothing has run and nothing was sent.
         self._streams.resume_restored()
         await groups.resume()
         self._repeat(self._registry.forget, settings.cleanup_seconds)
 
         def refresh_keys() -> None:
-            keys.refresh(self._rpc.end_revoked)
+            keys.refresh(self._end_revoked)
 
         self._repeat(refresh_keys, KEYS_SECONDS)
         log_exposure(settings, keys)
         self._watch_loop()  # last: while the server starts, a blocked event loop delays no request
+
+    async def _start_rpc(self, make: Callable[[Sequence[str], CallRouter | None], RpcServer]) -> None:
+        """Listen on the Unix socket and on the public port.
+
+        A worker has a server for each: over the socket come calls that are for its own rollouts, and the public port is opened
+        once all workers can be reached.
+        """
+        public, worker = f"{_bracket_ipv6(self.settings.host)}:{self.settings.grpc_port}", self._worker
+        path = self._stack.enter_context(own_socket()) if worker is None else worker.socket
+        self.address = f"unix:{path}"
+        if worker is None:
+            _, self.grpc_port = await self._open_rpc(make((self.address, public), None))
+            return
+        await self._open_rpc(make((self.address,), None))
+        self.grpc_port = self.settings.grpc_port  # calls of other workers may come from now on
+        agents = [agent.name for agent in self._agents]
+        server_id, count = self._registry.journal.server_id, self._streams.__len__
+        await self._stack.enter_async_context(worker.joined(server_id, agents, self.exposition, count))
+        await self._open_rpc(make((public,), worker.router))
+
+    async def _open_rpc(self, rpc: RpcServer) -> Sequence[int]:
+        ports = await rpc.start()
+        self._rpcs.append(rpc)
+        self._stack.push_async_callback(rpc.stop, 1.0)
+        return ports
+
+    def _end_revoked(self) -> None:
+        for rpc in self._rpcs:
+            rpc.end_revoked()
 
     async def _make_registry(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
         settings, stack = self.settings, self._stack
@@ -203,7 +243,7 @@ class Server:
         stack.push_async_callback(tools.close)
         await list_toolsets(self._agents, tools.toolsets)
         journal = await open_journal(settings, stack)
-        metrics, self._streams, tracing = self._metrics, make_streams(settings), tracing_of_process()
+        metrics, self._streams, tracing = self._metrics, make_streams(settings, journal.server_id), tracing_of_process()
         if tracing is not None:
             stack.callback(tracing.close)
         samplers = trainers(client, channels, tokenizers, self._streams, settings)
@@ -260,7 +300,7 @@ class Server:
         task = asyncio.create_task(_forever(work, seconds), name=f"repeat {work.__name__}")
         self._stack.callback(task.cancel)
 
-    async def _start_http(self, socket: Path, keys: Keyring) -> None:
+    async def _start_http(self, keys: Keyring) -> None:
         from rollout_gateway.certificate_files import KeyPair
         from rollout_gateway.http.protocol import ConnectionLimits
         from rollout_gateway.http.serve import Listening
@@ -268,7 +308,7 @@ class Server:
 
         from rollout_server.embedded_gateway import EmbeddedGateway  # imports FastAPI, which only HTTP needs
 
-        settings = self.settings
+        settings, worker = self.settings, self._worker
         is_open = keys.demands and not settings.synchronous_needs_key
         tls = KeyPair.of(settings.tls_cert, settings.tls_key)
         gateway = GatewaySettings(
@@ -276,11 +316,14 @@ class Server:
             max_body_bytes=settings.max_request_bytes,
             max_metadata_bytes=settings.max_metadata_bytes,
             # With keys, gRPC refuses calls without one. The gateway sends this internal key for POST /rollout without a key.
-            synchronous_key=keys.anonymous_key() if is_open else "",
+            synchronous_key=keys.anonymous_key("" if worker is None else worker.gateway_key) if is_open else "",
         )
         limits = ConnectionLimits(connections=settings.max_connections)
-        listening = Listening(settings.host, settings.http_port, tls, settings.tls_client_ca, limits)
-        self._http = EmbeddedGateway(f"unix:{socket}", listening, gateway, self._metrics.exposition)
+        listening = Listening(
+            settings.host, settings.http_port, tls, settings.tls_client_ca, limits, shares_port=worker is not None
+        )
+        target, page = (self.address, None) if worker is None else (worker.fleet, worker.page)
+        self._http = EmbeddedGateway(target, listening, gateway, self._metrics.exposition, page)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
 
@@ -296,7 +339,15 @@ def tune_interpreter() -> None:
 
 
 def serve(*agents: Agent, **settings: object) -> None:
-    """Serve agents over gRPC and HTTP in this process until SIGTERM or Ctrl-C. Settings are given by field name."""
+    """Serve agents over gRPC and HTTP until SIGTERM or Ctrl-C. Settings are given by field name.
+
+    With several `workers` the program is run again for each of them, so what it does before this call happens in all of them.
+    """
+    chosen = load(**settings)
+    if chosen.workers > 1 and not is_worker():
+        if code := supervise(chosen, this_command()):
+            sys.exit(code)
+        return
     serve_with(agents, settings)
 
 
@@ -306,37 +357,57 @@ def serve_with(
     """Serve as `serve` does, and call `serving` with the server once it accepts requests."""
     from rollout_server import logs
 
-    chosen = load(**settings)
-    logs.set_up(chosen.log_format, chosen.log_level)
-    directory = journal_directory(chosen.journal, chosen.grpc_port, durable_by_default=True)
-    chosen = chosen.model_copy(update={"journal": str(directory or MEMORY)})
+    chosen, link = load(**settings), take_link()
+    logs.set_up(chosen.log_format, chosen.log_level, None if link is None else link.plan.index)
+    if link is None:
+        directory = journal_directory(chosen.journal, chosen.grpc_port, durable_by_default=True)
+        check_journals(directory, 1)
+        chosen = chosen.model_copy(update={"journal": str(directory or MEMORY)})
+    else:
+        chosen = link.plan.settings(chosen)
     tune_interpreter()
     with exporting():
-        run_loop(_serve(agents, chosen, serving), loop_factory())
+        run_loop(_serve(agents, chosen, link, serving), loop_factory())
 
 
-async def _serve(agents: Sequence[Agent], settings: Settings, serving: Callable[[Server], None] | None) -> None:
+async def _serve(
+    agents: Sequence[Agent], settings: Settings, link: ParentLink | None, serving: Callable[[Server], None] | None
+) -> None:
     began = time.monotonic()
     signals = _Signals()
     async with AsyncExitStack() as stack:
-        server = Server(agents, settings)
+        worker = None
+        if link is not None:
+            from rollout_server.workers.worker import Worker  # imports the gateway
+
+            link.listen()
+            worker = Worker(link)
+            stack.push_async_callback(worker.close)
+        server = Server(agents, settings, worker)
         if not await _start_unless_stopped(stack, server, signals):
             _log.info("stopped by a signal before the server had started")
             return
-        ports = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
-        if settings.journal == MEMORY:
-            _log.info(
-                "rollouts are kept in memory and end with this process; ROLLOUT_JOURNAL names a directory for them"
-            )
+        if link is not None:
+            link.send(serving=True)
+            _log.info("worker %d of %d is ready", link.plan.index, link.plan.count)
         else:
-            _log.info("rollouts are kept in the journal %s", settings.journal)
-        _log.info("serving %s of %s (started in %.2f s)", ports, settings.host, time.monotonic() - began)
-        if serving is not None:
-            serving(server)
+            _log_serving(server, began)
+            if serving is not None:
+                serving(server)
         await signals.first.wait()
         _log.info("draining: running rollouts have %g s; a second signal ends them at once", settings.drain_seconds)
         # After the drain, or at once on a second signal, leaving the block ends the rollouts that still run.
         await _first_of(server.drain(), signals.second.wait())
+
+
+def _log_serving(server: Server, began: float) -> None:
+    settings = server.settings
+    ports = f"gRPC on port {server.grpc_port}" + (f", HTTP on port {server.http_port}" if settings.http else "")
+    if settings.journal == MEMORY:
+        _log.info("rollouts are kept in memory and end with this process; ROLLOUT_JOURNAL names a directory for them")
+    else:
+        _log.info("rollouts are kept in the journal %s", settings.journal)
+    _log.info("serving %s of %s (started in %.2f s)", ports, settings.host, time.monotonic() - began)
 
 
 async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:

@@ -137,7 +137,7 @@ def http_client(lookup: CheckedLookup, settings: Settings) -> HttpClient:
     )
 
 
-def make_streams(settings: Settings) -> Streams:
+def make_streams(settings: Settings, server_id: str = "") -> Streams:
     """Return the registry of streams that trainers open to this server."""
     return Streams(
         StreamLimits(
@@ -147,7 +147,8 @@ def make_streams(settings: Settings) -> Streams:
             of_caller=settings.max_streams_of_caller,
             rollouts=settings.stream_rollouts,
             unacknowledged=settings.stream_unacknowledged,
-        )
+        ),
+        server_id,
     )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
+from rollout_gateway.fleet.fleet import Fleet
 from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 
@@ -14,21 +15,27 @@ class EmbeddedGateway:
     """Listens on the HTTP port and translates requests to gRPC.
 
     Args:
-        target: the server's address, as `open_channel` takes it.
+        target: the server's address, as `open_channel` takes it, or a fleet of servers, whose channels the caller closes.
         listening: host, port, certificates and connection limits. Raises ValueError for certificates that cannot be used.
         gateway: the settings of the gateway application.
         metrics: returns this process's metrics for `GET /metrics`.
+        page: makes the page of `GET /metrics` of this process's metrics and those of the gateway; by default they are the page.
     """
 
     def __init__(
         self,
-        target: str,
+        target: str | Fleet,
         listening: Listening,
         gateway: GatewaySettings,
         metrics: Callable[[], bytes] | None = None,
+        page: Callable[[bytes], Awaitable[bytes]] | None = None,
     ) -> None:
-        self._channel = open_channel(target)
-        self._listener = HttpListener(create_app(self._channel, gateway, metrics=metrics), listening)
+        servers = open_channel(target) if isinstance(target, str) else target
+        self._channel = None if isinstance(servers, Fleet) else servers
+        app = create_app(servers, gateway, metrics=metrics, page=page)
+        self.http_metrics: Callable[[], bytes] = app.state.meters.text
+        """Returns the gateway's own metrics, as Prometheus text."""
+        self._listener = HttpListener(app, listening)
 
     async def start(self) -> int:
         """Listen, and return the port. Raises OSError if the port cannot be opened."""
@@ -37,4 +44,5 @@ class EmbeddedGateway:
     async def stop(self) -> None:
         """Complete open requests within the grace period, then stop."""
         await self._listener.stop()
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()

@@ -10,7 +10,7 @@ from pythonjsonlogger.json import JsonFormatter
 
 from rollout_server.inspection.escape import visible, visible_lines
 
-_IDS = ("rollout_uid", "rollout_id", "turn", "request_id")
+_IDS = ("worker", "rollout_uid", "rollout_id", "turn", "request_id")
 
 
 class _TextFormatter(logging.Formatter):
@@ -21,14 +21,22 @@ class _TextFormatter(logging.Formatter):
         return f"{text} [{ids}]" if ids else text
 
 
-def set_up(log_format: Literal["text", "json"], level: str) -> None:
+def set_up(log_format: Literal["text", "json"], level: str, worker: int | None = None) -> None:
     """Configure the root logger to write to standard error.
 
     Args:
         log_format: "text", or "json" for one JSON object on each line.
         level: the least severe level that is written, in any case: "debug", "info", "warning" or "error".
+        worker: number of this process among several that log to the same place; each line has it.
     """
     handler = logging.StreamHandler(sys.stderr)
+    if worker is not None:
+
+        def name_worker(record: logging.LogRecord) -> bool:
+            record.worker = worker
+            return True
+
+        handler.addFilter(name_worker)
     if log_format == "json":
         names = {"asctime": "time", "levelname": "level", "name": "logger"}
         handler.setFormatter(JsonFormatter("{asctime}{levelname}{name}{message}", style="{", rename_fields=names))

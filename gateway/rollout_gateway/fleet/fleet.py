@@ -32,12 +32,13 @@ _Answer = TypeVar("_Answer")
 _Stream = tuple[Any, AsyncIterator[Any]]
 
 
-def stub_of(channels: Sequence[grpc.aio.Channel]) -> "RolloutServiceAsyncStub":
+def stub_of(servers: "grpc.aio.Channel | Sequence[grpc.aio.Channel] | Fleet") -> "RolloutServiceAsyncStub":
     """Return what routes call: the stub of a single server, or a fleet of several, whose channels `open_channel` made."""
-    if len(channels) == 1:
+    channels = [servers] if isinstance(servers, grpc.aio.Channel) else servers
+    if not isinstance(channels, Fleet) and len(channels) == 1:
         return cast("RolloutServiceAsyncStub", ServerStub(channels[0]))
     # Fleet has the methods and results that the routes use.
-    return cast("RolloutServiceAsyncStub", Fleet(channels))
+    return cast("RolloutServiceAsyncStub", channels if isinstance(channels, Fleet) else Fleet(channels))
 
 
 class Relay:
@@ -121,6 +122,11 @@ class Fleet:
 
     The rpcs raise grpc.aio.AioRpcError with the statuses of the contract. UNAVAILABLE also means that a server that the
     response depends on cannot be reached. `timeout` is in seconds and covers everything that one rpc does.
+
+    Args:
+        channels: one for each server. The name of a server in the order of a start is the channel's address.
+        failover: offer a start to another server if its first one is unreachable. Without it, such a start is UNAVAILABLE, so a
+            server that comes back has all rollouts of its request ids.
     """
 
     StartRollout = _offered("StartRollout", lambda response: response.rollout.uid)
@@ -140,11 +146,16 @@ class Fleet:
     ListRolloutTools = _owned("ListRolloutTools")
     CallRolloutTool = _owned("CallRolloutTool")
 
-    def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
+    def __init__(self, channels: Sequence[grpc.aio.Channel], *, failover: bool = True) -> None:
         members = [Member(channel) for channel in channels if isinstance(channel, ServerChannel)]
         if not members or len({member.address for member in members}) != len(channels):
             raise ValueError("several servers need channels that open_channel made, to different addresses")
-        self._routing = Routing(members)
+        self._routing = Routing(members, failover=failover)
+
+    @property
+    def routing(self) -> Routing:
+        """The knowledge of which server has what."""
+        return self._routing
 
     @_rpc
     def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
@@ -174,16 +185,25 @@ class Fleet:
 
         If a server fails, the others may have cancelled their rollouts already. As with one server, the call can be repeated.
         """
-        parts = dict.fromkeys(self._routing.members, request)
-        if uids := list(dict.fromkeys(request.selection.uids)):
-            parts = {}
-            for member, owned in (await self._routing.owners(uids, context)).items():
-                parts[member] = pb.CancelRolloutsRequest()
-                parts[member].CopyFrom(request)
-                parts[member].selection.uids[:] = owned
         consequence = "their rollouts were not cancelled"
-        found = await self._routing.call_all("CancelRollouts", parts, context, consequence)
-        return pb.CancelRolloutsResponse(uids=[uid for response in found.values() for uid in response.uids])
+        return pb.CancelRolloutsResponse(uids=await self._selected("CancelRollouts", request, context, consequence))
+
+    @_rpc
+    async def RedeliverOutcomes(
+        self, request: pb.RedeliverOutcomesRequest, context: CallContext
+    ) -> pb.RedeliverOutcomesResponse:
+        """Send outcomes of all servers again. If one of the uids does not exist, or a server fails: as in CancelRollouts."""
+        consequence = "their outcomes were not sent again"
+        return pb.RedeliverOutcomesResponse(
+            uids=await self._selected("RedeliverOutcomes", request, context, consequence)
+        )
+
+    @_rpc
+    async def SetPolicy(self, request: pb.SetPolicyRequest, context: CallContext) -> pb.SetPolicyResponse:
+        """Announce a policy to all servers. If one fails, the others know the policy already; the call can be repeated."""
+        requests = dict.fromkeys(self._routing.members, request)
+        found = await self._routing.call_all("SetPolicy", requests, context, "they do not know the policy")
+        return pb.SetPolicyResponse(cancelled_uids=[uid for each in found.values() for uid in each.cancelled_uids])
 
     @_rpc
     async def ListTools(self, request: pb.ListToolsRequest, context: CallContext) -> Any:
@@ -205,6 +225,18 @@ class Fleet:
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: CallContext) -> pb.GetServerInfoResponse:
         """Return the combined server info of all reachable servers."""
         return summed(await self._some("GetServerInfo", request, context))
+
+    async def _selected(self, rpc: str, request: Any, context: CallContext, consequence: str) -> Sequence[str]:
+        """Call an rpc with a selection on all servers that it concerns, and return the uids of their responses."""
+        parts = dict.fromkeys(self._routing.members, request)
+        if uids := list(dict.fromkeys(request.selection.uids)):
+            parts = {}
+            for member, owned in (await self._routing.owners(uids, context)).items():
+                parts[member] = type(request)()
+                parts[member].CopyFrom(request)
+                parts[member].selection.uids[:] = owned
+        found = await self._routing.call_all(rpc, parts, context, consequence)
+        return [uid for response in found.values() for uid in response.uids]
 
     async def _some(self, rpc: str, request: Message, context: CallContext) -> Sequence[Any]:
         """Return the responses of all reachable servers. Raises AioRpcError if there are none."""

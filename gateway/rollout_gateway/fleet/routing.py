@@ -42,8 +42,9 @@ _T = TypeVar("_T")
 class Routing:
     """Knows the servers, the server ids seen so far, and the starts that their first server did not accept."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], *, failover: bool = True) -> None:
         self.members = members
+        self._failover = failover
         self._servers: Recent[str] = Recent()
         # Starts that a later server accepted. Their duplicates must go there too, even when the first server is back.
         self._strays: Recent[StartKey | None] = Recent()
@@ -51,6 +52,15 @@ class Routing:
     def remember(self, uid: str, member: Member) -> None:
         """Record that `member` has this rollout, and so every rollout whose uid has the same server id."""
         self._servers[_server_id(uid)] = member
+
+    def owner_seen(self, uid: str) -> Member | None:
+        """Return the server that has this rollout, or the group that a server named, if its server id was seen."""
+        return self._servers.get(_server_id(uid))
+
+    def first(self, start: Start) -> Member | None:
+        """Return the server to which a start is offered first; None if it may be any, because it has no request id."""
+        key = start_key(start)
+        return None if key is None else self._strays.get(key) or ranked(self.members, key)[0]
 
     async def offer(
         self, start: Start, context: CallContext, start_on: Callable[[Member], Awaitable[_T]]
@@ -60,7 +70,7 @@ class Routing:
         Raises AioRpcError.
         """
         key = start_key(start)
-        order = ranked(self.members, key)
+        order = ranked(self.members, key)[: None if self._failover else 1]
         stray = self._strays.get(key)
         refusals: list[grpc.aio.AioRpcError] = []
         # The sort is stable: the server that accepted a duplicate comes first, the others keep their order.

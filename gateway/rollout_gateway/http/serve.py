@@ -32,6 +32,8 @@ class Listening:
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     #: How long running requests may continue after `stop`.
     grace_seconds: float = 5.0
+    #: Share the port with other processes of this user (SO_REUSEPORT).
+    shares_port: bool = False
 
 
 class HttpListener:
@@ -62,7 +64,7 @@ class HttpListener:
 
     async def start(self) -> int:
         """Start to listen and return the port. Raises OSError if the address is not available."""
-        listener = _bound(self._listening.host, self._listening.port)
+        listener = _bound(self._listening)
         port: int = listener.getsockname()[1]
         await self._server.startup([listener])
         # Updates the Date header of responses once per second.
@@ -98,11 +100,14 @@ class HttpListener:
         self._server.force_exit = True
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound(listening: Listening) -> socket.socket:
+    host, port = listening.host, listening.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        listener = socket.create_server(
+            (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both, reuse_port=listening.shares_port
+        )
     except OSError as error:
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
     listener.setblocking(False)

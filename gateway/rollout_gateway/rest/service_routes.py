@@ -1,6 +1,7 @@
 """REST API: agents, health and metrics."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -24,17 +25,27 @@ _EXPOSITION: Final[dict[str, Any]] = {
 }
 
 
-def service_router(
-    rollouts: Rollouts, keys: KeyCheck, meters: HttpMetrics, metrics: Callable[[], bytes] | None
-) -> APIRouter:
-    """Return the routes about the service.
+@dataclass(frozen=True, slots=True)
+class ProcessMetrics:
+    """The metrics of this process.
 
-    `metrics` returns the metrics of a rollout server in this process, as Prometheus text; None if there is no such server.
+    Attributes:
+        http: those of the gateway.
+        server: returns those of a rollout server in this process, as Prometheus text; None if there is no such server.
+        page: makes the page of all metrics of this process; None: they are the page.
     """
+
+    http: HttpMetrics
+    server: Callable[[], bytes] | None = None
+    page: Callable[[bytes], Awaitable[bytes]] | None = None
+
+
+def service_router(rollouts: Rollouts, keys: KeyCheck, metrics: ProcessMetrics) -> APIRouter:
+    """Return the routes about the service."""
     router = APIRouter(tags=["service"], default_response_class=Response)
     _add_facts(router, rollouts, keys)
     _add_probes(router, rollouts)
-    _add_metrics(router, rollouts, keys, meters, metrics)
+    _add_metrics(router, rollouts, keys, metrics)
     return router
 
 
@@ -85,17 +96,16 @@ def _add_probes(router: APIRouter, rollouts: Rollouts) -> None:
         return JSONResponse({"status": "ready", "running": server.running, "queued": server.queued})
 
 
-def _add_metrics(
-    router: APIRouter, rollouts: Rollouts, keys: KeyCheck, meters: HttpMetrics, metrics: Callable[[], bytes] | None
-) -> None:
+def _add_metrics(router: APIRouter, rollouts: Rollouts, keys: KeyCheck, metrics: ProcessMetrics) -> None:
     @router.get("/metrics", responses={200: _EXPOSITION, **shown.errors()})
     async def read_metrics(request: Request) -> Response:
         """Return metrics of the gateway and, if it runs in the same process, of the rollout server.
 
         Server metrics require an API key if the server has keys. A gateway that runs alone serves its own metrics openly.
         """
-        if metrics is None:
-            return Response(meters.text(), media_type=CONTENT_TYPE_LATEST)
+        if metrics.server is None:
+            return Response(metrics.http.text(), media_type=CONTENT_TYPE_LATEST)
         await keys.demand(rollouts.calls(request))
-        both = metrics().rstrip(b"\n") + b"\n" + meters.text()
-        return Response(both, media_type=CONTENT_TYPE_LATEST)
+        both = metrics.server().rstrip(b"\n") + b"\n" + metrics.http.text()
+        page = both if metrics.page is None else await metrics.page(both)
+        return Response(page, media_type=CONTENT_TYPE_LATEST)

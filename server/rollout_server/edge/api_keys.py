@@ -95,9 +95,9 @@ class Keyring:
         """Whether callers need a key. True for an empty file of keys, too."""
         return bool(self._given) or self._file is not None
 
-    def anonymous_key(self) -> str:
-        """Return a new key for callers that are admitted without a key of their own."""
-        text = new_key()
+    def anonymous_key(self, text: str = "") -> str:
+        """Return a key for callers that are admitted without a key of their own: this one, or by default a new one."""
+        text = text or new_key()
         self._internal = (*self._internal, ApiKey(Caller(ANONYMOUS), _digest(text)))
         return text
 

@@ -36,17 +36,18 @@ class ModelKeys:
 
         Whether the rollout exists, or has ended, is not checked.
         """
-        uid, mac = self.named_uid(key), key.rpartition(".")[2]
+        uid, mac = named_uid(key), key.rpartition(".")[2]
         if not uid:
             return None
         return uid if hmac.compare_digest(self._mac(uid), mac) else None
 
-    def named_uid(self, key: str) -> str:
-        """Return the uid that a key names, whoever made it; empty if it has not the form of a key."""
-        if not key.startswith(_PREFIX) or not key.isascii() or len(key) > _LONGEST:
-            return ""
-        return key.removeprefix(_PREFIX).rpartition(".")[0]
-
     def _mac(self, uid: str) -> str:
         digest = hmac.digest(self._secret, uid.encode(), hashlib.sha256)
         return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def named_uid(key: str) -> str:
+    """Return the uid that a key names, whoever made it; empty if it has not the form of a key."""
+    if not key.startswith(_PREFIX) or not key.isascii() or len(key) > _LONGEST:
+        return ""
+    return key.removeprefix(_PREFIX).rpartition(".")[0]

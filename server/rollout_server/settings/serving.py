@@ -31,6 +31,13 @@ class ServingSettings(BaseSettings):
         description="URL under which agents that run elsewhere reach the HTTP gateway; unset: that of this process's HTTP port.",
     )
     http: bool = Field(True, validation_alias=env_names("ROLLOUT_HTTP"), description="Serve the HTTP gateway.")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=256,
+        validation_alias=env_names("ROLLOUT_WORKERS"),
+        description="Processes that serve the same ports; each has a journal of its own and its share of the limits.",
+    )
     drain_seconds: float = Field(
         30.0,
         ge=0,

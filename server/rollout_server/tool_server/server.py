@@ -83,7 +83,7 @@ async def open_server(loaded: LoadedTools, settings: ToolServerSettings) -> Asyn
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         rpc = RpcListener(
             RpcSettings((f"{host}:{settings.grpc_port}",), settings.limits.message_bytes),
-            RequestInterceptor(keys.caller, lambda header: None),
+            [RequestInterceptor(keys.caller, lambda header: None)],
             {SERVICE: partial(tool_service_pb2_grpc.add_ToolServiceServicer_to_server, ServedToolService(served))},
         )
         (grpc_port,) = await rpc.start()

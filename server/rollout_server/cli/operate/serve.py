@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ class ServeFlags:
         list[str] | None,
         typer.Option(help="Tokenizer NAME=DIRECTORY, repeatable; DIRECTORY toy: the built-in one."),
     ] = None
+    workers: Annotated[int | None, typer.Option(help="Processes that serve the same ports. Default: 1.")] = None
     log_format: Annotated[str | None, typer.Option(help="Log format: text or json.")] = None
     reload: Annotated[
         bool,
@@ -68,10 +70,31 @@ def serve(**values: Any) -> None:
 
             serve_anew(flags.agents or [])  # each restarted server prints its own JSON
             return
+        if _supervises(settings, flags):
+            return
         from rollout_server.authoring.agent_loader import find_agents
 
         with open_output(as_json=flags.as_json) as output:
             _serve(find_agents(flags.agents or []), settings, output)
+
+
+def _supervises(settings: dict[str, object], flags: ServeFlags) -> bool:
+    """Serve with several workers if the settings want them, and return whether they did. Raise Exit for an exit code but 0."""
+    from rollout_server.settings import load
+    from rollout_server.workers.link import is_worker
+    from rollout_server.workers.supervisor import supervise
+
+    if is_worker() or (chosen := load(**settings)).workers == 1:
+        return False
+    with open_output(as_json=flags.as_json) as output:
+
+        def announce(grpc_port: int, http_port: int, agents: Sequence[str]) -> None:
+            output.line(_serving_document(grpc_port, http_port, agents))
+
+        command = [sys.executable, "-m", "rollout_server.cli", *sys.argv[1:]]
+        if code := supervise(chosen, command, announce):
+            raise typer.Exit(code)
+    return True
 
 
 def _serve(found: Sequence[Agent], settings: dict[str, object], output: JsonOutput) -> None:
@@ -82,10 +105,13 @@ def _serve(found: Sequence[Agent], settings: dict[str, object], output: JsonOutp
     agents = found or [Calculator(delay=load(**settings).calculator_delay_seconds)]
 
     def serving(server: Server) -> None:
-        ports = {"grpc_port": server.grpc_port, "http_port": server.http_port or None}
-        output.line({"serving": {**ports, "agents": [agent.name for agent in agents]}})
+        output.line(_serving_document(server.grpc_port, server.http_port, [agent.name for agent in agents]))
 
     app.serve_with(agents, settings, serving)
+
+
+def _serving_document(grpc_port: int, http_port: int, agents: Sequence[str]) -> dict[str, object]:
+    return {"serving": {"grpc_port": grpc_port, "http_port": http_port or None, "agents": list(agents)}}
 
 
 def _settings(flags: ServeFlags) -> dict[str, object]:
@@ -94,6 +120,7 @@ def _settings(flags: ServeFlags) -> dict[str, object]:
         "host": flags.host,
         "http_port": flags.http_port,
         "grpc_port": flags.grpc_port,
+        "workers": flags.workers,
         "log_format": log_format,
     }
     if flags.tokenizer:

@@ -32,7 +32,7 @@ from rollout_server.core.error import (
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Failure, Stop
 from rollout_server.edge.api_keys import bare_key
-from rollout_server.edge.model_keys import ModelKeys
+from rollout_server.edge.model_keys import ModelKeys, named_uid
 from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import key_uid, wrong_model_key
 from rollout_server.edge.rpc.prompts import PromptRenderer
@@ -75,7 +75,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
 
     def _uid_of_earlier(self, key: str) -> str | None:
         """Return the uid of the rollout for which an earlier process has handed out this key."""
-        uid = self._keys.named_uid(key)
+        uid = named_uid(key)
         try:
             return uid if self._registry.get(uid, _HOLDER).capture.accepts(key) else None
         except NotFound:

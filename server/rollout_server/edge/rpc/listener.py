@@ -11,7 +11,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.tls import ServerTls, server_credentials
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -29,12 +28,14 @@ class RpcSettings:
         max_message_bytes: maximum size of a message, decompressed; gRPC stops decompressing at this size.
         tls: certificate of the TCP ports; None: no TLS.
         rollouts: maximum number of rollouts that wait or run.
+        shares_port: share the TCP ports with other processes of this user (SO_REUSEPORT), which have checked that they are free.
     """
 
     addresses: Sequence[str]
     max_message_bytes: int = 64 * 1024 * 1024
     tls: ServerTls | None = None
     rollouts: int = 10_000
+    shares_port: bool = False
 
 
 class RpcListener:
@@ -42,20 +43,20 @@ class RpcListener:
 
     Args:
         settings: how it listens.
-        boundary: the outermost interceptor.
+        interceptors: the outermost one first.
         services: full names of the services, each with the function that adds it to the server.
     """
 
     def __init__(
         self,
         settings: RpcSettings,
-        boundary: RequestInterceptor,
+        interceptors: Sequence[grpc.aio.ServerInterceptor],
         services: Mapping[str, Callable[[grpc.aio.Server], None]],
     ) -> None:
         self._settings = settings
         self._names = tuple(services)
         self._health = HealthServicer()
-        self._server = grpc.aio.server(interceptors=[boundary], options=_options(settings))
+        self._server = grpc.aio.server(interceptors=interceptors, options=_options(settings))
         for add in services.values():
             add(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -87,7 +88,8 @@ class RpcListener:
         if address.startswith("unix:"):
             self._server.add_insecure_port(address)
             return 0
-        _check_free(address)
+        if not self._settings.shares_port:
+            _check_free(address)
         if credentials is None:
             return self._server.add_insecure_port(address)
         return self._server.add_secure_port(address, credentials)
@@ -111,7 +113,7 @@ def _options(settings: RpcSettings) -> list[tuple[str, int]]:
     calls = max(_LEAST_CALLS, settings.rollouts) + _OTHER_CALLS
     return [
         # With port sharing, a second server on the same port would silently take some of the calls.
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(settings.shares_port)),
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         # A rollout that was accepted must be readable in every view; the reader sets its own limit.
         ("grpc.max_send_message_length", -1),

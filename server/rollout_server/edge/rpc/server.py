@@ -8,6 +8,7 @@ import socket
 import stat
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -24,7 +25,7 @@ from osmosis.rollout.v1 import (
 )
 
 from rollout_server.edge.rpc.agent_service import AgentService
-from rollout_server.edge.rpc.caller import Admit
+from rollout_server.edge.rpc.caller import Admit, AdmitModel
 from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.listener import RpcListener, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService
@@ -35,8 +36,19 @@ SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full
 TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 
 
+class CallRouter(grpc.aio.ServerInterceptor, ABC):
+    """Interceptor that passes calls for rollouts of other servers on to these. It runs after the key check."""
+
+    @abstractmethod
+    def admit_model(self, admit: AdmitModel, header: str) -> str | None:
+        """Return the uid of the rollout to which the model key of a header belongs, which `admit` knows for this server."""
+
+
 class RpcServer(RpcListener):
-    """Serves RolloutService, TrainerService and AgentService if given, health and reflection."""
+    """Serves RolloutService, TrainerService and AgentService if given, health and reflection.
+
+    `router`: passes calls on, before the services get them.
+    """
 
     def __init__(
         self,
@@ -45,8 +57,12 @@ class RpcServer(RpcListener):
         admit: Admit,
         trainers: TrainerService | None = None,
         agents: AgentService | None = None,
+        router: CallRouter | None = None,
     ) -> None:
-        self._boundary = RequestInterceptor(admit, (lambda header: None) if agents is None else agents.key_uid)
+        admit_model: AdmitModel = (lambda header: None) if agents is None else agents.key_uid
+        if router is not None:
+            admit_model = partial(router.admit_model, admit_model)
+        self._boundary = RequestInterceptor(admit, admit_model)
         services: dict[str, Callable[[grpc.aio.Server], None]] = {
             SERVICE: partial(rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server, service)
         }
@@ -54,7 +70,7 @@ class RpcServer(RpcListener):
             services[TRAINERS] = partial(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, trainers)
         if agents is not None:
             services[AGENTS] = partial(agent_service_pb2_grpc.add_AgentServiceServicer_to_server, agents)
-        super().__init__(settings, self._boundary, services)
+        super().__init__(settings, [self._boundary] if router is None else [self._boundary, router], services)
 
     def end_revoked(self) -> None:
         """End the calls whose keys are not valid any more."""

@@ -44,10 +44,14 @@ class StreamConnection:
 
 
 class Streams:
-    """All streams. Lives on one event loop. Keeps running rollouts also after their stream has ended."""
+    """All streams. Lives on one event loop. Keeps running rollouts also after their stream has ended.
 
-    def __init__(self, limits: StreamLimits) -> None:
+    `server_id` begins the streams' ids, as it begins uids.
+    """
+
+    def __init__(self, limits: StreamLimits, server_id: str = "") -> None:
         self.limits = limits
+        self._server_id = server_id
         self._streams: dict[str, TrainerStream] = {}
         self._connections: dict[str, StreamConnection] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -72,7 +76,7 @@ class Streams:
                 f"{limits.of_caller}. A disconnected stream counts for {limits.grace:g} s"
             )
             raise TooManyStreams(text, retry_after=1.0)
-        stream = TrainerStream(secrets.token_urlsafe(24), caller, limits)
+        stream = TrainerStream(f"{self._server_id}-{secrets.token_hex(16)}", caller, limits)
         self._streams[stream.id] = stream
         return self._connect(stream)
 
