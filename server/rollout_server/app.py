@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -389,7 +390,7 @@ async def _serve(
             return
         if link is not None:
             link.send(serving=True)
-            _log.info("worker %d of %d is ready", link.plan.index, link.plan.count)
+            _log.info("worker %d of %d is ready, process %d", link.plan.index, link.plan.count, os.getpid())
         else:
             _log_serving(server, began)
             if serving is not None:
