@@ -58,6 +58,7 @@ THOROUGH = re.compile(
     | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S*  # a process each
     | system/test_toolset_pages\.py::test_served_tools\w*                     # four commands
     | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events
+    | workers/test_(?:processes\.py::\w+|service\.py::test_(?!every_rpc)\w+)  # servers of four processes
     | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
     | tool_server/test_mcp\.py::test_(?:a_message_over|a_signal_lets|standard_input\w+\[legacy\])\w*  # a process each
     | test_bench\.py

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.testing.script import Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
@@ -18,6 +19,7 @@ from tests.support.bodies import start_request
 from tests.workers.service import Workers, gone, workers
 from tests.workers.test_service import all_rollouts, server_of
 
+pytestmark = pytest.mark.timeout(300)  # starts of three servers
 MANY = 60
 
 
