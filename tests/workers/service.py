@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from osmosis.rollout.v1 import rollout_service_pb2_grpc
 
-from bench.child import free_port
+from bench.programs.child import free_port
 from tests.support.processes import COMMAND, environment
 
 _READY = re.compile(r"worker (\d+) of \d+ is ready, process (\d+)")
