@@ -104,8 +104,8 @@ bench-publish: setup ## Run `make bench`, and replace the tables and the chart o
 		--markdown README.md --markdown bench/README.md --chart docs/images/cost.svg
 	$(BIN)/python -m bench --quick --record bench/ratios.json
 
-bench-crowd: setup ## Measure thousands of rollouts at once, and extreme single ones (DIR=: tokenizer directory)
-	$(BIN)/python -m bench.crowd $(if $(DIR),--tokenizer $(DIR))
+bench-crowd: setup ## Measure thousands of rollouts at once, and extreme single ones; replace their table in bench/README.md
+	$(BIN)/python -m bench.crowd $(if $(DIR),--tokenizer $(DIR)) --markdown bench/README.md
 
 bench-tokens: setup ## Measure CPU per turn for tokens as the history grows (DIRS="...": tokenizer directories)
 	$(BIN)/python -m bench.tokens $(DIRS)

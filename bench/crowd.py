@@ -22,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
+from bench.judge.lag import Lag
 from bench.judge.site import Bench, Running, post, send
+from bench.judge.tables import filled, markdown
 from bench.judge.workload import IN_MEMORY, ON_DISK, Plan, Target, Workload
 from bench.programs.agents import LONG_RESULT
 from bench.programs.child import ChildFailed, Cores, on_cores
@@ -92,6 +94,7 @@ class Found(msgspec.Struct, frozen=True):
     Args:
         seconds: until the last rollout ended.
         late_p50, late_p99: lateness of the server's requests in milliseconds.
+        lag: the longest delay of the server's event loop in milliseconds, an upper bound; None: not measured.
         turn_ms: CPU of a turn in milliseconds.
         kilobytes: growth of the server's resident memory up to its peak, per rollout.
         failed: rollouts that did not end as scripted; `first`: how the first of them ended.
@@ -103,6 +106,7 @@ class Found(msgspec.Struct, frozen=True):
     seconds: float
     late_p50: float
     late_p99: float
+    lag: float | None
     turn_ms: float
     kilobytes: float
     failed: int
@@ -143,10 +147,11 @@ async def _measure(case: Case, api: str, server: Running, trainer: Running) -> F
         )
         before, cpu, began = server.child.resident_bytes(), server.child.cpu_seconds(), time.monotonic()
         running = asyncio.ensure_future(post(http, f"{trainer.url}/rollouts", batch, Ends))
-        peak = before
-        while not running.done():
-            peak = max(peak, server.child.resident_bytes())
-            await asyncio.wait([running], timeout=_POLL_SECONDS)
+        peak, lag = before, Lag(http, server.url)
+        async with lag:
+            while not running.done():
+                peak = max(peak, server.child.resident_bytes())
+                await asyncio.wait([running], timeout=_POLL_SECONDS)
         ends: Ends = await running
         seconds, used = time.monotonic() - began, server.child.cpu_seconds() - cpu
         traffic = await post(http, f"{trainer.url}/traffic", {}, Traffic)
@@ -157,6 +162,7 @@ async def _measure(case: Case, api: str, server: Running, trainer: Running) -> F
         seconds=seconds,
         late_p50=traffic.gap_p50,
         late_p99=traffic.gap_p99,
+        lag=lag.percentile_ms(1.0),
         turn_ms=1000 * used / max(traffic.requests, 1),
         kilobytes=(peak - before) / 1024 / case.rollouts,
         failed=ends.failed,
@@ -177,9 +183,20 @@ def raise_file_limit(rollouts: int) -> None:
 
 
 def _table(found: Sequence[Found]) -> Iterator[Sequence[str]]:
-    yield "rollouts", "API", "ideal s", "took s", "late p50 ms", "late p99 ms", "CPU ms/turn", "KB/rollout", "failed"
+    yield (
+        "rollouts",
+        "API",
+        "ideal s",
+        "took s",
+        "late p50 ms",
+        "late p99 ms",
+        "loop lag ms",
+        "CPU ms/turn",
+        "KB/rollout",
+        "failed",
+    )
     for each in found:
-        late = (f"{each.late_p50:,.0f}", f"{each.late_p99:,.0f}")
+        late = (f"{each.late_p50:,.0f}", f"{each.late_p99:,.0f}", "" if each.lag is None else f"{each.lag:,.0f}")
         cost = (f"{each.turn_ms:.1f}", f"{each.kilobytes:,.0f}", str(each.failed))
         yield each.case, each.api, f"{each.ideal:g}", f"{each.seconds:.1f}", *late, *cost
 
@@ -193,7 +210,9 @@ def main() -> int:
     parser.add_argument("--least", type=int, default=0, help="skip cases of fewer rollouts")
     parser.add_argument("--api", help="run only this API")
     parser.add_argument("--quick", action="store_true", help="run small cases, as a check of the benchmark")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument(
+        "--markdown", type=Path, action="append", default=[], help="write the table between the markers"
+    )
     options, console = parser.parse_args(), Console(stderr=True)
     cases: Sequence[Case] = QUICK if options.quick else (*CROWDS, *SINGLES)
     cases = [
@@ -209,13 +228,12 @@ def main() -> int:
         console.print(f"bench.crowd: {error}", style="red", markup=False)
         return 1
     headings, *rows = _table(found)
-    if options.markdown:
-        print("\n".join(f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *rows)))
-    else:
-        table = Table(*headings)
-        for cells in rows:
-            table.add_row(*cells)
-        Console(width=170).print(table)
+    table = Table(*headings)
+    for cells in rows:
+        table.add_row(*cells)
+    Console(width=170).print(table)
+    for file in options.markdown:
+        file.write_text(filled(file.read_text(), {"crowd": markdown((headings, rows))}))
     for each in found:
         if each.failed:
             console.print(f"{each.case}, {each.api}: {each.failed} failed, the first with {each.first}", markup=False)

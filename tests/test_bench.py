@@ -68,11 +68,14 @@ def _judged_turns() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
-def test_a_small_crowd_and_a_rollout_with_a_long_tool_result_end_as_scripted() -> None:
-    command = [sys.executable, "-m", "bench.crowd", "--quick", "--markdown"]
+def test_a_small_crowd_and_a_rollout_with_a_long_tool_result_end_as_scripted(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- bench crowd -->\n<!-- end -->\n")
+    command = [sys.executable, "-m", "bench.crowd", "--quick", "--markdown", str(page)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    _, _, crowd, single = ([cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines())
+    lines = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line.startswith("|")]
+    _, _, crowd, single = ([cell.strip() for cell in cells] for cells in lines)
     assert (crowd[2], crowd[-1], single[-1]) == ("0.8", "0", "0")
 
 

@@ -35,7 +35,7 @@ def write(result: Result, json_file: Path | None, markdown_files: list[Path], ch
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
     for file in markdown_files:
         if file.exists():
-            file.write_text(tables.filled(file.read_text(), result))
+            file.write_text(tables.filled(file.read_text(), tables.blocks(result)))
         else:
             file.write_text("\n\n".join(tables.blocks(result).values()) + "\n")
     if chart is not None:

@@ -156,9 +156,9 @@ def blocks(result: Result) -> Mapping[str, str]:
     }
 
 
-def filled(text: str, result: Result) -> str:
+def filled(text: str, parts: Mapping[str, str]) -> str:
     """Return a Markdown text with the parts between markers such as `<!-- bench cpu -->` and `<!-- end -->` replaced."""
-    for name, block in blocks(result).items():
+    for name, block in parts.items():
         before, marker, rest = text.partition(f"<!-- bench {name} -->\n")
         if marker:
             text = f"{before}{marker}{block}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"

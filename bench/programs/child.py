@@ -17,7 +17,7 @@ from typing import IO
 
 import aiohttp
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
 _STOP_SECONDS = 15.0
 _POLL_SECONDS = 0.005
 _SHOWN = 4000
