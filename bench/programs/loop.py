@@ -33,11 +33,20 @@ def serve(app: web.Application, port: int) -> None:
     )
 
 
+_SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    # By default gRPC ends calls with CANCELLED when 1,000 wait to be accepted, or one waits for 30 s.
+    ("grpc.server.max_pending_requests", 1_000_000),
+    ("grpc.server.max_pending_requests_hard_limit", 1_000_000),
+    ("grpc.server_max_unrequested_time_in_server", 86_400),
+]
+
+
 def grpc_beside(handler: grpc.GenericRpcHandler, port: int) -> Callable[[web.Application], AsyncIterator[None]]:
     """Return a cleanup context that serves gRPC on 127.0.0.1 while an application runs."""
 
     async def serving(_: web.Application) -> AsyncIterator[None]:
-        server = grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         server.add_generic_rpc_handlers((handler,))
         server.add_insecure_port(f"127.0.0.1:{port}")
         await server.start()

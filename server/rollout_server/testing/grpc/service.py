@@ -20,9 +20,10 @@ _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),  # a port in use raises an error instead of being shared
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE),
-    # By default gRPC silently drops calls if more than 1,000 are waiting to be accepted.
+    # By default gRPC silently drops calls if more than 1,000 are waiting to be accepted, or one waits for 30 s.
     ("grpc.server.max_pending_requests", 100_000),
     ("grpc.server.max_pending_requests_hard_limit", 100_000),
+    ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
