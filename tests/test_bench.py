@@ -34,7 +34,7 @@ def test_a_quick_run_ends_well_every_mask_is_accepted_and_no_ratio_to_the_floor_
     written = tmp_path / "bench.json"
     recorded = str(ROOT / "bench" / "ratios.json")
     command = [sys.executable, "-m", "bench", "--quick", "--json", str(written), "--check", recorded]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(written.read_text())
     masks = found["masks"]
@@ -47,7 +47,7 @@ def test_a_quick_run_ends_well_every_mask_is_accepted_and_no_ratio_to_the_floor_
 def test_the_benchmark_of_the_journal_measures_each_workload_and_a_restart(tmp_path: Path) -> None:
     written = tmp_path / "journal.json"
     command = [sys.executable, "-m", "bench.journal", "--quick", "--directory", str(tmp_path), "--json", str(written)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(written.read_text())
     assert [len(each["sqlite"]["cpu_us"]) for each in found["cpu"]] == [1, 1]
@@ -68,11 +68,11 @@ def _judged_turns() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
-def test_a_small_crowd_and_a_rollout_with_a_long_tool_result_end_as_scripted(tmp_path: Path) -> None:
+def test_a_small_crowd_and_a_long_rollout_end_as_scripted(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- bench crowd -->\n<!-- end -->\n")
     command = [sys.executable, "-m", "bench.crowd", "--quick", "--markdown", str(page)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.split("|")[1:-1] for line in page.read_text().splitlines() if line.startswith("|")]
     _, _, crowd, single = ([cell.strip() for cell in cells] for cells in lines)
