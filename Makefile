@@ -202,6 +202,7 @@ page-pictures: browser ## Take the pictures of the live page in docs/images
 check: environments browser ## Run the tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks
 	@$(MAKE) --no-print-directory test-thorough
+	@$(MAKE) --no-print-directory bench-quick
 
 .venv-mutants/.ready:
 	$(PYTHON) -m venv .venv-mutants

@@ -26,21 +26,24 @@ from bench.programs.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 JUDGED = "/judged/3x400/v1/chat/completions"
+SHORT = "1x500/32"
 UNJUDGED = "/unjudged/3x400/v1/chat/completions"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
-def test_a_quick_run_ends_well_every_mask_is_accepted_and_no_ratio_to_the_floor_has_doubled(tmp_path: Path) -> None:
+def test_a_quick_run_ends_well_and_every_mask_is_accepted(tmp_path: Path) -> None:
+    """`make check` compares the ratios of a quick run with the recorded ones, on a machine that does nothing else."""
     written = tmp_path / "bench.json"
-    recorded = str(ROOT / "bench" / "ratios.json")
-    command = [sys.executable, "-m", "bench", "--quick", "--json", str(written), "--check", recorded]
+    command = [sys.executable, "-m", "bench", "--quick", "--workload", SHORT, "--json", str(written)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(written.read_text())
     masks = found["masks"]
     assert (masks["masks_refused"], masks["histories_refused"], masks["faults"]) == (0, 0, [])
-    assert masks["masks_accepted"] == _judged_turns()
-    assert len(found["rows"]) == sum(len(workload.apis) for workload in QUICK.workloads)
+    (workload,) = (each for each in QUICK.workloads if each.name == SHORT)
+    rollouts = min(workload.concurrency, WARM_UP) + workload.rollouts * workload.rounds
+    assert masks["masks_accepted"] == rollouts * workload.turns * (len(workload.apis) - 1)  # init sends no masks
+    assert len(found["rows"]) == len(workload.apis)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
@@ -57,14 +60,6 @@ def test_the_benchmark_of_the_journal_measures_each_workload_and_a_restart(tmp_p
     assert done.stdout.count("\n| ") == 3
     assert (found["recovery"]["finished"], found["recovery"]["unfinished"]) == (20, 4)
     assert [path.name for path in tmp_path.iterdir()] == ["journal.json"]
-
-
-def _judged_turns() -> int:
-    turns = 0
-    for workload in QUICK.workloads:
-        rollouts = min(workload.concurrency, WARM_UP) + workload.rollouts * workload.rounds
-        turns += rollouts * workload.turns * len(set(workload.apis) - {Api.INIT})  # which sends no masks
-    return turns
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the benchmark reads /proc")
