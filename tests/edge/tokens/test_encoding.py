@@ -135,9 +135,9 @@ def test_what_did_not_change_is_not_encoded_again() -> None:
             self.tokenizer = tokenizer
             self.texts: list[str] = []
 
-        def encode_batch(self, texts: list[str], **options: Any) -> Any:
-            self.texts += texts
-            return self.tokenizer.encode_batch(texts, **options)
+        def encode(self, text: str, **options: Any) -> Any:
+            self.texts.append(text)
+            return self.tokenizer.encode(text, **options)
 
     noting = Noting(words(AddedToken("<x>", normalized=False)))
     encoder = GrowingEncoder(noting, {4: Added("<x>")})
@@ -151,7 +151,7 @@ def test_what_did_not_change_is_not_encoded_again() -> None:
     assert noting.texts == ["<x> b b", "<x>", "<x> a <x", "<x> b <x"]
 
 
-def test_recent_openings_are_bounded(monkeypatch) -> None:
+def test_recent_openings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_OPENING_CHARACTERS", 10)
     openings = RecentOpenings()
     for text in ("aaaa", "bbbb", "aaaa", "cccc", "d" * 6):
