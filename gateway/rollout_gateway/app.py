@@ -106,7 +106,6 @@ def create_app(
         events_router(rollouts),
         groups_router(rollouts, intake),
         service_router(rollouts, keys, ProcessMetrics(meters, metrics, page)),
-        model_router(rollouts, model_intake),
     ]
     app = GatewayApp(
         title="Rollout gateway",
