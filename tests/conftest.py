@@ -38,6 +38,7 @@ HEAVY = re.compile(
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
+    | test_bench\.py::test_(?:a_quick_run|a_small_crowd)\w*    # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
     )""",
     re.VERBOSE,
@@ -61,7 +62,7 @@ THOROUGH = re.compile(
     | workers/test_(?:processes\.py::\w+|service\.py::test_(?!every_rpc)\w+)  # servers of four processes
     | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
     | tool_server/test_mcp\.py::test_(?:a_message_over|a_signal_lets|standard_input\w+\[legacy\])\w*  # a process each
-    | test_bench\.py
+    | test_bench\.py | edge/tracing/test_(?:trees|exports|page)\.py::\w+\[of\ the\ process\S*  # a server each
     )""",
     re.VERBOSE,
 )

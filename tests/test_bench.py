@@ -38,7 +38,7 @@ def test_a_quick_run_ends_well_and_every_mask_is_accepted(tmp_path: Path) -> Non
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(written.read_text())
-    masks = found["masks"]
+    masks = found["counts"]
     assert (masks["masks_refused"], masks["histories_refused"], masks["faults"]) == (0, 0, [])
     (workload,) = (each for each in QUICK.workloads if each.name == SHORT)
     rollouts = min(workload.concurrency, WARM_UP) + workload.rollouts * workload.rounds
