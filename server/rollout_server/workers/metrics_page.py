@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import socketserver
 import threading
 from collections.abc import Callable, Mapping
@@ -76,8 +77,6 @@ class SharedMetricsPort:
 
 
 def _server_class(host: str) -> type[WSGIServer]:
-    import socket
-
     class SharedWsgiServer(socketserver.ThreadingMixIn, WSGIServer):
         daemon_threads = True
         allow_reuse_port = True

@@ -199,9 +199,8 @@ class _Direct:
             environment = self._compile(text).environment.overlay()
             remember(environment)
             known = self._compiled[text] = environment.from_string(text)
-            known.globals = dict(
-                known.globals
-            )  # Jinja copies them for each rendering, which a chain of mappings makes slow
+            # Jinja copies the globals for each rendering. Copying a chain of mappings takes longer than rendering a short turn.
+            known.globals = dict(known.globals)
         return known
 
 

@@ -25,6 +25,7 @@ Backend: TypeAlias = Any
 
 
 _SHORT = 1000
+"""In characters. A shorter text is encoded before another thread would have begun."""
 _OPENING_CHARACTERS = 8_000_000
 """Maximum number of characters of all first prompts that a tokenizer keeps."""
 
@@ -97,7 +98,7 @@ class GrowingEncoder:
     def _behind(self, kept: Encoded, text: str, start: int) -> Encoded:
         """Return `kept` extended by the encoding of `text[start:]`."""
         changed = text[start:]
-        # Only the batch call of the library releases the GIL; it hands the text to another thread, which a short one is not worth.
+        # Only the library's batch call releases the GIL. It uses other threads, which does not pay for a short text.
         if len(changed) > _SHORT:
             (encoding,) = self._backend.encode_batch([changed], add_special_tokens=False)
         else:
