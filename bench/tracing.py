@@ -1,7 +1,7 @@
 """`python -m bench.tracing`: what OpenTelemetry adds to the CPU of a turn, beside the same server without an SDK.
 
-All servers run all the time and the rounds alternate between them, so that whatever else the machine does hits all of them. The
-SDK has batching processors, and exporters that do nothing or encode the spans: the cost of sending them depends on the collector.
+The rounds alternate between the servers, so that whatever else the machine does hits all of them. Two processes of the same program
+differ by more than the spans cost, so all servers are started several times. The SDK has batching processors, and exporters that do nothing or encode the spans: the cost of sending them depends on the collector.
 """
 
 from __future__ import annotations
@@ -46,24 +46,34 @@ _WAYS = {
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds of each server; the cheapest one counts.")] = 30,
+    rounds: Annotated[int, typer.Option(help="Rounds of each process.")] = 8,
+    starts: Annotated[int, typer.Option(help="Processes of each server.")] = 6,
     base: Annotated[Path | None, typer.Option(help="Another clone, whose server is measured too.")] = None,
 ) -> None:
     """Print the CPU of a turn at 1k context."""
     console = Console(stderr=True)
+    workload = Workload(10, 1000, 16, 16, Target(2.0, "x"), (Api.GRPC_HTTP,), rounds=rounds)
+    costs: dict[str, list[float]] = {}
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        costs = runner.run(
-            _measure(Workload(10, 1000, 16, 16, Target(2.0, "x"), (Api.GRPC_HTTP,), rounds=rounds), base, console)
-        )
-    table = Table("server", "least ms of CPU per turn", "more", "median of the rounds", box=None)
+        for number in range(starts):
+            console.print(f"start {number + 1} of {starts}")
+            for name, found in runner.run(_measure(workload, base)).items():
+                costs.setdefault(name, []).append(median(found))
+    table = Table("server", "ms of CPU per turn", "range of the processes", "more", "more, range", box=None)
     without = costs["without an SDK"]
     for name, found in costs.items():
-        more = min(found) / min(without), median(each / beside for each, beside in zip(found, without, strict=True))
-        table.add_row(name, f"{min(found):.3f}", *(f"{100 * (each - 1):+.1f} %" for each in more))
+        more = [100 * (each / beside - 1) for each, beside in zip(found, without, strict=True)]
+        spread = (
+            f"{min(found):.3f}-{max(found):.3f}",
+            f"{median(more):+.1f} %",
+            f"{min(more):+.1f} to {max(more):+.1f} %",
+        )
+        table.add_row(name, f"{median(found):.3f}", *spread)
     Console().print(table)
 
 
-async def _measure(workload: Workload, base: Path | None, console: Console) -> dict[str, list[float]]:
+async def _measure(workload: Workload, base: Path | None) -> dict[str, list[float]]:
+    """Start the servers, and return the milliseconds of CPU per turn in each round of each of them."""
     plan, cores = Plan((workload,), 1), Cores.here()
     costs: dict[str, list[float]] = {}
     with on_cores(cores.beside):
@@ -86,7 +96,6 @@ async def _measure(workload: Workload, base: Path | None, console: Console) -> d
                 channel = await stack.enter_async_context(_channel(port))
                 players[name] = child, grpc_player(channel, order)
                 await play_many(players[name][1], workload.concurrency, workload.concurrency)
-            console.print(f"{workload.rounds} rounds of {', '.join(players)} ({first})")
             for _ in range(workload.rounds):
                 for name, (child, play) in players.items():
                     before = _cpu_ms(child)
