@@ -1,7 +1,8 @@
 """`python -m bench.tracing`: what OpenTelemetry adds to the CPU of a turn, beside the same server without an SDK.
 
 The rounds alternate between the servers, so that whatever else the machine does hits all of them. Two processes of the same program
-differ by more than the spans cost, so all servers are started several times. The SDK has batching processors, and exporters that do nothing or encode the spans: the cost of sending them depends on the collector.
+differ by more than the spans cost, so all servers are started several times. The SDK has batching processors, and exporters that
+do nothing or encode the spans: the cost of sending them depends on the collector.
 """
 
 from __future__ import annotations
