@@ -79,6 +79,10 @@ class GrowingEncoder:
         self._cuts = {index: token.content for index, token in added.items() if token.content and not token.normalized}
         self._longest = max(map(len, self._cuts.values()), default=0)
 
+    def ids(self, text: str) -> Tokens:
+        """Return the ids of a text. Raises what the library raises."""
+        return pack_tokens(self._encoding(text).ids)
+
     def whole(self, text: str) -> Encoded:
         """Encode a text from its start. Raises what the library raises."""
         return self._behind(Encoded(), text, 0)
@@ -97,12 +101,7 @@ class GrowingEncoder:
 
     def _behind(self, kept: Encoded, text: str, start: int) -> Encoded:
         """Return `kept` extended by the encoding of `text[start:]`."""
-        changed = text[start:]
-        # Only the library's batch call releases the GIL. It uses other threads, which does not pay for a short text.
-        if len(changed) > _SHORT:
-            (encoding,) = self._backend.encode_batch([changed], add_special_tokens=False)
-        else:
-            encoding = self._backend.encode(changed, add_special_tokens=False)
+        encoding = self._encoding(text[start:])
         ids = pack_tokens(encoding.ids)
         starts, offsets = array("q", kept.starts), array("q", kept.offsets)
         for position, index in enumerate(ids):
@@ -115,6 +114,13 @@ class GrowingEncoder:
                 starts.append(first)
                 offsets.append(len(kept.ids) + position)
         return Encoded(text, kept.ids + ids, starts, offsets)
+
+    def _encoding(self, text: str) -> Any:
+        # Only the library's batch call releases the GIL. It uses other threads, which does not pay for a short text.
+        if len(text) <= _SHORT:
+            return self._backend.encode(text, add_special_tokens=False)
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
+        return encoding
 
 
 class RecentOpenings:

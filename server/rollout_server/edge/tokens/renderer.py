@@ -153,6 +153,7 @@ class Renderer:
         self._seen = _RenderedPrompt()
         self._parsed: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
         self._text: tuple[tuple[Message, ...], str] = (), ""
+        self._short_prompt: tuple[tuple[RenderingForm, Sequence[Fields]] | None, str] = None, ""
         self._proof = ShortFormProof(self.loaded.literals or Literals())
         self._filler = new_mark()
         self._taught = False
@@ -359,10 +360,18 @@ class Renderer:
         """Return the turn after a short history; None if the template refuses it. Unless `checked`, the prompt is not rendered."""
         short, at = shortened(messages, answered, self._filler)
         try:
-            prompt = self._render(short[:at], True) if checked else ""
+            prompt = self._short_prompt_text(short[:at]) if checked else ""
             return RenderedTurn(self._render, short, at, self._render(short, True), prompt)
         except RolloutFailed:
             return None
+
+    def _short_prompt_text(self, messages: Sequence[Fields]) -> str:
+        """Render the kept history. It is the same in all turns between two user messages."""
+        known, text = self._short_prompt
+        if known != (self.form, messages):
+            text = self._render(messages, True)
+            self._short_prompt = (self.form, messages), text
+        return text
 
     def _prompt(self, messages: tuple[Message, ...], form: RenderingForm, before: _RenderedPrompt) -> _RenderedPrompt:
         """Render the conversation in a form. `before` is an earlier prompt, in any form, whose encoding is reused."""

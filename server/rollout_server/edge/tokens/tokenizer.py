@@ -94,7 +94,8 @@ class LoadedTokenizer:
         added = tokenizer.added_tokens_decoder
         self._special = {index: token.content for index, token in added.items() if token.special}
         # `tokenizer.json` may enable truncation. The first call of `encode` disables it; do that before threads share the object.
-        self.encode("")
+        self._encoded("")
+        self._growing: GrowingEncoder | None = None
         self._templates = Templates(tokenizer)
         self._eos = tokenizer.eos_token_id
         self._ends = frozenset(ends)
@@ -144,8 +145,8 @@ class LoadedTokenizer:
 
         Raises `PromptRefused` (VALIDATION) for unpaired surrogates, which no tokenizer can encode.
         """
-        with self._turn, _surrogates_refused():
-            return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        with _surrogates_refused():
+            return self._encoded(text) if self._growing is None else self._growing.ids(text)
 
     def grow(self, before: Encoded, text: str) -> Encoded:
         """Return the encoding of a text, reusing the ids it shares with `before`. Raises `PromptRefused` as `encode` does."""
@@ -195,6 +196,11 @@ class LoadedTokenizer:
         """Return whether the id is a special added token, which message text should not contain."""
         return token_id in self._special
 
+    def _encoded(self, text: str) -> Tokens:
+        """Return the ids of a text, encoded by transformers."""
+        with self._turn:
+            return pack_tokens(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+
     def _probed(self, template_kwargs: Mapping[str, JSON]) -> TemplateTraits:
         bare, tooled = (partial(self._compared, Frame(tools, template_kwargs)) for tools in (None, [TOOL]))
         return probe(bare, self._special, self._tokenizer.eos_token_id, tooled, self.literals)
@@ -228,7 +234,7 @@ class LoadedTokenizer:
         growing = GrowingEncoder(backend, added)
         words = (*list(self._special.values())[:50], *(stop.text for stop in self.probed.stops))
         sample = "".join(f"{word} Hello\n{word}é12 " for word in words)
-        return growing if composes(growing, sample, self.encode) else None
+        return growing if composes(growing, sample, self._encoded) else None
 
 
 def _texts(chat_template: str | Mapping[str, str] | None) -> Sequence[str]:
