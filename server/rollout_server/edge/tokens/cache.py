@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 from rollout_server.core.capture.call import OfferedTool
@@ -25,6 +25,9 @@ from rollout_server.runtime.ports import Tool
 
 _log = logging.getLogger(__name__)
 _Key: TypeAlias = tuple[str, str]
+_TOOLS = 256
+_LONGEST_SCHEMA = 16_000
+"""In characters: a longer schema is parsed for each rollout, so that the parsed tools take little memory."""
 
 
 class Tokenizers:
@@ -132,10 +135,13 @@ async def later_system(tokenizers: Tokenizers, spec: Spec) -> LaterSystem:
     return "system" if loaded.probed.later_system else "user"
 
 
-def as_function(tool: Tool | OfferedTool) -> dict[str, JSON]:
-    """Return the tool in OpenAI's format for function tools."""
-    parameters = parse_object(tool.parameters_json_schema)
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
-    }
+def as_function(tool: Tool | OfferedTool) -> Mapping[str, JSON]:
+    """Return the tool in OpenAI's format for function tools. The same tool is the same object, which must not be changed."""
+    function = _function if len(tool.parameters_json_schema) <= _LONGEST_SCHEMA else _function.__wrapped__
+    return function(tool.name, tool.description, tool.parameters_json_schema)
+
+
+@lru_cache(_TOOLS)
+def _function(name: str, description: str, parameters_json_schema: str) -> Mapping[str, JSON]:
+    parameters = parse_object(parameters_json_schema)
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

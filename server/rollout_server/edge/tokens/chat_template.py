@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import Any, Final, Protocol, TypeAlias
 
 from rollout_server.edge.tokens.rendering_form import Fields
-from rollout_server.edge.tokens.sandbox import remember
+from rollout_server.edge.tokens.sandbox import ToolJson, remember
 
 Options: TypeAlias = Mapping[str, Any]
 """Arguments of `apply_chat_template` other than the messages. Includes `tools`, excludes `tokenize`."""
@@ -172,6 +172,7 @@ class _Direct:
         self._given = given
         self._always = {"documents": None, **tokenizer.special_tokens_map}
         self._compiled: dict[str, Any] = {}
+        self._tojson = ToolJson(compiles("").environment.filters["tojson"])
 
     def text(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
         def strftime_now(format: str) -> str:
@@ -183,9 +184,10 @@ class _Direct:
             **options,
             "messages": [self._given(message) for message in messages],
         }
-        template = variables.pop("chat_template", None)
+        template, tools = variables.pop("chat_template", None), variables.get("tools")
         if template is None:
-            template = self._tokenizer.get_chat_template(tools=variables.get("tools"))
+            template = self._tokenizer.get_chat_template(tools=tools)
+        self._tojson.add(tools or ())
         return str(self._template(template).render(variables))
 
     def literals(self, templates: Sequence[str]) -> Literals | None:
@@ -195,9 +197,10 @@ class _Direct:
     def _template(self, text: str) -> Any:
         known = self._compiled.get(text)
         if known is None:
-            # An overlay, because transformers may share its environment and `remember` replaces a method of it.
+            # An overlay, because transformers may share its environment, and a method and a filter of it are replaced.
             environment = self._compile(text).environment.overlay()
             remember(environment)
+            environment.filters = {**environment.filters, "tojson": self._tojson}
             known = self._compiled[text] = environment.from_string(text)
             # Jinja copies the globals for each rendering. Copying a chain of mappings takes longer than rendering a short turn.
             known.globals = dict(known.globals)

@@ -1,4 +1,4 @@
-"""Cache the decisions of the Jinja sandbox that renders chat templates.
+"""Cache the decisions of the Jinja sandbox that renders chat templates, and the JSON of tools.
 
 For each `message.role` in a template, Jinja's sandbox first looks for an attribute of that name, and then checks whether the
 template may access it. In a long conversation this is most of the rendering time. For the JSON types of a conversation the
@@ -7,7 +7,7 @@ result depends only on the type of the value and the name, so it is computed onc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 Environment: TypeAlias = Any
@@ -22,6 +22,48 @@ _HARMLESS: Final = frozenset({str, int, float, bool, type(None), dict, list, tup
 _NAMES: Final = 1000
 """Size limit of the cache: a template that calls `str.format` on message texts looks up names that those texts contain."""
 _NOTHING: Final = object()
+_MOST_TOOLS: Final = 4096
+_MOST_TEXTS: Final = 8
+"""Maximum number of texts of one tool: a template writes it with few combinations of arguments."""
+
+
+class ToolJson:
+    """Jinja's filter `tojson` that remembers the text of tools, which is written again in each rendering.
+
+    A tool is recognised by its identity, because to compare two takes as long as to write one. So it must not change, which the
+    sandbox does not let a template do. An entry holds its tool: as long as it is there, no other object has that `id`. Shared by
+    threads.
+    """
+
+    def __init__(self, tojson: Callable[..., str]) -> None:
+        self._tojson = tojson
+        self._known: dict[int, tuple[object, dict[str, str]]] = {}
+
+    def add(self, tools: Sequence[object]) -> None:
+        """Remember the texts of these tools, and of the parts of them that templates write alone."""
+        for tool in tools:
+            if id(tool) not in self._known:
+                if len(self._known) >= _MOST_TOOLS:
+                    self._known.clear()
+                function = tool.get("function") if isinstance(tool, Mapping) else None
+                parameters = function.get("parameters") if isinstance(function, Mapping) else None
+                for part in (tool, function, parameters):
+                    if isinstance(part, Mapping):
+                        self._known[id(part)] = part, {}
+
+    def __call__(self, value: object, *arguments: Any, **named: Any) -> str:
+        """Return a value as JSON."""
+        known = self._known.get(id(value))
+        if known is None or known[0] is not value:
+            return self._tojson(value, *arguments, **named)
+        # Not the arguments themselves: True equals 1, and a list cannot be a key.
+        texts, key = known[1], repr((arguments, named))
+        text = texts.get(key)
+        if text is None:
+            text = self._tojson(value, *arguments, **named)
+            if len(texts) < _MOST_TEXTS:
+                texts[key] = text
+        return text
 
 
 def remember(environment: Environment) -> None:
