@@ -55,6 +55,7 @@ from rollout_server.edge.wire.completion import (
     read_completion,
     read_cut,
     read_part,
+    tool_set,
 )
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Tool
@@ -85,7 +86,8 @@ class CompletionSampler:
         self._trainer = trainer
         self._tokenizers = tokenizers
         self._spec = spec
-        self._builder = RequestBuilder(uid, spec.rollout_id, spec.typed, tools)
+        self._tools = tools
+        self._builder = RequestBuilder(uid, spec.rollout_id, spec.typed, tool_set(tools))
         self._digest = TrainerDigest()
         self._segment_id = ""
         self._whole = True
@@ -132,9 +134,8 @@ class CompletionSampler:
         The tokens after an earlier turn are known from the branch's ledger, with its first request. Trainers keep a checkpoint per
         turn, so its base is the one of that turn.
         """
-        builder = self._builder
-        tools = builder.tools if fork.tools is None else fork.tools
-        other = CompletionSampler(self._trainer, self._tokenizers, builder.uid, self._spec, tools)
+        tools = self._tools if fork.tools is None else fork.tools
+        other = CompletionSampler(self._trainer, self._tokenizers, self._builder.uid, self._spec, tools)
         other._policies = self._policies
         if fork.origin.kind is SegmentKind.BRANCH:
             earlier = other._begins_earlier = fork.earlier or self._begins_earlier
@@ -145,9 +146,8 @@ class CompletionSampler:
     async def _render(self, request: CompletionRequest, messages: tuple[Message, ...]) -> Rendered:
         """Render the environment tokens that the trainer continues from."""
         if self._renderer is None:
-            self._renderer = await open_renderer(
-                self._tokenizers, self._spec.tokenizer, self._builder.tools, date=request.date
-            )
+            tokenizer = self._spec.tokenizer
+            self._renderer = await open_renderer(self._tokenizers, tokenizer, self._tools, date=request.date)
         return await self._renderer.append(messages, request.last, request.last_messages)
 
     async def _complete(

@@ -137,7 +137,7 @@ class RequestBuilder:
     uid: str
     rollout_id: str
     typed: bool
-    tools: Sequence[Tool]
+    tool_set: message_pb2.ToolSet
 
     def request(self, asked: Asked, parts: AbortedParts, news: PromptUpdate, *, list_tools: bool) -> Request:
         """Return the request of one turn, or of the rest of it after the aborted `parts`.
@@ -154,7 +154,7 @@ class RequestBuilder:
             sampling=sampling_to_proto(parts.sampling),
             base=_checkpoint(base) if base is not None else None,
             new_messages=messages_to_proto(news.messages, typed=self.typed),
-            tools=self._tool_set(listed=list_tools),
+            tools=self.tool_set if list_tools else message_pb2.ToolSet(digest=self.tool_set.digest),
             origin=origin_to_proto(news.origin) if news.origin is not None else None,
             resumed=[_resumed(part, asked.turn) for part in parts.held],
         )
@@ -162,9 +162,11 @@ class RequestBuilder:
             request.new_tokens.CopyFrom(_new_tokens(news.spans, news.prompt))
         return request
 
-    def _tool_set(self, *, listed: bool) -> message_pb2.ToolSet:
-        tools = [tool_to_proto(tool) for tool in self.tools]
-        return message_pb2.ToolSet(digest=_digest(tools), tools=tools if listed else ())
+
+def tool_set(tools: Sequence[Tool]) -> message_pb2.ToolSet:
+    """Return the tools of a rollout, and their digest."""
+    listed = [tool_to_proto(tool) for tool in tools]
+    return message_pb2.ToolSet(digest=_digest(listed), tools=listed)
 
 
 def checkpoint_from_proto(proto: token_pb2.Checkpoint) -> Checkpoint:
