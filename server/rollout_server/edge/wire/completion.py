@@ -231,7 +231,8 @@ async def read_ledger(data: bytes) -> tuple[Tokens, Sequence[Author]] | None:
 
 def _parse(kind: type[_P], data: bytes) -> _P:
     try:
-        check_fields(data, kind.DESCRIPTOR, MESSAGE_VALUES)
+        if len(data) > 2 * MESSAGE_VALUES:  # no field takes less than two bytes
+            check_fields(data, kind.DESCRIPTOR, MESSAGE_VALUES)
         return kind.FromString(data)
     except DecodeError:
         raise MalformedCompletion("it is not a valid protobuf message") from None
