@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 from rollout_server import Run
 from rollout_server.calculator import Calculator
 from rollout_server.inspection.escape import visible
@@ -252,6 +252,26 @@ async def test_texts_and_logprobs_that_are_not_there_are_told(open_here: Open, p
     assert [int(cell[2]) for cell in cells] == shown.ids()
     await page.get_by_text("logprob", exact=True).click()
     await expect(page.get_by_role("list", name="Legend")).to_contain_text("model tokens have no logprob")
+
+
+async def test_an_error_holds_for_texts_that_were_wanted_while_it_came(open_here: Open, page: Page) -> None:
+    _, _, shown = await played(open_here, page, SCRIPTS["tools"], agent="masking", tokenizer=None)
+    answer = asyncio.Event()
+
+    async def held(route: Route) -> None:
+        await answer.wait()
+        await route.continue_()
+
+    await page.route("**/segments/*/tokens?*", held)
+    async with page.expect_request("**/segments/0/tokens?*"):
+        await page.goto(f"{shown.url}?segment=0")
+    await page.get_by_role("tab", name="Segments").click()
+    await page.get_by_role("region", name="Segments").get_by_role("button", name="Segment 1").click()
+    await expect(page.get_by_text("Segment 1 (subagent):")).to_be_visible()
+    await expect(page.locator(".tokens-wait").first).to_be_visible()
+    answer.set()
+    await expect(page.get_by_text("Token ids are shown, because their texts are not available")).to_be_visible()
+    await expect(page.locator(".tokens-wait")).to_have_count(0)
 
 
 async def test_colours_show_logprobs_policies_and_turns(open_here: Open, page: Page) -> None:

@@ -46,8 +46,8 @@ export class TokenTexts {
   /**
    * @param {Object} source
    * @param {string} uid
-   * @param {(segment: string|null, start: number, stop: number) => void} changed - called after the texts of a range,
-   *   or an error, have arrived; null: texts of all segments can be fetched again
+   * @param {(segment: string|null, start: number, stop: number) => void} changed - called after the texts of a range
+   *   have arrived; null: after an error, which holds for all texts, and when they can be fetched again
    */
   constructor(source, uid, changed) {
     this._source = source;
@@ -92,10 +92,12 @@ export class TokenTexts {
         this._keep(segment, await this._source.texts(this._uid, segment, start, stop));
       } catch (error) {
         this.error = error;
+        // What else was wanted in the meantime is drawn, too, and waits for texts that are not fetched any more.
         this._queue.length = 0;
         if (isTransient(error)) setTimeout(() => this.retry(), RETRY_MS);
       }
-      this._changed(segment, start, stop);
+      if (this.error) this._changed(null, 0, Infinity);
+      else this._changed(segment, start, stop);
     }
     this._busy = false;
   }
