@@ -6,15 +6,21 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Error, Page, Playwright, async_playwright
+import pytest_asyncio
+from playwright.async_api import Browser, Error, Page, Playwright, async_playwright, expect
 
 from tests.system.conftest import Open, open_world
 
 # The background requests of a browser with an account at its vendor; none of them can succeed in a test.
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+
+#: For actions and expectations. Nothing that works waits for it, however slow the machine is.
+TIMEOUT_MS = 30_000
+expect.set_options(timeout=TIMEOUT_MS)
 
 
 def _chromium() -> str | None:
@@ -28,9 +34,16 @@ async def launch(playwright: Playwright) -> Browser:
     return await playwright.chromium.launch(executable_path=_chromium(), args=arguments)
 
 
-@pytest.fixture
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run all tests of the page on one event loop: the browser that they share belongs to it."""
+    for item in items:
+        if pytest_asyncio.is_async_test(item) and item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    """Chromium without a page."""
+    """Chromium without a page. Each test opens a context of its own in it."""
     async with async_playwright() as playwright:
         try:
             opened = await launch(playwright)
@@ -42,11 +55,11 @@ async def browser() -> AsyncIterator[Browser]:
         await opened.close()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def page(browser: Browser) -> AsyncIterator[Page]:
     """A new page. The test fails if the page raises an exception, or if its policy blocks something."""
     context = await browser.new_context(viewport={"width": 1400, "height": 900}, locale="en-GB", timezone_id="UTC")
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(TIMEOUT_MS)
     opened, problems = await context.new_page(), list[str]()
     opened.on("pageerror", lambda error: problems.append(str(error)))
     opened.on("console", lambda message: problems.append(message.text) if "Content Security" in message.text else None)
@@ -55,7 +68,7 @@ async def page(browser: Browser) -> AsyncIterator[Page]:
     assert not problems
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def open_here() -> AsyncIterator[Open]:
     """`await open_here(agents=..., model=..., **settings)`: a service that stops after the test."""
     async with AsyncExitStack() as stack:

@@ -30,3 +30,14 @@ async def new_world() -> AsyncIterator[Callable[..., RuntimeHarness]]:
     yield make
     for world in worlds:
         await world.close()
+
+
+@pytest.fixture(autouse=True)
+async def no_task_is_left() -> AsyncIterator[None]:
+    """Cancel what a test leaves running, such as a process that has crashed: the end of a rollout starts the next in the queue."""
+    yield
+    for _ in range(10):
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in others:
+                task.cancel()
+            await asyncio.wait(others, timeout=60)

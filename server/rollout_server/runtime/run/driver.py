@@ -328,6 +328,7 @@ def _cancel(run: Run | None, tasks: list[asyncio.Task[Any]]) -> None:
 
 def _start(work: Coroutine[Any, Any, _T], name: str, tasks: list[asyncio.Task[Any]]) -> asyncio.Task[_T]:
     task = asyncio.create_task(contain(work), name=name)
+    task.add_done_callback(lambda _: work.close())  # a task that is cancelled before it begins has not awaited it
     tasks.append(task)
     return task
 
