@@ -83,6 +83,7 @@ async def test_rows_change_in_place(open_here: Open, page: Page) -> None:
 
 async def test_a_hidden_tab_reads_nothing(open_here: Open, page: Page) -> None:
     world = await open_here(agents=[Idle()])
+    await page.clock.install()
     await show(page, world)
     await expect(page.get_by_text("There are no rollouts yet")).to_be_visible()
     await expect(page.get_by_text("rollout start --prompt")).to_be_visible()
@@ -93,10 +94,10 @@ async def test_a_hidden_tab_reads_nothing(open_here: Open, page: Page) -> None:
     requests = list[str]()
     page.on("request", lambda request: requests.append(request.url))
     await start(world, "r")
-    await page.wait_for_timeout(2500)
+    await page.clock.run_for(60_000)
     assert requests == []
     await page.evaluate(hide, False)
-    await expect(ids(page)).to_have_text(["r"], timeout=1500)
+    await expect(ids(page)).to_have_text(["r"])
 
 
 async def test_filters_are_in_the_link(open_here: Open, page: Page) -> None:
@@ -157,7 +158,8 @@ async def test_pages_lead_both_ways(open_here: Open, page: Page) -> None:
     await older.click()
     await expect(ids(page).first).to_have_text("69")
     await start(world, "120")
-    await page.wait_for_timeout(2500)
+    async with page.expect_event("requestfinished", lambda request: "/v1/rollouts?" in request.url):
+        pass  # the next poll
     await expect(ids(page).first).to_have_text("69")
     await older.click()
     await expect(ids(page)).to_have_text([str(number) for number in range(19, -1, -1)])
@@ -226,9 +228,9 @@ async def test_it_goes_on_when_the_server_is_back(page: Page) -> None:
         port = server.http_port
         await page.goto(f"http://127.0.0.1:{port}/")
         await expect(page.get_by_text("There are no rollouts yet")).to_be_visible()
-    await expect(page.get_by_role("alert")).to_have_text("The server cannot be reached.", timeout=15_000)
+    await expect(page.get_by_role("alert")).to_have_text("The server cannot be reached.")
     async with Server([Idle()], Settings(http_port=port, **settings)):
-        await expect(page.get_by_role("alert")).to_have_count(0, timeout=15_000)
+        await expect(page.get_by_role("alert")).to_have_count(0)
 
 
 async def test_the_keyboard_suffices(open_here: Open, page: Page) -> None:

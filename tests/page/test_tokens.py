@@ -313,7 +313,7 @@ async def test_new_turns_are_appended_and_followed(open_here: Open, page: Page) 
         await page.wait_for_timeout(150)
         assert await strip.evaluate(at_end)
     await strip.evaluate("(strip) => { strip.scrollTop = 0 }")
-    await expect(strip.get_by_role("group", name="model, turn 5,").first).to_be_attached(timeout=30_000)
+    await expect(strip.get_by_role("group", name="model, turn 5,").first).to_be_attached()
     assert await strip.evaluate("(strip) => strip.scrollTop") == 0
 
 

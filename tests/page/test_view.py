@@ -52,7 +52,7 @@ async def test_the_journal_of_a_stopped_server(page: Page, tmp_path: Path) -> No
         await page.get_by_role("row").last.get_by_role("link").first.click()
         await expect(page).to_have_title(re.compile(uids[0]))
         await expect(page.locator('.messages-card[data-kind="completion"]')).to_have_count(len(TOUR))
-        await expect(page.get_by_text("<|im_start|>").first).to_be_visible(timeout=30_000)
+        await expect(page.get_by_text("<|im_start|>").first).to_be_visible()
         await expect(page.get_by_role("button", name="Cancel the rollout")).to_be_hidden()
         parts = urlsplit(url)
         async with httpx.AsyncClient(trust_env=False) as http:
@@ -63,7 +63,7 @@ async def test_the_journal_of_a_stopped_server(page: Page, tmp_path: Path) -> No
     assert json.loads(told.out)["written"]["rollouts"] == 1
     await page.goto((tmp_path / "out.html").as_uri())
     await expect(page).to_have_title(re.compile(uids[1]))
-    await expect(page.get_by_text("<|im_start|>").first).to_be_visible(timeout=30_000)
+    await expect(page.get_by_text("<|im_start|>").first).to_be_visible()
 
 
 async def test_a_running_server_is_followed_and_not_changed(open_here: Open, page: Page, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ async def test_a_running_server_is_followed_and_not_changed(open_here: Open, pag
     assert (told.code, "1 rollout, " in told.out) == (0, True), told.err
     await page.goto((tmp_path / "out.html").as_uri())
     await expect(page.locator(".rollout-state")).to_have_text("completed")
-    await expect(page.get_by_text("<|im_start|>").first).to_be_visible(timeout=30_000)
+    await expect(page.get_by_text("<|im_start|>").first).to_be_visible()
     assert KEY not in (tmp_path / "out.html").read_text()
 
 
