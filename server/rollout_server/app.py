@@ -46,8 +46,9 @@ from rollout_server.edge.metrics.server import serve_metrics
 from rollout_server.edge.model_keys import ModelKeys
 from rollout_server.edge.rpc.agent_service import AgentService
 from rollout_server.edge.rpc.listener import RpcSettings
-from rollout_server.edge.rpc.server import CallRouter, RpcServer, own_socket
+from rollout_server.edge.rpc.server import CallRouter, RpcServer
 from rollout_server.edge.rpc.service import RolloutService
+from rollout_server.edge.rpc.sockets import own_socket
 from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService
 from rollout_server.edge.stream.dispatcher import Dispatcher

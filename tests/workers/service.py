@@ -26,11 +26,16 @@ _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_back
 
 @dataclass
 class Workers:
-    """A server of several processes. `variables` are settings."""
+    """A server of several processes. `variables` are settings, `arguments` further ones of the command, such as agents.
+
+    `ca`: the authority of its certificate, if it has one.
+    """
 
     directory: Path
     count: int
     variables: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+    ca: Path | None = None
     grpc_port: int = field(default_factory=free_port)
     http_port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
@@ -40,7 +45,7 @@ class Workers:
     @property
     def url(self) -> str:
         """Base URL of the HTTP port."""
-        return f"http://127.0.0.1:{self.http_port}"
+        return f"{'https' if self.ca else 'http'}://127.0.0.1:{self.http_port}"
 
     @property
     def log(self) -> str:
@@ -64,7 +69,7 @@ class Workers:
         }
         with (self.directory / f"log-{self.starts}").open("wb") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, "serve", "--workers", str(self.count), "--tokenizer", "toy=toy", *ports],
+                [*COMMAND, "serve", "--workers", str(self.count), "--tokenizer", "toy=toy", *ports, *self.arguments],
                 cwd=self.directory,
                 env=environment(**variables),
                 stdin=subprocess.DEVNULL,
@@ -96,7 +101,7 @@ class Workers:
     async def channels(self, count: int) -> AsyncIterator[list[grpc.aio.Channel]]:
         """As many connections, which the kernel distributes over the workers."""
         async with AsyncExitStack() as stack:
-            channels = [grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}", _OPTIONS) for _ in range(count)]
+            channels = [self._channel(f"127.0.0.1:{self.grpc_port}") for _ in range(count)]
             yield [await stack.enter_async_context(channel) for channel in channels]
 
     @asynccontextmanager
@@ -104,6 +109,11 @@ class Workers:
         """Stubs of the service, each on a connection of its own."""
         async with self.channels(count) as channels:
             yield [rollout_service_pb2_grpc.RolloutServiceStub(channel) for channel in channels]
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        if self.ca is None:
+            return grpc.aio.insecure_channel(address, _OPTIONS)
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(self.ca.read_bytes()), _OPTIONS)
 
 
 def gone(processes: Any, seconds: float) -> bool:
@@ -126,9 +136,11 @@ def exists(process: int) -> bool:
 
 
 @contextlib.contextmanager
-def workers(directory: Path, count: int, **variables: str) -> Iterator[Workers]:
+def workers(
+    directory: Path, count: int, *arguments: str, ca: Path | None = None, **variables: str
+) -> Iterator[Workers]:
     """A running server of several processes."""
-    service = Workers(directory, count, variables)
+    service = Workers(directory, count, variables, arguments, ca)
     try:
         service.start()
         yield service

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_server.testing.script import Script, ScriptedReply
@@ -82,27 +83,38 @@ async def test_a_worker_that_is_killed_continues_and_the_parent_takes_all_with_i
             assert all((verdict := trainer.verdict(name)) is not None and verdict.accepted for name in whole)
             assert service.processes[1] != victim
             processes = list(service.processes.values())
+            os.kill(processes[0], signal.SIGSTOP)  # one that cannot notice that its parent is gone
             service.send(signal.SIGKILL)
-            assert await asyncio.to_thread(gone, processes, 20)
             assert service.process is not None
             service.process.wait()
-        await _is_refused(service)
         await _drains(service, sorted(uids))
+        assert gone(processes, 20)
+        await _is_refused(service)
 
 
 async def _is_refused(service: Workers) -> None:
-    """Fewer workers than journals, and a port that is in use."""
+    """Fewer workers than journals, a journal that cannot be used, and a port that is in use."""
     service.count = 1
     assert await asyncio.to_thread(service.begin().wait) == 1
     assert "start with --workers 2" in service.log
     service.count = 2
+    broken = service.directory / "broken"
+    broken.mkdir()
+    (broken / "worker-1").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(service.variables, "ROLLOUT_JOURNAL", str(broken))
+        assert await asyncio.to_thread(service.begin().wait) == 1
+    lines = [line for line in service.log.splitlines() if "INFO" not in line]
+    assert len(lines) == 2
+    assert "worker-1 cannot be used" in lines[0]
+    assert "worker 1 ended with exit code 1, so the server ends" in lines[1]
     with socket.create_server(("127.0.0.1", service.http_port)):
         assert await asyncio.to_thread(service.begin().wait) == 1
     assert "cannot listen on" in service.log or "Address already in use" in service.log
 
 
 async def _drains(service: Workers, uids: list[str]) -> None:
-    """After a restart of all workers their rollouts are still there. SIGTERM waits for those that run."""
+    """A start at once after the death of the parent finds all rollouts. SIGTERM waits for those that run."""
     await asyncio.to_thread(service.start)
     scripts = {f"last{number}": Script([ScriptedReply(content="The end.", delay=1.5)]) for number in range(6)}
     async with StrictTrainer(scripts=scripts) as trainer, service.stubs(3) as stubs:
@@ -115,3 +127,35 @@ async def _drains(service: Workers, uids: list[str]) -> None:
         assert service.process is not None
         assert await asyncio.to_thread(service.process.wait) == 0
     assert gone(service.processes.values(), 5)
+
+
+async def test_a_worker_that_hangs_holds_no_call_for_ever(tmp_path: Path) -> None:
+    with workers(tmp_path, 2) as service:
+        hangs = service.processes[1]
+        os.kill(hangs, signal.SIGSTOP)
+        async with service.stubs(12) as stubs, httpx.AsyncClient(trust_env=False, timeout=2) as probe:
+            asked = [asyncio.ensure_future(stub.ListRollouts(pb.ListRolloutsRequest())) for stub in stubs]
+            while True:  # about every second connection is to the worker that hangs
+                try:
+                    page = (await probe.get(f"http://127.0.0.1:{service.metrics_port}/metrics")).text
+                    break
+                except httpx.TimeoutException:
+                    continue
+            assert 'rollout_worker_up{worker="0"} 1' in page
+            assert 'rollout_worker_up{worker="1"} 0' in page
+            done, hanging = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            done |= (await asyncio.wait(hanging, timeout=5.0))[0] if hanging else set()
+            assert done
+            for call in asked:
+                call.cancel()
+            errors = [call.exception() for call in done]
+            assert {error.code() for error in errors if isinstance(error, grpc.aio.AioRpcError)} == {
+                grpc.StatusCode.UNAVAILABLE
+            }
+        service.send(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        service.send(signal.SIGTERM)
+        assert service.process is not None
+        assert await asyncio.to_thread(service.process.wait) == 1
+        assert "worker 1 ended with SIGKILL while it was stopping" in service.log
+        assert gone(service.processes.values(), 5)

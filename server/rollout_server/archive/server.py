@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from rollout_server.archive.service import ArchiveService
 from rollout_server.edge.rpc.interceptor import RequestInterceptor
-from rollout_server.edge.rpc.server import own_socket
+from rollout_server.edge.rpc.sockets import own_socket
 from rollout_server.runtime.start_request import Caller
 
 HOST = "127.0.0.1"

@@ -29,6 +29,8 @@ def report_errors(command: str, code: int = 1) -> Iterator[None]:
 
     try:
         yield
+    except typer.Exit:  # a RuntimeError, which a command raises once it has reported
+        raise
     except KeyboardInterrupt:
         _print_error(command, Interrupted("interrupted"))
         raise typer.Exit(Interrupted.exit_code) from None

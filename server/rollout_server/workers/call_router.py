@@ -53,6 +53,8 @@ _SERVICES: Final = (
 )
 _TRAIN: Final = f"/{trainer_service_pb2.DESCRIPTOR.services_by_name['TrainerService'].full_name}/Train"
 _HELLO_SECONDS: Final = 30.0
+_ALL_SECONDS: Final = 30.0
+"""How long a call to all workers may take. One that hangs must not hold those of callers without a deadline for ever."""
 _OF_CONNECTION: Final = frozenset({"user-agent", "te", "content-type", "host"})
 _STATUS: Final = "grpc-status-details-bin"
 
@@ -139,9 +141,18 @@ class WorkerRouter(CallRouter):
         return call
 
     async def _forward(self, name: str, request: Any, context: _Context) -> Any:
+        options = _options(context)
+        if name in ON_ALL:
+            left = options["timeout"]
+            options["timeout"] = _ALL_SECONDS if left is None else min(left, _ALL_SECONDS)
         try:
-            return await getattr(self._fleet, name)(request, **_options(context))
+            return await getattr(self._fleet, name)(request, **options)
         except grpc.aio.AioRpcError as error:
+            if (
+                error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            ):  # at the caller's deadline gRPC has ended the call already
+                text = f"a worker did not respond within {_ALL_SECONDS:g} s"
+                await context.abort(grpc.StatusCode.UNAVAILABLE, text)
             await _abort(context, error)
 
     async def _relay(self, call: Any, context: _Context) -> AsyncGenerator[Any, None]:

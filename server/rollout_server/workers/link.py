@@ -8,12 +8,12 @@ connection ends with the process at its other end.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -22,8 +22,8 @@ from rollout_server.workers.plan import WorkerPlan
 
 LINK_VARIABLE: Final = "_ROLLOUT_WORKER_LINK"
 """Environment variable with the number of the worker's end of the link. Set in workers only, until they have read it."""
-_SECOND_SIGNAL: Final = 0.5
-_LAST_SECONDS: Final = 10.0
+_SET_PARENT_DEATH_SIGNAL: Final = 1
+"""Option number of `prctl`, from linux/prctl.h."""
 
 
 def is_worker() -> bool:
@@ -45,7 +45,7 @@ class ParentLink:
         self._complete, self._leave = asyncio.Event(), asyncio.Event()
 
     def listen(self) -> None:
-        """Begin to listen, in a thread: a blocked event loop must not keep a worker alive whose parent is gone."""
+        """Begin to listen, in a thread, which ends the process with the link. A blocked event loop does not delay that."""
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._listen, args=(loop,), name="link to the parent", daemon=True).start()
 
@@ -66,7 +66,7 @@ class ParentLink:
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         for line in self._lines:
             loop.call_soon_threadsafe(self._take, json.loads(line))
-        _stop_now()
+        os._exit(1)
 
     def _take(self, message: dict[str, Any]) -> None:
         if "servers" in message:
@@ -84,12 +84,7 @@ def take_link() -> ParentLink | None:
         return None
     connection = socket.socket(fileno=int(number))
     connection.set_inheritable(False)
+    # A worker without its parent ends at once, as if it had been killed, too: its journal keeps the rollouts, and the next parent
+    # needs its ports. The kernel also ends one that is stopped. If the parent is gone already, the end of the link does it.
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     return ParentLink(connection)
-
-
-def _stop_now() -> None:
-    """End this process as two signals would: its journal keeps the rollouts for the next start."""
-    for seconds in (_SECOND_SIGNAL, _LAST_SECONDS):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(seconds)
-    os._exit(1)

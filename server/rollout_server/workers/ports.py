@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Final
+
+_LEFT_SECONDS: Final = 3.0
 
 
 @contextmanager
@@ -12,11 +17,11 @@ def held_port(host: str, port: int) -> Iterator[int]:
     """Hold a port for the listeners of other processes, and yield its number; port 0 selects a free one.
 
     The socket never listens, so it receives no connections. While it is bound, only sockets with SO_REUSEPORT of this user can
-    bind the port. Raises OSError if the port is in use, also by a server that shares its port.
+    bind the port. Raises OSError if the port is in use for seconds, also by a server that shares its port.
     """
     with ExitStack() as stack:
         try:
-            with _bound(host, port, socket.SO_REUSEADDR) as probe:
+            with _free(host, port) as probe:
                 number: int = probe.getsockname()[1]
             try:
                 held = _bound(host, number, socket.SO_REUSEPORT)
@@ -28,6 +33,18 @@ def held_port(host: str, port: int) -> Iterator[int]:
         except OSError as error:
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
         yield number
+
+
+def _free(host: str, port: int) -> socket.socket:
+    """Bind a port on which nobody listens. The workers of a parent that was killed may have it for a moment."""
+    ends = time.monotonic() + _LEFT_SECONDS
+    while True:
+        try:
+            return _bound(host, port, socket.SO_REUSEADDR)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > ends:
+                raise
+        time.sleep(0.1)
 
 
 def _bound(host: str, port: int, *options: int) -> socket.socket:

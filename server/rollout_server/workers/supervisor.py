@@ -10,7 +10,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from rollout_server.edge.rpc.sockets import socket_directory
 from rollout_server.settings import Settings, WrongSettings
 from rollout_server.settings.journal import journal_directory
 from rollout_server.workers.link import LINK_VARIABLE
@@ -26,6 +26,10 @@ from rollout_server.workers.ports import held_port
 
 _log = logging.getLogger(__name__)
 _LONGEST_BACKOFF: Final = 30.0
+_STEADY_SECONDS: Final = 60.0
+"""A worker that dies sooner than this after its start is started again with a growing pause."""
+_KILL_SECONDS: Final = 20.0
+"""Seconds after the second signal in which a worker may end by itself."""
 _MOST_FAILURES: Final = 5
 """Number of starts of one worker in a row that may fail, after all workers were up once, before the whole server ends."""
 _EXPECTED: Final = (0, -signal.SIGTERM, -signal.SIGINT)
@@ -70,7 +74,7 @@ def _plans(settings: Settings, directory: Path | None) -> Iterator[Sequence[Work
         grpc_port = hold(settings.grpc_port)
         http_port = hold(settings.http_port) if settings.http else 0
         metrics_port = None if settings.metrics_port is None else hold(settings.metrics_port)
-        sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-", ignore_cleanup_errors=True))
+        sockets = str(stack.enter_context(socket_directory()))
         secret, count = secrets.token_hex(32), settings.workers
         yield [
             WorkerPlan(index, count, sockets, http_port, grpc_port, metrics_port, journal_of(directory, index), secret)
@@ -101,7 +105,8 @@ class _WorkerProcess:
         self.serving.clear()
         self.drained = False
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ExitStack() as failed, theirs:
+            failed.enter_context(ours)
             environment = {**os.environ, LINK_VARIABLE: str(theirs.fileno())}
             # A process group of its own: Ctrl-C reaches only the parent, which passes it on once.
             process = self.process = await asyncio.create_subprocess_exec(
@@ -111,6 +116,7 @@ class _WorkerProcess:
                 process_group=0,
                 stdin=asyncio.subprocess.DEVNULL,
             )
+            failed.pop_all()
         reader, self._link = await asyncio.open_connection(sock=ours)
         self.send(asdict(self.plan))
         return process, reader
@@ -185,28 +191,40 @@ class _Supervisor:
 
     async def _keep(self, worker: _WorkerProcess) -> None:
         """Run one worker, and start it again whenever it dies."""
-        failures = 0
+        failures = deaths = 0
         while not self._stopping.is_set():
-            process, reader = await worker.start(self._command)
-            if self._stopping.is_set():  # the signal came while the process was being created
-                worker.signal(signal.SIGTERM)
-            await self._follow(worker, reader)
-            code = await process.wait()
-            worker.close()
+            began = time.monotonic()
+            code = await self._run_once(worker)
             if self._stopping.is_set():
                 self._on_end(worker, code)
                 return
             failures = 0 if worker.serving.is_set() else failures + 1
+            # Also of one that serves each time for a moment, such as a worker that a rollout of its journal kills.
+            deaths = 0 if time.monotonic() - began > _STEADY_SECONDS else deaths + 1
             if not self._complete or failures > _MOST_FAILURES:
                 _log.error("worker %d ended with %s, so the server ends", worker.plan.index, _ending(code))
                 self._code = code if code > 0 else 1
                 self._stop(signal.SIGTERM)
                 return
-            seconds = min(_LONGEST_BACKOFF, 2.0**failures - 1.0)
+            seconds = min(_LONGEST_BACKOFF, 2.0 ** max(0, deaths - 1) - 1.0)
             text = "worker %d ended with %s; it is started again in %g s"
             _log.error(text, worker.plan.index, _ending(code), seconds)
             if seconds:
                 await self._unless_stopped(asyncio.Event(), seconds)
+
+    async def _run_once(self, worker: _WorkerProcess) -> int:
+        """Run one process of a worker, and return its exit code; 1 if it cannot be started."""
+        try:
+            process, reader = await worker.start(self._command)
+        except OSError as error:  # for example, too many processes
+            _log.error("worker %d cannot be started: %s", worker.plan.index, error)
+            return 1
+        if self._stopping.is_set():  # the signal came while the process was being created
+            worker.signal(signal.SIGTERM)
+        await self._follow(worker, reader)
+        code = await process.wait()
+        worker.close()
+        return code
 
     async def _follow(self, worker: _WorkerProcess, reader: asyncio.StreamReader) -> None:
         """Process the messages of one process until it ends."""
@@ -239,10 +257,16 @@ class _Supervisor:
                 worker.send({"leave": True})
 
     def _stop(self, number: int) -> None:
-        """Pass a signal on. A second one ends the drain of the workers."""
+        """Pass a signal on. A second one ends the drain of the workers, also of one that cannot process signals."""
+        if self._stopping.is_set():
+            asyncio.get_running_loop().call_later(_KILL_SECONDS, self._kill)
         self._stopping.set()
         for worker in self._workers:
             worker.signal(number)
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.signal(signal.SIGKILL)
 
     async def _unless_stopped(self, event: asyncio.Event, seconds: float | None = None) -> bool:
         """Wait for an event, at most `seconds`. Return False if the server is stopping, or the time is over."""

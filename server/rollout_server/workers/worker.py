@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -82,15 +82,10 @@ class Worker:
         await self._link.released()
 
     async def close(self) -> None:
-        """Close what this object opened. The last worker removes the directory of the sockets if the parent is gone."""
+        """Close what this object opened."""
         await self._stack.aclose()
         for channel in self._channels:
             await channel.close()
-        plan = self._link.plan
-        for path in (plan.socket(plan.index), plan.question_socket(plan.index)):
-            path.unlink(missing_ok=True)
-        with suppress(OSError):
-            self.socket.parent.rmdir()
 
     def _merged(self, own: bytes | None = None) -> bytes:
         pages = self._responses(METRICS)

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rollout_server.edge.rpc.server import SOCKET_NAME, SOCKET_PREFIX, remove_stale_sockets
+from rollout_server.edge.rpc.sockets import SOCKET_NAME, SOCKET_PREFIX, remove_stale_sockets
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 SERVER = """

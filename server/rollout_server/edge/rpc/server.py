@@ -1,18 +1,10 @@
-"""The gRPC server of `rollout serve`, and its Unix socket for the gateway in the same process."""
+"""The gRPC server of `rollout serve`."""
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
-import stat
-import tempfile
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import grpc
 from osmosis.rollout.v1 import (
@@ -75,47 +67,3 @@ class RpcServer(RpcListener):
     def end_revoked(self) -> None:
         """End the calls whose keys are not valid any more."""
         self._boundary.end_revoked()
-
-
-SOCKET_PREFIX = "rollout-"
-"""Prefix of the socket directories' names, in the system's temporary directory."""
-_SETTLED_SECONDS = 60.0
-"""Minimum age of a socket that is checked: a socket that is being opened refuses connections, too."""
-SOCKET_NAME = "grpc.sock"
-
-
-@contextmanager
-def own_socket() -> Iterator[Path]:
-    """Yield the path for a server's socket, in a directory that only its user can enter."""
-    remove_stale_sockets()
-    with tempfile.TemporaryDirectory(prefix=SOCKET_PREFIX) as directory:
-        yield Path(directory) / SOCKET_NAME
-
-
-def remove_stale_sockets() -> None:
-    """Remove directories that killed servers of this user left behind: those whose socket has no listener.
-
-    A directory that contains anything else, or no socket yet, is kept.
-    """
-    for directory in Path(tempfile.gettempdir()).glob(f"{SOCKET_PREFIX}*"):
-        with suppress(OSError):
-            if _is_stale(directory):
-                (directory / SOCKET_NAME).unlink()
-                directory.rmdir()
-
-
-def _is_stale(directory: Path) -> bool:
-    """Return whether a directory was left behind by a server. Raise OSError if it cannot be inspected."""
-    own, path = os.geteuid(), directory / SOCKET_NAME
-    directory_stat, socket_stat = directory.lstat(), path.lstat()
-    if (
-        not stat.S_ISDIR(directory_stat.st_mode)
-        or not stat.S_ISSOCK(socket_stat.st_mode)
-        or {directory_stat.st_uid, socket_stat.st_uid} != {own}
-    ):
-        return False
-    if os.listdir(directory) != [SOCKET_NAME] or time.time() - socket_stat.st_mtime < _SETTLED_SECONDS:
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # a busy server accepts the connection or returns EAGAIN, not ECONNREFUSED
-        return probe.connect_ex(str(path)) == errno.ECONNREFUSED
