@@ -40,7 +40,7 @@ HEAVY = re.compile(
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
     | test_bench\.py::test_(?:a_quick_run|a_small_crowd)\w*    # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
-    | workers/test_processes\.py::test_a_worker_that_hangs\w*                  # a minute of timeouts
+    | workers/test_(?:processes\.py::test_a_worker_that_hangs|trainers\.py::)\w*  # a minute of timeouts, and two deaths
     )""",
     re.VERBOSE,
 )
@@ -60,7 +60,7 @@ THOROUGH = re.compile(
     | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S*  # a process each
     | system/test_toolset_pages\.py::test_served_tools\w*                     # four commands
     | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events
-    | workers/test_(?:(?:access|processes|supervisor|trainers)\.py::\w+|service\.py::test_(?!every_rpc)\w+)  # servers of processes
+    | workers/test_(?:(?:access|processes|supervisor)\.py::\w+|service\.py::test_(?!every_rpc)\w+)  # servers of processes
     | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
     | tool_server/test_mcp\.py::test_(?:a_message_over|a_signal_lets|standard_input\w+\[legacy\])\w*  # a process each
     | test_bench\.py | edge/tracing/test_(?:trees|exports|page)\.py::\w+\[of\ the\ process\S*  # a server each
