@@ -11,7 +11,7 @@ UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-quick bench-publish bench-crowd bench-tokens bench-journal bench-tracing bench-lists test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-quick bench-publish bench-crowd bench-tokens bench-journal bench-tracing bench-lists bench-workers test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -115,8 +115,12 @@ bench-journal: setup ## Measure what the durable journal costs, compared with me
 
 bench-lists: setup ## Measure lists of a server that knows 100,000 rollouts
 	$(BIN)/python -m bench.lists
+
 bench-tracing: setup ## Measure what OpenTelemetry adds to the CPU of a turn (BASE=: another clone to measure beside it)
 	$(BIN)/python -m bench.tracing $(if $(BASE),--base $(BASE))
+
+bench-workers: setup ## Measure what two workers cost and gain, compared with one process
+	$(BIN)/python -m bench.workers
 
 hostile: setup ## Run all attacks of tests/hostile/attacks on a new server, then 100,000 fuzzed inputs (ARGS="...")
 	$(BIN)/python -m tests.hostile $(ARGS)

@@ -38,6 +38,7 @@ from bench.programs.conversation import Facts
 from bench.programs.drive import Order, Player, grpc_player, play_many
 from bench.programs.loop import new_loop
 
+_WIDTH = 120
 _WAYS = {
     "without an SDK": (),
     "spans": ("traces",),
@@ -70,7 +71,7 @@ def main(
             f"{min(more):+.1f} to {max(more):+.1f} %",
         )
         table.add_row(name, f"{median(found):.3f}", *spread)
-    Console().print(table)
+    Console(width=_WIDTH).print(table)
 
 
 async def _measure(workload: Workload, base: Path | None) -> dict[str, list[float]]:

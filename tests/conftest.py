@@ -38,7 +38,7 @@ HEAVY = re.compile(
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
-    | test_bench\.py::test_(?:a_quick_run|a_small_crowd)\w*    # `make check` ends with `make bench-quick`
+    | test_bench\.py::test_(?:a_quick_run|a_small_crowd|two_workers)\w*  # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
     | workers/test_(?:processes\.py::test_a_worker_that_hangs|trainers\.py::)\w*  # a minute of timeouts, and two deaths
     )""",
