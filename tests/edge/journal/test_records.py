@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from osmosis.journal.v1 import journal_pb2 as pb
 from rollout_server.core import record as records
+from rollout_server.core.ledger import Prediction, pack_tokens
 from rollout_server.core.message import Message, ToolCall
 from rollout_server.core.outcome import Stop
 from rollout_server.core.record import Answered, Asked, Ended, Note, Record, Rewarded, ToolStarted
@@ -81,6 +82,34 @@ def test_arrays_keep_every_bit() -> None:
     assert entry.answered.token_ids == bytes([1, 0, 0, 0, 2, 0, 0, 0])
 
 
+@pytest.mark.parametrize(
+    ("predicted", "reported", "once"),
+    [
+        (([], [1, 2, 3]), [1, 2, 3], True),
+        (([1], [2, 3]), [1, 2, 3], True),
+        (([], []), [], True),
+        (([1], [2, 3]), [1, 2, 4], False),
+        (([1], [2, 3]), [1, 2], False),
+        (([1], [2, 3]), [2, 3], False),
+        (([1], [2, 3]), [1, 2, 3, 4], False),
+        (([], []), [1], False),
+        (([1], [2, 3]), [], False),
+        (([1], [2, 3]), None, False),
+        (None, [1, 2, 3], False),
+    ],
+)
+def test_a_reported_prompt_is_stored_once_if_it_is_the_predicted_one(
+    predicted: tuple[list[int], list[int]] | None, reported: list[int] | None, once: bool
+) -> None:
+    prediction = None if predicted is None else Prediction(*map(pack_tokens, predicted))
+    prompt = None if reported is None else pack_tokens(reported)
+    record = replace(ANSWERED, predicted=prediction, reported=prompt, shared=7)
+    assert stored_record(record) == record
+    (entry,) = pb.Entries.FromString(encode_entries([Entry(1, 0.0, record)])).entries
+    assert entry.answered.reported_as_predicted is once
+    assert entry.answered.HasField("reported") is (reported is not None and not once)
+
+
 def test_a_big_endian_machine_swaps_the_bytes_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(values, "_SWAPS", True)
     tokens = array("I", [1, 2])
@@ -137,6 +166,10 @@ def damaged(**fields: object) -> bytes:
         (damaged(), "entry 7 has no record, or one of a newer version"),
         (b"\x0a\x05\x08\x07\xa2\x06\x00", "entry 7 has no record, or one of a newer version"),
         (damaged(answered=pb.Answered(token_ids=b"abc")), "bytes length not a multiple of item size"),
+        (
+            damaged(answered=pb.Answered(turn=3, reported_as_predicted=True)),
+            "turn 3 is the predicted one, and there is none",
+        ),
         (damaged(note=pb.Note(text=b"\xff")), "UnicodeDecodeError"),
         (damaged(tool_started=pb.ToolStarted()), "a tool call has no arguments"),
         (damaged(tool_started=pb.ToolStarted(call=pb.ToolCall(object_json=b"[]"))), "not a JSON object"),

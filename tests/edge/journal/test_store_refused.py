@@ -6,15 +6,23 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cryptography.fernet import Fernet
+from osmosis.journal.v1 import journal_pb2 as pb
+from rollout_server.core.ledger import Prediction
+from rollout_server.core.message import Message
+from rollout_server.core.record import Answered
 from rollout_server.edge.journal import SqliteJournal
+from rollout_server.edge.journal.records import encode_entries
 from rollout_server.edge.journal.schema import MIGRATIONS
+from rollout_server.edge.journal.values import encode_tokens
 from rollout_server.runtime.journal import CancelRequested, JournalUnusable
+from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Credentials
 from sqlalchemy import Connection
 
@@ -172,7 +180,7 @@ async def test_a_database_of_another_application(directory: Path) -> None:
 async def test_a_newer_server_wrote_it(written: Path) -> None:
     execute(written, "PRAGMA user_version = 7")
     text = await refused(written)
-    assert "was written by a newer server: it has version 7, and this server knows versions up to 2" in text
+    assert "was written by a newer server: it has version 7, and this server knows versions up to 3" in text
     assert "Run the newer server" in text
 
 
@@ -273,9 +281,9 @@ async def test_migrations_run_once_and_in_order(written: Path) -> None:
     for migrations in ((add_notes,), (add_notes, rename), (add_notes, rename)):
         async with SqliteJournal(written, migrations=[*MIGRATIONS, *migrations]) as journal:
             assert len(await journal.load()) == 2
-    assert query(written, "PRAGMA user_version") == [(4,)]
+    assert query(written, "PRAGMA user_version") == [(5,)]
     assert query(written, "SELECT remarks FROM rollouts") == [("from a",), ("from b",)]
-    assert "knows versions up to 2" in await refused(written)
+    assert "knows versions up to 3" in await refused(written)
 
 
 async def test_a_journal_of_version_1_is_migrated(written: Path) -> None:
@@ -293,13 +301,29 @@ async def test_a_journal_of_version_1_is_migrated(written: Path) -> None:
         assert await journal.load_groups() == []
         journal.write(CancelRequested("a", "enough"))
     assert [each.cancelled for each in await stored(written)] == ["enough", None]
-    assert query(written, "PRAGMA user_version") == [(2,)]
+    assert query(written, "PRAGMA user_version") == [(3,)]
+
+
+async def test_prompts_that_version_2_stored_twice_are_read(written: Path) -> None:
+    prompt = array("I", [1, 2, 3])
+    message = Message.write({"role": "assistant", "content": "8"})
+    record = Answered(1, message, "stop", array("I", [4]), None, Prediction(prompt[:1], prompt[1:]), prompt)
+    entry = Entry(1, 1700000000.0, record)
+    batch = pb.Entries.FromString(encode_entries([entry]))
+    answered = batch.entries[0].answered
+    assert answered.reported_as_predicted
+    answered.reported_as_predicted = False
+    answered.reported = encode_tokens(prompt)
+    change = f"UPDATE entries SET first_sequence = 1, last_sequence = 1, payload = x'{batch.SerializeToString().hex()}'"
+    execute(written, f"{change} WHERE rollout = 2", "PRAGMA user_version = 2")
+    assert list((await stored(written))[1].entries) == [entry]
+    assert query(written, "PRAGMA user_version") == [(3,)]
 
 
 async def test_a_migration_that_fails_changes_nothing(written: Path) -> None:
     with pytest.raises(JournalUnusable, match="no such table: missing"):
         await SqliteJournal(written, migrations=[*MIGRATIONS, add_notes, fail]).start()
-    assert query(written, "PRAGMA user_version") == [(2,)]
+    assert query(written, "PRAGMA user_version") == [(3,)]
     assert query(written, "SELECT name FROM sqlite_master WHERE name = 'half'") == []
     assert len(await stored(written)) == 2
 

@@ -697,6 +697,7 @@ class Answered(_message.Message):
     EXTRA_JSON_FIELD_NUMBER: _builtins.int
     POLICY_STEP_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    REPORTED_AS_PREDICTED_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     finish_reason: _builtins.bytes
@@ -706,7 +707,9 @@ class Answered(_message.Message):
     logprobs: _builtins.bytes
     """Logprobs of the generated tokens: little-endian float32 each. Unset: unknown."""
     reported: _builtins.bytes
-    """The prompt as the trainer reported it, without its first `shared` tokens: little-endian uint32 each. Unset: not reported."""
+    """The prompt as the trainer reported it, without its first `shared` tokens: little-endian uint32 each. Unset: not reported, or
+    `reported_as_predicted`.
+    """
     shared: _builtins.int
     """Number of tokens at the start of the reported prompt that the segment has already."""
     mask_length: _builtins.int
@@ -723,6 +726,8 @@ class Answered(_message.Message):
     """Further fields of the trainer: one JSON object, or empty."""
     policy_step: _builtins.int
     """The step of the policy; unset: unknown."""
+    reported_as_predicted: _builtins.bool
+    """The reported prompt, without its first `shared` tokens, has exactly the tokens of `predicted`, and is not stored again."""
     @_builtins.property
     def message(self) -> Global___Message:
         """The assistant message."""
@@ -774,10 +779,11 @@ class Answered(_message.Message):
         extra_json: _builtins.bytes = ...,
         policy_step: _builtins.int | None = ...,
         runs: _abc.Iterable[Global___PolicyRun] | None = ...,
+        reported_as_predicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "_reported", b"_reported", "_token_ids", b"_token_ids", "around", b"around", "logprobs", b"logprobs", "mask_length", b"mask_length", "message", b"message", "policy_step", b"policy_step", "predicted", b"predicted", "reported", b"reported", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "_reported", b"_reported", "_token_ids", b"_token_ids", "around", b"around", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mask_length", b"mask_length", "message", b"message", "notes", b"notes", "planes", b"planes", "policy_step", b"policy_step", "policy_version", b"policy_version", "predicted", b"predicted", "reported", b"reported", "runs", b"runs", "shared", b"shared", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "_reported", b"_reported", "_token_ids", b"_token_ids", "around", b"around", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mask_length", b"mask_length", "message", b"message", "notes", b"notes", "planes", b"planes", "policy_step", b"policy_step", "policy_version", b"policy_version", "predicted", b"predicted", "reported", b"reported", "reported_as_predicted", b"reported_as_predicted", "runs", b"runs", "shared", b"shared", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

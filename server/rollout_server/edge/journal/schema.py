@@ -123,7 +123,11 @@ def _bytes(connection: Connection) -> str:
     return str(LargeBinary().compile(connection.dialect))
 
 
-MIGRATIONS: Final[Sequence[Migration]] = (_add_groups,)
+def _store_prompts_once(_: Connection) -> None:
+    """Version 3: `Answered.reported_as_predicted`. Older rows stay as they are; a server of version 2 would not see the prompt."""
+
+
+MIGRATIONS: Final[Sequence[Migration]] = (_add_groups, _store_prompts_once)
 """Migrations in order. The first one turns version 1 into version 2."""
 
 

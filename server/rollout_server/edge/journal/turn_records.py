@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from osmosis.journal.v1 import journal_pb2 as pb
 
-from rollout_server.core.ledger import Drift, PolicyRun, Prediction
+from rollout_server.core.ledger import Drift, PolicyRun, Prediction, Tokens
 from rollout_server.core.record import (
     Answered,
     Appended,
@@ -92,30 +92,37 @@ def _write_tokens(record: Answered, proto: pb.Answered) -> None:
         proto.token_ids = encode_tokens(record.token_ids)
     if record.logprobs is not None:
         proto.logprobs = encode_logprobs(record.logprobs)
-    if record.reported is not None:
-        proto.reported = encode_tokens(record.reported)
     if (predicted := record.predicted) is not None:
         proto.predicted.closing = encode_tokens(predicted.closing)
         proto.predicted.environment = encode_tokens(predicted.environment)
+    if record.reported is not None:
+        # Usually equal, and as long as all messages since the last turn: the first prompt may have 32,000 tokens.
+        if predicted is not None and record.reported == _prompt(predicted):
+            proto.reported_as_predicted = True
+        else:
+            proto.reported = encode_tokens(record.reported)
     for plane in record.planes:
         proto.planes.add(name=encode_text(plane.name), dtype=encode_text(plane.dtype), values=plane.values)
     for run in record.runs:
         proto.runs.add(tokens=run.tokens, version=encode_text(run.version), step=run.step)
 
 
+def _prompt(predicted: Prediction) -> Tokens:
+    """Return the predicted tokens, without a copy if there is no closing token."""
+    return predicted.closing + predicted.environment if predicted.closing else predicted.environment
+
+
 def read_completion(proto: pb.Answered) -> Answered:
     """Return the record of `write_completion`."""
-    has, predicted = proto.HasField, proto.predicted
+    has, predicted = proto.HasField, _read_prediction(proto)
     return Answered(
         turn=proto.turn,
         message=read_message(proto.message),
         finish_reason=decode_text(proto.finish_reason),
         token_ids=decode_tokens(proto.token_ids) if has("token_ids") else None,
         logprobs=decode_logprobs(proto.logprobs) if has("logprobs") else None,
-        predicted=Prediction(decode_tokens(predicted.closing), decode_tokens(predicted.environment))
-        if has("predicted")
-        else None,
-        reported=decode_tokens(proto.reported) if has("reported") else None,
+        predicted=predicted,
+        reported=_read_reported(proto, predicted),
         shared=proto.shared,
         mask_length=proto.mask_length if has("mask_length") else None,
         attempts=proto.attempts,
@@ -130,6 +137,20 @@ def read_completion(proto: pb.Answered) -> Answered:
         policy_step=proto.policy_step if has("policy_step") else None,
         runs=tuple(map(_read_run, proto.runs)),
     )
+
+
+def _read_prediction(proto: pb.Answered) -> Prediction | None:
+    if not proto.HasField("predicted"):
+        return None
+    return Prediction(decode_tokens(proto.predicted.closing), decode_tokens(proto.predicted.environment))
+
+
+def _read_reported(proto: pb.Answered, predicted: Prediction | None) -> Tokens | None:
+    if not proto.reported_as_predicted:
+        return decode_tokens(proto.reported) if proto.HasField("reported") else None
+    if predicted is None:
+        raise ValueError(f"the reported prompt of turn {proto.turn} is the predicted one, and there is none")
+    return _prompt(predicted)
 
 
 def _read_run(proto: pb.PolicyRun) -> PolicyRun:
