@@ -34,8 +34,9 @@ from bench.programs.tally import Traffic
 
 _WARM_UP = 8
 _POLL_SECONDS = 0.5
-_FILES_OF_A_ROLLOUT = 2
-"""Connections of one rollout in the server over HTTP: from its caller and to its trainer. The trainer has their other ends."""
+_FILES_OF_A_ROLLOUT = {"sync": 2, "init": 1}
+"""Connections that one rollout keeps in the server: to its trainer, and from a caller that waits for the rollout. The trainer has
+the other ends. gRPC shares one connection."""
 _FILES = 1_000
 _MAX_SECONDS = 1800.0
 _GRPC = ("tokens", "stream")
@@ -170,14 +171,15 @@ async def _measure(case: Case, api: str, server: Running, trainer: Running) -> F
     )
 
 
-def raise_file_limit(rollouts: int) -> None:
+def raise_file_limit(cases: Sequence[Case]) -> None:
     """Raise this process's limit of open files, which children inherit. Raises ValueError if it stays too low."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    needed = _FILES_OF_A_ROLLOUT * rollouts + _FILES
+    connections = (_FILES_OF_A_ROLLOUT.get(api, 0) * case.rollouts for case in cases for api in case.apis)
+    needed = max(connections, default=0) + _FILES
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ValueError(
-            f"{rollouts:,} rollouts need up to {needed:,} open files, but the hard limit is {hard:,}: raise it (`ulimit -Hn`, "
+            f"these rollouts need up to {needed:,} open files, but the hard limit is {hard:,}: raise it (`ulimit -Hn`, "
             "LimitNOFILE= of systemd), or run fewer with --most"
         )
 
@@ -221,7 +223,7 @@ def main() -> int:
         if options.least <= case.rollouts <= options.most
     ]
     try:
-        raise_file_limit(max((case.rollouts for case in cases if case.apis != ("tokens",)), default=0))
+        raise_file_limit(cases)
         with asyncio.Runner(loop_factory=new_loop) as runner:
             found = runner.run(run(cases, options.tokenizer.resolve(), options.journal, console))
     except (ChildFailed, ValueError) as error:

@@ -45,8 +45,8 @@ async def test_duplicates_meet_through_any_gateway(world: Fleets) -> None:
 
 
 async def test_starts_without_an_id_are_spread_and_never_meet(world: Fleets) -> None:
-    answers = await asyncio.gather(*(world.fleet.StartRollout(start()) for _ in range(24)))
-    assert len({answer.rollout.uid for answer in answers}) == 24
+    answers = await asyncio.gather(*(world.fleet.StartRollout(start()) for _ in range(64)))
+    assert len({answer.rollout.uid for answer in answers}) == 64
     assert len({place.proxy.address for place, _ in await world.all()}) == 3
 
 

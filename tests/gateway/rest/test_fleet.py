@@ -61,7 +61,7 @@ async def fronted() -> AsyncIterator[Fronted]:
 
 
 async def test_rollouts_of_all_servers_are_listed_followed_and_cancelled(fronted: Fronted) -> None:
-    uids = [await fronted.start(f"r/{number}", "gated") for number in range(9)]
+    uids = [await fronted.start(f"r/{number}", "gated") for number in range(15)]
     assert len([place for place in fronted.places if await place.rollouts()]) > 1
     listed: list[str] = []
     token = ""
