@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from osmosis.rollout.v1 import outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.durability import checks
@@ -200,3 +201,35 @@ async def test_a_journal_that_is_not_one_is_left_as_it_is(here: Stage) -> None:
     assert str(here.server.journal) in here.server.log
     assert "Traceback" not in here.server.log
     assert database.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("grpc", spec_pb2.TOKEN_MODE_TOKENS),
+        ("engine", spec_pb2.TOKEN_MODE_TOKENS),
+        ("engine", spec_pb2.TOKEN_MODE_UNSPECIFIED),
+    ],
+)
+async def test_turns_of_one_rollout_are_rendered_by_one_template(
+    here: Stage, kind: str, mode: spec_pb2.TokenMode.ValueType
+) -> None:
+    """After an update of the template a resumed rollout would continue with other tokens than it began with."""
+    template = here.server.directory / "changed.jinja"
+    template.write_text("{# a new version #}" + (TOY_TOKENIZER / "chat_template.jinja").read_text())
+    for changes in (False, True):
+        chosen = trial(kind, 1, f"template {changes}")
+        request = here.clients.start_request(chosen)
+        request.spec.token_mode = mode
+        here.gun.load(Aim(Moment.ASKED, 1, 2))
+        await here.server.stub.StartRollout(request)
+        if changes:
+            here.server.variables["ROLLOUT_TEMPLATES"] = f"toy={template}"
+        await here.server.restart()
+        (rollout,) = await here.clients.settled([chosen.rollout_id])
+        assert rollout.outcome.HasField("stop") is not changes
+        if changes:
+            assert rollout.outcome.failure.category == INTERRUPTED
+            assert "another version of tokenizer 'toy'" in rollout.outcome.failure.message
+            assert rollout.outcome.metrics.turns == 1
+            assert len(rollout.outcome.samples) == 1  # the first turn

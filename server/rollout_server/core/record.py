@@ -94,6 +94,7 @@ class Answered:
         policy_step: the step of `policy_version`; None if unknown.
         runs: the policies that generated the completion, in order, if it was aborted and resumed by others; together they have all
             tokens. Empty: all of it is of `policy_version`.
+        rendered_by: digest of the tokenizer and the chat template that rendered `predicted`; empty without a rendering.
     """
 
     turn: int
@@ -116,6 +117,7 @@ class Answered:
     extra_json: str = ""
     policy_step: int | None = None
     runs: tuple[PolicyRun, ...] = ()
+    rendered_by: str = ""
 
     @property
     def policy_runs(self) -> tuple[PolicyRun, ...]:

@@ -148,6 +148,7 @@ RECORDS: Mapping[type, st.SearchStrategy[Any]] = {
         extra_json=any_texts,
         policy_step=steps,
         runs=st.lists(each_field(PolicyRun, tokens=counts, version=any_texts, step=steps), max_size=3).map(tuple),
+        rendered_by=texts,
     ),
     records.Appended: each_field(records.Appended, messages=many_messages, segment_id=texts, by_tool=texts),
     records.ToolStarted: each_field(

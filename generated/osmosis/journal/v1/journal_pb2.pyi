@@ -698,6 +698,7 @@ class Answered(_message.Message):
     POLICY_STEP_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     REPORTED_AS_PREDICTED_FIELD_NUMBER: _builtins.int
+    RENDERED_BY_FIELD_NUMBER: _builtins.int
     turn: _builtins.int
     """The turn, from 1."""
     finish_reason: _builtins.bytes
@@ -728,6 +729,8 @@ class Answered(_message.Message):
     """The step of the policy; unset: unknown."""
     reported_as_predicted: _builtins.bool
     """The reported prompt, without its first `shared` tokens, has exactly the tokens of `predicted`, and is not stored again."""
+    rendered_by: _builtins.str
+    """Digest of the tokenizer and the chat template that rendered `predicted`; empty: there was no rendering, or it is unknown."""
     @_builtins.property
     def message(self) -> Global___Message:
         """The assistant message."""
@@ -780,10 +783,11 @@ class Answered(_message.Message):
         policy_step: _builtins.int | None = ...,
         runs: _abc.Iterable[Global___PolicyRun] | None = ...,
         reported_as_predicted: _builtins.bool = ...,
+        rendered_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "_reported", b"_reported", "_token_ids", b"_token_ids", "around", b"around", "logprobs", b"logprobs", "mask_length", b"mask_length", "message", b"message", "policy_step", b"policy_step", "predicted", b"predicted", "reported", b"reported", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "_reported", b"_reported", "_token_ids", b"_token_ids", "around", b"around", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mask_length", b"mask_length", "message", b"message", "notes", b"notes", "planes", b"planes", "policy_step", b"policy_step", "policy_version", b"policy_version", "predicted", b"predicted", "reported", b"reported", "reported_as_predicted", b"reported_as_predicted", "runs", b"runs", "shared", b"shared", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_mask_length", b"_mask_length", "_policy_step", b"_policy_step", "_reported", b"_reported", "_token_ids", b"_token_ids", "around", b"around", "attempts", b"attempts", "elapsed_ms", b"elapsed_ms", "extra_json", b"extra_json", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "mask_length", b"mask_length", "message", b"message", "notes", b"notes", "planes", b"planes", "policy_step", b"policy_step", "policy_version", b"policy_version", "predicted", b"predicted", "rendered_by", b"rendered_by", "reported", b"reported", "reported_as_predicted", b"reported_as_predicted", "runs", b"runs", "shared", b"shared", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015

@@ -81,7 +81,7 @@ class MessageSampler:
             predicted = await renderer.learn(predicted, reported)
             self._engines.forms.remember(self._spec, renderer.form)
         around = await drift_excerpt(renderer.loaded, request.ledger, predicted, reported)
-        return replace(answered, predicted=predicted, around=around)
+        return replace(answered, predicted=predicted, around=around, rendered_by=renderer.loaded.digest)
 
     def resume(self, asked: Asked, answered: Answered) -> None:
         """See `Sampler.resume`."""
@@ -101,7 +101,8 @@ class MessageSampler:
         name = self._spec.tokenizer
         if self._renderer is None and name is not None:
             known = self._engines.forms.of(self._spec)
-            renderer = await open_renderer(self._engines.tokenizers, name, self._tools, known, request.date)
+            tokenizers, earlier = self._engines.tokenizers, self._resumed.rendered_by
+            renderer = await open_renderer(tokenizers, name, self._tools, known, request.date, rendered_by=earlier)
             await self._resumed.teach(renderer, tuple(request.messages[: request.asked.messages]))
             self._renderer = renderer
         return self._renderer
@@ -134,14 +135,14 @@ class TokenSampler:
         by_ids = Generation if spec.completions.dialect is Dialect.VLLM else Chat
         self._by_ids: CompletionClient = by_ids(engines.access, spec, tools)
         self._renderer: Renderer | None = None
+        self._rendered_by = ""
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Render, request a completion and check it. Raises `RolloutFailed`."""
         messages = request.messages[: request.asked.messages]
         if self._renderer is None:
-            self._renderer = await open_renderer(
-                self._engines.tokenizers, self._spec.tokenizer, self._tools, date=request.date
-            )
+            tokenizers, name, earlier = self._engines.tokenizers, self._spec.tokenizer, self._rendered_by
+            self._renderer = await open_renderer(tokenizers, name, self._tools, date=request.date, rendered_by=earlier)
         rendered = await self._renderer.append(messages, request.last, request.last_messages)
         predicted = rendered.predicted
         prompt = request.ledger.prefix() + predicted.closing + predicted.environment
@@ -150,15 +151,19 @@ class TokenSampler:
         elapsed = 1000 * (time.monotonic() - started)
         if completion.token_ids is None:
             raise RolloutFailed(_missing_ids(request.asked.turn, self._spec.completions.dialect))
-        warnings = _warnings(completion, request, rendered, self._renderer.loaded.vocabulary)
-        return replace(completion_record(request, completion, attempts, elapsed, warnings), predicted=predicted)
+        loaded = self._renderer.loaded
+        warnings = _warnings(completion, request, rendered, loaded.vocabulary)
+        answered = completion_record(request, completion, attempts, elapsed, warnings)
+        return replace(answered, predicted=predicted, rendered_by=loaded.digest)
 
     def resume(self, asked: Asked, answered: Answered) -> None:
-        """See `Sampler.resume`. Nothing is kept between turns that the ledger does not have."""
+        """See `Sampler.resume`. The tokens are in the ledger of the next request."""
+        self._rendered_by = answered.rendered_by
 
     def fork(self, fork: Fork) -> TokenSampler:
         """Return the sampler of a forked conversation. A branch continues from the tokens so far; any other fork starts empty."""
         other = TokenSampler(self._engines, self._spec, self._tools if fork.tools is None else fork.tools)
+        other._rendered_by = self._rendered_by
         if fork.origin.kind is SegmentKind.BRANCH:
             other._renderer = self._renderer and self._renderer.fork(earlier=fork.earlier)
         return other

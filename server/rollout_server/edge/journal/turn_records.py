@@ -72,6 +72,7 @@ def write_completion(record: Answered, proto: pb.Answered) -> None:
     proto.elapsed_ms = record.elapsed_ms
     proto.tool_calls = record.tool_calls
     proto.shared = record.shared
+    proto.rendered_by = record.rendered_by
     for name in ("finish_reason", "policy_version", "extra_json"):
         if text := getattr(record, name):
             setattr(proto, name, encode_text(text))
@@ -136,6 +137,7 @@ def read_completion(proto: pb.Answered) -> Answered:
         extra_json=decode_text(proto.extra_json),
         policy_step=proto.policy_step if has("policy_step") else None,
         runs=tuple(map(_read_run, proto.runs)),
+        rendered_by=proto.rendered_by,
     )
 
 

@@ -26,6 +26,10 @@ from rollout_server.runtime.ports import Tool
 _log = logging.getLogger(__name__)
 _Key: TypeAlias = tuple[str, str]
 _TOOLS = 256
+_CHANGED = (
+    "the server stopped while the rollout ran, and has another version of tokenizer {!r}, its chat template or transformers now: "
+    "later turns would be rendered differently from earlier ones; start it again"
+)
 _LONGEST_SCHEMA = 16_000
 """In characters: a longer schema is parsed for each rollout, so that the parsed tools take little memory."""
 
@@ -83,7 +87,9 @@ class Tokenizers:
     def _load(self, name: TokenizerName) -> LoadedTokenizer:
         files = read_tokenizer(name, self._settings)
         trusted = name.name in self._settings.directories
-        loaded = LoadedTokenizer(name.name, files.tokenizer, self._renderers, files.ends, is_trusted=trusted)
+        loaded = LoadedTokenizer(
+            name.name, files.tokenizer, self._renderers, files.ends, digest=files.digest, is_trusted=trusted
+        )
         if loaded.probed.refusal:
             raise RolloutFailed(
                 Failure(Category.TOKENIZER, f"tokenizer {name.name!r} cannot be used: {loaded.probed.refusal}")
@@ -105,11 +111,18 @@ async def open_renderer(
     tools: Sequence[Tool | OfferedTool],
     form: RenderingForm | None = None,
     date: datetime | None = None,
+    *,
+    rendered_by: str = "",
 ) -> Renderer:
     """Return a renderer for one rollout; load the tokenizer if it is not cached.
 
-    `form` is how the trainer is known to render and count, `date` what templates print as the current time (None: now). Raises
-    `RolloutFailed` if the tokenizer cannot be loaded or a template argument is refused.
+    Args:
+        form: how the trainer is known to render and count.
+        date: what templates print as the current time; None: now.
+        rendered_by: digest of what rendered the turns before a restart of the server; empty if there are none.
+
+    Raises `RolloutFailed` if the tokenizer cannot be loaded, a template argument is refused, or (INTERRUPTED) the files are not
+    those of `rendered_by` any more.
     """
     if name is None:
         raise RolloutFailed(
@@ -118,6 +131,8 @@ async def open_renderer(
             )
         )
     loaded = await tokenizers.load(name)
+    if rendered_by and rendered_by != loaded.digest:
+        raise RolloutFailed(Failure(Category.INTERRUPTED, _CHANGED.format(name.name)))
     switches = parse_object(name.template_kwargs_json) if name.template_kwargs_json else {}
     new = partial(Renderer, loaded, [as_function(tool) for tool in tools], switches, form=form, date=date)
     # In a thread: template arguments that were not seen before make the constructor probe the template again.

@@ -6,11 +6,13 @@ They contain no path of this machine, no address and no text of the libraries.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from rollout_server.core.outcome import Category, Failure
@@ -20,6 +22,8 @@ from rollout_server.runtime.errors import RolloutFailed
 
 _HUB_SECONDS = 5.0
 _LONGEST_NAME = 200
+_SAMPLE = "The sum of 17 and 25.50 is\t42.5!\n\n  naïve Größe, 数据 데이터 данные بيانات 🙂 def f(x): return x**2 - 1  # done\r\n"
+"""Tokenizers with other vocabularies, merges or normalizers nearly always encode it differently."""
 _NOT_HERE = (
     "is not on this server, and the Hugging Face Hub could not be reached; check the name, give the server "
     "network access, or map the name to a directory with the server's setting ROLLOUT_TOKENIZERS"
@@ -53,11 +57,13 @@ class LoaderSettings:
 class TokenizerFiles:
     """A tokenizer with a chat template, and the stop ids of the model.
 
-    `ends` are the `eos_token_id` values of `generation_config.json`; empty if that file is missing.
+    `ends` are the `eos_token_id` values of `generation_config.json`; empty if that file is missing. `digest` is equal for files
+    that render and encode conversations alike.
     """
 
     tokenizer: ChatTokenizer
     ends: Sequence[int] = ()
+    digest: str = ""
 
 
 def read_tokenizer(name: TokenizerName, settings: LoaderSettings) -> TokenizerFiles:
@@ -81,9 +87,23 @@ def read_tokenizer(name: TokenizerName, settings: LoaderSettings) -> TokenizerFi
         tokenizer = _load(source, revision, settings.trust_remote_code, local)
     except Exception as error:  # transformers passes on the errors of many file readers
         raise _failed(f"tokenizer {shown} {_why(error, settings, directory is not None, local)}") from error
-    return TokenizerFiles(
-        _with_template(tokenizer, settings.templates.get(name.name), shown), _ends(source, revision, local)
-    )
+    tokenizer = _with_template(tokenizer, settings.templates.get(name.name), shown)
+    ends = _ends(source, revision, local)
+    return TokenizerFiles(tokenizer, ends, _digest(tokenizer, ends))
+
+
+def _digest(tokenizer: ChatTokenizer, ends: Sequence[int]) -> str:
+    """Return a digest of what decides which tokens a conversation has.
+
+    The vocabulary itself takes too long to read, so its size, the added tokens and the ids of a sample stand for it.
+    """
+    from transformers import __version__
+
+    added = {str(index): [str(token), token.special] for index, token in tokenizer.added_tokens_decoder.items()}
+    sample = tokenizer.encode(_SAMPLE, add_special_tokens=False)
+    # Of transformers the major version counts (docs/design.md, R7).
+    parts = [__version__.partition(".")[0], tokenizer.chat_template, len(tokenizer), added, sample, list(ends)]
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _failed(text: str) -> RolloutFailed:

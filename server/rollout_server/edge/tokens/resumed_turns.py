@@ -24,6 +24,11 @@ class ResumedTurns:
         """Add the next turn."""
         self._turns.append((asked, answered))
 
+    @property
+    def rendered_by(self) -> str:
+        """Digest of the tokenizer and template that rendered the last turn; empty if none is known."""
+        return self._turns[-1][1].rendered_by if self._turns else ""
+
     def fork(self) -> ResumedTurns:
         """Return the turns for a branch of the conversation. It may begin after an earlier turn; `teach` finds out."""
         return ResumedTurns(self._turns, masks=self._masks)

@@ -78,14 +78,16 @@ class LoadedTokenizer:
         executor: Executor,
         ends: Sequence[int] = (),
         *,
+        digest: str = "",
         is_trusted: bool = False,
     ) -> None:
         """Probe the template by rendering a few conversations.
 
-        `ends` are the stop ids of the model's generation config, in addition to the tokenizer's `eos_token`. `is_trusted`: the
-        operator chose the tokenizer, so short renderings may run on the event loop.
+        `ends` are the stop ids of the model's generation config, in addition to the tokenizer's `eos_token`. `digest`: see
+        `TokenizerFiles`. `is_trusted`: the operator chose the tokenizer, so short renderings may run on the event loop.
         """
         self.name = name
+        self.digest = digest
         self.is_trusted = is_trusted and tokenizer.is_fast
         self._tokenizer = tokenizer
         self._executor = executor

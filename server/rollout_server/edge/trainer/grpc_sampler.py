@@ -93,6 +93,7 @@ class CompletionSampler:
         self._whole = True
         self._begins_earlier = False
         self._renderer: Renderer | None = None
+        self._rendered_by = ""
         self._policies: list[str] = []
 
     async def sample(self, request: CompletionRequest) -> Answered:
@@ -122,6 +123,7 @@ class CompletionSampler:
         After a turn without tokens, the trainer's digest is not known any more: it gets the whole history.
         """
         self._begins_earlier, self._segment_id = True, asked.segment_id
+        self._rendered_by = answered.rendered_by
         if answered.token_ids is None or (answered.reported is None and answered.predicted is None):
             self._digest.unsure = self._digest.ever_unsure = True
         for version in [run.version for run in answered.runs] or [answered.policy_version]:
@@ -136,7 +138,7 @@ class CompletionSampler:
         """
         tools = self._tools if fork.tools is None else fork.tools
         other = CompletionSampler(self._trainer, self._tokenizers, self._builder.uid, self._spec, tools)
-        other._policies = self._policies
+        other._policies, other._rendered_by = self._policies, self._rendered_by
         if fork.origin.kind is SegmentKind.BRANCH:
             earlier = other._begins_earlier = fork.earlier or self._begins_earlier
             other._digest = self._digest.fork_earlier() if earlier else self._digest.fork()
@@ -147,7 +149,10 @@ class CompletionSampler:
         """Render the environment tokens that the trainer continues from."""
         if self._renderer is None:
             tokenizer = self._spec.tokenizer
-            self._renderer = await open_renderer(self._tokenizers, tokenizer, self._tools, date=request.date)
+            self._renderer = await open_renderer(
+                self._tokenizers, tokenizer, self._tools, date=request.date, rendered_by=self._rendered_by
+            )
+            self._rendered_by = self._renderer.loaded.digest
         return await self._renderer.append(messages, request.last, request.last_messages)
 
     async def _complete(
@@ -251,10 +256,11 @@ class CompletionSampler:
         after = self._digest.add(delta, turn, ids)
         if not (same and agree(delta.prompt, completion.prompt) and agree(after, completion.after)):
             raise RolloutFailed(await self._mismatch(request, delta.segment(request, ids)))
+        answered = replace(answered, predicted=predicted, rendered_by=self._rendered_by)
         if not completion.shows_prompt:
-            return replace(answered, predicted=predicted)
+            return answered
         prompt = predicted.closing + predicted.environment
-        return replace(answered, predicted=predicted, reported=prompt, shared=request.ledger.tokens)
+        return replace(answered, reported=prompt, shared=request.ledger.tokens)
 
     async def _check_reported(self, request: CompletionRequest, completion: Completion, answered: Answered) -> Answered:
         """Message mode: the prompt is what the trainer reports."""

@@ -81,7 +81,8 @@ class MaskedSampler:
         around = await drift_excerpt(renderer.loaded, request.ledger, predicted, completion.reported)
         warnings = _warnings(completion, rendered, request, renderer.loaded.vocabulary)
         record = completion_record(request, completion, fetched.attempts, elapsed, warnings)
-        return replace(record, predicted=predicted, mask_length=mask_length or None, around=around)
+        length, by = mask_length or None, renderer.loaded.digest
+        return replace(record, predicted=predicted, mask_length=length, around=around, rendered_by=by)
 
     def resume(self, asked: Asked, answered: Answered) -> None:
         """See `Sampler.resume`."""
@@ -135,7 +136,8 @@ class MaskedSampler:
     async def _open(self, request: CompletionRequest) -> Renderer:
         if self._renderer is None:
             tokenizers, name = self._trainers.tokenizers, self._spec.tokenizer
-            renderer = await open_renderer(tokenizers, name, self._tools, self._form, request.date)
+            earlier = self._resumed.rendered_by
+            renderer = await open_renderer(tokenizers, name, self._tools, self._form, request.date, rendered_by=earlier)
             self._form = renderer.form
             await self._resumed.teach(renderer, tuple(request.messages[: request.asked.messages]))
             self._renderer = renderer
