@@ -1,7 +1,7 @@
 """`python -m bench.workers`: what several workers cost and gain, compared with one process.
 
-Two rates are shown. One is measured, with all programs on the same cores, of which trainer and driver take their part. The other
-one is what the workers would do with a core each and the rest elsewhere: their number divided by the CPU of a turn.
+One worker and everything around it, trainer and driver, run on one core; N workers and everything around them on N cores. So the
+ratio of the rates says how well the service uses further cores, on a machine that has no cores to spare for the load.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import os
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -36,18 +36,26 @@ _APIS = ("POST /rollout", "gRPC, tokens")
 
 @dataclass(slots=True)
 class _Subject:
-    """One API of a server with so many workers, and the rounds: wall seconds and CPU seconds of all its processes."""
+    """One API of a server with so many workers, and the rounds: wall seconds and CPU seconds of all its processes.
+
+    `cores` are those of the server, the trainer and the driver.
+    """
 
     api: str
     workers: int
+    cores: Sequence[int]
     server: Running
     play: Player
     rounds: list[tuple[float, float]] = field(default_factory=list)
 
 
 async def run(workload: Workload, workers: int, console: Console) -> None:
-    """Measure, and print a table. Raises `ChildFailed` and `WrongRollout`."""
+    """Measure, and print a table. Raises `ChildFailed`, and `WrongRollout`."""
     every = frozenset(os.sched_getaffinity(0))
+    if len(every) < workers:
+        raise ChildFailed(
+            f"{workers} workers need {workers} cores to be compared with one on one core; there are {len(every)}"
+        )
     subjects: list[_Subject] = []
     async with AsyncExitStack() as stack:
         for number in (1, workers):
@@ -63,12 +71,14 @@ async def run(workload: Workload, workers: int, console: Console) -> None:
             tokens = Order(workload.conversation, f"grpc://127.0.0.1:{trainer.grpc_port}", facts)
             players = http_player(http, server.url, judged), grpc_player(server.channel, tokens)
             for api, play in zip(_APIS, players, strict=True):
-                subjects.append(_Subject(api, number, server, play))
+                subjects.append(_Subject(api, number, sorted(every)[:number], server, play))
         for subject in subjects:
             await play_many(subject.play, workload.concurrency, workload.concurrency)
         for number in range(workload.rounds):
             console.print(f"round {number + 1} of {workload.rounds}")
             for subject in subjects:
+                for pid in (os.getpid(), trainer.child.pid, *_tree(subject.server.child.pid)):
+                    _pin(pid, subject.cores)
                 await _round(subject, workload)
     Console(width=_WIDTH).print(_table(subjects, workload))
 
@@ -79,28 +89,44 @@ async def _round(subject: _Subject, workload: Workload) -> None:
     subject.rounds.append((time.perf_counter() - began, _cpu_seconds(subject.server.child.pid) - cpu))
 
 
+def _pin(pid: int, cores: Sequence[int]) -> None:
+    """Pin all threads of a process."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it ended
+            os.sched_setaffinity(int(thread.name), cores)
+
+
 def _cpu_seconds(pid: int) -> float:
     """Return the CPU time so far of a process and its descendants."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(_cpu_seconds, _children(pid)))
+    ticks = 0
+    for each in _tree(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rpartition(") ")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _children(pid: int) -> Iterator[int]:
+def _tree(pid: int) -> Iterator[int]:
+    """Yield a process and its descendants."""
+    yield pid
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        yield from map(int, listed.read_text().split())
+        for child in listed.read_text().split():
+            yield from _tree(int(child))
 
 
 def _table(subjects: list[_Subject], workload: Workload) -> Table:
-    table = Table(
-        "API", "workers", "ms of CPU per turn", "turns/s", "times one", "with a core each", "times one ", box=None
-    )
-    turns, single = workload.rollouts * workload.turns, dict[str, tuple[float, float]]()
+    table = Table("API", "workers", "cores", "ms of CPU per turn", "turns/s", "times one", box=None)
+    turns, single = workload.rollouts * workload.turns, dict[str, float]()
     for each in subjects:
         wall, cpu = (median(values) / turns for values in zip(*each.rounds, strict=True))
-        rate, apart = 1 / wall, each.workers / cpu
-        of_one = single.setdefault(each.api, (rate, apart))
-        shown = f"{rate:,.0f}", f"{rate / of_one[0]:.2f}", f"{apart:,.0f}", f"{apart / of_one[1]:.2f}"
-        table.add_row(each.api, str(each.workers), f"{1000 * cpu:.2f}", *shown)
+        of_one = single.setdefault(each.api, wall)
+        table.add_row(
+            each.api,
+            str(each.workers),
+            str(len(each.cores)),
+            f"{1000 * cpu:.2f}",
+            f"{1 / wall:,.0f}",
+            f"{of_one / wall:.2f}",
+        )
     return table
 
 

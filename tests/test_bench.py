@@ -173,5 +173,5 @@ async def _counts(trainer: TestClient[Any, Any]) -> dict[str, Any]:
 def test_two_workers_are_compared_with_one_process() -> None:
     command = [sys.executable, "-m", "bench.workers", "--rounds", "1"]
     table = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    rows = [line.split()[-6:] for line in table.splitlines() if line.startswith((" POST", " gRPC"))]
+    rows = [line.split()[-5:] for line in table.splitlines() if line.startswith((" POST", " gRPC"))]
     assert [row[0] for row in rows] == ["1", "1", "2", "2"]
