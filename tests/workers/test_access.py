@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,12 +24,16 @@ from osmosis.rollout.v1.agent_service_pb2_grpc import AgentServiceStub
 from osmosis.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from osmosis.rollout.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from rollout_server.edge.api_keys import entry_of
+from rollout_server.workers.link import LINK_VARIABLE
+from rollout_server.workers.plan import WorkerPlan
 
+from bench.programs.child import free_port
 from tests.keys.test_callers import bearing
 from tests.support.certificates import Authority
 from tests.support.engine_model import EngineModel
 from tests.support.engines import MODEL, serving
 from tests.support.outside_agent import GatedEngine, Texts
+from tests.support.processes import COMMAND, environment
 from tests.support.server_client import refusal
 from tests.workers.service import Workers, workers
 from tests.workers.test_service import server_of
@@ -233,3 +241,31 @@ async def test_model_endpoints_over_any_connection_and_over_the_death_of_their_w
             assert ended.status_code == 200, ended.text
             found = (await http.get(f"/v1/rollouts/{uid}", params={"wait": 30})).json()
             assert (found["state"], found["outcome"]["reward"]) == ("finished", 0.5)
+
+
+async def test_a_worker_knows_the_key_of_the_other_gateways_once_they_can_reach_it(tmp_path: Path) -> None:
+    """Its own gateway starts later. Until then POST /rollout without a key was 401 at the gateways of the others."""
+    plan = WorkerPlan(0, 2, str(tmp_path), free_port(), free_port(), None, "memory", "ab" * 32)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        variables = {
+            "ROLLOUT_API_KEYS": entry_of("alice", ALICE),
+            "ROLLOUT_SYNCHRONOUS_NEEDS_KEY": "false",
+            LINK_VARIABLE: str(theirs.fileno()),
+        }
+        process = await asyncio.create_subprocess_exec(
+            *COMMAND, "serve", "--workers", "2", env=environment(**variables), pass_fds=(theirs.fileno(),)
+        )
+    try:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(json.dumps(asdict(plan)).encode() + b"\n")
+        assert "up" in json.loads(await reader.readline())
+        async with grpc.aio.insecure_channel(plan.address(0)) as channel:
+            stub: Any = RolloutServiceStub(channel)
+            found = await stub.ListAgents(pb.ListAgentsRequest(), metadata=bearing(plan.gateway_key))
+            assert [agent.name for agent in found.agents] == ["calculator"]
+            wrong = await refusal(stub.ListAgents(pb.ListAgentsRequest(), metadata=bearing("gateway-")))
+            assert wrong.code is UNAUTHENTICATED
+    finally:
+        process.kill()
+        await process.wait()
