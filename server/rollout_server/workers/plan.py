@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollout_server.edge.tools.pool import default_processes
 from rollout_server.settings import Settings, WrongSettings
 from rollout_server.settings.journal import MEMORY
 
@@ -26,6 +27,7 @@ _SHARED = (
     "trainer_connections",
     "tool_threads",
     "tool_processes",
+    "toolset_calls",
     "models_concurrency",
 )
 """Settings that limit the whole service."""
@@ -78,8 +80,9 @@ class WorkerPlan:
 
 
 def _shares(whole: Settings, count: int) -> Mapping[str, int]:
-    values = ((name, getattr(whole, name)) for name in _SHARED)
-    return {name: -(-value // count) for name, value in values if value is not None}
+    values = {name: getattr(whole, name) for name in _SHARED}
+    values["tool_processes"] = whole.tool_processes or default_processes()
+    return {name: -(-value // count) for name, value in values.items() if value is not None}
 
 
 def journal_of(directory: Path | None, index: int) -> str:

@@ -24,7 +24,7 @@ class PoolLimits:
     """Limits of the pool.
 
     Args:
-        processes: maximum number of processes; 0: the number of CPUs, at least 2.
+        processes: maximum number of processes; 0: `default_processes`.
         idle_seconds: a process without calls for this time is ended.
         start_seconds: time limit for importing a tool.
     """
@@ -32,6 +32,11 @@ class PoolLimits:
     processes: int = 0
     idle_seconds: float = 300.0
     start_seconds: float = 60.0
+
+
+def default_processes() -> int:
+    """Return the number of CPUs, at least 2."""
+    return max(2, os.cpu_count() or 2)
 
 
 class ProcessPool:
@@ -42,7 +47,7 @@ class ProcessPool:
 
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self._limits = limits or PoolLimits()
-        self._most = self._limits.processes or max(2, os.cpu_count() or 2)
+        self._most = self._limits.processes or default_processes()
         self._slots = Slots(self._most)
         self._idle: dict[ToolProcess, tuple[_Key, asyncio.TimerHandle]] = {}
         self._ending: set[asyncio.Task[None]] = set()
