@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.edge.tokens import encoding
 from rollout_server.edge.tokens.encoding import Encoded, GrowingEncoder, RecentOpenings, common_prefix, composes
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from tests.support.tokenizers import FAMILIES
 
@@ -42,6 +42,7 @@ class Added:
     content: str
     special: bool = True
     normalized: bool = False
+    single_word: bool = False
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +70,7 @@ def words(*added: AddedToken, normalizer: Any = None) -> Tokenizer:
 
 def growing(tokenizer: Tokenizer) -> GrowingEncoder:
     added = {
-        index: Added(token.content, token.special, token.normalized)
+        index: Added(token.content, token.special, token.normalized, token.single_word)
         for index, token in tokenizer.get_added_tokens_decoder().items()
     }
     return GrowingEncoder(tokenizer, added)
@@ -89,6 +90,14 @@ def test_a_token_that_takes_the_spaces_around_it() -> None:
     before = encoder.whole("a   <x>  ")
     for after in ("a   <x>   b", "a   <x>", "a   b"):
         assert encoder.grown(before, after) == encoder.whole(after)
+
+
+def test_a_token_that_the_next_character_makes_a_part_of_a_word_is_no_place_to_cut() -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.train_from_iterator(["-<x>b"], trainers.BpeTrainer(show_progress=False))
+    tokenizer.add_tokens([AddedToken("<x>", single_word=True, normalized=False)])
+    encoder = growing(tokenizer)
+    assert encoder.grown(encoder.whole("-<x> b"), "-<x>b").ids == pack_tokens(tokenizer.encode("-<x>b").ids)
 
 
 def test_a_token_that_only_the_normalised_text_holds_is_no_place_to_cut() -> None:

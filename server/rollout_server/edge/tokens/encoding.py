@@ -36,6 +36,7 @@ class AddedToken(Protocol):
     content: str
     special: bool
     normalized: bool
+    single_word: bool
 
 
 def _no_offsets() -> array[int]:
@@ -71,13 +72,14 @@ class GrowingEncoder:
 
     Works only with tokenizers of the Rust library, which report the character range of each token. Added tokens with
     `normalized=True` are not used as split points: the library searches them in the normalized text, and restarts the search
-    after each match.
+    after each match. Those with `single_word=True` are not used either: the character after one decides whether it is one.
     """
 
     def __init__(self, backend: Backend, added: Mapping[int, AddedToken]) -> None:
         self._backend = backend
-        self._cuts = {index: token.content for index, token in added.items() if token.content and not token.normalized}
-        self._longest = max(map(len, self._cuts.values()), default=0)
+        found = {index: token for index, token in added.items() if token.content and not token.normalized}
+        self._cuts = {index: token.content for index, token in found.items() if not token.single_word}
+        self._longest = max((len(token.content) for token in found.values()), default=0)
 
     def ids(self, text: str) -> Tokens:
         """Return the ids of a text. Raises what the library raises."""
