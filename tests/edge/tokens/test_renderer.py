@@ -450,6 +450,8 @@ async def test_short_turns_of_a_trusted_template_render_on_the_event_loop(plain)
             ([ASKED, CALLED, HEARD, SAID, MORE], answered(SAID, [5]), 3, 1.0, "renders_0"),
             ([ASKED, SAID, dict(MORE, content="word " * 500)], answered(SAID, [5]), 1, 0.0, "renders_0"),
             ([ASKED, *[SAID, MORE] * 32], answered(SAID, [5]), 63, 0.0, "renders_0"),
+            # A turn may render the whole history, however little is new.
+            ([dict(ASKED, content="word " * 100_000), SAID, MORE], answered(SAID, [5]), 1, 0.0, "renders_0"),
         ):
             watched.threads.clear()
             renderer._seconds = seconds

@@ -54,6 +54,8 @@ _QUICK = 0.001
 """In seconds of CPU time."""
 _FEW = 64
 """In messages: a turn may render all of them, which the turn before it did not."""
+_ALL = 500_000
+"""In characters of JSON, of all messages: to render them takes a few milliseconds."""
 _SHORT = 2000
 """In characters of JSON. To encode them takes less than a millisecond."""
 
@@ -222,9 +224,10 @@ class Renderer:
         A hand-over to a thread takes as long as the rendering of a short turn. Only templates that the operator has chosen render
         on the event loop, because any other may take as long as it likes.
         """
-        new = sum(len(message.text) for message in turn.messages[turn.answered :])
-        if self.loaded.is_trusted and self._seconds <= _QUICK and new <= _SHORT and len(turn.messages) <= _FEW:
-            return self._timed(render, turn)
+        if self.loaded.is_trusted and self._seconds <= _QUICK and len(turn.messages) <= _FEW:
+            sizes = [len(message.text) for message in turn.messages]
+            if sum(sizes[turn.answered :]) <= _SHORT and sum(sizes) <= _ALL:
+                return self._timed(render, turn)
         return await self.loaded.run(self._timed, render, turn)
 
     def _timed(self, render: Callable[[TurnToRender], Rendered], turn: TurnToRender) -> Rendered:
