@@ -31,6 +31,7 @@ from rollout_server.assembly import (
     reporter,
     server_facts,
     server_tls,
+    synchronous_key,
     target_rules,
     tokenizer_settings,
     tool_resources,
@@ -166,7 +167,7 @@ class Server:
         settings = self.settings
         # `_stack` closes in reverse order: HTTP stops first, then gRPC, then the clients and tools, and the agents last.
         keys, rules, tls = keyring(settings), target_rules(settings), server_tls(settings)
-        synchronous_key = self._synchronous_key(keys)
+        http_key = synchronous_key(settings, keys, "" if self._worker is None else self._worker.gateway_key)
         await start_agents(self._agents, self._stack)
         self._registry = await self._make_registry(rules, keys)
         groups = GroupRegistry(self._registry)
@@ -186,7 +187,7 @@ class Server:
 
         await self._start_rpc(rpc_server)
         if settings.http:
-            await self._start_http(synchronous_key)
+            await self._start_http(http_key)
         if self._worker is not None:
             await self._worker.open_metrics(settings.host)
         # Not before the ports are open: if one cannot be opened, nothing has run and nothing was sent.
@@ -303,17 +304,7 @@ class Server:
         task = asyncio.create_task(_forever(work, seconds), name=f"repeat {work.__name__}")
         self._stack.callback(task.cancel)
 
-    def _synchronous_key(self, keys: Keyring) -> str:
-        """Return the key that the gateway sends for POST /rollout without a key; "" if none is needed.
-
-        With keys, gRPC refuses calls without one. The gateways of all workers send the same key, and may do so as soon as the
-        socket of this one is open.
-        """
-        if not keys.demands or self.settings.synchronous_needs_key:
-            return ""
-        return keys.anonymous_key("" if self._worker is None else self._worker.gateway_key)
-
-    async def _start_http(self, synchronous_key: str) -> None:
+    async def _start_http(self, key: str) -> None:
         from rollout_gateway.certificate_files import KeyPair
         from rollout_gateway.http.protocol import ConnectionLimits
         from rollout_gateway.http.serve import Listening
@@ -327,7 +318,7 @@ class Server:
             detach_grace_seconds=settings.detach_grace_seconds,
             max_body_bytes=settings.max_request_bytes,
             max_metadata_bytes=settings.max_metadata_bytes,
-            synchronous_key=synchronous_key,
+            synchronous_key=key,
         )
         limits = ConnectionLimits(connections=settings.max_connections)
         listening = Listening(

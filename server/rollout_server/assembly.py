@@ -263,6 +263,15 @@ def keyring(settings: Settings) -> Keyring:
         return Keyring([*keys, *entries], settings.api_keys_file)
 
 
+def synchronous_key(settings: Settings, keys: Keyring, gateway_key: str) -> str:
+    """Return the key that the gateway sends for POST /rollout without a key; "" if none is needed.
+
+    With keys, gRPC refuses calls without one. The gateways of all workers send their `gateway_key`, as soon as a worker's socket is
+    open; "" makes a new key.
+    """
+    return keys.anonymous_key(gateway_key) if keys.demands and not settings.synchronous_needs_key else ""
+
+
 def target_rules(settings: Settings) -> TargetRules:
     """Return the rules for URLs in requests. Raises `WrongSettings`."""
     with _naming("ROLLOUT_TARGETS"):
