@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -184,17 +185,23 @@ async def call(http: httpx.AsyncClient, uid: str, key: str, text: str, *, shape:
     return await http.post(f"/r/{uid}/v1/{path}", json=body, headers=headers)
 
 
-async def completed(http: httpx.AsyncClient, uid: str, key: str, text: str) -> str:
-    """Call until the worker is back, as clients of models do. Return the completion."""
+async def available(request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    """Send a request until the worker is back, as clients do."""
     while True:
         try:
-            response = await call(http, uid, key, text)
+            response = await request()
         except httpx.TransportError:  # the connection was to the worker that was killed
             continue
         if response.status_code != 503:
-            assert response.status_code == 200, response.text
-            return str(response.json()["choices"][0]["message"]["content"])
+            return response
         await asyncio.sleep(0.1)
+
+
+async def completed(http: httpx.AsyncClient, uid: str, key: str, text: str) -> str:
+    """Call the model endpoint until the worker is back. Return the completion."""
+    response = await available(lambda: call(http, uid, key, text))
+    assert response.status_code == 200, response.text
+    return str(response.json()["choices"][0]["message"]["content"])
 
 
 async def test_model_endpoints_over_any_connection_and_over_the_death_of_their_worker(
@@ -237,9 +244,10 @@ async def test_model_endpoints_over_any_connection_and_over_the_death_of_their_w
         assert await started(http, "looped", engine) == access
         for uid in uids:
             headers = {"authorization": f"Bearer {access[uid]['key']}"}
-            ended = await agent.post(f"/r/{uid}/finish", json={"reward": 0.5}, headers=headers)
+            finish = partial(agent.post, f"/r/{uid}/finish", json={"reward": 0.5}, headers=headers)
+            ended = await available(finish)
             assert ended.status_code == 200, ended.text
-            found = (await http.get(f"/v1/rollouts/{uid}", params={"wait": 30})).json()
+            found = (await available(partial(http.get, f"/v1/rollouts/{uid}", params={"wait": 30}))).json()
             assert (found["state"], found["outcome"]["reward"]) == ("finished", 0.5)
 
 
