@@ -104,11 +104,23 @@ def of(rollout_id: str, engine: GatedEngine) -> dict[str, Any]:
     }
 
 
+async def available(request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
+    """Send a request until the worker is back, as clients do."""
+    while True:
+        try:
+            response = await request()
+        except httpx.TransportError:  # the connection was to the worker that was killed
+            continue
+        if response.status_code != 503:
+            return response
+        await asyncio.sleep(0.1)
+
+
 async def started(http: httpx.AsyncClient, name: str, engine: GatedEngine, least: int = 4) -> dict[str, dict[str, str]]:
     """Start rollouts until both workers have some. Return what gives access to their model endpoints, by uid."""
     found: dict[str, dict[str, str]] = {}
     while len(found) < least or len({server_of(uid) for uid in found}) < 2:
-        response = await http.post("/v1/rollouts", json=of(f"{name}{len(found)}", engine))
+        response = await available(partial(http.post, "/v1/rollouts", json=of(f"{name}{len(found)}", engine)))
         assert response.status_code in (200, 201), response.text
         found[response.json()["rollout"]["uid"]] = response.json()["access"]
     return found
@@ -183,18 +195,6 @@ async def call(http: httpx.AsyncClient, uid: str, key: str, text: str, *, shape:
         headers, path, more = {"x-api-key": key}, "messages", {"max_tokens": 100}
     body: Mapping[str, Any] = {"model": "any", "messages": messages, **more}
     return await http.post(f"/r/{uid}/v1/{path}", json=body, headers=headers)
-
-
-async def available(request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    """Send a request until the worker is back, as clients do."""
-    while True:
-        try:
-            response = await request()
-        except httpx.TransportError:  # the connection was to the worker that was killed
-            continue
-        if response.status_code != 503:
-            return response
-        await asyncio.sleep(0.1)
 
 
 async def completed(http: httpx.AsyncClient, uid: str, key: str, text: str) -> str:
