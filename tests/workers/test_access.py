@@ -227,6 +227,10 @@ async def test_model_endpoints_over_any_connection_and_over_the_death_of_their_w
                 for each in wrong:
                     refused = await refusal(stub.GetModelAccess(request, metadata=bearing(each)))
                     assert (refused.code, refused.reason) == (grpc.StatusCode.PERMISSION_DENIED, "MODEL_KEY_INVALID")
+                # No worker reads this request, which is over the limit: it would be RESOURCE_EXHAUSTED.
+                count = channel.unary_unary("/osmosis.rollout.v1.AgentService/CountTokens")
+                refused = await refusal(count(b"\n" * (20 << 20), metadata=bearing(f"rk_{uid}.AAAA")))
+                assert refused.code is grpc.StatusCode.PERMISSION_DENIED
         server = server_of(uids[0])
         for uid in (f"{server}-{'0' * 20}", "0123456789-nothing", "-", server, f"{uids[0]}0"):
             assert (await call(agent, uid, f"rk_{uid}.AAAA", "Hello.")).status_code == 403

@@ -15,8 +15,10 @@ deadline; the status, its details and a cancellation pass through.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from hashlib import sha256
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
@@ -51,10 +53,14 @@ _SERVICES: Final = (
     rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
     agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
 )
+_AGENTS: Final = f"/{_SERVICES[1]}/"
 _TRAIN: Final = f"/{trainer_service_pb2.DESCRIPTOR.services_by_name['TrainerService'].full_name}/Train"
 _HELLO_SECONDS: Final = 30.0
 _ALL_SECONDS: Final = 30.0
 """How long a call to all workers may take. One that hangs must not hold those of callers without a deadline for ever."""
+_KEY_SECONDS: Final = 10.0
+"""How long another worker may take to check the key of a model endpoint."""
+_MOST_KEYS: Final = 10_000
 _OF_CONNECTION: Final = frozenset({"user-agent", "te", "content-type", "host"})
 _STATUS: Final = "grpc-status-details-bin"
 
@@ -82,6 +88,7 @@ class WorkerRouter(CallRouter):
         self._own = self._members[index]
         self._trainers = [TrainerServiceStub(channel) for channel in channels]
         self._streams = StreamAssignment(index, count_streams)
+        self._accepted: OrderedDict[bytes, None] = OrderedDict()  # digests of headers with keys of other workers
 
     def know(self, server_ids: Sequence[str]) -> None:
         """Store the server ids of the workers, in their order."""
@@ -90,10 +97,9 @@ class WorkerRouter(CallRouter):
         self._streams.know(server_ids)
 
     def admit_model(self, admit: AdmitModel, header: str) -> str | None:
-        """Return the uid to which a model key belongs. The worker that has the rollout checks the keys of earlier processes."""
+        """Return the uid to which a model key belongs. Only the worker that has the rollout knows the keys of earlier processes."""
         found = admit(header)
-        uid = "" if found else named_uid(bare_key(header))
-        return uid if uid and self._routing.owner_seen(uid) not in (None, self._own) else found
+        return named_uid(bare_key(header)) if found is None and _digest(header) in self._accepted else found
 
     async def intercept_service(
         self,
@@ -101,6 +107,8 @@ class WorkerRouter(CallRouter):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """Return the handler of one call, which decides where it runs."""
+        if handler_call_details.method.startswith(_AGENTS):
+            await self._check_model_key(handler_call_details.invocation_metadata)
         handler = await continuation(handler_call_details)
         service, _, name = handler_call_details.method[1:].partition("/")
         if handler is None or (service not in _SERVICES and handler_call_details.method != _TRAIN) or name in ON_ANY:
@@ -112,6 +120,30 @@ class WorkerRouter(CallRouter):
         if handler.response_streaming:
             return grpc.unary_stream_rpc_method_handler(self._streamed(name, method.unary_stream), parse, write)
         return grpc.unary_unary_rpc_method_handler(self._called(name, method.unary_unary), parse, write)
+
+    async def _check_model_key(self, metadata: Any) -> None:
+        """Ask the worker of another one's key whether it accepts it, before the request of the call is read.
+
+        The answer holds for later calls: that worker checks the key of each of them once more.
+        """
+        headers = [value for name, value in metadata or () if name == "authorization"]
+        header = headers[0] if len(headers) == 1 and isinstance(headers[0], str) else ""
+        uid = named_uid(bare_key(header))
+        if not uid or self._routing.owner_seen(uid) in (None, self._own):
+            return
+        digest = _digest(header)
+        if digest not in self._accepted:
+            request = agent_service_pb2.GetModelAccessRequest(uid=uid)
+            try:
+                await self._fleet.GetModelAccess(request, metadata=(("authorization", header),), timeout=_KEY_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.PERMISSION_DENIED:
+                    return
+                # Anything else is not about the key. The call will be passed on, and report what is wrong there.
+        self._accepted[digest] = None
+        self._accepted.move_to_end(digest)
+        if len(self._accepted) > _MOST_KEYS:
+            self._accepted.popitem(last=False)
 
     def is_here(self, name: str, request: Any) -> bool:
         """Return whether this worker's handler can handle a request alone."""
@@ -216,6 +248,10 @@ class _Items:
         except Exception as error:
             self.error = error
             raise
+
+
+def _digest(header: str) -> bytes:
+    return sha256(header.encode("utf-8", "surrogatepass")).digest()
 
 
 def _options(context: _Context) -> dict[str, Any]:
