@@ -21,10 +21,11 @@ import signal, time
 from rollout_server.workers.link import take_link
 
 link = take_link()
-link.send(up=str(link.plan.index), agents=[])
+link.send(up=str(link.plan.index), agents=["agent"] * 20_000)
 link.send(serving=True)
 if link.plan.index:
     time.sleep(0.1)
+    link._connection.sendall(b'{{"drained"')  # killed while it sends a message
     raise SystemExit(3)
 signal.pause()
 """

@@ -32,6 +32,8 @@ _KILL_SECONDS: Final = 20.0
 """Seconds after the second signal in which a worker may end by itself."""
 _MOST_FAILURES: Final = 5
 """Number of starts of one worker in a row that may fail, after all workers were up once, before the whole server ends."""
+_LONGEST_MESSAGE: Final = 1 << 24
+"""In bytes: the names of all agents are in one."""
 _EXPECTED: Final = (0, -signal.SIGTERM, -signal.SIGINT)
 """Exit codes of workers that were told to stop."""
 
@@ -117,7 +119,7 @@ class _WorkerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
             )
             failed.pop_all()
-        reader, self._link = await asyncio.open_connection(sock=ours)
+        reader, self._link = await asyncio.open_connection(sock=ours, limit=_LONGEST_MESSAGE)
         self.send(asdict(self.plan))
         return process, reader
 
@@ -230,6 +232,8 @@ class _Supervisor:
         """Process the messages of one process until it ends."""
         try:
             async for line in reader:
+                if not line.endswith(b"\n"):  # it was killed while it sent this
+                    return
                 message = json.loads(line)
                 if "up" in message:
                     worker.server_id, worker.agents = message["up"], message["agents"]

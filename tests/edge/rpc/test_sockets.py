@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rollout_server.edge.rpc.sockets import SOCKET_NAME, SOCKET_PREFIX, remove_stale_sockets
+from rollout_server.edge.rpc.sockets import SOCKET_NAME, SOCKET_PREFIX, remove_stale_sockets, socket_directory
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 SERVER = """
@@ -104,3 +104,13 @@ def test_the_start_of_a_server_removes_what_a_killed_one_left(tmp_path: Path) ->
     finally:
         second.kill()
         second.communicate()
+
+
+def test_a_directory_without_room_for_the_names_of_sockets_is_refused(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 107 - len("/rollout-12345678/worker-999.questions")
+    monkeypatch.setattr(tempfile, "tempdir", f"{temporary}/".ljust(longest + 1, "x"))
+    os.mkdir(tempfile.gettempdir())
+    with pytest.raises(OSError, match="let TMPDIR name another directory"), socket_directory():
+        pass

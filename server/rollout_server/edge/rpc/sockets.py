@@ -15,6 +15,8 @@ from pathlib import Path
 SOCKET_PREFIX = "rollout-"
 """Prefix of the socket directories' names, in the system's temporary directory."""
 SOCKET_NAME = "grpc.sock"
+_MARK_NAME = "this-directory-is-in-use.sock"
+"""Longer than the names of the sockets of workers, so that a directory whose path leaves no room for them is refused at once."""
 _SETTLED_SECONDS = 60.0
 """Minimum age of a socket that is checked: a socket that is being opened refuses connections, too."""
 
@@ -30,7 +32,8 @@ def own_socket() -> Iterator[Path]:
 @contextmanager
 def socket_directory() -> Iterator[Path]:
     """Yield a directory for the sockets of other processes of this user. It is not stale as long as this process lives."""
-    with own_socket() as path, socket.socket(socket.AF_UNIX) as mark:
+    with own_socket() as first, socket.socket(socket.AF_UNIX) as mark:
+        path = first.with_name(_MARK_NAME)
         try:
             mark.bind(str(path))
         except OSError as error:
