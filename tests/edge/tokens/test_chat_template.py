@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jinja2 import Undefined
 from jinja2.exceptions import SecurityError, UndefinedError
 from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, unsafe
 from rollout_server.edge.tokens.chat_template import Templates
 from rollout_server.edge.tokens.sandbox import remember
 from rollout_server.edge.tokens.tokenizer import Frame
@@ -227,15 +227,41 @@ LOOPS = (
     "{% set ns = namespace() %}{{ ns.__class__ }}",
     "{% set ns = namespace(_a=1) %}{{ ns._a }}",
     "{% macro m(a) %}{{ a.upper() }}{% endmacro %}{{ m.name }}{{ m(s) }}{{ m.__call__ }}",
+    "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ kwargs }}{% endmacro %}"
+    "{% for x in l %}{{ m(x) }}{{ m(x, 3, 4, c=5) }}{% endfor %}",
+    "{% macro m() %}{{ caller('c') }}{% endmacro %}"
+    "{% for x in l %}{% call(c) m() %}{{ x }}{{ c }}{% endcall %}{% endfor %}",
+    "{% macro m(a) %}{{ a }}{% endmacro %}{{ m(1, 2) }}",
+    "{% macro m(a) %}{{ a }}{% endmacro %}{{ m(b=1) }}",
+    "{% macro m(a) %}{{ a.nothing.more }}{% endmacro %}{{ m(d) }}",
+    "{% for x in l %}{{ s.replace('0', x | string) }}{{ d.get('b', x) }}{{ l.count(x) }}{% endfor %}",
+    "{{ s.upper(1) }}",
+    "{{ s.join(l) }}",
+    "{{ u() }}",
+    "{{ [u] | map('string') | first is string }}{% for x in l %}{{ u() }}{% endfor %}",
     "{% set d.a = 5 %}",
     "{{ [d, {'a': {'b': 2}}] | map(attribute='a') | list }}{{ d | attr('a') }}{{ s | attr('format') }}",
     "{{ [d, {'a': {'b': 2}}, {}, l, s] | map('attr', 'a') | list }}",
 )
 
 
+@unsafe  # type: ignore[no-untyped-call]
+def not_for_templates() -> str:
+    return "called"
+
+
 def values() -> dict[str, Any]:
     data: dict[str, Any] = {"a": {"b": 1}, "keys": "own", "mro": "key", "_a": "key", "e": "é"}
-    further = {"s": "{0}", "o": Other(), "f": values, "k": Other, "none": None, "i": 5, "t": (1, 2)}
+    further = {
+        "s": "{0}",
+        "o": Other(),
+        "f": values,
+        "k": Other,
+        "none": None,
+        "i": 5,
+        "t": (1, 2),
+        "u": not_for_templates,
+    }
     return {"d": data, "l": [1, 2], "n": {"a": None}, **further}
 
 
@@ -281,6 +307,24 @@ def test_what_a_sandbox_was_asked_once_it_is_not_asked_again() -> None:
     asked.clear()
     assert template.render(values()) == first
     assert asked == always
+
+
+def test_macros_and_methods_of_texts_are_called_without_asking() -> None:
+    environment: Any = ImmutableSandboxedEnvironment()
+    ask, asked = environment.call, list[str]()
+
+    def noted(context: Any, target: Any, *arguments: Any, **named: Any) -> Any:
+        asked.append(getattr(target, "__name__", repr(target)))
+        return ask(context, target, *arguments, **named)
+
+    environment.call = noted
+    remember(environment)
+    template = environment.from_string(
+        "{% macro m(a) %}{{ a }}{% endmacro %}{{ m(1) }}{{ s.upper() }}{{ d.get('b') }}{{ l.index(1) }}"
+        "{{ f() }}{{ t.count(1) }}{{ s.format(5) }}{% for x in l %}{{ loop.cycle(1) }}{% endfor %}"
+    )
+    assert template.render(values() | {"f": lambda: "g"}) == "1{0}None0g1511"
+    assert asked == ["<lambda>", "count", "format", "cycle", "cycle"]
 
 
 def test_what_one_type_may_show_another_may_not() -> None:
@@ -331,15 +375,19 @@ def test_a_sandbox_remembers_so_many_names_and_no_more() -> None:
     assert told(remembering, "{{ d.a }}{{ d.update }}") == told(plain, "{{ d.a }}{{ d.update }}")
 
 
-@pytest.mark.parametrize("name", ["getattr", "is_safe_attribute"])
-def test_a_sandbox_of_another_kind_is_left_as_it_is(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "keeps"),
+    [("getattr", "getattr"), ("is_safe_attribute", "getattr"), ("call", "call"), ("is_safe_callable", "call")],
+)
+def test_what_a_sandbox_of_another_kind_decides_is_left_to_it(name: str, keeps: str) -> None:
     def refused(*arguments: Any) -> Any:
         return False
 
     stricter = type("Stricter", (ImmutableSandboxedEnvironment,), {name: refused})()
     remember(stricter)
-    assert "getattr" not in vars(stricter)
-    assert stricter.from_string("{{ d.get }}").render(d={}) in ("", "False")
+    assert {"getattr", "call"} - vars(stricter).keys() == {keeps}
+    shown, error = told(stricter, "{{ d.get }}" if keeps == "getattr" else "{{ s.upper() }}")
+    assert shown in ("", "False") or "not safely callable" in error
 
 
 WHOLE = (

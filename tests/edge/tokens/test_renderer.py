@@ -459,6 +459,27 @@ async def test_short_turns_of_a_trusted_template_render_on_the_event_loop(plain)
             assert set(watched.threads) == {where}
 
 
+@pytest.mark.parametrize("family", ["toy", "qwen2.5", "qwen3", "llama3", "gpt-oss"])
+async def test_a_turn_renders_the_conversation_once_and_a_short_one_once(ours, family, monkeypatch) -> None:
+    loaded, sizes = ours(family), list[int]()
+    text = loaded.text
+
+    def noted(messages: Any, *arguments: Any, **options: Any) -> str:
+        sizes.append(len(messages))
+        return text(messages, *arguments, **options)
+
+    monkeypatch.setattr(loaded, "text", noted)
+    renderer, conversation = Renderer(loaded, TOOLS, {}), [ASKED]
+    await renderer.predict(packed(*conversation), None, 0)
+    for said, heard in ((CALLED, HEARD), (SAID, MORE), (SAID, dict(MORE, content=" Once more? \n"))):
+        sizes.clear()
+        before = len(conversation)
+        conversation += [said, heard]
+        rendered = await renderer.predict(packed(*conversation), answered(said, [5]), before)
+        assert rendered.exact
+        assert sizes == [len(conversation), 3]
+
+
 async def test_a_first_prompt_is_encoded_once(ours, monkeypatch) -> None:
     loaded, grown = ours("qwen2.5"), []
     behind = loaded._growing._behind

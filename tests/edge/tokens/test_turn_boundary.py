@@ -14,6 +14,7 @@ from rollout_server.edge.tokens.template_probe import StopToken, probe
 from rollout_server.edge.tokens.turn_boundary import (
     RenderedTurn,
     environment_text,
+    likely_environment,
     text_after_completion,
     unseen_messages,
 )
@@ -52,6 +53,44 @@ def rendered(render: Callable[..., str], messages: Sequence[Fields], answered: i
 
 def behind_text(render: Callable[..., str], messages: Sequence[Fields], answered: int) -> str | None:
     return text_after_completion(RenderedTurn(render, messages, answered, render(messages, True), ""))
+
+
+@pytest.mark.parametrize(
+    ("following", "expected"),
+    [
+        ([MORE], f"\nuser:And twice that?{STOP}\nassistant:"),
+        ([{**HEARD, "content": " 8 \n"}, MORE], f"\ntool:8{STOP}\nuser:And twice that?{STOP}\nassistant:"),
+        ([{**MORE, "content": [{"type": "text", "text": f"{STOP} or"}]}], f"\nuser:{STOP} or{STOP}\nassistant:"),
+        ([], None),
+    ],
+)
+def test_the_likely_environment_takes_one_rendering(following: Sequence[Fields], expected: str | None) -> None:
+    def shown(message: Fields) -> str:
+        content = message["content"]
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        return f"{message['role']}:{text.strip()}{STOP}\n"
+
+    renderings = list[Sequence[Fields]]()
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        renderings.append(messages)
+        return template(shown)(messages, generation_prompt)
+
+    assert likely_environment(render, [ASKED, SAID, *following], 1, STOP) == expected
+    assert len(renderings) == min(len(following), 1)
+
+
+def test_no_environment_is_likely_if_its_first_message_is_hidden_or_quoted_or_nothing_is_closed() -> None:
+    def refuses(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        raise RolloutFailed(Failure(Category.TOKENIZER, "no"))
+
+    for render in (
+        refuses,
+        template(lambda message: f"{message['role']}{STOP}\n"),
+        template(head=lambda messages: messages[-1]["content"]),
+        template(lambda message: f"{message['content']}\n"),
+    ):
+        assert likely_environment(render, [ASKED, SAID, MORE], 1, STOP) is None
 
 
 def test_nothing_new_behind_a_generation_prompt_that_holds_the_stop() -> None:

@@ -354,16 +354,18 @@ class Renderer:
         return Prediction(self._closing(stop, last), ids[1:]) if ids[:1] == pack_tokens([stop.id]) else None
 
     def _likely(self, messages: Sequence[Fields], answered: int) -> str | None:
-        """Return the environment after a short history, as a hint for the search in the full rendering."""
+        """Return the environment of the same turn after one made-up user message, as a hint for `environment_text`."""
         stop = self.loaded.probed.stop(calls=has_calls(messages[answered]))
-        turn = self._short_turn(messages, answered, checked=False) if self.loaded.probed.short_form else None
-        return None if stop is None or turn is None else likely_environment(turn, stop.text)
+        if stop is None or not self.loaded.probed.short_form:
+            return None
+        turn = [{"role": "user", "content": self._filler}, *messages[answered:]]
+        return likely_environment(self._render, turn, 1, stop.text)
 
-    def _short_turn(self, messages: Sequence[Fields], answered: int, *, checked: bool = True) -> RenderedTurn | None:
-        """Return the turn after a short history; None if the template refuses it. Unless `checked`, the prompt is not rendered."""
+    def _short_turn(self, messages: Sequence[Fields], answered: int) -> RenderedTurn | None:
+        """Return the turn after a short history; None if the template refuses it."""
         short, at = shortened(messages, answered, self._filler)
         try:
-            prompt = self._short_prompt_text(short[:at]) if checked else ""
+            prompt = self._short_prompt_text(short[:at])
             return RenderedTurn(self._render, short, at, self._render(short, True), prompt)
         except RolloutFailed:
             return None

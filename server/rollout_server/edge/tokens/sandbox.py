@@ -1,5 +1,8 @@
 """Cache the decisions of the Jinja sandbox that renders chat templates, and the JSON of tools.
 
+Three quarters of the calls in a template are of its own macros and of methods of strings. The sandbox allows all of them, so they
+are called without asking it.
+
 For each `message.role` in a template, Jinja's sandbox first looks for an attribute of that name, and then checks whether the
 template may access it. In a long conversation this is most of the rendering time. For the JSON types of a conversation the
 result depends only on the type of the value and the name, so it is computed once per (type, name).
@@ -8,6 +11,7 @@ result depends only on the type of the value and the name, so it is computed onc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import BuiltinMethodType
 from typing import Any, Final, TypeAlias
 
 Environment: TypeAlias = Any
@@ -67,12 +71,38 @@ class ToolJson:
 
 
 def remember(environment: Environment) -> None:
-    """Cache the attribute lookups of a sandbox. A sandbox class that overrides these decisions is left unchanged."""
+    """Cache the decisions of a sandbox. Those that its class makes in another way than Jinja's are left to it."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment as Sandbox
 
-    decides = ("getattr", "is_safe_attribute")
-    if all(getattr(type(environment), name, None) is getattr(Sandbox, name) for name in decides):
+    def decides_as_jinja(*names: str) -> bool:
+        return all(getattr(type(environment), name, None) is getattr(Sandbox, name) for name in names)
+
+    if decides_as_jinja("getattr", "is_safe_attribute"):
         environment.getattr = _look_up(environment)
+    if decides_as_jinja("call", "is_safe_callable"):
+        environment.call = _calling(environment)
+
+
+def _calling(environment: Environment) -> Callable[..., Any]:
+    """Return a replacement for `environment.call` that calls macros, and methods of strings, lists and dictionaries, directly.
+
+    Nothing can mark these as unsafe: a template sets no attributes on them. Whether it may have a method at all was decided when
+    it looked the method up.
+    """
+    from jinja2.runtime import Macro
+
+    original = environment.call
+
+    def call(context: Any, target: Any, /, *arguments: Any, **named: Any) -> Any:
+        is_macro = type(target) is Macro
+        if not is_macro and not (type(target) is BuiltinMethodType and type(target.__self__) in _PLAIN):
+            return original(context, target, *arguments, **named)
+        # Jinja passes these to functions that get the context, and to no others.
+        named.pop("_loop_vars", None)
+        named.pop("_block_vars", None)
+        return target(context.eval_ctx, *arguments, **named) if is_macro else target(*arguments, **named)
+
+    return call
 
 
 def _look_up(environment: Environment) -> Callable[[Any, str], Any]:

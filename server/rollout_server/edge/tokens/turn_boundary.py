@@ -17,6 +17,9 @@ Three searches are combined, the cheap ones first:
 A template may write a reminder between completion and environment and close it with the same stop token. Then backward finds
 the reminder's stop token and forward finds the completion's.
 
+Usually no search is needed: the same turn is rendered once after one made-up user message, and what follows its completion there
+is also what follows the first stop token here (`likely_environment`).
+
 If the first two searches agree and the completion does not contain the stop token's text, that stop token is the only one
 between completion and environment, and forward is skipped. Forward is still needed if earlier messages were rewritten, because
 then both searches may have found the stop token of an earlier message.
@@ -25,7 +28,7 @@ then both searches may have found the stop token of an earlier message.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -99,12 +102,22 @@ def environment_text(turn: RenderedTurn, stop: str, hint: str | None = None) -> 
     return turn.full[closed:] if closed is not None and start < closed <= end else None
 
 
-def likely_environment(turn: RenderedTurn, stop: str) -> str | None:
-    """Return the text after the last stop token before the environment's first message.
+def likely_environment(render: Render, messages: Sequence[Fields], answered: int, stop: str) -> str | None:
+    """Return the text after the last stop token before the environment's first message, found with one rendering.
 
-    This is a guess, used as the `hint` of `environment_text`.
+    This is a guess, used as the `hint` of `environment_text`. The mark is removed again, in the hope that the template has not
+    looked at it.
     """
-    return _behind_last_stop(turn, stop)
+    following = messages[answered + 1 :]
+    if not following:
+        return None
+    # Behind the first character: templates strip white space from the ends of a text.
+    mark = new_mark()
+    marked = next(_with_mark_at(following[0], mark, lambda text: (1,)))
+    text = _try(render, [*messages[: answered + 1], marked, *following[1:]], True)
+    if text is None or text.count(mark) != 1 or (found := text.rfind(stop, 0, text.find(mark))) < 0:
+        return None
+    return text[found + len(stop) :].replace(mark, "")
 
 
 def text_after_completion(turn: RenderedTurn) -> str | None:
@@ -289,18 +302,26 @@ def _after_stop(text: str | None, stop: str, full: str) -> str | None:
 
 def _marked(message: Fields, mark: str, stop: str) -> Iterator[Fields]:
     """Yield the message with the mark at several places of its text."""
+    return _with_mark_at(message, mark, lambda text: _mark_positions(text, stop))
+
+
+def _with_mark_at(message: Fields, mark: str, positions: Callable[[str], Iterable[int]]) -> Iterator[Fields]:
+    """Yield the message with the mark at each position of its text."""
     content = message.get("content")
     if isinstance(content, str):
-        yield from ({**message, "content": text} for text in _mark_positions(content, mark, stop))
+        yield from ({**message, "content": text} for text in _inserted(content, mark, positions(content)))
     elif isinstance(content, list) and content and isinstance(part := content[0], Mapping):
-        for text in _mark_positions(str(part.get("text", "")), mark, stop):
+        first = str(part.get("text", ""))
+        for text in _inserted(first, mark, positions(first)):
             yield {**message, "content": [{**part, "text": text}, *content[1:]]}
     else:
         yield {**message, "content": mark}
 
 
-def _mark_positions(text: str, mark: str, stop: str) -> Iterator[str]:
-    """Yield the text with the mark at the start, in the middle and at the end, but not after a stop token in the text itself."""
-    for at in sorted({0, len(text) // 2, len(text)}):
-        if not stop or stop not in text[:at]:
-            yield text[:at] + mark + text[at:]
+def _inserted(text: str, mark: str, positions: Iterable[int]) -> Iterator[str]:
+    return (text[:at] + mark + text[at:] for at in positions)
+
+
+def _mark_positions(text: str, stop: str) -> Sequence[int]:
+    """Return the start, the middle and the end of a text, but no position after a stop token in the text itself."""
+    return [at for at in sorted({0, len(text) // 2, len(text)}) if not stop or stop not in text[:at]]
