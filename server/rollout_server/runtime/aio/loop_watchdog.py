@@ -101,7 +101,7 @@ class LoopWatch:
         """Note which code the main thread runs, for the loops whose heartbeat is late."""
         now = time.monotonic()
         late = [each for each in LoopWatch._watching if now - each._beat >= each._seconds / 2]
-        stack = traceback.extract_stack(frame) if late else traceback.StackSummary()
+        stack = _stack_of(frame) if late else traceback.StackSummary()
         if _run_by_loop(stack):
             for each in late:
                 each._found = (each._beat, each._stacks.add(each._beat, stack))
@@ -147,6 +147,15 @@ class MostFrequentStack:
         if key == self._key or self._counts[key] > self._counts[self._key]:
             self._key, self._chosen = key, stack
         return self._chosen
+
+
+def _stack_of(frame: FrameType | None) -> traceback.StackSummary:
+    """Return the stack of a frame without its source lines: to read them, Python checks the file of every frame for changes."""
+    frames = [
+        traceback.FrameSummary(each.f_code.co_filename, line, each.f_code.co_name, lookup_line=False)
+        for each, line in traceback.walk_stack(frame)
+    ]
+    return traceback.StackSummary(reversed(frames))
 
 
 def _holder_key(holder: traceback.FrameSummary) -> tuple[str, str]:
