@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_server.archive.archive import Unreadable
+from rollout_server.archive.archive import Unreadable, basic
 from rollout_server.archive.document import document_of
 from rollout_server.archive.journal import SavedJournal
 from rollout_server.edge.journal.files import JournalDirectory
@@ -46,6 +46,18 @@ async def test_all_is_as_the_server_returned_it(recorded: Recorded, open_saved: 
     listed = (await client.get("/v1/rollouts")).json()["rollouts"]
     assert [each["uid"] for each in listed] == [each["uid"] for each in reversed(recorded.rollouts)]
     assert contents(recorded.journal) == before
+
+
+def test_a_list_reads_several_rollouts_at_once(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = SavedJournal(recorded.journal)
+    saved = journal.open()
+    expected = [basic(each.read().rollout) for each in saved]
+    connections = list[int]()
+    connection = SavedJournal.connection
+    monkeypatch.setattr(SavedJournal, "connection", lambda self: connections.append(1) or connection(self))
+    assert [each.summary() for each in reversed(saved)] == expected[::-1]
+    assert len(connections) == 1
+    assert [each.summary() for each in saved] == expected
 
 
 async def test_it_selects_as_the_server_does(recorded: Recorded, open_saved: OpenSaved) -> None:

@@ -16,7 +16,7 @@ from typing import IO, Any, Final
 import msgspec
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 
-from rollout_server.archive.archive import Recording, SavedRollout, Unreadable
+from rollout_server.archive.archive import Recording, SavedRollout, Unreadable, basic
 from rollout_server.archive.samples import rollout_of_samples
 from rollout_server.evaluation.row_result import RowResult
 from rollout_server.evaluation.row_rollout import rollout_of_result
@@ -71,6 +71,10 @@ class FileRollout:
         found.rollout.uid = self.uid
         found.rollout.last_sequence = found.events[-1].sequence if found.events else 0
         return found
+
+    def summary(self) -> pb.Rollout:
+        """Read the rollout in the view "basic". Raises `Unreadable`."""
+        return basic(self.read().rollout)
 
 
 def saved_in(path: Path) -> list[SavedRollout]:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Final
 
 from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from sqlalchemy import Connection, NullPool, create_engine, select
+from sqlalchemy import Connection, Engine, NullPool, create_engine, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from rollout_server.archive.archive import Recording, Unreadable
@@ -34,6 +34,8 @@ from rollout_server.runtime.rollout import RolloutState
 
 _WAL: Final = "-wal"
 _LOCK: Final = "lock"
+_AHEAD: Final = 16
+"""Number of rollouts that are read at once for a list. Large ones have megabytes."""
 
 
 class SavedJournal:
@@ -50,7 +52,10 @@ class SavedJournal:
         self._directory = directory
         self._database = directory / DATABASE
         self._copies: TemporaryDirectory[str] | None = None
+        # One engine for all reads, because it keeps the compiled statements.
+        self._engine = _engine(lambda: self._database, "mode=ro&immutable=1")
         self._state: tuple[tuple[int, ...], ...] = ()
+        self._next: dict[int, StoredRollout] = {}
 
     def open(self) -> list[JournalRollout]:
         """Return the rollouts, oldest first. Raises `Unreadable`, also for a journal that a server has open."""
@@ -75,7 +80,7 @@ class SavedJournal:
         """Yield a connection that cannot write. Raises `Unreadable`."""
         self._check_unchanged()
         try:
-            with _connect(self._database, "mode=ro&immutable=1") as connection:
+            with self._engine.connect() as connection:
                 yield connection
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             self._check_unchanged()
@@ -84,15 +89,29 @@ class SavedJournal:
 
     def read(self, number: int) -> StoredRollout:
         """Return a rollout by its number, without its credentials. Raises `Unreadable`."""
-        reader = StoredReader(self._database, None)
         try:
-            with self.connection() as connection:
-                found = next((each for _, each in reader.rollouts(connection, number)), None)
+            found = self._stored(number, number).get(number)
         except JournalUnusable as error:
             raise Unreadable(str(error)) from error
         if found is None:
             raise Unreadable(f"{self._database} has no rollout {number} any more")
         return found
+
+    def read_next(self, number: int) -> StoredRollout:
+        """Return a rollout like `read`, for callers that read one after the other, the newest first: several are read at once.
+
+        Not for several threads at the same time.
+        """
+        if number not in self._next:
+            try:
+                self._next = self._stored(number - _AHEAD + 1, number)
+            except JournalUnusable:  # one of them is damaged
+                self._next = {}
+        return self._next.pop(number, None) or self.read(number)
+
+    def _stored(self, first: int, last: int) -> dict[int, StoredRollout]:
+        with self.connection() as connection:
+            return dict(StoredReader(self._database, None).rollouts(connection, (first, last)))
 
     def _version(self) -> int:
         """Return the version of the tables. Raises `Unreadable` unless it is a journal of this server or an older one."""
@@ -123,7 +142,7 @@ class SavedJournal:
             self._check_unchanged()
             self._database, self._state = copy, ()
             self._version()
-            with _connect(copy, "mode=rw") as connection, connection.begin():
+            with _engine(lambda: copy, "mode=rw").connect() as connection, connection.begin():
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
                 version = int(connection.exec_driver_sql("PRAGMA user_version").scalar_one())
                 migrate(connection, version)
@@ -158,13 +177,13 @@ class JournalRollout:
     def read(self) -> Recording:
         """Read the rollout and rebuild its events and its outcome from its log. Raises `Unreadable`."""
         stored = self.journal.read(self.number)
-        try:
-            rebuilt = _rebuilt(stored)
-        except Exception as error:  # whatever records that no server has written make the machine raise
-            text = f"rollout {self.uid} cannot be rebuilt: its records contradict each other ({type(error).__name__})"
-            raise Unreadable(text) from None
+        rebuilt = _rebuilt(stored)
         events = [event(rebuilt, entry, event_pb2.EVENT_DETAIL_FULL) for entry in stored.entries]
         return Recording(rollout_to_proto(rebuilt, pb.ROLLOUT_VIEW_FULL), events)
+
+    def summary(self) -> pb.Rollout:
+        """Read the rollout in the view "basic". Raises `Unreadable`."""
+        return rollout_to_proto(_rebuilt(self.journal.read_next(self.number)), pb.ROLLOUT_VIEW_BASIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +211,15 @@ class _RebuiltRollout:
 
 
 def _rebuilt(stored: StoredRollout) -> _RebuiltRollout:
+    """Return the rollout that a log describes. Raises `Unreadable`."""
     start = stored.start
     spec, entries = start.request.spec, stored.entries
     machine = Machine(start.uid, spec.messages, spec.limits, spec.staleness)
-    replay(machine, (entry.record for entry in entries))
+    try:
+        replay(machine, (entry.record for entry in entries))
+    except Exception as error:  # whatever records that no server has written make the machine raise
+        text = f"rollout {start.uid} cannot be rebuilt: its records contradict each other ({type(error).__name__})"
+        raise Unreadable(text) from None
     finished = entries[-1].time if machine.outcome is not None else None
     delivery = stored.stored_delivery.delivery if stored.stored_delivery is not None else None
     return _RebuiltRollout(
@@ -228,16 +252,13 @@ def _check_unused(directory: Path) -> None:
         os.close(lock)
 
 
-@contextmanager
-def _connect(database: Path, parameters: str) -> Iterator[Connection]:
-    """Yield a connection to a database that exists."""
+def _engine(database: Callable[[], Path], parameters: str) -> Engine:
+    """Return an engine whose connections are each to the database that exists by then. It keeps no connection open."""
 
     def connect() -> sqlite3.Connection:
-        return sqlite3.connect(f"{database.absolute().as_uri()}?{parameters}", uri=True, isolation_level=None)
+        return sqlite3.connect(f"{database().absolute().as_uri()}?{parameters}", uri=True, isolation_level=None)
 
-    engine = create_engine("sqlite+pysqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
-    with engine.connect() as connection:
-        yield connection
+    return create_engine("sqlite+pysqlite://", creator=connect, poolclass=NullPool, hide_parameters=True)
 
 
 def _stat(path: str) -> tuple[int, ...]:

@@ -120,8 +120,10 @@ export class ApiSource {
       if (response.status !== 401) throw error;
       // Several requests may be refused at once; one question answers all of them.
       if (sessionStorage.getItem(KEY) !== key) continue;
-      this._asking ??= this._newKey(key ? error.message : "").finally(() => (this._asking = null));
-      sessionStorage.setItem(KEY, await this._asking);
+      this._asking ??= this._newKey(key ? error.message : "")
+        .then((given) => sessionStorage.setItem(KEY, given))
+        .finally(() => (this._asking = null));
+      await this._asking;
     }
   }
 

@@ -46,9 +46,11 @@ class StoredReader:
     path: Path
     key: Fernet | None
 
-    def rollouts(self, connection: Connection, number: int | None = None) -> Iterator[tuple[int, StoredRollout]]:
-        """Yield each rollout with its number, in the order of acceptance. `number`: only that one."""
-        chosen = _ROLLOUTS if number is None else _ROLLOUTS.where(ROLLOUTS.c.number == number)
+    def rollouts(
+        self, connection: Connection, numbers: tuple[int, int] | None = None
+    ) -> Iterator[tuple[int, StoredRollout]]:
+        """Yield each rollout with its number, in the order of acceptance. `numbers`: only those from the first to the second."""
+        chosen = _ROLLOUTS if numbers is None else _ROLLOUTS.where(ROLLOUTS.c.number.between(*numbers))
         rows = connection.execute(chosen.execution_options(yield_per=_CHUNK))
         for chunk in rows.partitions():
             logs = _payloads(connection, chunk[0].number, chunk[-1].number)
