@@ -33,7 +33,7 @@ class Group {
     this.samples = new Map();
     this.error = errorLine();
     this.about = h("span");
-    this.prompt = h("figure.group-prompt", { hidden: true });
+    this.prompt = h("figure.group-prompt", { hidden: true, "aria-label": "Prompt" });
     this.figures = figures("Rewards", ["finished", "usable", "mean reward", "std", "min", "max", "mean tokens"]);
     this.signs = h("div.group-signs", { role: "status" });
     this.table = new LiveTable("Rollouts of the group, by index", this._columns(), (member) => member.rollout.uid);

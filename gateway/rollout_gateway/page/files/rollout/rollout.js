@@ -225,7 +225,7 @@ function tabs(panels) {
     buttons[next].focus();
   };
   choose(0);
-  return h("section.rollout-tabs", {}, h("div", { role: "tablist", on: { keydown } }, buttons), shown);
+  return h("section.rollout-tabs", {}, h("div", { role: "tablist", "aria-label": "Parts of the rollout", on: { keydown } }, buttons), shown);
 }
 
 function askToCancel({ source, uid }) {
