@@ -81,7 +81,7 @@ def test_a_result_is_read_back_and_fills_the_markers_of_a_page(tmp_path: Path) -
     assert report.read(file) == _result(ratio=3.0)
     begin, _, table = page.read_text().partition("<!-- bench summary -->\n")
     assert (begin, table.partition("<!-- end -->")[2]) == ("before\n", "\nafter\n")
-    assert "| 1 turn, 500, 32 at once | POST /rollout | 3.00 | 1.00 | 3.0 | 2 x floor | NO |" in table
+    assert "| 1 turn, 500, 32 at once | 3.00 (3.0) |  |  |" in table
     assert "old" not in table
     assert ElementTree.parse(chart).getroot().tag.endswith("svg")
 
