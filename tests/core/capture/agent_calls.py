@@ -47,7 +47,9 @@ def result(text: str, call_id: str | None = "id0") -> Fields:
 
 def call_of(*messages: Fields, ids: Mapping[int, str] | None = None, **others: Any) -> ModelCall:
     """A call with these messages. `ids`: the completions that messages repeat, by index."""
-    sent = tuple(HistoryMessage(fields, (ids or {}).get(index, "")) for index, fields in enumerate(messages))
+    sent = tuple(
+        HistoryMessage(fields, (ids or {}).get(index, ""), json.dumps(fields)) for index, fields in enumerate(messages)
+    )
     return ModelCall(sent, **others)
 
 

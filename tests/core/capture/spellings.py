@@ -68,7 +68,7 @@ def spelled(draw: Any, history: Sequence[Entry], **others: Any) -> ModelCall:
             ]
         messages = _spelled_answer(draw, fields) if entry.completion else [_noise(draw, fields)]
         repeated = f"completion-{entry.completion}" if entry.completion and draw(st.booleans()) else ""
-        sent += [HistoryMessage(each, repeated) for each in messages]
+        sent += [HistoryMessage(each, repeated, json.dumps(each)) for each in messages]
     return ModelCall(tuple(sent), **others)
 
 

@@ -1,12 +1,13 @@
-"""Results of tools on the way to an agent that owns its loop."""
+"""The calls of agents that own their loop, and the results of tools on the way to them."""
 
 import json
 from typing import Any
 
 import pytest
+from osmosis.rollout.v1 import agent_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2
 from rollout_server.core.message import ToolCall
-from rollout_server.edge.wire.model_call import tool_result_to_proto
+from rollout_server.edge.wire.model_call import model_call, tool_result_to_proto
 from rollout_server.runtime.tools.executor import ToolResult
 
 PNG = message_pb2.Blob(media_type="image/png", inline=b"png")
@@ -16,6 +17,16 @@ LINK = message_pb2.Blob(media_type="image/png", uri="https://e.com/x.png")
 def image(url: str, **more: str) -> dict[str, Any]:
     """An image in the form of OpenAI-style endpoints."""
     return {"type": "image_url", "image_url": {"url": url}, **more}
+
+
+def test_messages_keep_the_text_by_which_they_are_recognized() -> None:
+    """Equal values in other spellings are other texts."""
+    texts = ['{"role": "user", "content": "é"}', '{"content":"\\u00e9","role":"user"}']
+    sent = [pb.HistoryMessage(json=text) for text in (*texts, texts[0])]
+    first, other, again = model_call(pb.CallModelRequest(prompt=pb.ModelPrompt(messages=sent))).messages
+    assert first == other
+    assert not first.repeats(other)
+    assert first.repeats(again)
 
 
 @pytest.mark.parametrize(

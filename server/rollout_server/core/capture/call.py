@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from rollout_server.core.message import JSON
@@ -26,10 +26,16 @@ class HistoryMessage:
     Args:
         fields: the message in the shape of OpenAI chat completions, with `reasoning_content` for reasoning.
         completion_id: id of the completion that it repeats, if the client sent one back; else empty.
+        json: the text that `fields` were parsed from; empty if unknown.
     """
 
     fields: Mapping[str, JSON]
     completion_id: str = ""
+    json: str = field(default="", repr=False, compare=False)
+
+    def repeats(self, other: HistoryMessage) -> bool:
+        """Return whether both are known to be the same text. Equal fields are not enough: 1, 1.0 and True are equal."""
+        return self.json == other.json != "" and self.completion_id == other.completion_id
 
 
 @dataclass(frozen=True, slots=True)

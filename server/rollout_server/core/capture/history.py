@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import MappingProxyType
 from typing import Final, TypeVar
 
@@ -68,9 +69,9 @@ class CanonicalCall:
     id: str = field(compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CanonicalMessage:
-    """One message in canonical form.
+    """One message in canonical form. It keeps its keys: each call of the agent repeats the messages before it.
 
     Args:
         role: "system", "user", "assistant" or "tool".
@@ -88,18 +89,18 @@ class CanonicalMessage:
     result_of: int = -1
     completion_ids: frozenset[str] = field(default=frozenset(), compare=False)
 
-    @property
+    @cached_property
     def text(self) -> str:
         """The texts, with images named by their digest."""
         return "".join(part if isinstance(part, str) else f"[image {part.sha256}]" for part in self.parts)
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """Equal for two messages that render alike. 32 bytes."""
         calls = tuple((call.name, call.arguments) for call in self.calls)
         return digest(("sent", self.role, self.parts, calls, self.reasoning, self.result_of))
 
-    @property
+    @cached_property
     def completion_key(self) -> bytes:
         """Equal for two spellings of one answer of the model: its reasoning and outer white space do not count. 32 bytes."""
         calls = tuple((call.name, call.arguments) for call in self.calls)
@@ -108,13 +109,14 @@ class CanonicalMessage:
     @property
     def spoken(self) -> str:
         """The text without outer white space and without leading `<think>` reasoning."""
-        return self._split()[1].strip()
+        return self._split[1].strip()
 
     @property
     def thought(self) -> str:
         """The reasoning, also where it leads the text in `<think>` tags, without outer white space; empty if there is none."""
-        return self._split()[0].strip()
+        return self._split[0].strip()
 
+    @cached_property
     def _split(self) -> tuple[str, str]:
         text = self.text
         if self.reasoning:
@@ -218,6 +220,10 @@ class HistoryReader:
             read = CanonicalMessage(role, parts)
         self._add(read)
         return read
+
+    def reread(self, read: CanonicalMessage) -> None:
+        """Take a message that was read before, behind the same messages. Not for system messages, whose texts are counted."""
+        self._add(read)
 
     def _without_dropped(self, parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
         remaining = tuple(part for part in parts if not (isinstance(part, str) and self._drops(part)))

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from rollout_server.core.capture.call import HistoryMessage, ModelCall
+from rollout_server.core.capture.call import HistoryMessage, ModelCall, OfferedTool
 from rollout_server.core.capture.decision import (
     HOSTED_TOOL,
     INVALID_CALL,
@@ -123,6 +123,9 @@ class CallTree:
         self._latest: CapturedConversation | None = None
         self._has_main = False
         self._counts = Counter[str]()
+        # The latest whole history and the latest tools, with what they were read as. Saves work and does not affect decisions.
+        self._known: Sequence[tuple[HistoryMessage, CanonicalMessage | None]] = ()
+        self._known_tools: tuple[Sequence[OfferedTool], bytes] | None = None
 
     def decide(self, call: ModelCall, now: float) -> Decision:
         """Decide what is to be done for a call. `now` is in seconds and never decreases.
@@ -231,11 +234,30 @@ class CallTree:
         earlier = [] if previous is None else _messages_up_to(previous)
         reader = HistoryReader(earlier, self._drops)
         instructions = reader.read_instructions(call.instructions)
-        read = [reader.read(message, f"messages[{index}]") for index, message in enumerate(call.messages)]
+        read = self._read_messages(reader, call)
         sent = tuple(message for message in (instructions, *earlier, *read) if message is not None)
         if not sent:
             raise InvalidHistory("messages", "at least one message is needed")
-        return _History(tools_key(call.tools), sent, instructions is not None, reader)
+        if self._known_tools is None or self._known_tools[0] != call.tools:
+            self._known_tools = call.tools, tools_key(call.tools)
+        return _History(self._known_tools[1], sent, instructions is not None, reader)
+
+    def _read_messages(self, reader: HistoryReader, call: ModelCall) -> Sequence[CanonicalMessage | None]:
+        """Read the messages of a call. Those with which the whole history before it began, too, are not read again."""
+        known = () if call.previous else self._known
+        messages: list[CanonicalMessage | None] = []
+        same = True
+        for index, message in enumerate(call.messages):
+            same = same and index < len(known) and message.repeats(known[index][0])
+            read = known[index][1] if same else None
+            if read is None or read.role == "system":
+                read = reader.read(message, f"messages[{index}]")
+            else:
+                reader.reread(read)
+            messages.append(read)
+        if not call.previous:
+            self._known = tuple(zip(call.messages, messages, strict=True))
+        return messages
 
     def _previous(self, call: ModelCall) -> CapturedTurn | None:
         if not call.previous:
@@ -409,4 +431,4 @@ def _lineage_keys(call: ModelCall, history: _History) -> tuple[bytes, bytes]:
 
 def _body_digest(call: ModelCall, auxiliary: bool) -> bytes:
     """Return a digest of what a call says beside its history."""
-    return digest((astuple(call.sampling), call.model, call.client_agent, call.api.value, auxiliary))
+    return digest((call.sampling, call.model, call.client_agent, call.api.value, auxiliary))

@@ -87,11 +87,12 @@ def model_call(request: pb.CallModelRequest) -> ModelCall:
 
 def _prompt(given: pb.ModelPrompt) -> tuple[tuple[HistoryMessage, ...], tuple[OfferedTool, ...]]:
     """Return messages and tools of a prompt. Raises `InvalidRequest`."""
-    wrong = list(_too_many_values(given))
+    wrong: list[Violation] = []
     messages: list[HistoryMessage] = []
-    for index, message in enumerate(() if wrong else given.messages):
+    for index, message in enumerate(given.messages):
+        text = message.json
         try:
-            messages.append(HistoryMessage(parse_object(message.json), message.completion_id))
+            messages.append(HistoryMessage(parse_object(text), message.completion_id, text))
         except MalformedMessage as error:
             wrong.append(Violation(f"messages[{index}]", str(error)))
     wrong += [] if wrong else _tool_violations(given)
