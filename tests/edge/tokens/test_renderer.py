@@ -322,6 +322,16 @@ async def test_an_answer_that_is_left_open_has_no_sure_place(ours) -> None:
     assert not rendered.exact
 
 
+async def test_an_answer_that_the_next_message_continues_has_no_sure_place(ours) -> None:
+    """Of two completions in a row only the second one is closed, so the stop before the user message is not the first one's."""
+    continued = "not loop.last and messages[loop.index].role == 'assistant'"
+    closed = f"(' [/INST]' if message.role == 'user' else '' if {continued} else '<|im_end|>')"
+    loaded = ours("toy", TEXTS.replace("~ '<|im_end|>", f"~ {closed} ~ '"))
+    assert loaded.probed.short_form
+    rendered = await second_turn(Renderer(loaded, [], {}), SAID, [7], {**SAID, "content": "Or nine."}, MORE)
+    assert not rendered.exact
+
+
 @pytest.mark.parametrize("family", ["mistral-small-3.2", "toy", "qwen3", "llama3"])
 async def test_what_is_said_twice_in_the_same_words(ours, plain, family) -> None:
     """Mistral's template writes the tools before every message that equals the last user message."""

@@ -279,10 +279,16 @@ async def test_a_silent_model_is_covered_by_heartbeats(path: str) -> None:
         endpoint.server.go.clear()
         async with opened(endpoint, path, stream=True) as response:
             assert response.status_code == 200
-            content, pieces = "", response.aiter_text()
-            while content.count("\n\n") < 3:
+            content, begun, pieces = "", list[str](), response.aiter_text()
+            while len(begun) < 3:
                 content += await anext(pieces)
-            assert [block.split("\n")[0] for block in content.split("\n\n")[:2]] == HEARTBEATS[path]
+                begun = [block.split("\n")[0] for block in content.split("\n\n")[:-1]]
+                if path == "v1/responses":  # a slow machine may send heartbeats before it has begun the response
+                    begun = [
+                        line for line in begun if line != ": heartbeat" or "event: response.created" not in content
+                    ]
+                    begun = begun if "event: response.created" in begun else []
+            assert begun[:2] == HEARTBEATS[path]
             endpoint.server.go.set()
             async for piece in pieces:
                 content += piece
