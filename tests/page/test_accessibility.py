@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 from rollout_server.edge.api_keys import entry_of
-from rollout_server.testing.script import Script
+from rollout_server.testing.script import Fault, FaultKind, Script
 
-from tests.page.rollouts import TOUR, Tour, link, play
+from tests.page.rollouts import TOUR, Tour, link, play, slow
 from tests.system.conftest import Open
 
 CONTROLS = frozenset(
@@ -60,3 +60,57 @@ async def test_the_question_for_a_key_has_names_and_takes_the_focus(open_here: O
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     await expect(page.get_by_label("API key")).to_be_focused()
     assert unnamed(await tree(page)) == []
+
+
+async def test_live_updates_leave_the_focus_where_it_is(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "long", Script(lines=slow(0.4, *TOUR[:1] * 60)))
+    await page.route("**/tokens?*", _without_texts)
+    await page.goto(link(world, uid, "?segment=0&token=3"))
+    completions = page.locator('.messages-card[data-kind="completion"]')
+    await expect(page.locator("#tokens-active")).to_be_visible()
+    names = ("copy ids", "Try again", "turn 1, engine", "Copy the uid", "Copy the JSON", "Cancel the rollout")
+    places = (".messages-card", ".tokens-strip", "summary")
+    targets = [page.get_by_role("button", name=name) for name in names] + [page.locator(place) for place in places]
+    for target in targets:
+        await target.first.focus()
+        focused = await page.evaluate_handle("document.activeElement")
+        await expect(completions.nth(await completions.count() + 1)).to_be_attached()
+        assert await focused.evaluate("(element) => element === document.activeElement"), str(target)
+    # The rows of segments are drawn again, and the focus goes to the new row.
+    await page.get_by_role("tab", name="Segments").click()
+    await page.locator(".tree-row").focus()
+    await expect(completions.nth(await completions.count() + 1)).to_be_attached()
+    await expect(page.locator(".tree-row")).to_be_focused()
+
+
+async def _without_texts(route: Route) -> None:
+    await route.fulfill(status=400, json={"error": {"code": "", "message": "no texts"}})
+
+
+async def test_a_rollout_is_cancelled_and_a_long_text_opened_with_the_keyboard(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    long = "\n".join(f"line {number}" for number in range(100))
+    uid = await play(world, "stuck", Script(lines=(Fault(kind=FaultKind.SILENCE),)), question=long)
+    await page.goto(link(world, uid))
+    more, text = (
+        page.get_by_role("button", name="Show all 100 lines"),
+        page.locator(".messages-card .content-text").nth(1),
+    )
+    await more.focus()
+    await page.keyboard.press("Enter")
+    await expect(text).to_contain_text("line 99")
+    await expect(text).to_be_focused()
+    cancel = page.get_by_role("button", name="Cancel the rollout")
+    await cancel.focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("textbox", name="Reason")).to_be_focused()
+    assert unnamed(await tree(page)) == []
+    await page.keyboard.press("Escape")
+    await expect(cancel).to_be_focused()
+    assert await cancel.evaluate("(button) => getComputedStyle(button).outlineStyle") == "solid"
+    await page.keyboard.press("Enter")
+    await page.keyboard.press("ControlOrMeta+a")
+    await page.keyboard.type("by keyboard")
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".rollout-why")).to_contain_text("by keyboard")

@@ -106,7 +106,8 @@ export function clock(time) {
 export async function copy(text, button) {
   // Browsers offer the clipboard only to pages that came over HTTPS or from this machine.
   const isCopied = await navigator.clipboard?.writeText(text).then(() => true, () => false) || copyBySelection(text);
-  const label = button.textContent;
+  // A second copy soon after the first one finds its confirmation there.
+  const label = (button.dataset.label ??= button.textContent);
   button.textContent = isCopied ? "copied" : "not allowed";
   setTimeout(() => (button.textContent = label), 1000);
 }

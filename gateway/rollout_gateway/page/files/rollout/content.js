@@ -29,6 +29,9 @@ export function blockOf(value) {
   const click = () => {
     fill(block, text.slice(0, MOST));
     more.replaceWith(...(isWhole ? [] : [rest]));
+    // The focus was on the button.
+    block.tabIndex = -1;
+    block.focus({ preventScroll: true });
   };
   const more = h("button.content-more", { on: { click } }, label);
   return h("div", {}, block, more);

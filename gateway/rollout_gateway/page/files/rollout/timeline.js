@@ -1,5 +1,5 @@
 /** When what happened: a lane each for the queue, the engine, tools, further models and the delivery of the outcome. */
-import { count, decimal, duration, fill, h, svg } from "page/dom.js";
+import { count, decimal, duration, fill, h, printable, svg } from "page/dom.js";
 
 const ROW = 18;
 const TICKS = 8;
@@ -22,7 +22,8 @@ const HINT = "Point at a bar for its numbers. The arrow keys move between bars, 
 export function timelinePart(view) {
   const names = svg("svg", { class: "timeline-names", "aria-hidden": "true" });
   const label = "Timeline; arrow keys move between the bars, Enter selects the turn";
-  const chart = svg("svg", { role: "group", "aria-label": label });
+  const [ruler, boxes] = [svg("g", {}), svg("g", {})];
+  const chart = svg("svg", { role: "group", "aria-label": label }, ruler, boxes);
   const told = h("p.timeline-told");
   const on = { click: choose, keydown, pointerover: tell, focusin: tell };
   const element = h("div.timeline", { on }, names, chart, told);
@@ -38,17 +39,15 @@ export function timelinePart(view) {
     const state = JSON.stringify([model.sequence, delivery, metrics?.queued_ms, isRunning && Date.now()]);
     if (state === drawn || (bars.length > MANY && isRunning && Date.now() - drawnAt < PAUSE_MS)) return;
     [drawn, drawnAt] = [state, Date.now()];
-    const focused = bars.indexOf(barAt(document.activeElement));
     bars = barsOf(model);
     const restarts = model.items.filter((item) => item.event === "resumed").map((item) => Date.parse(item.time));
-    draw(names, chart, bars, restarts);
+    draw({ names, chart, ruler, boxes }, bars, restarts);
     if (!bar) fill(told, model.isWhole ? HINT : NO_TIMES);
     selected();
-    if (focused >= 0) chart.querySelectorAll(".timeline-bar")[focused]?.focus();
   }
 
   function selected() {
-    for (const each of chart.querySelectorAll(".timeline-bar")) {
+    for (const each of boxes.children) {
       const isChosen = view.selection.turn > 0 && barAt(each).turn === view.selection.turn;
       each.ariaCurrent = isChosen ? "true" : null;
     }
@@ -73,7 +72,7 @@ export function timelinePart(view) {
     const index = bars.indexOf(barAt(event.target));
     if (index < 0 || (!step && event.key !== "Enter")) return;
     event.preventDefault();
-    if (step) chart.querySelectorAll(".timeline-bar")[index + step]?.focus();
+    if (step) boxes.children[index + step]?.focus();
     else choose(event);
   }
 
@@ -158,7 +157,7 @@ function stacked(bars) {
   return bars;
 }
 
-function draw(names, chart, bars, marks) {
+function draw({ names, chart, ruler, boxes }, bars, marks) {
   const start = Math.min(...bars.slice(0, 1).map((bar) => bar.start));
   const stop = bars.reduce((latest, bar) => Math.max(latest, bar.stop), start + 1);
   const percent = (time) => `${(((time - start) / (stop - start)) * 100).toFixed(3)}%`;
@@ -173,19 +172,30 @@ function draw(names, chart, bars, marks) {
   const line = (time, properties = {}) =>
     svg("line", { ...properties, x1: percent(time), x2: percent(time), y1: ROW - 4, y2: height });
   const tick = (ms) => [line(start + ms), svg("text", { x: percent(start + ms), y: 10 }, duration(ms))];
-  fill(chart,
+  fill(ruler,
     bars.length > 0 && ticksOf(stop - start).map(tick),
-    marks.map((time) => line(time, { class: "timeline-mark" })),
-    bars.map((bar, index) => barElement(bar, index, percent, tops[bar.lane] + bar.row * ROW, stop - start)));
+    marks.map((time) => line(time, { class: "timeline-mark" })));
+  // Bars change in place: an element that is replaced loses the focus.
+  while (boxes.children.length > bars.length) boxes.lastChild.remove();
+  bars.forEach((bar, index) => {
+    const made = boxes.children[index] ?? boxes.appendChild(barElement(index));
+    showBar(made, bar, percent, tops[bar.lane] + bar.row * ROW, stop - start);
+  });
 }
 
-function barElement(bar, index, percent, top, total) {
+function barElement(index) {
+  const properties = { class: "timeline-bar", role: "button", tabindex: index ? -1 : 0, "data-index": index };
+  return svg("g", properties, svg("rect", { height: ROW - 4 }));
+}
+
+function showBar(element, bar, percent, top, total) {
+  element.setAttribute("aria-label", printable(bar.text));
+  element.dataset.lane = bar.lane;
+  element.toggleAttribute("data-open", bar.isOpen);
+  element.toggleAttribute("data-bad", bar.isBad);
   const width = `${Math.max(((bar.stop - bar.start) / total) * 100, LEAST).toFixed(3)}%`;
-  const box = svg("rect", { x: percent(bar.start), y: top, width, height: ROW - 4 });
-  const flags = { ...(bar.isOpen && { "data-open": "" }), ...(bar.isBad && { "data-bad": "" }) };
-  const data = { "data-lane": bar.lane, "data-index": index, ...flags };
-  const tabindex = index ? -1 : 0;
-  return svg("g", { class: "timeline-bar", role: "button", tabindex, "aria-label": bar.text, ...data }, box);
+  const place = { x: percent(bar.start), y: top, width };
+  for (const [name, value] of Object.entries(place)) element.firstChild.setAttribute(name, value);
 }
 
 /** @returns {number[]} round times from 0 to at most `total`, in milliseconds */

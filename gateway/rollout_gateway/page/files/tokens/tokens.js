@@ -50,7 +50,12 @@ class TokenStrip {
     this.notice = h("div.tokens-notice", { hidden: true });
     this.legend = h("ul.tokens-legend", { "aria-label": "Legend" });
     this.overview = tokenOverview((part) => this._go(Math.floor(part * this.segment.length)));
-    this.detail = h("div.tokens-detail");
+    // The buttons are never replaced, so that a live update takes no focus from them.
+    const button = (label, isSpan) => h("button", { on: { click: () => this._copy(isSpan) } }, label);
+    this.copying = [button("copy ids", false), button("copy ids of the span", true)];
+    this.copies = h("div.tokens-copy", {}, this.copying);
+    this.facts = h("div");
+    this.detail = h("div.tokens-detail", {}, this.facts, this.copies);
     this.strip = h("div.tokens-strip", {
       role: "listbox", tabIndex: 0, "aria-multiselectable": "true", "aria-label": "Tokens",
       on: {
@@ -264,6 +269,9 @@ class TokenStrip {
   _updateNotice() {
     const { segment, texts } = this;
     const reason = segment && whyNotTrained(this.view.model, segment);
+    const state = [reason, segment?.verified, texts.error?.message].join();
+    if (state === this._noticed) return;
+    this._noticed = state;
     const again = h("button", { on: { click: () => this.texts.retry() } }, "Try again");
     const lines = [
       reason && h("p.warn", {}, `Mask 1 says which tokens would train; this sample does not train: ${reason}.`),
@@ -343,16 +351,13 @@ class TokenStrip {
   _copy(isSpan) {
     const { start, stop } = this._range();
     const ids = isSpan ? this.view.model.spanAt(this.segment.id, this._token()).ids : idsOf(this.segment, start, stop);
-    copy(JSON.stringify(ids), this.detail.querySelectorAll("button")[isSpan ? 1 : 0]);
+    copy(JSON.stringify(ids), this.copying[isSpan ? 1 : 0]);
   }
 
   _showDetail(cell = null) {
-    if (!this.segment) return void fill(this.detail);
     const range = cell ? { start: Number(cell.dataset.start), stop: Number(cell.dataset.stop) } : this._range();
-    const button = (label, isSpan) => h("button", { on: { click: () => this._copy(isSpan) } }, label);
-    const copies = cell || !range ? null
-      : h("div.tokens-copy", {}, button("copy ids", false), button("copy ids of the span", true));
-    fill(this.detail, tokenDetail(this, range), copies);
+    this.copies.hidden = Boolean(cell || !range);
+    fill(this.facts, this.segment && tokenDetail(this, range));
   }
 
   _reveal(token) {
