@@ -377,3 +377,18 @@ async def test_it_asks_again_while_the_server_is_away(open_here: Open, page: Pag
     await page.unroute("**/tokens?*")
     await expect(page.get_by_text("Token ids are shown")).to_be_hidden()
     await expect(page.locator(".tokens-special").first).to_be_visible()
+
+
+async def test_more_tabs_than_a_browser_has_connections(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "stuck", STUCK)
+    opened = page
+    for _ in range(8):
+        await opened.goto(link(world, uid))
+        await expect(state(opened)).to_have_text("running · live")
+        await opened.evaluate(HIDE, True)
+        opened = await page.context.new_page()
+    await page.evaluate(HIDE, False)
+    await page.get_by_role("button", name="Cancel the rollout").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Cancel the rollout").click()
+    await expect(state(page)).to_have_text("cancelled")
