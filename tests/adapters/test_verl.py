@@ -692,9 +692,9 @@ def queue() -> Iterator[Any]:
         try:
             ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
             break
-        except Exception as error:  # Ray waits 30 s for its processes, which is short on a busy machine
+        except Exception as error:  # Ray waits 30 s for each of its processes, which is short on a busy machine
             ray.shutdown()
-            if not attempts_left or "timed out during startup" not in str(error):
+            if not attempts_left or "timed out" not in str(error).lower():
                 raise
     try:
         tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
