@@ -110,7 +110,7 @@ def test_a_directory_without_room_for_the_names_of_sockets_is_refused(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     longest = 107 - len("/rollout-12345678/worker-999.questions")
-    monkeypatch.setattr(tempfile, "tempdir", f"{temporary}/".ljust(longest + 1, "x"))
+    monkeypatch.setattr(tempfile, "tempdir", f"{temporary}/x".ljust(longest + 1, "x"))
     os.mkdir(tempfile.gettempdir())
     with pytest.raises(OSError, match="let TMPDIR name another directory"), socket_directory():
         pass

@@ -33,7 +33,7 @@ class Group {
     this.samples = new Map();
     this.error = errorLine();
     this.about = h("span");
-    this.prompt = h("figure.group-prompt", { hidden: true, "aria-label": "Prompt" });
+    this.prompt = h("div.group-prompt", { hidden: true });
     this.figures = figures("Rewards", ["finished", "usable", "mean reward", "std", "min", "max", "mean tokens"]);
     this.signs = h("div.group-signs", { role: "status" });
     this.table = new LiveTable("Rollouts of the group, by index", this._columns(), (member) => member.rollout.uid);
@@ -110,7 +110,7 @@ class Group {
     const from = [spec.agent, spec.completions?.model || spec.completions?.url].filter(Boolean).join(" · ");
     const content = message ? contentOf(message.content) : "The request has no messages.";
     const body = h("div", { tabIndex: 0, role: "region", "aria-label": "Prompt" }, content);
-    fill(this.prompt, h("figcaption.quiet", {}, `Prompt for ${from}`), body).hidden = false;
+    fill(this.prompt, h("span.quiet", {}, `Prompt for ${from}`), body).hidden = false;
   }
 
   /** Count the trained tokens of finished rollouts, one request at a time. */
