@@ -25,6 +25,7 @@ import aiohttp
 import grpc
 import typer
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from rich.console import Console
@@ -42,8 +43,11 @@ _WIDTH = 120
 _WAYS = {
     "without an SDK": (),
     "spans": ("traces",),
+    "metrics": ("metrics",),
     "spans and metrics": ("traces", "metrics"),
     "spans, encoded": ("traces", "encoded"),
+    "one of ten rollouts, encoded": ("traces", "encoded", "sampled"),
+    "the same, and metrics": ("traces", "encoded", "sampled", "metrics"),
 }
 
 
@@ -56,22 +60,28 @@ def main(
     console = Console(stderr=True)
     workload = Workload(10, 1000, 16, 16, Target(2.0, "x"), (Api.GRPC_HTTP,), rounds=rounds)
     costs: dict[str, list[float]] = {}
+    more: dict[str, list[float]] = {}
     with asyncio.Runner(loop_factory=new_loop) as runner:
         for number in range(starts):
             console.print(f"start {number + 1} of {starts}")
-            for name, found in runner.run(_measure(workload, base)).items():
+            measured = runner.run(_measure(workload, base))
+            for name, found in measured.items():
                 costs.setdefault(name, []).append(median(found))
+                more.setdefault(name, []).append(_more(found, measured["without an SDK"]))
     table = Table("server", "ms of CPU per turn", "range of the processes", "more", "more, range", box=None)
-    without = costs["without an SDK"]
     for name, found in costs.items():
-        more = [100 * (each / beside - 1) for each, beside in zip(found, without, strict=True)]
         spread = (
             f"{min(found):.3f}-{max(found):.3f}",
-            f"{median(more):+.1f} %",
-            f"{min(more):+.1f} to {max(more):+.1f} %",
+            f"{median(more[name]):+.1f} %",
+            f"{min(more[name]):+.1f} to {max(more[name]):+.1f} %",
         )
         table.add_row(name, f"{median(found):.3f}", *spread)
     Console(width=_WIDTH).print(table)
+
+
+def _more(rounds: Sequence[float], beside: Sequence[float]) -> float:
+    """Return by how many percent a server costs more than the one beside it: the median of rounds right after each other."""
+    return median(100 * (each / other - 1) for each, other in zip(rounds, beside, strict=True))
 
 
 async def _measure(workload: Workload, base: Path | None) -> dict[str, list[float]]:
@@ -143,6 +153,22 @@ def encoding() -> SpanExporter:
     return _NoSpans(lambda spans: encode_spans(spans).SerializeToString())
 
 
+def no_metrics() -> MetricExporter:
+    """Return an exporter of metrics that does nothing."""
+    return _NoMetrics()
+
+
+class _NoMetrics(MetricExporter):
+    def export(self, metrics_data: Any, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
+        return MetricExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis: float = 0) -> bool:
+        return True
+
+    def shutdown(self, timeout_millis: float = 0, **_: Any) -> None:
+        pass
+
+
 class _NoSpans(SpanExporter):
     def __init__(self, work: Callable[[Sequence[ReadableSpan]], object]) -> None:
         self._work = work
@@ -159,32 +185,23 @@ def _installed_exporters() -> str:
     metadata = directory / "bench_exporters-1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-exporters\nVersion: 1\n")
-    names = "bench_nothing = bench.tracing:nothing\nbench_encoded = bench.tracing:encoding\n"
-    (metadata / "entry_points.txt").write_text(f"[opentelemetry_traces_exporter]\n{names}")
+    traces = "bench_nothing = bench.tracing:nothing\nbench_encoded = bench.tracing:encoding\n"
+    metrics = "bench_nothing = bench.tracing:no_metrics\n"
+    groups = f"[opentelemetry_traces_exporter]\n{traces}[opentelemetry_metrics_exporter]\n{metrics}"
+    (metadata / "entry_points.txt").write_text(groups)
     return str(directory)
 
 
 def serve(signals: str, arguments: Sequence[str]) -> None:
-    """Run the command line with exporters that send nothing. The server sets up the SDK for spans, as it does for users."""
-    from opentelemetry import metrics
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, PeriodicExportingMetricReader
-
-    class NoMetrics(MetricExporter):
-        def export(self, metrics_data: Any, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
-            return MetricExportResult.SUCCESS
-
-        def force_flush(self, timeout_millis: float = 0) -> bool:
-            return True
-
-        def shutdown(self, timeout_millis: float = 0, **_: Any) -> None:
-            """Nothing is open."""
-
+    """Run the command line with exporters that send nothing. The server sets up the SDK, as it does for users."""
+    if signals:
+        sys.path.append(_installed_exporters())
     if "traces" in signals:
         os.environ["OTEL_TRACES_EXPORTER"] = "bench_encoded" if "encoded" in signals else "bench_nothing"
-        sys.path.append(_installed_exporters())
+    if "sampled" in signals:
+        os.environ |= {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.1"}
     if "metrics" in signals:
-        metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(NoMetrics())]))
+        os.environ["OTEL_METRICS_EXPORTER"] = "bench_nothing"
     sys.argv = ["rollout", *arguments]
     runpy.run_module("rollout_server.cli", run_name="__main__")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricExporter, MetricExportResult, MetricsData
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from osmosis.rollout.v1 import outcome_pb2, rollout_service_pb2_grpc, spec_pb2
@@ -25,12 +26,46 @@ from tests.support.start_requests import settings, start
 METADATA = (("traceparent", CALLER),)
 
 
+class LastMetrics(MetricExporter):
+    """Keeps what was exported last."""
+
+    data: MetricsData | None = None
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **given: Any) -> MetricExportResult:
+        """Keep it."""
+        self.data = metrics_data
+        return MetricExportResult.SUCCESS
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        """Nothing waits."""
+        return True
+
+    def shutdown(self, timeout_millis: float = 30_000, **given: Any) -> None:
+        """Nothing is open."""
+
+
 @dataclass(frozen=True)
 class Exported:
     """What the SDK exports."""
 
     exporter: InMemorySpanExporter
-    reader: InMemoryMetricReader
+    meters: MeterProvider
+    metrics: LastMetrics
+
+    @property
+    def points(self) -> Mapping[str, list[Any]]:
+        """The data points of this server by the name of their metric."""
+        self.meters.force_flush()
+        data = self.metrics.data
+        assert data is not None
+        metrics = [
+            metric
+            for resource in data.resource_metrics
+            for scope in resource.scope_metrics
+            if scope.scope.name == "rollout_server"
+            for metric in scope.metrics
+        ]
+        return {metric.name: list(metric.data.data_points) for metric in metrics}
 
     @property
     def spans(self) -> Sequence[ReadableSpan]:

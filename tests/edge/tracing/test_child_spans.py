@@ -93,12 +93,24 @@ def test_others_are_of_the_sdk() -> None:
     assert [span.name for span in exporter.get_finished_spans()] == ["root", "below", "l", "current"]
 
 
-def test_what_is_not_sampled_is_not_recorded() -> None:
+def test_below_what_is_not_sampled_is_no_new_span() -> None:
     provider, processor, exporter = provided(ALWAYS_OFF)
     tracer = child_tracer(provider, processor, SCOPE)
-    span = tracer.start_span("below", trace.set_span_in_context(tracer.start_span("above")))
+    above = tracer.start_span("above")
+    span = tracer.start_span("below", trace.set_span_in_context(above))
     span.end()
-    assert (isinstance(span, ChildSpan), exporter.get_finished_spans()) == (False, ())
+    assert (span is above, above.get_span_context().trace_flags.sampled, exporter.get_finished_spans()) == (
+        True,
+        False,
+        (),
+    )
+
+
+def test_the_sampler_decides_below_a_span_of_another_process() -> None:
+    provider, processor, exporter = provided()
+    remote = trace.set_span_in_context(trace.NonRecordingSpan(ELSEWHERE))
+    child_tracer(provider, processor, SCOPE).start_span("below", remote).end()
+    assert [span.name for span in exporter.get_finished_spans()] == ["below"]
 
 
 class Picky(Sampler):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -93,27 +91,13 @@ async def test_what_no_exporter_could_write(exported: Exported) -> None:
     assert all(len(str(value)) < 140 for span in exported.spans for value in (span.attributes or {}).values())
 
 
-def points(exported: Exported) -> Mapping[str, list[Any]]:
-    """The data points by the name of their metric."""
-    data = exported.reader.get_metrics_data()
-    assert data is not None
-    metrics = [
-        metric
-        for resource in data.resource_metrics
-        for scope in resource.scope_metrics
-        if scope.scope.name == "rollout_server"
-        for metric in scope.metrics
-    ]
-    return {metric.name: list(metric.data.data_points) for metric in metrics}
-
-
 async def test_metrics(exported: Exported) -> None:
     script = Script((calls(("divide", '{"a": 1, "b": 0}'), ("made up", "{}")), DONE))
     async with stage(script=script, retries=0) as here:
         await here.run()
         nobody = spec_pb2.Target(url="grpc://127.0.0.1:9", dialect=spec_pb2.DIALECT_GRPC)
         await here.run(rollout_id="other", completions=nobody)
-        found = points(exported)
+        found = exported.points
         port = int(here.trainer.grpc_target.rpartition(":")[2])
     chat = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "trainer", "server.address": "127.0.0.1"}
     done, failed = chat | {"server.port": port}, chat | {"server.port": 9, "error.type": "network"}
@@ -147,7 +131,7 @@ async def test_metrics_do_not_name_the_tools_of_requests(exported: Exported) -> 
         tools = spec_pb2.Target(url=url, dialect=spec_pb2.DIALECT_GRPC)
         outcome = await here.run(agent="plain", tools=tools)
         assert texts_of(outcome) == ["1", "1"]
-        found = points(exported)["gen_ai.execute_tool.duration"]
+        found = exported.points["gen_ai.execute_tool.duration"]
     assert sorted(point.attributes["gen_ai.tool.name"] for point in found) == ["_OTHER", "own"]
 
 

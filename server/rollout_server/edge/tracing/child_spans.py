@@ -2,7 +2,8 @@
 
 A span of the SDK cleans, copies and locks its attributes again and again: two of them take 3 to 9 % of the CPU of a turn. Those of
 this module clean only what others set, and pass the same `ReadableSpan` to the same processors. A span is one of them if its
-parent is recorded in this process: it is sampled then, and its flags and state are the parent's. All others are the SDK's.
+parent is recorded in this process: it is sampled then, and its flags and state are the parent's. Below a span that this process
+did not sample there is no new one: the parent stands for it. All others are the SDK's.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.util.types import Attributes, AttributeValue
 
+from rollout_server.edge.tracing.propagation import is_dropped
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
 
 _MOST: Final = 128
 """The SDK's default limit for attributes, events and links."""
 _PLAIN: Final = frozenset({str, bool, int, float})
+_NAMES: Final = frozenset({str})
+_UNSET: Final = Status()
 _Export: TypeAlias = "Callable[[ChildSpan, int], None]"
 
 
@@ -45,9 +50,9 @@ class ChildSpan(Span):
         self.kind = kind
         self.started = started or time_ns()
         self.attributes: dict[str, Any] = {}
-        self.events: list[Event] = []
-        self.links: list[Link] = []
-        self.status = Status()
+        self.events: Sequence[Event] = ()
+        self.links: Sequence[Link] = ()
+        self.status = _UNSET
         self._export: _Export | None = export
 
     def get_span_context(self) -> SpanContext:
@@ -70,12 +75,12 @@ class ChildSpan(Span):
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Add an event."""
         if self._export is not None and len(self.events) < _MOST:
-            self.events.append(Event(name, BoundedAttributes(_MOST, attributes), timestamp))
+            self.events = (*self.events, Event(name, BoundedAttributes(_MOST, attributes), timestamp))
 
     def add_link(self, context: SpanContext, attributes: Attributes = None) -> None:
         """Add a link to another span."""
         if self._export is not None and len(self.links) < _MOST:
-            self.links.append(Link(context, BoundedAttributes(_MOST, attributes)))
+            self.links = (*self.links, Link(context, BoundedAttributes(_MOST, attributes)))
 
     def update_name(self, name: str) -> None:
         """Change the name."""
@@ -143,12 +148,15 @@ class ChildTracer(trace.Tracer):
         """Start a span."""
         above = trace.get_current_span(context)
         if not above.is_recording() or links:
+            if is_dropped(above):
+                return above
             return self._tracer.start_span(name, context, kind, attributes, links, start_time, *further, **named)
         parent = above.get_span_context()
         span_id = self._provider.id_generator.generate_span_id()
         ids = SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
         span = ChildSpan(name, ids, parent, kind, start_time, self.finish)
-        span.set_attributes(attributes or {})
+        if attributes:
+            _set(span.attributes, attributes)
         return span
 
     def start_as_current_span(self, *given: Any, **named: Any) -> Any:
@@ -198,6 +206,10 @@ def child_tracer(
 
 
 def _set(attributes: dict[str, Any], given: Any) -> None:
+    plain = _PLAIN.issuperset(map(type, given.values())) and _NAMES.issuperset(map(type, given)) and "" not in given
+    if plain and len(attributes) + len(given) <= _MOST:
+        attributes.update(given)
+        return
     for key, value in given.items():
         if len(attributes) >= _MOST and key not in attributes:
             return

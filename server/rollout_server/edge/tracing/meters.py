@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
@@ -13,27 +14,36 @@ from rollout_server.edge.tracing import conventions as names
 from rollout_server.edge.tracing.attributes import OTHER, Attributes
 from rollout_server.runtime.rollout import Rollout
 
+if TYPE_CHECKING:
+    from rollout_server.edge.tracing.histograms import Histograms
+
 _OF_COMPLETIONS = (names.OPERATION, names.PROVIDER, names.MODEL, names.SERVER_ADDRESS, names.SERVER_PORT, names.ERROR)
 
 
 class Meters:
-    """Instruments of one server. Attributes have few values: no ids, and of tools only the names of the agent's own."""
+    """Instruments of one server. Attributes have few values: no ids, and of tools only the names of the agent's own.
 
-    def __init__(self, meter: Meter) -> None:
+    Args:
+        meter: makes the instruments.
+        histograms: makes the histograms; None: the meter does.
+    """
+
+    def __init__(self, meter: Meter, histograms: Histograms | None = None) -> None:
         self._meter = meter
-        self._completions = meter.create_histogram(
+        create = meter.create_histogram if histograms is None else histograms.create_histogram
+        self._completions = create(
             names.OPERATION_DURATION,
             unit="s",
             description="Duration of completions, with their retries.",
             explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS,
         )
-        self._tokens = meter.create_histogram(
+        self._tokens = create(
             names.TOKEN_USAGE,
             unit="{token}",
             description="Tokens of prompts and completions.",
             explicit_bucket_boundaries_advisory=names.TOKEN_BUCKETS,
         )
-        self._tools = meter.create_histogram(
+        self._tools = create(
             names.TOOL_DURATION,
             unit="s",
             description="Duration of tool calls.",
@@ -42,7 +52,12 @@ class Meters:
         self._rollouts = meter.create_counter(
             names.ROLLOUTS, unit="{rollout}", description="Rollouts that have their outcome."
         )
-        self._durations = meter.create_histogram(names.ROLLOUT_DURATION, unit="s", description="Duration of rollouts.")
+        self._durations = create(
+            names.ROLLOUT_DURATION,
+            unit="s",
+            description="Duration of rollouts.",
+            explicit_bucket_boundaries_advisory=names.ROLLOUT_BUCKETS,
+        )
 
     def watch(self, registry: Watched) -> None:
         """Observe the numbers of running and waiting rollouts."""

@@ -10,6 +10,7 @@ try:
     from opentelemetry import context as contexts
     from opentelemetry import trace
     from opentelemetry.context import Context
+    from opentelemetry.trace import Span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:  # also if only other parts of the namespace package are left
     INSTALLED = False
@@ -36,6 +37,12 @@ def attach(traceparent: str) -> None:
     """Let what follows in the current task belong to a trace. Nothing happens without one, and without an SDK."""
     if INSTALLED and traceparent and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         contexts.attach(remote_context(traceparent))
+
+
+def is_dropped(span: Span) -> bool:
+    """Return whether this process decided not to sample a span. Then nothing below it is sampled either."""
+    context = span.get_span_context()
+    return context.is_valid and not (context.is_remote or context.trace_flags.sampled)
 
 
 def trace_headers() -> Mapping[str, str]:

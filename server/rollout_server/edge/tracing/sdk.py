@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SdkProvider
     from opentelemetry.trace import Tracer, TracerProvider
 
+    from rollout_server.edge.tracing.histograms import Histograms
     from rollout_server.edge.tracing.tracing import Tracing
 
 _log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ _EXTRA: Final = "pip install 'rollout-server[otel]'"
 _SERVICE: Final = "rollout-server"
 _PROCESSORS: Final[WeakKeyDictionary[object, SynchronousMultiSpanProcessor]] = WeakKeyDictionary()
 """The processor of each provider that was set up here: what its spans are handed to when they end."""
+_HISTOGRAMS: Final[WeakKeyDictionary[object, Histograms]] = WeakKeyDictionary()
+"""The histograms of each provider that was set up here and does not need those of the SDK."""
 
 
 def current_tracing(version: str = "") -> Tracing | None:
@@ -50,7 +53,8 @@ def current_tracing(version: str = "") -> Tracing | None:
     from rollout_server.edge.tracing.tracing import Tracing
 
     tracer = _tracer(trace.get_tracer_provider(), version)
-    meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL)) if counts else None
+    histograms = _HISTOGRAMS.get(metrics.get_meter_provider())
+    meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL), histograms) if counts else None
     return Tracing(tracer, meters, captures=captures_content())
 
 
@@ -123,9 +127,17 @@ def _set_up_metrics() -> object:
 
     if _is_sdk(metrics.get_meter_provider()):
         return None
-    readers = [PeriodicExportingMetricReader(exporter) for exporter in _exporters("metrics")]
+    from rollout_server.edge.tracing.histograms import HistogramReader, Histograms, can_replace_those_of_the_sdk
+
+    exporters, histograms = list(_exporters("metrics")), Histograms()
+    cheap = can_replace_those_of_the_sdk(exporters)
+    readers = [
+        HistogramReader(each, histograms) if cheap else PeriodicExportingMetricReader(each) for each in exporters
+    ]
     provider = MeterProvider(readers, _resource(), shutdown_on_exit=False)
     metrics.set_meter_provider(provider)
+    if cheap:
+        _HISTOGRAMS[provider] = histograms
     return provider
 
 
