@@ -170,6 +170,7 @@ async def _counts(trainer: TestClient[Any, Any]) -> dict[str, Any]:
         return counts
 
 
+@pytest.mark.timeout(400)  # it starts six servers
 def test_two_workers_are_compared_with_one_process() -> None:
     command = [sys.executable, "-m", "bench.workers", "--rounds", "1"]
     table = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -120,6 +120,10 @@ def init_player(http: aiohttp.ClientSession, server: str, order: Order, callback
     return play
 
 
+_TOGETHER = 16
+"""How many items are acknowledged together, as by `rollout_client`."""
+
+
 class Stream:
     """A stream of `TrainerService.Train` that starts rollouts of one conversation and answers their requests."""
 
@@ -167,7 +171,7 @@ class Stream:
             self._changed.clear()
             while self._outgoing:
                 yield self._outgoing.popleft()
-            if acknowledged < self._seen:
+            if self._seen - acknowledged >= _TOGETHER or self._over:
                 acknowledged = self._seen
                 yield pb.TrainRequest(acknowledge=pb.TrainAcknowledge(sequence=acknowledged))
 

@@ -91,10 +91,15 @@ class StreamOutbox:
         """Wake the writer that waits for an item."""
         self._changed.set()
 
-    async def wait(self) -> None:
-        """Wait until `notify` is called. There may be nothing to send then."""
-        await self._changed.wait()
+    async def wait(self, seconds: float | None = None) -> bool:
+        """Wait until `notify` is called, at most so long. Return whether it was. There may be nothing to send then."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
         self._changed.clear()
+        return True
 
 
 class StreamInbox:
@@ -111,10 +116,13 @@ class StreamInbox:
         self.last_seen = sequence or self.last_seen
         return True
 
-    def next_acknowledgement(self) -> int | None:
-        """Return the sequence number to acknowledge; None if there is nothing new."""
-        if self._acknowledged == self.last_seen:
-            return None
+    @property
+    def unacknowledged(self) -> int:
+        """Number of items to acknowledge. After a resume it may be too large."""
+        return self.last_seen - self._acknowledged
+
+    def next_acknowledgement(self) -> int:
+        """Return the sequence number to acknowledge."""
         self._acknowledged = self.last_seen
         return self.last_seen
 

@@ -36,6 +36,9 @@ an earlier attempt of this trainer that arrived late."""
 _MOST_CREDIT: Final = 1_000_000
 _FAREWELL_SECONDS: Final = 2.0
 """Time for sending the remaining items on close."""
+_TOGETHER, _TOGETHER_SECONDS = 16, 0.02
+"""How many items are acknowledged together, and how long the writer waits for the next one. An acknowledgement costs the server as
+much as an answer."""
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[TrainRequest, TrainResponse]"
 
@@ -176,7 +179,7 @@ class StreamConnection:
                 self._receive(item)
 
     async def _write(self, call: _Call) -> None:
-        """Send queued items, and acknowledge received ones when the queue is empty.
+        """Send queued items, and acknowledge received ones together when the queue is empty.
 
         Errors end this method without an exception, because the reader receives the status of the call.
         """
@@ -184,13 +187,14 @@ class StreamConnection:
             while True:
                 if (item := self._outbox.next_item()) is not None:
                     await call.write(item)
-                elif (sequence := self._inbox.next_acknowledgement()) is not None:
-                    await call.write(TrainRequest(acknowledge=TrainAcknowledge(sequence=sequence)))
-                elif self._closing:
+                elif not (waiting := self._inbox.unacknowledged) and self._closing:
                     await call.done_writing()
                     return
-                else:
+                elif not waiting:
                     await self._outbox.wait()
+                elif self._closing or waiting >= _TOGETHER or not await self._outbox.wait(_TOGETHER_SECONDS):
+                    sequence = self._inbox.next_acknowledgement()
+                    await call.write(TrainRequest(acknowledge=TrainAcknowledge(sequence=sequence)))
         except (grpc.RpcError, asyncio.InvalidStateError):
             return
 

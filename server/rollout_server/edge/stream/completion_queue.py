@@ -30,6 +30,11 @@ class PendingCompletions:
         """Whether another completion may be requested."""
         return len(self._under_way) < self.credit
 
+    @property
+    def can_request(self) -> bool:
+        """Whether `next` may return a completion."""
+        return bool(self._waiting) and self.has_credit
+
     def queue(self, stream_rollout: StreamRollout) -> None:
         """Queue a rollout that has a waiting completion. A rollout that is already queued keeps its position."""
         self._waiting[stream_rollout] = None

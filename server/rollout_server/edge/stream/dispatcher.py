@@ -108,8 +108,7 @@ class Dispatcher:
         if kind in REFUSABLE and stream.refusals >= stream.limits.unacknowledged:
             text = f"{stream.refusals} refusals are not sent yet: read and acknowledge the server's items"
             raise TooManyRefusals(text, retry_after=1.0)
-        stream.seen = sequence
-        stream.wake()
+        stream.received.take(sequence, at_once=kind in REFUSABLE)
         return True
 
     def _apply(self, stream: TrainerStream, item: wire.TrainerItem, caller: Caller) -> None:

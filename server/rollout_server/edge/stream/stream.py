@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollout_server.core.error import InvalidRequest, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation
+from rollout_server.edge.stream.acknowledgement import Acknowledgement
 from rollout_server.edge.stream.completion_queue import PendingCompletions
 from rollout_server.edge.stream.idle import IdleSignal
 from rollout_server.edge.stream.items import (
@@ -58,7 +59,7 @@ class TrainerStream:
     were sent before it, so an outcome confirms all events.
 
     Args:
-        seen: the trainer's last sequence number that was processed.
+        received: the trainer's items that were processed, and their acknowledgement.
         detail: detail of the events that are sent; 0: no events.
         connected: whether the trainer is connected.
         closed: the trainer has closed the stream and acknowledges nothing any more.
@@ -72,7 +73,7 @@ class TrainerStream:
         self.id = stream_id
         self.caller = caller
         self.limits = limits
-        self.seen = 0
+        self.received = Acknowledgement(self.wake)
         self.completions = PendingCompletions()
         self.detail = 0
         self.connected = False
@@ -84,7 +85,6 @@ class TrainerStream:
         self.rollouts: dict[str, StreamRollout] = {}
         self._sent = self._last_completion = 0
         self._acknowledged = 0
-        self._acknowledged_seen = 0
         self._kept: deque[UnacknowledgedItem] = deque()
         self._again: deque[UnacknowledgedItem] = deque()
         self._replies: deque[StartedItem | RefusedItem] = deque()
@@ -94,6 +94,11 @@ class TrainerStream:
         self.idle = IdleSignal(self.wake)
         self._busy: StreamRollout | None = None
         self._wake = asyncio.Event()
+
+    @property
+    def seen(self) -> int:
+        """The trainer's last sequence number that was processed."""
+        return self.received.seen
 
     @property
     def replies(self) -> int:
@@ -123,7 +128,7 @@ class TrainerStream:
         """
         self.ledger_reads.fail()
         self.idle.reset()
-        self._acknowledged_seen = self.seen
+        self.received.reset()  # the welcome acknowledges them
         self._again = deque(self._kept)
         self.connected = True
         for stream_rollout in self.rollouts.values():
@@ -156,7 +161,7 @@ class TrainerStream:
             text = f"is {sequence}, but the last item sent is {self._sent}"
             raise InvalidRequest(Violation("acknowledge.sequence", text))
         self._acknowledged = max(self._acknowledged, sequence)
-        received = []
+        received, was_full = [], len(self._kept) >= self.limits.unacknowledged
         while self._kept and self._kept[0].sequence <= sequence:
             kept = self._kept.popleft()
             stream_rollout = kept.content.stream_rollout
@@ -166,7 +171,8 @@ class TrainerStream:
             if isinstance(kept.content, OutcomeItem):
                 self.leave(stream_rollout)
                 received.append(stream_rollout.rollout)
-        self.wake()
+        if was_full:
+            self.wake()
         return received
 
     def add(self, stream_rollout: StreamRollout) -> None:
@@ -200,8 +206,9 @@ class TrainerStream:
 
     def respond(self, turn_key: str, response: Response | Rejection) -> bool:
         """Pass on the trainer's response. Return False if the completion is not requested."""
-        self.wake()
-        return self.completions.respond(turn_key, response)
+        is_requested = self.completions.respond(turn_key, response)
+        self._on_credit()
+        return is_requested
 
     def queue(self, stream_rollout: StreamRollout) -> None:
         """See `RolloutStream`."""
@@ -213,7 +220,7 @@ class TrainerStream:
     def release(self, completion: PendingCompletion) -> None:
         """See `RolloutStream`."""
         self.completions.release(completion)
-        self.wake()
+        self._on_credit()
 
     def log_grew(self, stream_rollout: StreamRollout) -> None:
         """See `RolloutStream`."""
@@ -233,6 +240,11 @@ class TrainerStream:
         """See `RolloutStream`."""
         if self.idle.wanted:
             self.idle.restart()
+            self.wake()
+
+    def _on_credit(self) -> None:
+        """Wake the sender if another completion can be requested now, and if it decides whether the stream is idle."""
+        if self.completions.can_request or self.idle.wanted:
             self.wake()
 
     def wake(self) -> None:
@@ -256,9 +268,10 @@ class TrainerStream:
         item = self._repeat()
         if item is not None:
             return item
-        if self._acknowledged_seen != self.seen:
-            self._acknowledged_seen = self.seen
-            return wire.acknowledge_item(self.seen)
+        at_once = self.idle.wanted or self.closed or self.leaving is not None
+        sequence = self.received.next(at_once=at_once)
+        if sequence is not None:
+            return wire.acknowledge_item(sequence)
         if self.closed or len(self._kept) < self.limits.unacknowledged:
             content = self._reply() or self._completion() or self._outcome()
             if content is not None:

@@ -17,7 +17,9 @@ from rollout_server.runtime.rollout import Rollout
 
 
 class RolloutStream(Protocol):
-    """The stream that a rollout is on."""
+    """The stream that a rollout is on. `detail` is that of the events that are sent; 0: no events."""
+
+    detail: int
 
     def queue(self, stream_rollout: StreamRollout) -> None:
         """Queue a rollout that has a completion to request."""
@@ -26,7 +28,7 @@ class RolloutStream(Protocol):
         """Free the credit of a completion that is not needed any more."""
 
     def log_grew(self, stream_rollout: StreamRollout) -> None:
-        """Wake the sender: the rollout's log has grown."""
+        """Wake the sender: the rollout has another event, or has ended."""
 
     def queue_read(self, ledger_read: LedgerRead) -> None:
         """Queue a read of the trainer's ledger."""
@@ -62,12 +64,15 @@ class StreamRollout:
         self._ended = ended
         self._attached = ExitStack()
         rollout.activity.on_change = self._on_activity
-        self._following = asyncio.create_task(self._follow(), name=f"follow {rollout.uid}")
+        self._ending = asyncio.create_task(self._await_end(), name=f"await the end of {rollout.uid}")
 
     def attach(self) -> None:
         """Attach to the rollout: the trainer is connected."""
         self.detach()
         self._attached.enter_context(self.rollout.attached())
+        if self.stream is not None and self.stream.detail:
+            following = asyncio.create_task(self._follow_events(), name=f"follow {self.rollout.uid}")
+            self._attached.callback(following.cancel)
 
     def detach(self) -> None:
         """Detach from the rollout: the trainer is disconnected."""
@@ -82,7 +87,7 @@ class StreamRollout:
 
     def stop(self) -> None:
         """Stop waiting for its end: this process of the server does not see it."""
-        self._following.cancel()
+        self._ending.cancel()
 
     def move_to(self, stream: RolloutStream) -> None:
         """Move to another stream and send its log there from the start.
@@ -144,10 +149,16 @@ class StreamRollout:
         if self.stream is not None:
             self.stream.on_activity()
 
-    async def _follow(self) -> None:
-        with suppress(RolloutError):  # the rollout was forgotten without an end, and has left its stream
-            async for _ in self.rollout.log.follow(0):
+    async def _follow_events(self) -> None:
+        with suppress(RolloutError):  # see `_await_end`
+            async for _ in self.rollout.log.follow(self.sent_events):
                 if self.stream is not None:
                     self.stream.log_grew(self)
+
+    async def _await_end(self) -> None:
+        with suppress(RolloutError):  # the rollout was forgotten without an end, and has left its stream
+            await self.rollout.log.final_entry()
+            if self.stream is not None:
+                self.stream.log_grew(self)
         if self.stream is None:
             self._ended(self)
