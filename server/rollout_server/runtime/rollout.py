@@ -93,7 +93,7 @@ class Rollout:
         stored: what the journal has of it, after a restart of the server. None: it was accepted now.
 
     Attributes:
-        traceparent: W3C Trace Context of the call that started it; empty: none.
+        trace: that of the call that started it.
         had_to_wait: whether it found no free slot when it was accepted, or was accepted by an earlier process.
         replay: the replay of a log that an earlier process has stored, until it is used up. The log has all of it from the start.
     """
@@ -112,7 +112,7 @@ class Rollout:
         self.spec = request.spec
         self.request_id = request.request_id
         self.caller = request.caller
-        self.traceparent, self.had_to_wait = request.traceparent, stored is not None
+        self.trace, self.had_to_wait = request.trace, stored is not None
         self.agent = agent
         self.tools = tools
         self.clock = clock

@@ -17,15 +17,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """The client behind an API key. It sees its own rollouts; an admin sees all rollouts.
+class TraceContext:
+    """The W3C Trace Context of a call: two valid headers, or empty ones."""
 
-    `traceparent` is the W3C Trace Context of its call, valid; empty: none.
-    """
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client behind an API key. It sees its own rollouts; an admin sees all rollouts. `trace` is that of its call."""
 
     name: str
     admin: bool = False
-    traceparent: str = field(default="", compare=False)
+    trace: TraceContext = field(default=TraceContext(), compare=False)
 
     def sees(self, owner: str) -> bool:
         """Return whether this caller may see a rollout owned by `owner`."""
@@ -109,7 +114,7 @@ class StartRequest:
         request_id: idempotency key. A request with the same id and payload returns the same rollout. Empty: always start a new
             one.
         until_received: whether the id becomes free again once the rollout's outcome is acknowledged.
-        traceparent: see `Caller`. A repeated request may have another one.
+        trace: see `Caller`. A repeated request may have another one.
     """
 
     spec: Spec
@@ -117,7 +122,7 @@ class StartRequest:
     request_id: str = ""
     until_received: bool = False
     credentials: Credentials = Credentials()
-    traceparent: str = ""
+    trace: TraceContext = TraceContext()
 
 
 @dataclass(frozen=True, slots=True)

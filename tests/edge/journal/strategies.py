@@ -48,7 +48,7 @@ from rollout_server.core.spec import (
 from rollout_server.runtime.journal import AcceptedStart
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.start_request import StartRequest
+from rollout_server.runtime.start_request import StartRequest, TraceContext
 
 
 def each_field(kind: type[Any], /, **strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -303,7 +303,7 @@ starts = each_field(
         request_id=texts,
         until_received=st.booleans(),
         credentials=credentials,
-        traceparent=texts,
+        trace=st.builds(TraceContext, texts, texts),
     ),
     fingerprint=texts,
     agent_version=texts,

@@ -32,10 +32,16 @@ async def test_over_http(exported: Exported) -> None:
         StrictTrainer(tools_from=f"http://127.0.0.1:{here.server.http_port}") as trainer,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.server.http_port}", timeout=60, trust_env=False) as http,
     ):
-        headers = {"traceparent": CALLER, "authorization": "Bearer hunter2", "x-api-key": "hunter3"}
+        headers = {
+            "traceparent": CALLER,
+            "tracestate": "vendor=a",
+            "authorization": "Bearer hunter2",
+            "x-api-key": "hunter3",
+        }
         response = await http.post("/rollout", json=body("r", trainer.url), headers=headers)
         assert response.json()["status"] == "COMPLETED"
         sent = [request.headers["traceparent"] for request in trainer.requests]
+        assert {request.headers["tracestate"] for request in trainer.requests} == {"vendor=a"}
     (rollout,) = exported.named("invoke_agent")
     assert rollout.parent
     assert (rollout.parent.trace_id, rollout.parent.span_id) == (TRACE_ID, SPAN_ID)

@@ -51,6 +51,7 @@ class AcceptedStart(_message.Message):
     LABEL_NAMES_FIELD_NUMBER: _builtins.int
     MODEL_NAMES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     uid: _builtins.str
     """The server's id of the rollout."""
     caller: _builtins.str
@@ -73,6 +74,8 @@ class AcceptedStart(_message.Message):
     """Seconds without an attached client after which the rollout is cancelled; unset: never."""
     traceparent: _builtins.str
     """W3C Trace Context of the call that started the rollout; empty: none."""
+    tracestate: _builtins.str
+    """The `tracestate` of that call; empty: none."""
     @_builtins.property
     def spec(self) -> _spec_pb2.RolloutSpec:
         """The spec with all defaults filled in. `messages`, `limits.time` and `cancel_after_detach` are unset: the fields below hold them
@@ -109,10 +112,11 @@ class AcceptedStart(_message.Message):
         label_names: _abc.Iterable[_builtins.str] | None = ...,
         model_names: _abc.Iterable[_builtins.str] | None = ...,
         traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cancel_after_detach_seconds", b"_cancel_after_detach_seconds", "_limit_seconds", b"_limit_seconds", "cancel_after_detach_seconds", b"cancel_after_detach_seconds", "limit_seconds", b"limit_seconds", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cancel_after_detach_seconds", b"_cancel_after_detach_seconds", "_limit_seconds", b"_limit_seconds", "agent_version", b"agent_version", "caller", b"caller", "cancel_after_detach_seconds", b"cancel_after_detach_seconds", "created", b"created", "fingerprint", b"fingerprint", "label_names", b"label_names", "limit_seconds", b"limit_seconds", "messages", b"messages", "model_names", b"model_names", "request_id", b"request_id", "spec", b"spec", "traceparent", b"traceparent", "typed", b"typed", "uid", b"uid", "until_received", b"until_received"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cancel_after_detach_seconds", b"_cancel_after_detach_seconds", "_limit_seconds", b"_limit_seconds", "agent_version", b"agent_version", "caller", b"caller", "cancel_after_detach_seconds", b"cancel_after_detach_seconds", "created", b"created", "fingerprint", b"fingerprint", "label_names", b"label_names", "limit_seconds", b"limit_seconds", "messages", b"messages", "model_names", b"model_names", "request_id", b"request_id", "spec", b"spec", "traceparent", b"traceparent", "tracestate", b"tracestate", "typed", b"typed", "uid", b"uid", "until_received", b"until_received"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cancel_after_detach_seconds: _TypeAlias = _typing.Literal["cancel_after_detach_seconds"]  # noqa: Y015
     _WhichOneofArgType__cancel_after_detach_seconds: _TypeAlias = _typing.Literal["_cancel_after_detach_seconds", b"_cancel_after_detach_seconds"]  # noqa: Y015

@@ -13,7 +13,7 @@ from rollout_server.edge.wire.request import credentials_from_proto, credentials
 from rollout_server.edge.wire.spec import spec_from_proto, spec_to_proto
 from rollout_server.runtime.journal import AcceptedStart, FormedGroup
 from rollout_server.runtime.ports import Credentials
-from rollout_server.runtime.start_request import StartRequest
+from rollout_server.runtime.start_request import StartRequest, TraceContext
 
 
 def encode_start(start: AcceptedStart) -> bytes:
@@ -27,7 +27,8 @@ def encode_start(start: AcceptedStart) -> bytes:
         fingerprint=start.fingerprint,
         agent_version=start.agent_version,
         created=start.created,
-        traceparent=request.traceparent,
+        traceparent=request.trace.traceparent,
+        tracestate=request.trace.tracestate,
     )
     _write_spec(request.spec, proto)
     return proto.SerializeToString()
@@ -42,7 +43,8 @@ def decode_start(data: bytes) -> AcceptedStart:
         spec = _read_spec(proto)
     except (DecodeError, KeyError, ValueError) as error:
         raise ValueError(f"these bytes are not an accepted start that this version can read: {error!r}") from error
-    request = StartRequest(spec, proto.caller, proto.request_id, proto.until_received, traceparent=proto.traceparent)
+    trace = TraceContext(proto.traceparent, proto.tracestate)
+    request = StartRequest(spec, proto.caller, proto.request_id, proto.until_received, trace=trace)
     return AcceptedStart(proto.uid, request, proto.fingerprint, proto.agent_version, proto.created)
 
 

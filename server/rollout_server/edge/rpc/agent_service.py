@@ -37,7 +37,7 @@ from rollout_server.edge.offload import offload_request
 from rollout_server.edge.rpc.caller import key_uid, wrong_model_key
 from rollout_server.edge.rpc.prompts import PromptRenderer
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
-from rollout_server.edge.tracing.propagation import attach, traceparent_of
+from rollout_server.edge.tracing.propagation import attach, trace_of
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire import model_call as wire
 from rollout_server.runtime.capture.continuation import finish
@@ -85,7 +85,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         """Complete one call. If its caller leaves, the completion is kept for the same call."""
         rollout = self._rollout(request.uid)
         result = "disconnected"
-        attach(traceparent_of(context.invocation_metadata() or ()))
+        attach(trace_of(context.invocation_metadata() or ()))
         try:
             call = await offload_request(lambda: wire.model_call(request), request.ByteSize())
             begun: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -158,7 +158,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
     ) -> pb.CallRolloutToolResponse:
         """Run a tool of a rollout. If the caller leaves, the call is cancelled, unless it has a repeat key."""
         rollout = self._rollout(request.uid)
-        attach(traceparent_of(context.invocation_metadata() or ()))
+        attach(trace_of(context.invocation_metadata() or ()))
         call = await offload_request(lambda: wire.tool_call(request), request.ByteSize())
         with _over_or_suspended(rollout):
             tools = await rollout.capture.tools()

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from osmosis.rollout.v1 import agent_service_pb2, rollout_service_pb2, tool_service_pb2, trainer_service_pb2
 
 from rollout_server.core.error import Forbidden, Unauthenticated
-from rollout_server.edge.tracing.propagation import traceparent_of
+from rollout_server.edge.tracing.propagation import trace_of
 from rollout_server.runtime.start_request import Caller
 
 Admit: TypeAlias = "Callable[[str | None], Caller]"
@@ -49,8 +49,8 @@ def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable
         text = f"the metadata has {len(headers)} `authorization` entries; send one"
         raise Unauthenticated(text, reason="KEY_AMBIGUOUS")
     found = admit(header)
-    given = traceparent_of(metadata)
-    _caller.set(replace(found, traceparent=given) if given else found)
+    trace = trace_of(metadata)
+    _caller.set(found if trace is None else replace(found, trace=trace))
 
 
 def wrong_model_key() -> Forbidden:

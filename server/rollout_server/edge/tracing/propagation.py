@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from rollout_server.runtime.start_request import TraceContext
+
 try:
     from opentelemetry import context as contexts
     from opentelemetry import trace
@@ -18,25 +20,38 @@ else:
     INSTALLED = True
     _PROPAGATOR: Final = TraceContextTextMapPropagator()
 
-_HEADER: Final = "traceparent"
+_PARENT: Final = "traceparent"
+_STATE: Final = "tracestate"
+_LONGEST_STATE: Final = 4096
 _VALID: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def traceparent_of(metadata: Iterable[tuple[str, str | bytes]]) -> str:
-    """Return the `traceparent` of a call's metadata; empty if there is none that is valid."""
-    found = next((value for name, value in metadata if name == _HEADER), "")
-    return found if isinstance(found, str) and _VALID.fullmatch(found) else ""
+def trace_of(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
+    """Return the trace of a call by its metadata; None if it has none that is valid. A too long `tracestate` is left out."""
+    parent, states = "", []
+    for name, value in metadata:
+        if isinstance(value, str):
+            if name == _PARENT and not parent:
+                parent = value
+            elif name == _STATE and value:
+                states.append(value)
+    if not _VALID.fullmatch(parent):
+        return None
+    state = ",".join(states)
+    return TraceContext(parent, state if len(state) <= _LONGEST_STATE else "")
 
 
-def remote_context(traceparent: str) -> Context:
+def remote_context(given: TraceContext | None) -> Context:
     """Return the context of a caller's span; an empty one if the caller has none."""
-    return _PROPAGATOR.extract({_HEADER: traceparent}, Context()) if traceparent else Context()
+    if given is None or not given.traceparent:
+        return Context()
+    return _PROPAGATOR.extract({_PARENT: given.traceparent, _STATE: given.tracestate}, Context())
 
 
-def attach(traceparent: str) -> None:
+def attach(given: TraceContext | None) -> None:
     """Let what follows in the current task belong to a trace. Nothing happens without one, and without an SDK."""
-    if INSTALLED and traceparent and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        contexts.attach(remote_context(traceparent))
+    if INSTALLED and given is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        contexts.attach(remote_context(given))
 
 
 def is_dropped(span: Span) -> bool:
@@ -53,8 +68,8 @@ def trace_headers() -> Mapping[str, str]:
     if not span.is_valid:
         return {}
     # Written here, because every request needs it: the API's propagator takes several times as long.
-    headers = {_HEADER: f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"}
-    return {**headers, "tracestate": span.trace_state.to_header()} if span.trace_state else headers
+    headers = {_PARENT: f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"}
+    return {**headers, _STATE: span.trace_state.to_header()} if span.trace_state else headers
 
 
 def trace_environment() -> Mapping[str, str]:

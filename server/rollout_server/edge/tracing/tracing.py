@@ -140,7 +140,7 @@ class Tracing:
             self._suspend(rollout)
 
     def _begin(self, rollout: Rollout, created: float | None = None) -> RolloutSpan:
-        parent = remote_context(rollout.traceparent)
+        parent = remote_context(rollout.trace)
         caller = trace.get_current_span(parent).get_span_context()
         links = []
         if rollout.had_to_wait and caller.is_valid:
@@ -193,7 +193,7 @@ class Tracing:
             return current
         found = self._spans.get(rollout)
         if found is None:
-            return remote_context(rollout.traceparent)
+            return remote_context(rollout.trace)
         same = owner is None and trace.get_current_span(current).get_span_context().trace_id == found.trace_id
         return contexts.set_value(_UID, rollout.uid, current) if same else found.context
 

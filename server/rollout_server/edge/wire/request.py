@@ -70,7 +70,7 @@ def start_request(
         request_id=request.request_id,
         until_received=request.request_memory == rollout_service_pb2.REQUEST_MEMORY_UNTIL_RECEIVED,
         credentials=credentials_from_proto(request.credentials),
-        traceparent=caller.traceparent,
+        trace=caller.trace,
     )
 
 

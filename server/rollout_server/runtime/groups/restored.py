@@ -62,8 +62,8 @@ def _admitted(formed: FormedGroup, rollouts: Sequence[Rollout]) -> AdmittedStart
     found = (
         rollout.credentials for rollout in rollouts if rollout.outcome is None and rollout.credentials != Credentials()
     )
-    credentials, trace = next(found, Credentials()), first.traceparent
-    request = StartRequest(spec, first.caller, formed.request_id, credentials=credentials, traceparent=trace)
+    credentials, trace = next(found, Credentials()), first.trace
+    request = StartRequest(spec, first.caller, formed.request_id, credentials=credentials, trace=trace)
     return AdmittedStart(request, first.agent, fingerprint(spec))
 
 
