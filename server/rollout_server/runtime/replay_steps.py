@@ -72,11 +72,6 @@ class ReplayStep:
         return isinstance(self.record, Answered | GivenUp | ToolReturned)
 
     @property
-    def is_cancellation(self) -> bool:
-        """Whether the agent cancelled a tool call, which is a command."""
-        return isinstance(self.record, ToolReturned) and self.record.cancelled
-
-    @property
     def by_play(self) -> bool:
         """Whether only `setup` and `play` can issue it, not a reward."""
         return self.by_agent and isinstance(self.record, Asked | Appended | ToolStarted | Forked | GivenUp)

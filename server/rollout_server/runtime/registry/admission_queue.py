@@ -119,10 +119,6 @@ class RolloutQueue:
         self._parked.remove(rollout.uid)
         self._use(rollout.caller).parked -= 1
 
-    def is_parked(self, rollout: Rollout) -> bool:
-        """Return whether the rollout waits for its group."""
-        return rollout.uid in self._parked
-
     def measure(self, rollout: Rollout) -> None:
         """Update the size of a rollout whose conversation has grown."""
         self._resize(rollout, rollout.machine.size)
