@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _MOST: Final = 128
 """The SDK's default limit for attributes, events and links."""
-_PLAIN: Final = frozenset({str, bool, int, float})
+_PLAIN: Final = frozenset({str, bool, int, float, tuple})
 _NAMES: Final = frozenset({str})
 _UNSET: Final = Status()
 _Export: TypeAlias = "Callable[[ChildSpan, int], None]"
@@ -206,15 +206,19 @@ def child_tracer(
 
 
 def _set(attributes: dict[str, Any], given: Any) -> None:
-    plain = _PLAIN.issuperset(map(type, given.values())) and _NAMES.issuperset(map(type, given)) and "" not in given
-    if plain and len(attributes) + len(given) <= _MOST:
+    kinds = {*map(type, given.values())}
+    few = len(attributes) + len(given) <= _MOST and _NAMES.issuperset(map(type, given)) and "" not in given
+    if few and _PLAIN.issuperset(kinds) and (tuple not in kinds or all(map(_is_plain, given.values()))):
         attributes.update(given)
         return
     for key, value in given.items():
         if len(attributes) >= _MOST and key not in attributes:
             return
-        kind = type(value)
-        if type(key) is str and key and (kind in _PLAIN or (kind is tuple and all(type(one) is str for one in value))):
+        if type(key) is str and key and type(value) in _PLAIN and _is_plain(value):
             attributes[key] = value
         else:
             attributes.update(BoundedAttributes(None, {key: value}))
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is not tuple or all(type(one) is str for one in value)
