@@ -13,9 +13,16 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler, SamplingResult
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, SamplingResult
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode
-from rollout_server.edge.tracing.child_spans import ChildSpan, child_tracer
+from rollout_server.edge.tracing import sdk
+from rollout_server.edge.tracing.child_spans import ChildSpan, ChildTracer, child_tracer
+from rollout_server.edge.tracing.tracing import Tracing
+from rollout_server.testing.script import Script
+
+from tests.edge.tracing.span_trees import CALLER
+from tests.edge.tracing.stage import stage
+from tests.edge.tracing.test_trees import DONE, calls
 
 SCOPE = ("library", "1.0", "https://schema")
 ELSEWHERE = trace.SpanContext(7, 8, is_remote=True)
@@ -53,6 +60,12 @@ def provided(
     return provider, processor, exporter
 
 
+def own_tracer(provider: TracerProvider, processor: SynchronousMultiSpanProcessor) -> ChildTracer:
+    tracer = child_tracer(provider, processor, SCOPE)
+    assert tracer is not None
+    return tracer
+
+
 def shown(span: ReadableSpan) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(span.to_json())
     del found["context"]["span_id"]
@@ -63,7 +76,7 @@ def shown(span: ReadableSpan) -> dict[str, Any]:
 def test_they_equal_those_of_the_sdk(first: dict[str, Any], done: list[tuple[Any, ...]]) -> None:
     provider, processor, exporter = provided()
     above = trace.set_span_in_context(provider.get_tracer(*SCOPE).start_span("above"))
-    for tracer in (provider.get_tracer(*SCOPE), child_tracer(provider, processor, SCOPE)):
+    for tracer in (provider.get_tracer(*SCOPE), own_tracer(provider, processor)):
         span = tracer.start_span("chat", above, SpanKind.CLIENT, first, start_time=3)
         for name, *arguments in done:
             getattr(span, name)(*arguments)
@@ -77,7 +90,7 @@ def test_they_equal_those_of_the_sdk(first: dict[str, Any], done: list[tuple[Any
 def test_others_are_of_the_sdk() -> None:
     """Without a parent, below a span of another process, and with links."""
     provider, processor, exporter = provided()
-    tracer = child_tracer(provider, processor, SCOPE)
+    tracer = own_tracer(provider, processor)
     remote = trace.set_span_in_context(trace.NonRecordingSpan(ELSEWHERE))
     linked = trace.set_span_in_context(tracer.start_span("above"))
     spans = (
@@ -95,7 +108,7 @@ def test_others_are_of_the_sdk() -> None:
 
 def test_below_what_is_not_sampled_is_no_new_span() -> None:
     provider, processor, exporter = provided(ALWAYS_OFF)
-    tracer = child_tracer(provider, processor, SCOPE)
+    tracer = own_tracer(provider, processor)
     above = tracer.start_span("above")
     span = tracer.start_span("below", trace.set_span_in_context(above))
     span.end()
@@ -109,7 +122,7 @@ def test_below_what_is_not_sampled_is_no_new_span() -> None:
 def test_the_sampler_decides_below_a_span_of_another_process() -> None:
     provider, processor, exporter = provided()
     remote = trace.set_span_in_context(trace.NonRecordingSpan(ELSEWHERE))
-    child_tracer(provider, processor, SCOPE).start_span("below", remote).end()
+    own_tracer(provider, processor).start_span("below", remote).end()
     assert [span.name for span in exporter.get_finished_spans()] == ["below"]
 
 
@@ -134,12 +147,33 @@ def refuse_parts(patch: pytest.MonkeyPatch) -> Sampler:
 
 
 @pytest.mark.parametrize("differ", [limit, refuse_parts, lambda patch: Picky()])
-def test_where_they_could_differ_all_are_of_the_sdk(
+def test_where_they_could_differ_there_are_none(
     monkeypatch: pytest.MonkeyPatch, differ: Callable[[pytest.MonkeyPatch], Sampler]
 ) -> None:
-    provider, processor, exporter = provided(differ(monkeypatch))
-    tracer = child_tracer(provider, processor, SCOPE)
-    with tracer.start_as_current_span("above"):
-        tracer.start_span("below", attributes={"a": 1, "b": 2, "c": 3}).end()
-    assert len(exporter.get_finished_spans()[0].attributes or ()) == (2 if differ is limit else 3)
-    assert tracer is provider.get_tracer(*SCOPE)
+    provider, processor, _ = provided(differ(monkeypatch))
+    assert child_tracer(provider, processor, SCOPE) is None
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+async def test_a_rollout_that_is_not_sampled_has_one_span_that_is_not_recorded(
+    no_sdk: None, monkeypatch: pytest.MonkeyPatch, sampled: bool
+) -> None:
+    started, start = list[str](), Tracing.start
+    monkeypatch.setattr(
+        Tracing, "start", lambda self, parent, name, *a: started.append(name) or start(self, parent, name, *a)
+    )
+    provider, processor, exporter = provided(ParentBased(ALWAYS_ON))
+    sdk._PROCESSORS[provider] = processor
+    trace.set_tracer_provider(provider)
+    async with stage(script=Script((calls(("add", '{"a": 1, "b": 2}')), DONE))) as here:
+        metadata = (("traceparent", CALLER[:-2] + f"{sampled:02x}"),)
+        await here.wait((await here.stub.StartRollout(here.request(), metadata=metadata)).rollout.uid)
+        sent = {each.metadata["traceparent"] for each in here.trainer.completions}
+    assert {header[3:35] for header in sent} == {CALLER[3:35]}
+    if sampled:
+        assert sorted(started) == ["chat", "chat", "execute_tool add", "invoke_agent calculator"]
+        assert (len(sent), len(exporter.get_finished_spans())) == (2, 4)
+    else:
+        assert started == ["invoke_agent calculator"]
+        (header,) = sent
+        assert (header[-3:], exporter.get_finished_spans()) == ("-00", ())

@@ -58,7 +58,8 @@ class TrainerServiceServicer(object):
 
         Acknowledgement. Each side keeps its items until the other side has acknowledged them. If 1,024 items of the server (a
         setting) are unacknowledged, the server sends only events and waits. To acknowledge an outcome means to have received it, as
-        in AcknowledgeOutcome.
+        in AcknowledgeOutcome. An acknowledgement is a message of its own, so acknowledge several items together: the server does so
+        for answers and rejections, within 50 ms.
 
         Completion requests (`ask`). The turn_key identifies a request; answers may arrive in any order. Credit limits how many
         requests are pending at once. A request is pending from when it is sent until it is answered or rejected, or its rollout has

@@ -187,21 +187,21 @@ class ChildTracer(trace.Tracer):
 
 def child_tracer(
     provider: TracerProvider, processor: SynchronousMultiSpanProcessor, scope: tuple[str, str, str]
-) -> trace.Tracer:
-    """Return a `ChildTracer`, or the provider's own tracer where the spans could differ from the SDK's.
+) -> ChildTracer | None:
+    """Return a `ChildTracer`; None where its spans could differ from the SDK's.
 
     They could if the environment limits spans, if a sampler decides about each span, or if this version of the SDK does not accept
     spans that are made of their parts: its documentation says that they are usually its own.
     """
     limited = any(name.startswith("OTEL_") and name.endswith("_LIMIT") for name in os.environ)
     if limited or type(provider.sampler).__module__ != Sampler.__module__:
-        return provider.get_tracer(*scope)
+        return None
     tracer = ChildTracer(provider, processor, scope)
     none = trace.INVALID_SPAN_CONTEXT
     try:
         tracer.readable(ChildSpan("", none, none, SpanKind.INTERNAL, None, tracer.finish), 0)
     except TypeError:
-        return provider.get_tracer(*scope)
+        return None
     return tracer
 
 

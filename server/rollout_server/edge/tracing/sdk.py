@@ -52,10 +52,12 @@ def current_tracing(version: str = "") -> Tracing | None:
     from rollout_server.edge.tracing.meters import Meters
     from rollout_server.edge.tracing.tracing import Tracing
 
-    tracer = _tracer(trace.get_tracer_provider(), version)
+    provider = trace.get_tracer_provider()
+    own = _own_tracer(provider, version)
+    tracer = own or provider.get_tracer(SCOPE, version, SCHEMA_URL)
     histograms = _HISTOGRAMS.get(metrics.get_meter_provider())
     meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL), histograms) if counts else None
-    return Tracing(tracer, meters, captures=captures_content())
+    return Tracing(tracer, meters, captures=captures_content(), follows_parents=own is not None)
 
 
 @contextmanager
@@ -78,15 +80,14 @@ def exporting() -> Iterator[None]:
             _finish(own)
 
 
-def _tracer(provider: TracerProvider, version: str) -> Tracer:
-    """Return the tracer of rollouts."""
-    scope = (SCOPE, version, SCHEMA_URL)
+def _own_tracer(provider: TracerProvider, version: str) -> Tracer | None:
+    """Return the tracer with cheap spans for a provider that was set up here; None if its own spans are needed."""
     processor = _PROCESSORS.get(provider)
     if processor is None:
-        return provider.get_tracer(*scope)
+        return None
     from rollout_server.edge.tracing.child_spans import child_tracer
 
-    return child_tracer(cast("SdkProvider", provider), processor, scope)
+    return child_tracer(cast("SdkProvider", provider), processor, (SCOPE, version, SCHEMA_URL))
 
 
 def _wanted(environment: Mapping[str, str]) -> Mapping[str, str]:

@@ -28,13 +28,13 @@ from rollout_server.edge.tracing import attributes as made
 from rollout_server.edge.tracing import contents
 from rollout_server.edge.tracing import conventions as names
 from rollout_server.edge.tracing.meters import Meters
-from rollout_server.edge.tracing.propagation import remote_context
+from rollout_server.edge.tracing.propagation import is_dropped, remote_context
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.dependencies import Attempt
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.run.tracer import OpenSpan, Traced
+from rollout_server.runtime.run.tracer import UNTRACED, OpenSpan, Traced
 from rollout_server.runtime.tools.executor import ToolResult
 
 _log = logging.getLogger(__name__)
@@ -73,12 +73,16 @@ class Tracing:
         tracer: of the process's provider; it may do nothing.
         meters: the metrics; None if they are not exported.
         captures: whether messages, arguments and results are exported.
+        follows_parents: nothing below a span that is not sampled is sampled. Otherwise a sampler decides about each span.
     """
 
-    def __init__(self, tracer: trace.Tracer, meters: Meters | None, *, captures: bool) -> None:
+    def __init__(
+        self, tracer: trace.Tracer, meters: Meters | None, *, captures: bool, follows_parents: bool = False
+    ) -> None:
         self.tracer = tracer
         self.meters = meters
         self.captures = captures
+        self._skips = follows_parents and meters is None
         self.guard = Guard()
         self._spans: WeakKeyDictionary[Rollout, RolloutSpan] = WeakKeyDictionary()
         self._open: dict[str, Rollout] = {}
@@ -89,6 +93,8 @@ class Tracing:
 
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
+        if self._is_skipped(rollout):
+            return UNTRACED
         given = made.completion_attributes(rollout, request, target, model)
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
         scope = _CompletionScope(self, rollout, (name, SpanKind.CLIENT, given))
@@ -98,6 +104,8 @@ class Tracing:
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
+        if self._is_skipped(rollout):
+            return UNTRACED
         given = made.tool_attributes(rollout, started)
         name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
         scope = _ToolScope(self, rollout, (name, SpanKind.INTERNAL, given))
@@ -138,6 +146,13 @@ class Tracing:
         """End the spans of rollouts that were suspended while they waited for their group."""
         for rollout in tuple(self._open.values()):
             self._suspend(rollout)
+
+    def _is_skipped(self, rollout: Rollout) -> bool:
+        """Return whether nothing of a rollout is exported. What is called for it gets the ids of the current span then."""
+        if not self._skips:
+            return False
+        current = contexts.get_current()
+        return current.get(_UID) == rollout.uid and is_dropped(trace.get_current_span(current))
 
     def _begin(self, rollout: Rollout, created: float | None = None) -> RolloutSpan:
         parent = remote_context(rollout.trace)

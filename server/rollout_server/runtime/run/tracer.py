@@ -39,7 +39,7 @@ def _ignore(result: Traced) -> None:
     """Do nothing with a result."""
 
 
-_UNTRACED: Final[OpenSpan] = nullcontext(_ignore)
+UNTRACED: Final[OpenSpan] = nullcontext(_ignore)
 
 
 class NoTracer:
@@ -47,16 +47,16 @@ class NoTracer:
 
     def rollout(self, rollout: Rollout) -> AbstractContextManager[object]:
         """Open nothing."""
-        return _UNTRACED
+        return UNTRACED
 
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """Open nothing."""
-        return _UNTRACED
+        return UNTRACED
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """Open nothing."""
-        return _UNTRACED
+        return UNTRACED
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
         """Open nothing."""
-        return _UNTRACED
+        return UNTRACED
