@@ -1,4 +1,4 @@
-"""Histograms at a tenth of the SDK's price, for the provider that this server has set up itself.
+"""Histograms at a fraction of the SDK's price, for the provider that this server has set up itself.
 
 For each value, the SDK makes an object, asks filters and views, and takes several locks; a turn has up to four values. Those of
 this module put a value into its bucket, and a reader adds them to what it exports.
