@@ -153,12 +153,9 @@ def encoding() -> SpanExporter:
     return _NoSpans(lambda spans: encode_spans(spans).SerializeToString())
 
 
-def no_metrics() -> MetricExporter:
-    """Return an exporter of metrics that does nothing."""
-    return _NoMetrics()
+class NoMetrics(MetricExporter):
+    """An exporter of metrics that does nothing."""
 
-
-class _NoMetrics(MetricExporter):
     def export(self, metrics_data: Any, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
         return MetricExportResult.SUCCESS
 
@@ -186,7 +183,7 @@ def _installed_exporters() -> str:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: bench-exporters\nVersion: 1\n")
     traces = "bench_nothing = bench.tracing:nothing\nbench_encoded = bench.tracing:encoding\n"
-    metrics = "bench_nothing = bench.tracing:no_metrics\n"
+    metrics = "bench_nothing = bench.tracing:NoMetrics\n"
     groups = f"[opentelemetry_traces_exporter]\n{traces}[opentelemetry_metrics_exporter]\n{metrics}"
     (metadata / "entry_points.txt").write_text(groups)
     return str(directory)

@@ -69,13 +69,13 @@ async def test_what_tracing_systems_added_is_kept_over_a_restart(exported: Expor
 @pytest.mark.parametrize(
     ("metadata", "trace"),
     [
-        ((("tracestate", "a=1"),), None),
-        ((("traceparent", "00-zz"), ("tracestate", "a=1")), None),
-        ((("traceparent", b"00"),), None),
+        ((("tracestate", "a=1"),), TraceContext()),
+        ((("traceparent", "00-zz"), ("tracestate", "a=1")), TraceContext()),
+        ((("traceparent", b"00"),), TraceContext()),
         ((("traceparent", CALLER), ("tracestate", ""), ("other", "x")), TraceContext(CALLER)),
         ((("traceparent", CALLER), ("tracestate", "a=1")), TraceContext(CALLER, "a=1")),
         ((("traceparent", CALLER), ("tracestate", "a=" + "1" * 5000)), TraceContext(CALLER)),
     ],
 )
-def test_the_trace_of_a_call(metadata: tuple[tuple[str, str | bytes], ...], trace: TraceContext | None) -> None:
+def test_the_trace_of_a_call(metadata: tuple[tuple[str, str | bytes], ...], trace: TraceContext) -> None:
     assert trace_of(metadata) == trace

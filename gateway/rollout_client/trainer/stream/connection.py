@@ -185,12 +185,13 @@ class StreamConnection:
         """
         try:
             while True:
-                if (item := self._outbox.next_item()) is not None:
+                item, waiting = self._outbox.next_item(), self._inbox.unacknowledged
+                if item is not None:
                     await call.write(item)
-                elif not (waiting := self._inbox.unacknowledged) and self._closing:
-                    await call.done_writing()
-                    return
                 elif not waiting:
+                    if self._closing:
+                        await call.done_writing()
+                        return
                     await self._outbox.wait()
                 elif self._closing or waiting >= _TOGETHER or not await self._outbox.wait(_TOGETHER_SECONDS):
                     sequence = self._inbox.next_acknowledgement()

@@ -50,7 +50,7 @@ def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable
         raise Unauthenticated(text, reason="KEY_AMBIGUOUS")
     found = admit(header)
     trace = trace_of(metadata)
-    _caller.set(found if trace is None else replace(found, trace=trace))
+    _caller.set(replace(found, trace=trace) if trace.traceparent else found)
 
 
 def wrong_model_key() -> Forbidden:

@@ -221,4 +221,5 @@ def _set(attributes: dict[str, Any], given: Any) -> None:
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value of `_PLAIN`'s types needs no cleaning: a tuple may hold anything."""
     return type(value) is not tuple or all(type(one) is str for one in value)

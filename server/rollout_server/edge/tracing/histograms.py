@@ -50,7 +50,7 @@ class Histogram:
         self._lock = Lock()
 
     def record(self, amount: float, attributes: Mapping[str, Any]) -> None:
-        """Count a value."""
+        """Add a value, in the unit of the histogram, to those with the same attributes."""
         key = frozenset(attributes.items())
         with self._lock:
             point = self._points.get(key) or self._new_point(key, attributes)

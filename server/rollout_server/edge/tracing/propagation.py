@@ -26,8 +26,8 @@ _LONGEST_STATE: Final = 4096
 _VALID: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def trace_of(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None:
-    """Return the trace of a call by its metadata; None if it has none that is valid. A too long `tracestate` is left out."""
+def trace_of(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext:
+    """Return the trace of a call by its metadata; an empty one if that is not valid. A too long `tracestate` is left out."""
     parent, states = "", []
     for name, value in metadata:
         if isinstance(value, str):
@@ -36,21 +36,21 @@ def trace_of(metadata: Iterable[tuple[str, str | bytes]]) -> TraceContext | None
             elif name == _STATE and value:
                 states.append(value)
     if not _VALID.fullmatch(parent):
-        return None
+        return TraceContext()
     state = ",".join(states)
     return TraceContext(parent, state if len(state) <= _LONGEST_STATE else "")
 
 
-def remote_context(given: TraceContext | None) -> Context:
+def remote_context(given: TraceContext) -> Context:
     """Return the context of a caller's span; an empty one if the caller has none."""
-    if given is None or not given.traceparent:
+    if not given.traceparent:
         return Context()
     return _PROPAGATOR.extract({_PARENT: given.traceparent, _STATE: given.tracestate}, Context())
 
 
-def attach(given: TraceContext | None) -> None:
+def attach(given: TraceContext) -> None:
     """Let what follows in the current task belong to a trace. Nothing happens without one, and without an SDK."""
-    if INSTALLED and given is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+    if INSTALLED and given.traceparent and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         contexts.attach(remote_context(given))
 
 
