@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_server import Image
 from rollout_server.authoring.author_traceback import AuthorError
@@ -160,6 +160,7 @@ MESSAGE = st.fixed_dictionaries(
 )
 
 
+@example([{"role": "user", "tool_calls": [{"id": "1"}]}], [LINK])
 @given(JSON | st.lists(MESSAGE, max_size=3), st.lists(st.sampled_from([LINK, PNG]) | JSON, max_size=2))
 def test_a_prompt_is_refused_or_converted_once(prompt: object, given_images: list[object]) -> None:
     try:

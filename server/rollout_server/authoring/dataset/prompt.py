@@ -83,7 +83,7 @@ def _message(message: object, where: str, images: deque[PromptImage]) -> dict[st
         fields["content"] = [_part(part, f"{where}.content[{n}]", images) for n, part in enumerate(content)]
     elif isinstance(content, str):
         fields["content"] = list(_split(content, where, images)) if images and _MARK in content else content
-    elif content is None and fields.get("tool_calls"):
+    elif content is None and role != "user" and fields.get("tool_calls"):
         fields["content"] = None
     else:
         raise InvalidPrompt(f"{where}.content must be a text or a list of parts, not {_kind(content)}")
