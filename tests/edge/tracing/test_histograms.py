@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +60,7 @@ def shown(data: MetricsData | None) -> Mapping[str, Any]:
             assert 0 < (point.pop("start_time_unix_nano") or 1) <= point.pop("time_unix_nano")
             point["exemplars"] = []
             if "sum" in point:  # the SDK adds up in another order
-                point["sum"] = round(point["sum"], 6)
+                point["sum"] = float(f"{point['sum']:.6g}")
     scope["metrics"].sort(key=lambda metric: metric["name"])
     return {name: scope[name] for name in ("metrics", "schema_url", "scope")}
 
@@ -88,6 +89,24 @@ def test_too_many_sets_of_attributes_are_counted_together() -> None:
         found.append(sorted(metric["data"]["data_points"], key=str))
     theirs, ours = found
     assert ours == theirs
+
+
+def test_no_value_of_several_threads_is_lost() -> None:
+    """Some are put into their buckets while others are added."""
+    histogram = Histograms().create_histogram("h", unit="s", description="", explicit_bucket_boundaries_advisory=[1, 2])
+    record = histogram.recorder({"a": 1})
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(4):
+            threads.submit(lambda: [record(number % 4) for number in range(20_000)])
+        while histogram.metric(0) is None:
+            pass
+        for _ in range(20):
+            histogram.metric(0)
+    metric = histogram.metric(7)
+    assert metric is not None
+    [point] = metric.data.data_points
+    assert (point.count, point.sum, point.min, point.max) == (80_000, 120_000, 0, 3)
+    assert (point.bucket_counts, point.time_unix_nano) == ((40_000, 20_000, 20_000), 7)
 
 
 def delta(_: pytest.MonkeyPatch) -> ConsoleMetricExporter:

@@ -61,12 +61,26 @@ class Watched(Protocol):
         """Approximate memory of rollouts."""
 
 
+class ToolNames:
+    """The names of the tools of agents, read once: later changes must not add label values."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}
+
+    def include(self, agent: AgentProtocol, name: str) -> bool:
+        """Return whether the agent has a tool of this name."""
+        found = self._names.get(agent.name)
+        if found is None:
+            found = self._names[agent.name] = frozenset(tool.name for tool in agent.offered_tools)
+        return name in found
+
+
 class MetricsObserver:
     """Observes the rollouts of one server. Takes a few microseconds per record and stores nothing per rollout."""
 
     def __init__(self) -> None:
         self.families = Families()
-        self._tools: dict[str, frozenset[str]] = {}
+        self._tools = ToolNames()
         self._toolsets: set[str] = set()
         # Records of other types are not counted.
         self._counting: Mapping[type, Callable[[Rollout, Any], None]] = MappingProxyType(
@@ -108,7 +122,7 @@ class MetricsObserver:
 
     def count_tool_call(self, agent: AgentProtocol, tool: str, failed: bool, seconds: float) -> None:
         """Count one call of a tool that the model, or an agent that owns its loop, has named: it may not exist."""
-        name = tool if tool in self._tools_of(agent) else UNKNOWN
+        name = tool if self._tools.include(agent, tool) else UNKNOWN
         self.families.tool(name, "true" if failed else "false").observe(seconds)
 
     def watch_registry(self, registry: Watched) -> None:
@@ -159,13 +173,6 @@ class MetricsObserver:
 
     def _count_tool_result(self, rollout: Rollout, record: ToolReturned) -> None:
         self.count_tool_call(rollout.agent, record.call.name, record.failed, record.elapsed_ms / 1000)
-
-    def _tools_of(self, agent: AgentProtocol) -> frozenset[str]:
-        """Return the names of an agent's tools, read once: later changes must not add label values."""
-        names = self._tools.get(agent.name)
-        if names is None:
-            names = self._tools[agent.name] = frozenset(tool.name for tool in agent.offered_tools)
-        return names
 
     def _count_segment(self, rollout: Rollout, record: SegmentOpened) -> None:
         self.families.segments(record.origin.kind.value).inc()

@@ -37,19 +37,33 @@ _Export: TypeAlias = "Callable[[ChildSpan, int], None]"
 
 
 class ChildSpan(Span):
-    """An open span whose parent is recorded in this process. `export` is called with the span and the time of its end."""
+    """An open span whose parent is recorded in this process.
+
+    Args:
+        name: of the span.
+        ids: its own and those of its parent.
+        kind: of the span.
+        started: Unix time in ns; None: now.
+        attributes: which need no cleaning; the span keeps this dict.
+        export: is called with the span and the time of its end.
+    """
 
     __slots__ = ("_export", "attributes", "context", "events", "kind", "links", "name", "parent", "started", "status")
 
     def __init__(
-        self, name: str, context: SpanContext, parent: SpanContext, kind: SpanKind, started: int | None, export: _Export
+        self,
+        name: str,
+        ids: tuple[SpanContext, SpanContext],
+        kind: SpanKind,
+        started: int | None,
+        attributes: dict[str, Any],
+        export: _Export,
     ) -> None:
         self.name = name
-        self.context = context
-        self.parent = parent
+        self.context, self.parent = ids
         self.kind = kind
         self.started = started or time_ns()
-        self.attributes: dict[str, Any] = {}
+        self.attributes = attributes
         self.events: Sequence[Event] = ()
         self.links: Sequence[Link] = ()
         self.status = _UNSET
@@ -151,13 +165,19 @@ class ChildTracer(trace.Tracer):
             if is_dropped(above):
                 return above
             return self._tracer.start_span(name, context, kind, attributes, links, start_time, *further, **named)
-        parent = above.get_span_context()
-        span_id = self._provider.id_generator.generate_span_id()
-        ids = SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
-        span = ChildSpan(name, ids, parent, kind, start_time, self.finish)
+        span = self.start_below(above, name, kind, {}, start_time)
         if attributes:
             _set(span.attributes, attributes)
         return span
+
+    def start_below(
+        self, above: Span, name: str, kind: SpanKind, attributes: dict[str, Any], start_time: int | None = None
+    ) -> ChildSpan:
+        """Start a span below one that is recorded, with attributes that need no cleaning. The span keeps this dict."""
+        parent = above.get_span_context()
+        span_id = self._provider.id_generator.generate_span_id()
+        ids = SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
+        return ChildSpan(name, (ids, parent), kind, start_time, attributes, self.finish)
 
     def start_as_current_span(self, *given: Any, **named: Any) -> Any:
         """Start a span of the SDK and make it the current one."""
@@ -199,7 +219,7 @@ def child_tracer(
     tracer = ChildTracer(provider, processor, scope)
     none = trace.INVALID_SPAN_CONTEXT
     try:
-        tracer.readable(ChildSpan("", none, none, SpanKind.INTERNAL, None, tracer.finish), 0)
+        tracer.readable(ChildSpan("", (none, none), SpanKind.INTERNAL, None, {}, tracer.finish), 0)
     except TypeError:
         return None
     return tracer

@@ -1,15 +1,17 @@
 """Histograms at a fraction of the SDK's price, for the provider that this server has set up itself.
 
 For each value, the SDK makes an object, asks filters and views, and takes several locks; a turn has up to four values. Those of
-this module put a value into its bucket, and a reader adds them to what it exports.
+this module keep a value until many are put into their buckets together, and a reader adds them to what it exports.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from threading import Lock
 from time import time_ns
@@ -24,20 +26,61 @@ from rollout_server.edge.tracing.conventions import SCOPE
 
 _MOST: Final = 2000
 """The SDK's default limit for sets of attributes. What is beyond is counted together, under `_OVERFLOW`."""
+_TOGETHER: Final = 512
+"""Values that are put into their buckets together."""
 _OVERFLOW: Final = {"otel.metric.overflow": True}
 
 
 class _Point:
-    """What was recorded with one set of attributes."""
+    """What was recorded with one set of attributes.
 
-    __slots__ = ("attributes", "counts", "greatest", "least", "started", "total")
+    Values are kept, and put into their buckets together: sorted, which takes a fraction of the time of one after the other.
+    """
 
-    def __init__(self, attributes: Mapping[str, Any], buckets: int) -> None:
-        self.attributes = dict(attributes)
-        self.counts = [0] * buckets
-        self.total: float = 0
-        self.least, self.greatest = inf, -inf
-        self.started = time_ns()
+    def __init__(self, attributes: Mapping[str, Any], boundaries: Sequence[float]) -> None:
+        self._attributes = dict(attributes)
+        self._boundaries = boundaries
+        self._values: deque[float] = deque()
+        self._counts = [0] * (len(boundaries) + 1)
+        self._total: float = 0
+        self._least, self._greatest = inf, -inf
+        self._started = time_ns()
+        self._lock = Lock()
+
+    def record(self, amount: float) -> None:
+        """Add a value, in the unit of the histogram."""
+        self._values.append(amount)
+        if len(self._values) >= _TOGETHER:
+            with self._lock:
+                self._count()
+
+    def exported(self, now: int) -> HistogramDataPoint | None:
+        """Return what was recorded until now (Unix time in ns); None if nothing was."""
+        with self._lock:
+            self._count()
+            if not (count := sum(self._counts)):
+                return None
+            return HistogramDataPoint(
+                attributes=self._attributes,
+                start_time_unix_nano=self._started,
+                time_unix_nano=now,
+                count=count,
+                sum=self._total,
+                bucket_counts=tuple(self._counts),
+                explicit_bounds=self._boundaries,
+                min=self._least,
+                max=self._greatest,
+            )
+
+    def _count(self) -> None:
+        """Put the values into their buckets. Other threads may add values meanwhile."""
+        values = sorted(self._values.popleft() for _ in range(len(self._values)))
+        if values:
+            ends = [bisect_right(values, boundary) for boundary in self._boundaries]
+            for bucket, (start, stop) in enumerate(pairwise((0, *ends, len(values)))):
+                self._counts[bucket] += stop - start
+            self._total += sum(values)
+            self._least, self._greatest = min(self._least, values[0]), max(self._greatest, values[-1])
 
 
 class Histogram:
@@ -49,39 +92,19 @@ class Histogram:
         self._points: dict[frozenset[tuple[str, Any]], _Point] = {}
         self._lock = Lock()
 
-    def record(self, amount: float, attributes: Mapping[str, Any]) -> None:
-        """Add a value, in the unit of the histogram, to those with the same attributes."""
+    def recorder(self, attributes: Mapping[str, Any]) -> Callable[[float], None]:
+        """Return the function that adds a value, in the unit of the histogram, to those with these attributes."""
         key = frozenset(attributes.items())
         with self._lock:
-            point = self._points.get(key) or self._new_point(key, attributes)
-            point.counts[bisect_left(self._boundaries, amount)] += 1
-            point.total += amount
-            point.least = min(point.least, amount)
-            point.greatest = max(point.greatest, amount)
+            if key not in self._points and len(self._points) >= _MOST:
+                key, attributes = frozenset(_OVERFLOW.items()), _OVERFLOW
+            return self._points.setdefault(key, _Point(attributes, self._boundaries)).record
 
     def metric(self, now: int) -> Metric | None:
         """Return what was recorded until now (Unix time in ns); None if nothing was."""
         with self._lock:
-            points = [self._exported(point, now) for point in self._points.values()]
+            points = [found for point in self._points.values() if (found := point.exported(now)) is not None]
         return Metric(*self._described, export.Histogram(points, AggregationTemporality.CUMULATIVE)) if points else None
-
-    def _new_point(self, key: frozenset[tuple[str, Any]], attributes: Mapping[str, Any]) -> _Point:
-        if len(self._points) >= _MOST:
-            key, attributes = frozenset(_OVERFLOW.items()), _OVERFLOW
-        return self._points.setdefault(key, _Point(attributes, len(self._boundaries) + 1))
-
-    def _exported(self, point: _Point, now: int) -> HistogramDataPoint:
-        return HistogramDataPoint(
-            attributes=point.attributes,
-            start_time_unix_nano=point.started,
-            time_unix_nano=now,
-            count=sum(point.counts),
-            sum=point.total,
-            bucket_counts=tuple(point.counts),
-            explicit_bounds=self._boundaries,
-            min=point.least,
-            max=point.greatest,
-        )
 
 
 class Histograms:

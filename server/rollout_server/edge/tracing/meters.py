@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
+from opentelemetry.metrics import Histogram as SdkHistogram
 
 from rollout_server.core.outcome import failure_class_of
 from rollout_server.core.record import Ended
-from rollout_server.edge.metrics.observer import Watched, end_labels
+from rollout_server.edge.metrics.observer import ToolNames, Watched, end_labels
 from rollout_server.edge.tracing import conventions as names
 from rollout_server.edge.tracing.attributes import OTHER, Attributes
 from rollout_server.runtime.rollout import Rollout
@@ -17,7 +19,21 @@ from rollout_server.runtime.rollout import Rollout
 if TYPE_CHECKING:
     from rollout_server.edge.tracing.histograms import Histograms
 
-_OF_COMPLETIONS = (names.OPERATION, names.PROVIDER, names.MODEL, names.SERVER_ADDRESS, names.SERVER_PORT, names.ERROR)
+_Attribute: TypeAlias = str | bool | int | float | Sequence[str] | None
+_Record: TypeAlias = Callable[[float], None]
+_RecorderOf: TypeAlias = Callable[[Mapping[str, _Attribute]], _Record]
+"""Returns the function that adds a value to those of a histogram with these attributes."""
+
+_OF_COMPLETIONS: Final = (
+    names.OPERATION,
+    names.PROVIDER,
+    names.MODEL,
+    names.SERVER_ADDRESS,
+    names.SERVER_PORT,
+    names.ERROR,
+)
+_MOST: Final = 1024
+"""Sets of attributes whose recorders are kept: to find one again takes several times as long as to record a value."""
 
 
 class Meters:
@@ -30,34 +46,20 @@ class Meters:
 
     def __init__(self, meter: Meter, histograms: Histograms | None = None) -> None:
         self._meter = meter
-        create = meter.create_histogram if histograms is None else histograms.create_histogram
-        self._completions = create(
-            names.OPERATION_DURATION,
-            unit="s",
-            description="Duration of completions, with their retries.",
-            explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS,
-        )
-        self._tokens = create(
-            names.TOKEN_USAGE,
-            unit="{token}",
-            description="Tokens of prompts and completions.",
-            explicit_bucket_boundaries_advisory=names.TOKEN_BUCKETS,
-        )
-        self._tools = create(
-            names.TOOL_DURATION,
-            unit="s",
-            description="Duration of tool calls.",
-            explicit_bucket_boundaries_advisory=names.DURATION_BUCKETS,
-        )
+        self._histograms = histograms
+        duration, tokens = names.DURATION_BUCKETS, names.TOKEN_BUCKETS
+        text = "Duration of completions, with their retries."
+        self._completions = self._histogram(names.OPERATION_DURATION, "s", text, duration)
+        self._tokens = self._histogram(names.TOKEN_USAGE, "{token}", "Tokens of prompts and completions.", tokens)
+        self._tools = self._histogram(names.TOOL_DURATION, "s", "Duration of tool calls.", duration)
+        text = "Duration of rollouts."
+        self._durations = self._histogram(names.ROLLOUT_DURATION, "s", text, names.ROLLOUT_BUCKETS)
         self._rollouts = meter.create_counter(
             names.ROLLOUTS, unit="{rollout}", description="Rollouts that have their outcome."
         )
-        self._durations = create(
-            names.ROLLOUT_DURATION,
-            unit="s",
-            description="Duration of rollouts.",
-            explicit_bucket_boundaries_advisory=names.ROLLOUT_BUCKETS,
-        )
+        self._tool_names = ToolNames()
+        self._of_completion = lru_cache(_MOST)(self._completion_recorders)
+        self._of_tool = lru_cache(_MOST)(self._tool_recorder)
 
     def watch(self, registry: Watched) -> None:
         """Observe the numbers of running and waiting rollouts."""
@@ -74,25 +76,41 @@ class Meters:
 
     def completion(self, seconds: float, attributes: Attributes) -> None:
         """Count a completion, by the attributes of its span."""
-        shown = {name: attributes[name] for name in _OF_COMPLETIONS if name in attributes}
-        self._completions.record(seconds, shown)
-        shown.pop(names.ERROR, None)
-        for kind, name in (("input", names.INPUT_TOKENS), ("output", names.OUTPUT_TOKENS)):
+        duration, prompt, generated = self._of_completion(*map(attributes.get, _OF_COMPLETIONS))
+        duration(seconds)
+        for record, name in ((prompt, names.INPUT_TOKENS), (generated, names.OUTPUT_TOKENS)):
             tokens = attributes.get(name)
             if isinstance(tokens, int):
-                self._tokens.record(tokens, {**shown, names.TOKEN_TYPE: kind})
+                record(tokens)
 
     def tool(self, seconds: float, rollout: Rollout, attributes: Attributes) -> None:
         """Count a tool call, by the attributes of its span."""
-        name = attributes[names.TOOL_NAME]
-        shown = {names.TOOL_NAME: name if any(tool.name == name for tool in rollout.agent.offered_tools) else OTHER}
-        error = attributes.get(names.ERROR)
-        self._tools.record(seconds, {**shown, names.ERROR: error} if error else shown)
+        name = str(attributes[names.TOOL_NAME])
+        shown = name if self._tool_names.include(rollout.agent, name) else OTHER
+        self._of_tool(shown, attributes.get(names.ERROR))(seconds)
 
     def ended(self, rollout: Rollout, ended: Ended) -> None:
         """Count a rollout that has its outcome."""
         (end, reason), failed = end_labels(ended.end), failure_class_of(ended.end)
         shown = {names.AGENT_NAME: rollout.agent.name, names.END: end}
-        self._durations.record(ended.total_ms / 1000, shown)
+        self._durations(shown)(ended.total_ms / 1000)
         shown[names.END_REASON] = reason
         self._rollouts.add(1, {**shown, names.FAILURE_CLASS: failed.value} if failed is not None else shown)
+
+    def _completion_recorders(self, *values: _Attribute) -> tuple[_Record, _Record, _Record]:
+        """Return the recorders of durations, prompts and completions for these values of `_OF_COMPLETIONS`."""
+        shown = {name: value for name, value in zip(_OF_COMPLETIONS, values, strict=True) if value is not None}
+        durations = self._completions({**shown})
+        shown.pop(names.ERROR, None)
+        prompts, generated = (self._tokens({**shown, names.TOKEN_TYPE: kind}) for kind in ("input", "output"))
+        return durations, prompts, generated
+
+    def _tool_recorder(self, name: str, error: _Attribute) -> _Record:
+        return self._tools({names.TOOL_NAME: name, **({names.ERROR: error} if error else {})})
+
+    def _histogram(self, name: str, unit: str, description: str, boundaries: Sequence[float]) -> _RecorderOf:
+        create = self._meter.create_histogram if self._histograms is None else self._histograms.create_histogram
+        made = create(name, unit=unit, description=description, explicit_bucket_boundaries_advisory=boundaries)
+        if isinstance(made, SdkHistogram):
+            return lambda attributes: partial(made.record, attributes=attributes)
+        return made.recorder

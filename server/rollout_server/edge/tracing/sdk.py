@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor
     from opentelemetry.sdk.trace import TracerProvider as SdkProvider
-    from opentelemetry.trace import Tracer, TracerProvider
+    from opentelemetry.trace import TracerProvider
 
+    from rollout_server.edge.tracing.child_spans import ChildTracer
     from rollout_server.edge.tracing.histograms import Histograms
     from rollout_server.edge.tracing.tracing import Tracing
 
@@ -57,7 +58,7 @@ def current_tracing(version: str = "") -> Tracing | None:
     tracer = own or provider.get_tracer(SCOPE, version, SCHEMA_URL)
     histograms = _HISTOGRAMS.get(metrics.get_meter_provider())
     meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL), histograms) if counts else None
-    return Tracing(tracer, meters, captures=captures_content(), follows_parents=own is not None)
+    return Tracing(tracer, meters, own=own, captures=captures_content())
 
 
 @contextmanager
@@ -80,7 +81,7 @@ def exporting() -> Iterator[None]:
             _finish(own)
 
 
-def _own_tracer(provider: TracerProvider, version: str) -> Tracer | None:
+def _own_tracer(provider: TracerProvider, version: str) -> ChildTracer | None:
     """Return the tracer with cheap spans for a provider that was set up here; None if its own spans are needed."""
     processor = _PROCESSORS.get(provider)
     if processor is None:

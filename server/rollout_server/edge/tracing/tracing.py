@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from opentelemetry import context as contexts
@@ -36,6 +36,9 @@ from rollout_server.runtime.registry.dependencies import Attempt
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.run.tracer import UNTRACED, OpenSpan, Traced
 from rollout_server.runtime.tools.executor import ToolResult
+
+if TYPE_CHECKING:
+    from rollout_server.edge.tracing.child_spans import ChildTracer
 
 _log = logging.getLogger(__name__)
 _UID: Final = contexts.create_key("rollout uid")
@@ -60,10 +63,15 @@ class Guard:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
-        if isinstance(error, Exception) and not self._logged:
+        if isinstance(error, Exception):
+            self.log(error)
+        return isinstance(error, Exception)
+
+    def log(self, error: Exception) -> None:
+        """Log the first error. What runs for every span catches it itself, which costs nothing until there is one."""
+        if not self._logged:
             self._logged = True
             _log.warning("spans or metrics are incomplete, and further errors are not logged", exc_info=error)
-        return isinstance(error, Exception)
 
 
 class Tracing:
@@ -72,17 +80,18 @@ class Tracing:
     Args:
         tracer: of the process's provider; it may do nothing.
         meters: the metrics; None if they are not exported.
+        own: the tracer, if it is this server's own. Below a span that it does not sample, nothing is sampled.
         captures: whether messages, arguments and results are exported.
-        follows_parents: nothing below a span that is not sampled is sampled. Otherwise a sampler decides about each span.
     """
 
     def __init__(
-        self, tracer: trace.Tracer, meters: Meters | None, *, captures: bool, follows_parents: bool = False
+        self, tracer: trace.Tracer, meters: Meters | None, *, own: ChildTracer | None = None, captures: bool
     ) -> None:
         self.tracer = tracer
         self.meters = meters
         self.captures = captures
-        self._skips = follows_parents and meters is None
+        self._own = own
+        self._skips = own is not None and meters is None
         self.guard = Guard()
         self._spans: WeakKeyDictionary[Rollout, RolloutSpan] = WeakKeyDictionary()
         self._open: dict[str, Rollout] = {}
@@ -98,8 +107,9 @@ class Tracing:
         given = made.completion_attributes(rollout, request, target, model)
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
         scope = _CompletionScope(self, rollout, (name, SpanKind.CLIENT, given))
-        sent = request.messages[: request.asked.messages]
-        scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(sent)})
+        if self.captures:
+            sent = request.messages[: request.asked.messages]
+            scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(sent)})
         return scope
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
@@ -109,7 +119,8 @@ class Tracing:
         given = made.tool_attributes(rollout, started)
         name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
         scope = _ToolScope(self, rollout, (name, SpanKind.INTERNAL, given))
-        scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
+        if self.captures:
+            scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
         return scope
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
@@ -171,11 +182,18 @@ class Tracing:
         self._open[rollout.uid] = rollout
         return begun
 
-    def start(self, parent: Context, name: str, *given: Any) -> Span:
+    def start(
+        self, parent: Context, name: str, kind: SpanKind, attributes: made.Attributes, *links_and_time: Any
+    ) -> Span:
         """Start a span. If that raises, what would be below the span is below its parent."""
-        with self.guard:
-            return self.tracer.start_span(name, parent, *given)
-        return NonRecordingSpan(trace.get_current_span(parent).get_span_context())
+        above = trace.get_current_span(parent)
+        try:
+            if self._own is not None and not links_and_time and above.is_recording():
+                return self._own.start_below(above, name, kind, attributes)
+            return self.tracer.start_span(name, parent, kind, attributes, *links_and_time)
+        except Exception as error:
+            self.guard.log(error)
+        return NonRecordingSpan(above.get_span_context())
 
     def _end(self, rollout: Rollout, ended: RolloutSpan, time: int | None = None) -> None:
         """End the span of a rollout, of which only the ids are kept: it may be retained for long."""
@@ -229,9 +247,12 @@ class _RolloutScope:
 
 
 class SpanScope:
-    """An open span of a rollout, with its attributes. It is called with the result."""
+    """An open span of a rollout, with its attributes. It is called with the result.
 
-    __slots__ = ("_began", "_context", "_span", "_token", "attributes", "rollout", "tracing")
+    A span of this server's own keeps the same dict of attributes (`_keeps`); another one gets each addition.
+    """
+
+    __slots__ = ("_began", "_context", "_keeps", "_span", "_token", "attributes", "rollout", "tracing")
 
     def __init__(self, tracing: Tracing, rollout: Rollout, begin: tuple[str, SpanKind, made.Attributes]) -> None:
         parent = tracing.parent(rollout)
@@ -239,19 +260,22 @@ class SpanScope:
         self.rollout = rollout
         self.attributes = begin[2]
         self._span = tracing.start(parent, *begin)
+        self._keeps = getattr(self._span, "attributes", None) is self.attributes
         self._context = trace.set_span_in_context(self._span, parent)
 
     def __call__(self, result: Traced) -> None:
-        with self.tracing.guard:
+        try:
             self.take(result)
+        except Exception as error:
+            self.tracing.guard.log(error)
 
     def take(self, result: Traced) -> None:
         """Add what the result says."""
         raise NotImplementedError
 
     def capture(self, contents: Callable[[], made.Attributes]) -> None:
-        """Add messages, arguments or results, if they are exported."""
-        if self.tracing.captures and self._span.is_recording():
+        """Add messages, arguments or results, which are exported only if the operator wants that."""
+        if self._span.is_recording():
             with self.tracing.guard:
                 self.add(contents())
 
@@ -260,9 +284,9 @@ class SpanScope:
 
     def add(self, attributes: made.Attributes) -> None:
         """Add attributes."""
-        self._span.set_attributes(attributes)
-        if self.tracing.meters is not None:
-            self.attributes |= attributes
+        self.attributes |= attributes
+        if not self._keeps:
+            self._span.set_attributes(attributes)
 
     def fail(self, attributes: made.Attributes) -> None:
         """Mark the span as an error."""
@@ -276,14 +300,19 @@ class SpanScope:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         contexts.detach(self._token)
+        seconds, meters = perf_counter() - self._began, self.tracing.meters
         if error is not None:
             with self.tracing.guard:
                 self._fail_with(error)
-        with self.tracing.guard:
+        try:
             self._span.end()
-        if self.tracing.meters is not None:
-            with self.tracing.guard:
-                self.count(self.tracing.meters, perf_counter() - self._began)
+        except Exception as failed:
+            self.tracing.guard.log(failed)
+        if meters is not None:
+            try:
+                self.count(meters, seconds)
+            except Exception as failed:
+                self.tracing.guard.log(failed)
 
     def _fail_with(self, error: BaseException) -> None:
         failure = error.failure if isinstance(error, RolloutFailed) else None
@@ -304,7 +333,8 @@ class _CompletionScope(SpanScope):
     def take(self, result: Traced) -> None:
         if isinstance(result, tuple | list):
             self.add(made.completed_attributes(self.rollout, result))
-            self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
+            if self.tracing.captures:
+                self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
 
     def count(self, meters: Meters, seconds: float) -> None:
         meters.completion(seconds, self.attributes)
@@ -317,7 +347,8 @@ class _ToolScope(SpanScope):
         if isinstance(result, ToolResult):
             if result.failed:
                 self.fail({names.ERROR: "tool_error"})
-            self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
+            if self.tracing.captures:
+                self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
 
     def count(self, meters: Meters, seconds: float) -> None:
         meters.tool(seconds, self.rollout, self.attributes)
