@@ -56,6 +56,8 @@ def attach(given: TraceContext) -> None:
 
 def is_dropped(span: Span) -> bool:
     """Return whether this process decided not to sample a span. Then nothing below it is sampled either."""
+    if span.is_recording():
+        return False
     context = span.get_span_context()
     return context.is_valid and not (context.is_remote or context.trace_flags.sampled)
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
 from opentelemetry import context as contexts
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _UID: Final = contexts.create_key("rollout uid")
 _MOST_EVALUATIONS: Final = 64
+_Place: TypeAlias = tuple[Context, Span]
+"""The context in which a span begins, and the span that is current there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,12 @@ class Tracing:
 
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
-        if self._is_skipped(rollout):
+        place = self._next_place(rollout)
+        if place is None:
             return UNTRACED
         given = made.completion_attributes(rollout, request, target, model)
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
-        scope = _CompletionScope(self, rollout, (name, SpanKind.CLIENT, given))
+        scope = _CompletionScope(self, rollout, place, (name, SpanKind.CLIENT, given))
         if self.captures:
             sent = request.messages[: request.asked.messages]
             scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(sent)})
@@ -114,19 +117,23 @@ class Tracing:
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
-        if self._is_skipped(rollout):
+        place = self._next_place(rollout)
+        if place is None:
             return UNTRACED
         given = made.tool_attributes(rollout, started)
         name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
-        scope = _ToolScope(self, rollout, (name, SpanKind.INTERNAL, given))
+        scope = _ToolScope(self, rollout, place, (name, SpanKind.INTERNAL, given))
         if self.captures:
             scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
         return scope
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
         """See `Tracer`. The outcome of an earlier process has no span of a rollout here: its caller's is the parent."""
+        place = self._next_place(rollout)
+        if place is None:
+            return UNTRACED
         given = made.delivery_attributes(rollout, target, attempt)
-        return _DeliveryScope(self, rollout, (names.DELIVER, SpanKind.CLIENT, given))
+        return _DeliveryScope(self, rollout, place, (names.DELIVER, SpanKind.CLIENT, given))
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """End the span of a rollout with its outcome. One that never had a slot gets its span now."""
@@ -158,24 +165,17 @@ class Tracing:
         for rollout in tuple(self._open.values()):
             self._suspend(rollout)
 
-    def _is_skipped(self, rollout: Rollout) -> bool:
-        """Return whether nothing of a rollout is exported. What is called for it gets the ids of the current span then."""
-        if not self._skips:
-            return False
-        current = contexts.get_current()
-        return current.get(_UID) == rollout.uid and is_dropped(trace.get_current_span(current))
-
     def _begin(self, rollout: Rollout, created: float | None = None) -> RolloutSpan:
         parent = remote_context(rollout.trace)
-        caller = trace.get_current_span(parent).get_span_context()
-        links = []
+        above = trace.get_current_span(parent)
+        caller, links = above.get_span_context(), []
         if rollout.had_to_wait and caller.is_valid:
             first = 1 if created is None else 2  # of one that never ran: that it was accepted, and its end
             continued = rollout.is_restored and len(rollout.log.entries) > first
             links.append(Link(caller, {names.LINK: "resumed" if continued else "queued"}))
         name, given = f"{names.INVOKE_AGENT} {rollout.agent.name}", made.rollout_attributes(rollout)
         time = None if created is None else int(created * 1e9)
-        span = self.start(parent, name, SpanKind.INTERNAL, given, links, time)
+        span = self.start((parent, above), name, SpanKind.INTERNAL, given, links, time)
         context = trace.set_span_in_context(span, contexts.set_value(_UID, rollout.uid, Context()))
         begun = RolloutSpan(span, context, span.get_span_context().trace_id)
         self._spans[rollout] = begun
@@ -183,10 +183,10 @@ class Tracing:
         return begun
 
     def start(
-        self, parent: Context, name: str, kind: SpanKind, attributes: made.Attributes, *links_and_time: Any
+        self, place: _Place, name: str, kind: SpanKind, attributes: made.Attributes, *links_and_time: Any
     ) -> Span:
         """Start a span. If that raises, what would be below the span is below its parent."""
-        above = trace.get_current_span(parent)
+        parent, above = place
         try:
             if self._own is not None and not links_and_time and above.is_recording():
                 return self._own.start_below(above, name, kind, attributes)
@@ -214,21 +214,24 @@ class Tracing:
             found.span.set_attribute(names.END, "refused" if rollout.log.is_abandoned else "suspended")
             self._end(rollout, found)
 
-    def parent(self, rollout: Rollout) -> Context:
-        """Return the context of a rollout's next span.
+    def _next_place(self, rollout: Rollout) -> _Place | None:
+        """Return where a rollout's next span begins. None if the current span stands for it, as nothing below is exported.
 
-        It is the current one if that belongs to the rollout: of a tool that calls the model, or of a client that an agent's
+        It is the current context if that belongs to the rollout: of a tool that calls the model, or of a client that an agent's
         program has traced in the same trace.
         """
         current = contexts.get_current()
-        owner = current.get(_UID)
+        above, owner = trace.get_current_span(current), current.get(_UID)
         if owner == rollout.uid:
-            return current
+            return None if self._skips and is_dropped(above) else (current, above)
         found = self._spans.get(rollout)
         if found is None:
-            return remote_context(rollout.trace)
-        same = owner is None and trace.get_current_span(current).get_span_context().trace_id == found.trace_id
-        return contexts.set_value(_UID, rollout.uid, current) if same else found.context
+            context = remote_context(rollout.trace)
+        elif owner is None and above.get_span_context().trace_id == found.trace_id:
+            return contexts.set_value(_UID, rollout.uid, current), above
+        else:
+            context = found.context
+        return context, trace.get_current_span(context)
 
 
 class _RolloutScope:
@@ -254,14 +257,15 @@ class SpanScope:
 
     __slots__ = ("_began", "_context", "_keeps", "_span", "_token", "attributes", "rollout", "tracing")
 
-    def __init__(self, tracing: Tracing, rollout: Rollout, begin: tuple[str, SpanKind, made.Attributes]) -> None:
-        parent = tracing.parent(rollout)
+    def __init__(
+        self, tracing: Tracing, rollout: Rollout, place: _Place, begin: tuple[str, SpanKind, made.Attributes]
+    ) -> None:
         self.tracing = tracing
         self.rollout = rollout
         self.attributes = begin[2]
-        self._span = tracing.start(parent, *begin)
+        self._span = tracing.start(place, *begin)
         self._keeps = getattr(self._span, "attributes", None) is self.attributes
-        self._context = trace.set_span_in_context(self._span, parent)
+        self._context = trace.set_span_in_context(self._span, place[0])
 
     def __call__(self, result: Traced) -> None:
         try:
