@@ -1,5 +1,6 @@
 """The gateway as an ASGI application: it translates HTTP/JSON requests to gRPC calls and does nothing else."""
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -7,6 +8,7 @@ import grpc
 from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from starlette.routing import Route
 
 from rollout_gateway.calls import Rollouts
 from rollout_gateway.errors import ErrorResponses
@@ -120,6 +122,10 @@ def create_app(
     for router in (*osmosis, model_router(rollouts, model_intake), *rest):
         app.router.routes += router.routes
     add_pages(app)
+    for route in app.routes:
+        if isinstance(route, Route):
+            # Starlette's patterns end with `$`, which also matches before a line break: `/rollout%0a` would be `/rollout`.
+            route.path_regex = re.compile(rf"{route.path_regex.pattern.removesuffix('$')}\Z")
     ErrorResponses(rollouts, keys, is_plain).install(app)
     app.state.meters = meters
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)

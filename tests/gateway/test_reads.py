@@ -118,12 +118,24 @@ async def test_an_unknown_agent_is_404(gateway: Gateway) -> None:
     assert (response.status_code, response.json()) == (404, {"detail": "there is no agent 'x'"})
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/rollouts", "/rollout/x", "/docs/files/nowhere", "/v1", "/v1/rollout"])
+UNKNOWN = ["/nowhere", "/rollouts", "/rollout/x", "/docs/files/nowhere", "/v1", "/v1/rollout", "/health%0a", "/%0a"]
+
+
+@pytest.mark.parametrize("path", UNKNOWN)
 async def test_an_unknown_path_is_404_in_one_shape(gateway: Gateway, path: str) -> None:
     response = await gateway.client.get(path, headers={"x-request-id": "r"})
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["request_id"]) == (404, "PATH_NOT_FOUND", "r")
     assert response.headers["x-request-id"] == "r"
+
+
+@pytest.mark.parametrize(
+    "path", ["/rollout", "/v1/rollout/init", "/r/u/v1/chat/completions", "/r/u/mcp", "/v1/rollouts"]
+)
+async def test_a_line_break_at_the_end_is_another_path(gateway: Gateway, path: str) -> None:
+    assert "PATH_NOT_FOUND" not in (await gateway.client.post(path, json={})).text
+    response = await gateway.client.post(f"{path}%0a", json={})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "PATH_NOT_FOUND")
 
 
 async def test_the_description_shows_a_body_that_works(gateway: Gateway) -> None:

@@ -81,7 +81,7 @@ def add_mcp(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> Non
 
     for path in _PATHS:
         part.add_api_route(path, serve_mcp, methods=["POST"], name="mcp")
-    router.include_router(part)
+    router.routes += part.routes
 
 
 async def _result(request: Request, calls: Calls, message: mcp.McpMessage) -> Object:
