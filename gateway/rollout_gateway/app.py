@@ -103,12 +103,8 @@ def create_app(
     intake = RequestBodies(keys, _BODIES_UNDER_WAY * settings.max_body_bytes)
     model_intake = RequestBodies(keys, _MODEL_BODIES_UNDER_WAY * settings.max_model_body_bytes)
     osmosis = [synchronous_router(rollouts, intake), asynchronous_router(rollouts, keys, intake)]
-    rest = [
-        rollouts_router(rollouts, intake),
-        events_router(rollouts),
-        groups_router(rollouts, intake),
-        service_router(rollouts, keys, ProcessMetrics(meters, metrics, page)),
-    ]
+    rest = [rollouts_router(rollouts, intake), events_router(rollouts), groups_router(rollouts, intake)]
+    service = service_router(rollouts, keys, ProcessMetrics(meters, metrics, page))
     app = GatewayApp(
         title="Rollout gateway",
         version="1",
@@ -119,13 +115,12 @@ def create_app(
     )
     is_plain = app.state.is_plain = uses_plain_errors(route for router in osmosis for route in router.routes)
     # FastAPI would search an included router twice for each request. Routes are tried in turn, so those of rollouts come first.
-    for router in (*osmosis, model_router(rollouts, model_intake), *rest):
+    for router in (*osmosis, model_router(rollouts, model_intake), *rest, service):
         app.router.routes += router.routes
     add_pages(app)
-    for route in app.routes:
-        if isinstance(route, Route):
-            # Starlette's patterns end with `$`, which also matches before a line break: `/rollout%0a` would be `/rollout`.
-            route.path_regex = re.compile(rf"{route.path_regex.pattern.removesuffix('$')}\Z")
+    # Starlette's patterns end with `$`, which also matches before a line break: `/rollout%0a` would be `/rollout`.
+    for route in (each for each in app.routes if isinstance(each, Route)):
+        route.path_regex = re.compile(rf"{route.path_regex.pattern.removesuffix('$')}\Z")
     ErrorResponses(rollouts, keys, is_plain).install(app)
     app.state.meters = meters
     app.add_middleware(RequestBoundary, is_plain=is_plain, meters=meters, limits=settings)

@@ -60,7 +60,6 @@ class _McpRoute(APIRoute):
 
 def add_mcp(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> None:
     """Add the routes of the MCP servers of all rollouts."""
-    part = APIRouter(route_class=_McpRoute, include_in_schema=False, default_response_class=Response)
 
     async def serve_mcp(request: Request, uid: Uid) -> Response:
         """Respond to one message."""
@@ -79,9 +78,9 @@ def add_mcp(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) -> Non
             refused = model_error(fault, request.state.request_id)
             return _failed(message, _mcp_error(refused), refused.headers)
 
+    options: dict[str, Any] = {"response_class": Response, "include_in_schema": False}
     for path in _PATHS:
-        part.add_api_route(path, serve_mcp, methods=["POST"], name="mcp")
-    router.routes += part.routes
+        router.add_api_route(path, serve_mcp, methods=["POST"], name="mcp", route_class_override=_McpRoute, **options)
 
 
 async def _result(request: Request, calls: Calls, message: mcp.McpMessage) -> Object:

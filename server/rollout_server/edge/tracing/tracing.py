@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _UID: Final = contexts.create_key("rollout uid")
 _MOST_EVALUATIONS: Final = 64
-_Place: TypeAlias = tuple[Context, Span]
+_Parent: TypeAlias = tuple[Context, Span]
 """The context in which a span begins, and the span that is current there."""
 
 
@@ -104,12 +104,12 @@ class Tracing:
 
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
-        place = self._next_place(rollout)
-        if place is None:
+        parent = self._next_parent(rollout)
+        if parent is None:
             return UNTRACED
         given = made.completion_attributes(rollout, request, target, model)
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
-        scope = _CompletionScope(self, rollout, place, (name, SpanKind.CLIENT, given))
+        scope = _CompletionScope(self, rollout, parent, (name, SpanKind.CLIENT, given))
         if self.captures:
             sent = request.messages[: request.asked.messages]
             scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(sent)})
@@ -117,23 +117,23 @@ class Tracing:
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
-        place = self._next_place(rollout)
-        if place is None:
+        parent = self._next_parent(rollout)
+        if parent is None:
             return UNTRACED
         given = made.tool_attributes(rollout, started)
         name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
-        scope = _ToolScope(self, rollout, place, (name, SpanKind.INTERNAL, given))
+        scope = _ToolScope(self, rollout, parent, (name, SpanKind.INTERNAL, given))
         if self.captures:
             scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
         return scope
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
         """See `Tracer`. The outcome of an earlier process has no span of a rollout here: its caller's is the parent."""
-        place = self._next_place(rollout)
-        if place is None:
+        parent = self._next_parent(rollout)
+        if parent is None:
             return UNTRACED
         given = made.delivery_attributes(rollout, target, attempt)
-        return _DeliveryScope(self, rollout, place, (names.DELIVER, SpanKind.CLIENT, given))
+        return _DeliveryScope(self, rollout, parent, (names.DELIVER, SpanKind.CLIENT, given))
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """End the span of a rollout with its outcome. One that never had a slot gets its span now."""
@@ -183,14 +183,14 @@ class Tracing:
         return begun
 
     def start(
-        self, place: _Place, name: str, kind: SpanKind, attributes: made.Attributes, *links_and_time: Any
+        self, parent: _Parent, name: str, kind: SpanKind, attributes: made.Attributes, *links_and_time: Any
     ) -> Span:
         """Start a span. If that raises, what would be below the span is below its parent."""
-        parent, above = place
+        context, above = parent
         try:
             if self._own is not None and not links_and_time and above.is_recording():
                 return self._own.start_below(above, name, kind, attributes)
-            return self.tracer.start_span(name, parent, kind, attributes, *links_and_time)
+            return self.tracer.start_span(name, context, kind, attributes, *links_and_time)
         except Exception as error:
             self.guard.log(error)
         return NonRecordingSpan(above.get_span_context())
@@ -214,7 +214,7 @@ class Tracing:
             found.span.set_attribute(names.END, "refused" if rollout.log.is_abandoned else "suspended")
             self._end(rollout, found)
 
-    def _next_place(self, rollout: Rollout) -> _Place | None:
+    def _next_parent(self, rollout: Rollout) -> _Parent | None:
         """Return where a rollout's next span begins. None if the current span stands for it, as nothing below is exported.
 
         It is the current context if that belongs to the rollout: of a tool that calls the model, or of a client that an agent's
@@ -258,14 +258,14 @@ class SpanScope:
     __slots__ = ("_began", "_context", "_keeps", "_span", "_token", "attributes", "rollout", "tracing")
 
     def __init__(
-        self, tracing: Tracing, rollout: Rollout, place: _Place, begin: tuple[str, SpanKind, made.Attributes]
+        self, tracing: Tracing, rollout: Rollout, parent: _Parent, begin: tuple[str, SpanKind, made.Attributes]
     ) -> None:
         self.tracing = tracing
         self.rollout = rollout
         self.attributes = begin[2]
-        self._span = tracing.start(place, *begin)
+        self._span = tracing.start(parent, *begin)
         self._keeps = getattr(self._span, "attributes", None) is self.attributes
-        self._context = trace.set_span_in_context(self._span, place[0])
+        self._context = trace.set_span_in_context(self._span, parent[0])
 
     def __call__(self, result: Traced) -> None:
         try:
