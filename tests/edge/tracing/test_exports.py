@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1 import spec_pb2
+from rollout_server import Agent, tool
 from rollout_server.testing.script import Fault, Script
 
 from tests.edge.tracing.stage import METADATA, Exported, stage
@@ -133,6 +135,29 @@ async def test_metrics_do_not_name_the_tools_of_requests(exported: Exported) -> 
         assert texts_of(outcome) == ["1", "1"]
         found = exported.points["gen_ai.execute_tool.duration"]
     assert sorted(point.attributes["gen_ai.tool.name"] for point in found) == ["_OTHER", "own"]
+
+
+@tool
+def look_up(word: str) -> str:
+    """Look a word up, and describe the span of the call."""
+    trace.get_current_span().set_attributes({"error.type": f"no {word}", "gen_ai.tool.name": word, "word": word})
+    return word
+
+
+class Finder(Agent):
+    """Looks words up."""
+
+    name = "finder"
+    tools = (look_up,)
+
+
+async def test_what_a_tool_sets_on_its_span_is_in_no_metric(exported: Exported) -> None:
+    script = Script((calls(("look_up", '{"word": "one"}'), ("look_up", '{"word": "two"}')), DONE))
+    async with stage(Finder(), script=script) as here:
+        await here.run(agent="finder")
+        [point] = exported.points["gen_ai.execute_tool.duration"]
+    assert (point.count, dict(point.attributes)) == (2, {"gen_ai.tool.name": "look_up"})
+    assert [span.attributes["word"] for span in exported.named("execute_tool") if span.attributes] == ["one", "two"]
 
 
 async def test_a_caller_without_a_trace(exported: Exported) -> None:

@@ -23,7 +23,8 @@ from rollout_server.runtime.outcome_delivery import DeliveryAcknowledged, Delive
 from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.rollout import Rollout
 
-Attributes: TypeAlias = "dict[str, str | bool | int | float | Sequence[str]]"
+Attribute: TypeAlias = "str | bool | int | float | Sequence[str]"
+Attributes: TypeAlias = dict[str, Attribute]
 LONGEST: Final = 128
 OTHER: Final = "_OTHER"
 _TOOL: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")

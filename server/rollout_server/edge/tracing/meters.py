@@ -13,15 +13,15 @@ from rollout_server.core.outcome import failure_class_of
 from rollout_server.core.record import Ended
 from rollout_server.edge.metrics.observer import ToolNames, Watched, end_labels
 from rollout_server.edge.tracing import conventions as names
-from rollout_server.edge.tracing.attributes import OTHER, Attributes
+from rollout_server.edge.tracing.attributes import OTHER, Attribute, Attributes
+from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.rollout import Rollout
 
 if TYPE_CHECKING:
     from rollout_server.edge.tracing.histograms import Histograms
 
-_Attribute: TypeAlias = str | bool | int | float | Sequence[str] | None
 _Record: TypeAlias = Callable[[float], None]
-_RecorderOf: TypeAlias = Callable[[Mapping[str, _Attribute]], _Record]
+_RecorderOf: TypeAlias = Callable[[Mapping[str, Attribute]], _Record]
 """Returns the function that adds a value to those of a histogram with these attributes."""
 
 _OF_COMPLETIONS: Final = (
@@ -83,11 +83,9 @@ class Meters:
             if isinstance(tokens, int):
                 record(tokens)
 
-    def tool(self, seconds: float, rollout: Rollout, attributes: Attributes) -> None:
-        """Count a tool call, by the attributes of its span."""
-        name = str(attributes[names.TOOL_NAME])
-        shown = name if self._tool_names.include(rollout.agent, name) else OTHER
-        self._of_tool(shown, attributes.get(names.ERROR))(seconds)
+    def tool(self, seconds: float, agent: AgentProtocol, name: str, error: Attribute | None) -> None:
+        """Count a call of the tool that the model has named, which may not exist."""
+        self._of_tool(name if self._tool_names.include(agent, name) else OTHER, error)(seconds)
 
     def ended(self, rollout: Rollout, ended: Ended) -> None:
         """Count a rollout that has its outcome."""
@@ -97,7 +95,7 @@ class Meters:
         shown[names.END_REASON] = reason
         self._rollouts.add(1, {**shown, names.FAILURE_CLASS: failed.value} if failed is not None else shown)
 
-    def _completion_recorders(self, *values: _Attribute) -> tuple[_Record, _Record, _Record]:
+    def _completion_recorders(self, *values: Attribute | None) -> tuple[_Record, _Record, _Record]:
         """Return the recorders of durations, prompts and completions for these values of `_OF_COMPLETIONS`."""
         shown = {name: value for name, value in zip(_OF_COMPLETIONS, values, strict=True) if value is not None}
         durations = self._completions({**shown})
@@ -105,7 +103,7 @@ class Meters:
         prompts, generated = (self._tokens({**shown, names.TOKEN_TYPE: kind}) for kind in ("input", "output"))
         return durations, prompts, generated
 
-    def _tool_recorder(self, name: str, error: _Attribute) -> _Record:
+    def _tool_recorder(self, name: str, error: Attribute | None) -> _Record:
         return self._tools({names.TOOL_NAME: name, **({names.ERROR: error} if error else {})})
 
     def _histogram(self, name: str, unit: str, description: str, boundaries: Sequence[float]) -> _RecorderOf:

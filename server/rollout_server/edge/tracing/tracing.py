@@ -120,9 +120,7 @@ class Tracing:
         parent = self._next_parent(rollout)
         if parent is None:
             return UNTRACED
-        given = made.tool_attributes(rollout, started)
-        name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
-        scope = _ToolScope(self, rollout, parent, (name, SpanKind.INTERNAL, given))
+        scope = _ToolScope(self, rollout, parent, started)
         if self.captures:
             scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
         return scope
@@ -255,7 +253,7 @@ class SpanScope:
     A span of this server's own keeps the same dict of attributes (`_keeps`); another one gets each addition.
     """
 
-    __slots__ = ("_began", "_context", "_keeps", "_span", "_token", "attributes", "rollout", "tracing")
+    __slots__ = ("_began", "_context", "_keeps", "_span", "_token", "attributes", "error", "rollout", "tracing")
 
     def __init__(
         self, tracing: Tracing, rollout: Rollout, parent: _Parent, begin: tuple[str, SpanKind, made.Attributes]
@@ -263,6 +261,7 @@ class SpanScope:
         self.tracing = tracing
         self.rollout = rollout
         self.attributes = begin[2]
+        self.error: made.Attribute | None = None
         self._span = tracing.start(parent, *begin)
         self._keeps = getattr(self._span, "attributes", None) is self.attributes
         self._context = trace.set_span_in_context(self._span, parent[0])
@@ -294,6 +293,7 @@ class SpanScope:
 
     def fail(self, attributes: made.Attributes) -> None:
         """Mark the span as an error."""
+        self.error = attributes[names.ERROR]
         self.add(attributes)
         self._span.set_status(StatusCode.ERROR)
 
@@ -345,7 +345,13 @@ class _CompletionScope(SpanScope):
 
 
 class _ToolScope(SpanScope):
-    __slots__ = ()
+    __slots__ = ("_name",)
+
+    def __init__(self, tracing: Tracing, rollout: Rollout, parent: _Parent, started: ToolStarted) -> None:
+        given = made.tool_attributes(rollout, started)
+        name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
+        super().__init__(tracing, rollout, parent, (name, SpanKind.INTERNAL, given))
+        self._name = started.call.name
 
     def take(self, result: Traced) -> None:
         if isinstance(result, ToolResult):
@@ -355,7 +361,8 @@ class _ToolScope(SpanScope):
                 self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
 
     def count(self, meters: Meters, seconds: float) -> None:
-        meters.tool(seconds, self.rollout, self.attributes)
+        # Not by its attributes: a tool may set others on its span, with any number of values.
+        meters.tool(seconds, self.rollout.agent, self._name, self.error)
 
 
 class _DeliveryScope(SpanScope):
