@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
-from opentelemetry.metrics import Histogram as SdkHistogram
+from opentelemetry.metrics import Histogram as ApiHistogram
 
 from rollout_server.core.outcome import failure_class_of
 from rollout_server.core.record import Ended
@@ -109,6 +109,6 @@ class Meters:
     def _histogram(self, name: str, unit: str, description: str, boundaries: Sequence[float]) -> _RecorderOf:
         create = self._meter.create_histogram if self._histograms is None else self._histograms.create_histogram
         made = create(name, unit=unit, description=description, explicit_bucket_boundaries_advisory=boundaries)
-        if isinstance(made, SdkHistogram):
+        if isinstance(made, ApiHistogram):
             return lambda attributes: partial(made.record, attributes=attributes)
         return made.recorder

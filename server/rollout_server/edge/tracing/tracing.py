@@ -110,9 +110,8 @@ class Tracing:
         given = made.completion_attributes(rollout, request, target, model)
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
         scope = _CompletionScope(self, rollout, parent, (name, SpanKind.CLIENT, given))
-        if self.captures:
-            sent = request.messages[: request.asked.messages]
-            scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(sent)})
+        sent = request.asked.messages
+        scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(request.messages[:sent])})
         return scope
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
@@ -121,8 +120,7 @@ class Tracing:
         if parent is None:
             return UNTRACED
         scope = _ToolScope(self, rollout, parent, started)
-        if self.captures:
-            scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
+        scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
         return scope
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
@@ -250,10 +248,10 @@ class _RolloutScope:
 class SpanScope:
     """An open span of a rollout, with its attributes. It is called with the result.
 
-    A span of this server's own keeps the same dict of attributes (`_keeps`); another one gets each addition.
+    A span of this server's own shares the dict of attributes with its scope (`_shares`); any other gets each addition.
     """
 
-    __slots__ = ("_began", "_context", "_keeps", "_span", "_token", "attributes", "error", "rollout", "tracing")
+    __slots__ = ("_began", "_context", "_shares", "_span", "_token", "attributes", "error", "rollout", "tracing")
 
     def __init__(
         self, tracing: Tracing, rollout: Rollout, parent: _Parent, begin: tuple[str, SpanKind, made.Attributes]
@@ -263,7 +261,7 @@ class SpanScope:
         self.attributes = begin[2]
         self.error: made.Attribute | None = None
         self._span = tracing.start(parent, *begin)
-        self._keeps = getattr(self._span, "attributes", None) is self.attributes
+        self._shares = getattr(self._span, "attributes", None) is self.attributes
         self._context = trace.set_span_in_context(self._span, parent[0])
 
     def __call__(self, result: Traced) -> None:
@@ -277,8 +275,8 @@ class SpanScope:
         raise NotImplementedError
 
     def capture(self, contents: Callable[[], made.Attributes]) -> None:
-        """Add messages, arguments or results, which are exported only if the operator wants that."""
-        if self._span.is_recording():
+        """Add messages, arguments or results, if they are exported."""
+        if self.tracing.captures and self._span.is_recording():
             with self.tracing.guard:
                 self.add(contents())
 
@@ -288,7 +286,7 @@ class SpanScope:
     def add(self, attributes: made.Attributes) -> None:
         """Add attributes."""
         self.attributes |= attributes
-        if not self._keeps:
+        if not self._shares:
             self._span.set_attributes(attributes)
 
     def fail(self, attributes: made.Attributes) -> None:
@@ -337,8 +335,7 @@ class _CompletionScope(SpanScope):
     def take(self, result: Traced) -> None:
         if isinstance(result, tuple | list):
             self.add(made.completed_attributes(self.rollout, result))
-            if self.tracing.captures:
-                self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
+            self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
 
     def count(self, meters: Meters, seconds: float) -> None:
         meters.completion(seconds, self.attributes)
@@ -357,8 +354,7 @@ class _ToolScope(SpanScope):
         if isinstance(result, ToolResult):
             if result.failed:
                 self.fail({names.ERROR: "tool_error"})
-            if self.tracing.captures:
-                self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
+            self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
 
     def count(self, meters: Meters, seconds: float) -> None:
         # Not by its attributes: a tool may set others on its span, with any number of values.
