@@ -122,7 +122,8 @@ async def test_a_server_that_restarts_with_another_key(page: Page, tmp_path: Pat
         async with Server([Calculator()], after):
             await expect(fields(page)).to_be_focused()
             await expect(page.locator(".messages-card").first).to_be_visible()
-            await page.wait_for_timeout(3000)  # the rollout and its events are read independently: each may be refused once
+            # The rollout and its events are read independently, and each is refused once.
+            await page.wait_for_timeout(3000)
             requests = counted(page)
             await page.wait_for_timeout(2500)
             assert requests == []
