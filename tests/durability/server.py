@@ -8,10 +8,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,11 @@ class JournaledServer:
                     is_shown = " INFO " not in line
                 lines += [line] if is_shown else []
         return "\n".join(lines)
+
+    def received(self) -> Set[str]:
+        """The uids of the rollouts whose outcome was acknowledged, as the journal has them."""
+        with closing(sqlite3.connect(self.journal / "journal.sqlite3")) as connection:
+            return {uid for (uid,) in connection.execute("SELECT uid FROM rollouts WHERE received")}
 
     @property
     def arguments(self) -> Sequence[str]:

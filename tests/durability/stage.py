@@ -115,19 +115,20 @@ class Stage:
         for rollout in found:
             by_id[rollout.spec.rollout_id].append(rollout)
         keys, deliveries, effects = self.trainers.keys_by_rollout(), self.deliveries(), self.effects()
+        counts, received = self.trainers.generations.counts, self.server.received()
         refusals = self.trainers.refusals([each.rollout_id for each in trials])
         assert refusals == [], f"trainers refused requests: {refusals}"
         for each in trials:
-            rollout = checks.check_one_rollout(each, by_id[each.rollout_id])
-            events = await self.clients.events(rollout.uid)
-            assert len(events) == rollout.last_sequence, each.rollout_id
-            checks.check_events(each, events)
-            checks.check_result(each, rollout, self.references[each.reference], events)
-            counts = self.trainers.generations.counts
-            checks.check_generations(each, rollout, keys.get(each.rollout_id, Counter()), counts)
-            checks.check_effects(each, rollout, effects)
-            checks.check_deliveries(each, rollout, deliveries[each.rollout_id])
-            checks.check_response(each, rollout)
+            runs = checks.check_runs(each, by_id[each.rollout_id], received)
+            checks.check_generations(each, runs, keys.get(each.rollout_id, Counter()), counts)
+            for rollout in runs:
+                events = await self.clients.events(rollout.uid)
+                assert len(events) == rollout.last_sequence, each.rollout_id
+                checks.check_events(each, events)
+                checks.check_result(each, rollout, self.references[each.reference], events)
+                checks.check_effects(each, rollout, effects)
+                checks.check_deliveries(each, rollout, deliveries[each.rollout_id])
+            checks.check_response(each, runs[-1])
             self._settled[each.rollout_id] = len(deliveries[each.rollout_id])
         self.check_nothing_after_acknowledgement()
 

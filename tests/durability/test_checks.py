@@ -32,10 +32,11 @@ class Results:
 
     def check(self) -> None:
         """Run all checks."""
-        rollout = checks.check_one_rollout(self.trial, self.found)
+        runs = checks.check_runs(self.trial, self.found, frozenset())
+        rollout = runs[-1]
         checks.check_events(self.trial, self.events)
         checks.check_result(self.trial, rollout, self.reference, self.events)
-        checks.check_generations(self.trial, rollout, self.keys, self.generated)
+        checks.check_generations(self.trial, runs, self.keys, self.generated)
         checks.check_effects(self.trial, rollout, self.effects)
         checks.check_deliveries(self.trial, rollout, self.deliveries)
         checks.check_response(self.trial, rollout)

@@ -129,6 +129,26 @@ async def test_what_to_do_is_set_by_the_request_or_the_server(
             assert len(samples) == 1  # the first turn
 
 
+async def test_a_response_that_a_crash_loses_leaves_a_finished_rollout(here: Stage) -> None:
+    """Docs: "Not covered". The server crashed after `POST /rollout` acknowledged the outcome and before the client had it."""
+    lost = trial("masked", 1, "lost")
+    await here.prepare([lost])
+    here.trainers.generations.counts.clear()
+    await here.clients.start(lost)
+    lost.response = None
+    (done,) = await here.clients.settled([lost.rollout_id])
+    # Until this is stored, the repeated request finds the finished rollout.
+    while done.uid not in here.server.received():  # noqa: ASYNC110 - another process writes it
+        await asyncio.sleep(0.01)
+    here.server.kill()
+    await here.server.restart()
+    older, newer = sorted(await here.recover_and_check([lost]), key=lambda rollout: rollout.create_time.ToNanoseconds())
+    assert older.uid == done.uid
+    assert [checks.tokens(sample) for sample in older.outcome.samples] == here.references[lost.reference].samples
+    with pytest.raises(AssertionError, match="ran 2 times"):  # had its outcome not been acknowledged
+        checks.check_runs(lost, [older, newer], received={newer.uid})
+
+
 async def test_starts_that_race_attach_to_one_rollout(here: Stage) -> None:
     """Equal starts arrive at once before the crash and after it."""
     chosen = trial("grpc", 1, "raced")
