@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final
 
+import httptools
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -85,7 +86,13 @@ class HttpProtocol(HttpToolsProtocol):
         if self._leaving:
             return
         self._unreported += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            # Does nothing if `_stop` caused the error, because it has responded already.
+            self._refuse(HTTPStatus.BAD_REQUEST)
         if self._unreported > self._limits.field_bytes:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         elif self._timer is None and not self._is_responding():
@@ -119,6 +126,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Check the complete head and call the application."""
+        if self._is_offer():
+            return
         if reason := _fault(self.parser.get_http_version(), self.headers):
             self._stop(HTTPStatus.BAD_REQUEST, reason)
         self._unreported, self._in_body = 0, True
@@ -134,16 +143,36 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Stop the timer: the request is complete."""
+        if self._is_offer():
+            return
         self._unreported, self._began = 0, False
         self._wait(None)
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """Respond to a parser error. Does nothing if `_stop` caused the error, because it has responded already."""
-        self._refuse(HTTPStatus.BAD_REQUEST)
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser. Raises HttpParserError.
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Suppress uvicorn's warning: clients routinely offer an upgrade to HTTP/2 and then continue with HTTP/1.1."""
+        A request that offers another protocol is read as any other (RFC 9110, 7.8). Clients routinely offer HTTP/2. httptools
+        would take the body for the other protocol, so the head is parsed again without the offer.
+        """
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._is_offer():
+                    return
+                line = self.parser.get_method(), self.url, self.parser.get_http_version().encode()
+                fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+                data = b"%s %s HTTP/%s\r\n%s\r\n" % (*line, b"".join(fields)) + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                # As in uvicorn: requests behind one that asks to close the connection must not cost its response.
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            else:
+                return
+
+    def _is_offer(self) -> bool:
+        """Whether the parsed head has an offer of another protocol. A CONNECT has none: what follows it is no body."""
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _stop(self, status: HTTPStatus, reason: str = "") -> None:
         self._refuse(status, reason)

@@ -260,6 +260,56 @@ async def test_offers_of_other_protocols_are_passed_over(
     assert caplog.text == ""
 
 
+OFFER = b"connection: keep-alive, Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
+BODIES = {
+    "length": b"content-length: 35\r\n\r\n" + GET[:35],
+    "chunks": b"transfer-encoding: chunked\r\n\r\n23\r\n" + GET[:35] + b"\r\n0\r\n\r\n",
+}
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    names = [name.decode() for name, _ in scope["headers"]]
+    await JSONResponse([scope["method"], scope["path"], body.decode(), names])(scope, receive, send)
+
+
+@pytest.mark.parametrize("size", [1, 60, 100_000])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
+async def test_the_body_behind_an_offer_of_another_protocol_is_a_body(body: bytes, size: int) -> None:
+    content = (ASK + OFFER + b"empty:\r\n" + body) * 2 + GET + OFFER + b"\r\n" + GET + b"\r\n"
+    async with listening(echo) as port, connected(port) as client:
+        for start in range(0, len(content), size):
+            client.writer.write(content[start : start + size])
+            await asyncio.sleep(0)
+        for _ in range(2):
+            method, path, found, names = json.loads((await client.answer())[1])
+            assert (method, path, found) == ("POST", "/rollout", GET[:35].decode())
+            assert names[:4] == ["host", "connection", "http2-settings", "empty"]
+        for _ in range(2):
+            assert json.loads((await client.answer())[1])[:3] == ["GET", "/health", ""]
+
+
+async def test_the_body_behind_an_offer_may_come_later() -> None:
+    async with listening(echo) as port, connected(port) as client:
+        head, _, body = BODIES["length"].partition(b"\r\n\r\n")
+        client.writer.write(ASK + OFFER + head + b"\r\n\r\n")
+        await asyncio.sleep(0.05)
+        assert json.loads((await client.ask(body))[1])[2] == body.decode()
+
+
+async def test_limits_of_a_head_hold_with_an_offer_of_another_protocol() -> None:
+    for content, status in [value for name, value in OVER.items() if name in ("fields", "field", "two hosts")]:
+        async with listening(echo) as port, connected(port) as client:
+            assert (await client.ask(content.replace(b"\r\n", b"\r\n" + OFFER, 1)))[0] == status
+            assert await client.closed()
+    async with listening(echo) as port, connected(port) as client:
+        client.writer.write(ASK + OFFER + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"a: b\r\n" * 50)
+        assert await client.closed()
+
+
 async def test_the_port_tells_nothing_about_what_serves_it(server: ScriptedServer, address: str) -> None:
     async with gateway(address) as port, connected(port) as client:
         client.writer.write(GET + b"x-forwarded-for: 10.0.0.1\r\nconnection: close\r\n\r\n")
