@@ -15,7 +15,7 @@ from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.journal import EntriesAppended, JournalUnusable
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.selection import Selection
-from rollout_server.runtime.rollout import Rollout
+from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
 
@@ -85,6 +85,44 @@ async def test_a_cancel_that_was_answered_holds_after_a_crash() -> None:
     assert restored.outcome is not None
     assert restored.outcome.end == Cancellation("enough")
     assert continued.outcome is None
+
+
+async def test_the_time_without_a_client_begins_once_clients_can_attach_again() -> None:
+    """While the journal is read the ports are closed, which may take longer than the grace."""
+    journal = KeptJournal()
+    RuntimeHarness(journal=journal).start(HANGS, completions=REPLAYS, cancel_after_detach=10.0)
+    await asyncio.sleep(1)
+    second = next_process(journal)
+    await second.load()
+    await asyncio.sleep(100)
+    (rollout,) = known(second)
+    with rollout.attached():  # between the opening of the ports and `resume`
+        await asyncio.sleep(1)
+    await asyncio.sleep(1)
+    second.roster.resume()
+    await asyncio.sleep(5)
+    with rollout.attached():
+        await asyncio.sleep(100)
+        assert rollout.state is RolloutState.RUNNING
+    await asyncio.sleep(11)
+    assert rollout.outcome is not None
+    assert rollout.outcome.end == Cancellation("detached")
+
+
+async def test_a_rollout_that_no_client_comes_back_to_is_cancelled_after_its_grace() -> None:
+    journal = KeptJournal()
+    RuntimeHarness(journal=journal).start(HANGS, completions=REPLAYS, cancel_after_detach=10.0)
+    await asyncio.sleep(1)
+    second = next_process(journal)
+    await second.load()
+    await asyncio.sleep(100)
+    second.roster.resume()
+    (rollout,) = known(second)
+    await asyncio.sleep(9)
+    assert rollout.outcome is None
+    await asyncio.sleep(2)
+    assert rollout.outcome is not None
+    assert rollout.outcome.end == Cancellation("detached")
 
 
 @pytest.mark.parametrize("before", ["drain", "detached"])

@@ -146,7 +146,7 @@ class Rollout:
             start = AcceptedStart(uid, request, admitted.fingerprint, agent.version, self.created)
             owner.journal.write(RolloutAccepted(start))
             self.record(Accepted(len(request.spec.messages), agent.name, agent.version))
-        self._start_detach_timer()
+            self._start_detach_timer()
 
     @property
     def state(self) -> RolloutState:
@@ -353,6 +353,11 @@ class Rollout:
             return False
         self.gate.announce(policy)
         return self._cancel_if_stale()
+
+    def expect_clients(self) -> None:
+        """Start the `cancel_after_detach` timer of a rollout of an earlier process: from now on clients can attach again."""
+        if self._detach_timer is None:  # otherwise one has been attached already, and has left
+            self._start_detach_timer()
 
     def suspend(self) -> None:
         """Stop the run without an end, so that the next process of the server can continue it from the journal."""

@@ -196,12 +196,18 @@ class RolloutRegistry:
             self._settle(rollout, since)
 
     def resume(self) -> None:
-        """Continue the rollouts that `load` took over, or end them as interrupted, and continue the deliveries of outcomes."""
+        """Continue the rollouts that `load` took over, or end them as interrupted, and continue the deliveries of outcomes.
+
+        Called once the ports are open, so `cancel_after_detach` begins to count here.
+        """
         self._is_held_back = False
         unresumable, self._unresumable = self._unresumable, []
         for rollout, end in unresumable:
             rollout.ending.request(end)  # no effect on one that was cancelled since the ports were opened
             end_without_slot(rollout)
+        for rollout in self._index.rollouts():
+            if rollout.is_restored:
+                rollout.expect_clients()
         self._outbox.resume()
         self._fill()
 
