@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,11 +26,13 @@ from accelerate.state import PartialState
 from datasets import Dataset
 from openenv.core.harness import TrainableSession, TrainingTrace
 from openenv.core.harness.capture.upstream import training_sampling
+from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from rollout_client import Client, Target
 from rollout_client.adapters.openenv import RolloutSession, RolloutSessionFactory
+from rollout_client.adapters.openenv_trace import training_trace
 from rollout_client.errors import RolloutFailed
 from rollout_client.export import to_trl
-from rollout_client.samples import failure_class_of
+from rollout_client.samples import SampleSpan, TrainingSample, failure_class_of
 from rollout_client.trainer import Finished, Generated, Trainer, Turn, parsers
 from transformers import AutoTokenizer
 from trl.experimental import async_grpo
@@ -163,6 +166,15 @@ def test_a_scenario_is_a_trace_and_the_rows_of_trl(name: str, factory: Factory, 
     assert verified.done
     assert verified.env_reward == (float(len(wanted)) if trains else None)
     session.close()
+
+
+def test_completions_of_a_further_model_are_in_no_trace_of_a_rollout() -> None:
+    spans = (SampleSpan("other", "prompt", 1, 0, 1), SampleSpan("model", None, 1, 1, 2))
+    own = TrainingSample("0", [1], [2], [1], [-0.5], spans)
+    critic = replace(own, segment_id="1", model="critic")
+    finished = Finished(Rollout(), (critic, own), None, False, (replace(critic, trainable=False),))
+    (turn,) = training_trace(finished).turns
+    assert (turn.node_id, turn.metadata["model"]) == ("/0/1", "")
 
 
 def test_random_rollouts_train_each_sampled_token_at_most_once(factory: Factory, script: Script) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from osmosis.rollout.v1.outcome_pb2 import FailureClass
-from rollout_client import AsyncClient, RolloutFailed, Unavailable
+from osmosis.rollout.v1.rollout_service_pb2 import Rollout
+from rollout_client import AsyncClient, RolloutFailed, TrainingSample, Unavailable
 from rollout_client.adapters import shared_trainer
+from rollout_client.adapters.verl import _only_sample
 from rollout_client.chat_messages import messages as chat_messages
+from rollout_client.trainer import Finished
 from transformers import Qwen2Config
 from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.protocol import DataProto
@@ -416,6 +419,15 @@ class TestBudgets:
 def test_rewards_that_verl_cannot_carry_raise(config: DictConfig) -> None:
     with pytest.raises(ValueError, match="different rewards"):
         play(config, Engine(), "fork", entry="judged")
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_sample_of_a_further_model_is_no_row(trainable: bool) -> None:
+    own = TrainingSample("0", [1], [2], [1], [-0.5], trainable=trainable)
+    critic = replace(own, segment_id="1", response_ids=[2, 3], response_mask=[1, 1], logprobs=None, model="critic")
+    samples = (critic, own) if trainable else ()
+    finished = Finished(Rollout(), samples, None, False, () if trainable else (critic, own))
+    assert _only_sample(finished, 8) == own
 
 
 def test_scores_take_no_column_of_verl(config: DictConfig) -> None:

@@ -85,7 +85,7 @@ class RolloutSession(ResourceSession):  # type: ignore[misc]  # without OpenEnv,
             return 1
         if finished.mismatch is not None:
             raise RecordMismatch(finished)
-        if finished.end != "stop" and not finished.samples:
+        if finished.end != "stop" and not finished.own:
             finished.raise_for_failure()
         if finished.failure_class == "deadline":
             raise TimeoutError(finished.error)

@@ -21,8 +21,9 @@ def training_trace(source: Finished | TrainingSample) -> TrainingTrace:
     """Convert a finished rollout, or one of its samples, to OpenEnv's trace: one turn per completion.
 
     The prompt of a turn is everything in front of its completion, token for token. Each generated token is in exactly one
-    completion. Samples that are not trainable are included with mask 0. The turns of a sample are in order and not mixed with those
-    of others. The trace of a rollout has its messages: of each turn if it is one conversation, otherwise all in the last turn.
+    completion. Samples that are not trainable are included with mask 0, those of further models only if given alone. The turns of a
+    sample are in order and not mixed with those of others. The trace of a rollout has its messages: of each turn if it is one
+    conversation, otherwise all in the last turn.
 
     Raises:
         ValueError: a trainable sample lacks logprobs or spans, the trainer refused the samples (`mismatch`), or OpenEnv
@@ -32,7 +33,8 @@ def training_trace(source: Finished | TrainingSample) -> TrainingTrace:
         return TrainingTrace(turns=[turn for _, turn in _turns(source)])
     if source.mismatch is not None:
         raise ValueError(f"rollout {source.uid!r} has no trace: {source.mismatch}")
-    samples = sorted([*source.samples, *source.untrainable], key=_last_completion)
+    own = [each for each in (*source.samples, *source.untrainable) if not each.model]
+    samples = sorted(own, key=_last_completion)
     numbered = [each for sample in samples for each in _turns(sample)]
     _add_messages(numbered, source, linear=all(each.kind in _LINEAR for each in samples))
     return TrainingTrace(turns=[turn for _, turn in numbered])
@@ -82,6 +84,7 @@ def _metadata(sample: TrainingSample, turn: int, spans: list[SampleSpan]) -> dic
         "segment_id": sample.segment_id,
         "turn": turn,
         "role": sample.role,
+        "model": sample.model,
         "policy_versions": [span.policy_version for span in spans],
         "policy_steps": [span.policy_step for span in spans],
         "untrainable_reason": sample.untrainable_reason,

@@ -121,7 +121,7 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
 
         Returns:
             In verl's v1 trainer one output per trainable sample; none if no token trains. In the older trainer, which takes one per
-            rollout, the sample with the most trained tokens.
+            rollout, the sample with the most trained tokens. Samples of further models have no output.
 
         Raises:
             RolloutFailed: the rollout failed or was cancelled. Its cause is the exception of verl's engine, if there was one.
@@ -139,7 +139,7 @@ class RolloutServerLoop(AgentLoopBase):  # type: ignore[misc]
             finished.raise_for_failure()
         except RolloutFailed as error:
             raise error from run.error if error.failure_class == "trainer" else None
-        samples = list(finished.samples) if several else [_only_sample(finished, self._lengths.prompt)]
+        samples = list(finished.own) if several else [_only_sample(finished, self._lengths.prompt)]
         self._check(samples, logprobs=bool(sampling_params.get("logprobs")))
         outputs = [run.output(sample, row) for sample in samples]
         return outputs if several else outputs[0]
@@ -241,7 +241,8 @@ def _only_sample(finished: Finished, prompt_length: int) -> TrainingSample:
     A rollout without a trainable sample has a row of mask 0, with its reward: the trainer has no other way to leave it out.
     Raises ValueError if no prompt fits or no sample exists.
     """
-    samples = finished.samples or [replace(each, reward=finished.reward) for each in finished.untrainable]
+    untrainable = [replace(each, reward=finished.reward) for each in finished.untrainable if not each.model]
+    samples = finished.own or untrainable
     fitting = [each for each in samples if len(each.prompt_ids) <= prompt_length]
     if len(samples) > 1:
         _warn_once(

@@ -25,8 +25,9 @@ class TrlOutput(TypedDict):
         rollout_untrainable: why a row does not train, such as "failure_engine"; empty if it does. "mismatch": the trainer refused
             the rollout's samples.
         rollout_error: text of a rollout's failure; empty for others and for bare samples.
-        rollout_uid, rollout_end, rollout_truncated, rollout_reward, rollout_role, rollout_turn_scores: `uid`, `end`, `truncated`,
-            `reward`, `role` and `turn_scores` of each sample. TRL passes these keys to reward functions as keyword arguments.
+        rollout_uid, rollout_end, rollout_truncated, rollout_reward, rollout_role, rollout_model, rollout_turn_scores: `uid`, `end`,
+            `truncated`, `reward`, `role`, `model` and `turn_scores` of each sample. TRL passes these keys to reward functions as
+            keyword arguments.
     """
 
     prompt_ids: list[list[int]]
@@ -40,6 +41,7 @@ class TrlOutput(TypedDict):
     rollout_truncated: list[bool]
     rollout_reward: list[float | None]
     rollout_role: list[str]
+    rollout_model: list[str]
     rollout_turn_scores: list[list[float]]
 
 
@@ -48,8 +50,9 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
 
         return to_trl([rollout for group in groups for rollout in group.rollouts], end_id=end)  # exactly one row per rollout
 
-    The row of a rollout is its `primary` sample. If it has none, the row is its first sample, with mask 0 throughout. Without any
-    sample, prompt and completion of the row are the single token `end_id`, with mask 0, and its reward is None.
+    The row of a rollout is its `primary` sample. If it has none, the row is the first sample that no further model generated, with
+    mask 0 throughout. Without any, prompt and completion of the row are the single token `end_id`, with mask 0, and its reward is
+    None.
 
     A sample that is not trainable keeps its row, because TRL assigns rows to groups by position, but its mask is 0 throughout. Its
     reward is None unless the agent gave one: a reward function should return None for it, not 0.
@@ -89,15 +92,16 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
         rollout_truncated=[row.truncated for row in rows],
         rollout_reward=[row.reward for row in rows],
         rollout_role=[row.role for row in rows],
+        rollout_model=[row.model for row in rows],
         rollout_turn_scores=[row.turn_scores for row in rows],
     )
 
 
 def _sample_of(rollout: Finished, end_id: int | None) -> TrainingSample:
     """Return the one sample that stands for a rollout."""
-    found = [rollout.primary] if rollout.primary is not None else rollout.untrainable
-    if found:
-        return found[0]
+    own = [rollout.primary] if rollout.primary else [each for each in rollout.untrainable if not each.model]
+    if own:
+        return own[0]
     if end_id is None:
         raise ValueError(f"rollout {rollout.uid!r} has no samples, so its row needs a token; give to_trl an end_id")
     failed = f"failure_{rollout.failure_class}" if rollout.end == "failure" else rollout.failure_class

@@ -6,7 +6,7 @@ compare digests in every turn, and the samples at the end.
 
     async with Trainer("localhost:50051", generate=generate, decode=decode, parse=parsers.hermes) as trainer:
         async for group in trainer.rollouts(prompts, n=8, tokenizer="Qwen/Qwen3-8B"):
-            train_on([sample for rollout in group.rollouts for sample in rollout.samples])
+            train_on([sample for rollout in group.rollouts for sample in rollout.own])
 
 `SyncTrainer` is the same for training loops without asyncio.
 """

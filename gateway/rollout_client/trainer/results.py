@@ -40,7 +40,8 @@ class Finished:
 
     Args:
         rollout: the rollout with its outcome, as the server delivered it.
-        samples: training samples, usually one. Empty on a mismatch.
+        samples: training samples, usually one, also those of further models; `own` has only those of the trainer's own model.
+            Empty on a mismatch.
         untrainable: samples that must not be trained on: their rollout failed or was cancelled (`train_on` of the request decides),
             or their role does not train. Their `untrainable_reason` says why.
         mismatch: first difference between the server's samples and the tokens that this trainer generated. None: they are equal.
@@ -55,12 +56,17 @@ class Finished:
     untrainable: Sequence[TrainingSample] = field(default=(), repr=False)
 
     @property
-    def primary(self) -> TrainingSample | None:
-        """The sample for a trainer that takes one row per rollout: of `samples` the one with the most trained tokens.
+    def own(self) -> Sequence[TrainingSample]:
+        """Those of `samples` that the trainer's own model generated. The others train the further model in their `model`."""
+        return [sample for sample in self.samples if not sample.model]
 
-        Of equals, the earliest segment. None: no sample of the rollout trains.
+    @property
+    def primary(self) -> TrainingSample | None:
+        """The sample for a trainer that takes one row per rollout: of `own` the one with the most trained tokens.
+
+        Of equals, the earliest segment. None: no sample of the trainer's own model trains.
         """
-        return max(self.samples, key=lambda sample: sum(sample.response_mask), default=None)
+        return max(self.own, key=lambda sample: sum(sample.response_mask), default=None)
 
     @property
     def uid(self) -> str:

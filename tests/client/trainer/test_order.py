@@ -13,13 +13,13 @@ from hypothesis import settings as limit
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from rollout_client import samples
 from rollout_client.export import to_trl
-from rollout_client.trainer import Generated, Prompt, Trainer, Turn, parsers
+from rollout_client.trainer import Finished, Generated, Prompt, Trainer, Turn, parsers
 from rollout_client.trainer.results import verify_rollout
 from rollout_server import Agent, Run
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 
-from tests.support.random_rollouts import rollouts
+from tests.support.random_rollouts import outcome_of, rollouts, span
 from tests.support.start_requests import settings
 from tests.support.toy_model import END, ToyModel, decode, until
 
@@ -131,6 +131,23 @@ def test_a_rollout_has_one_row_in_trl(rollout: pb.Rollout) -> None:
         assert (row["prompt_ids"], ids, mask, row["logprobs"]) == ([[7]], [7], [0], [[0.0]])
         assert row["rollout_reward"] == [None]
     assert bool(row["rollout_untrainable"][0]) == (finished.primary is None)
+
+
+def test_a_sample_of_a_further_model_is_no_row_of_the_trainer() -> None:
+    """Its tokens are those of another tokenizer, and another policy sampled them. It has more trained tokens than the others."""
+    (own,) = samples(outcome_of(span("prompt", 2), span("model", 2)))
+    (critic,) = samples(outcome_of(span("prompt", 2), span("model", 9)))
+    critic = replace(critic, segment_id="1", role="critic", model="critic")
+    both = Finished(pb.Rollout(uid="u"), [critic, own], None, False)
+    assert (both.own, both.primary) == ([own], own)
+    assert to_trl([both])["rollout_model"] == [""]
+    assert to_trl([critic])["rollout_model"] == ["critic"]  # asked for by name
+    untrained = replace(own, trainable=False, untrainable_reason="untrained_role")
+    others = replace(critic, trainable=False), untrained
+    assert to_trl([replace(both, samples=[critic], untrainable=others)])["completion_ids"] == [own.response_ids]
+    alone = replace(both, samples=[critic], untrainable=others[:1])
+    assert alone.primary is None
+    assert (to_trl([alone], end_id=7)["completion_ids"], to_trl([alone], end_id=7)["env_mask"]) == ([[7]], [[0]])
 
 
 class Failing(Agent):
