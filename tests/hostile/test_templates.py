@@ -144,12 +144,13 @@ def test_without_a_generation_config_special_tokens_end_answers_unless_they_stan
     assert oracle.truth(split, oracle.encode("<|im_end|>"), cut=True) == closed
 
 
-def test_there_is_no_truth_where_an_answer_ends_with_another_token_than_begins_the_next_message() -> None:
+def test_the_token_that_begins_the_next_message_follows_an_answer_that_ends_with_another_one() -> None:
     oracle = Oracle(build(Traits("next_begins")), None, DATE)
     split = oracle.split(spelled(USER, ANSWER, RESULT), 1)
-    assert oracle.truth(split, oracle.encode("<|observation|>")) == Exact(oracle.encode("\nseen<|assistant|>\n"))
+    behind = "\nseen<|assistant|>\n"
+    assert oracle.truth(split, oracle.encode("<|observation|>")) == Exact(oracle.encode(behind))
     for other in ("<|user|>", "<|endoftext|>"):
-        assert isinstance(oracle.truth(split, oracle.encode(other)), Undecidable)
+        assert oracle.truth(split, oracle.encode(other)) == Exact(oracle.encode("<|observation|>" + behind))
 
 
 def test_without_ids_an_answer_is_taken_to_have_the_stop_of_its_kind() -> None:

@@ -126,11 +126,9 @@ class ReferenceBuilder:
             added = loaded.encode(stop.text + (text or ""))
             if text is None or added[:1] != pack_tokens([stop.id]):
                 return None
-            added = added[
-                1:
-            ]  # encoded after the stop token, because some added tokens strip white space after them (Phi-3)
-            cut = position in self._conversation.cut
-            if not (ids and loaded.ends_completion(ids[-1], cut=cut)):
+            # Encoded after the stop token, because some added tokens strip white space after them (Phi-3).
+            added = added[1:]
+            if not loaded.is_closed(ids, stop, cut=position in self._conversation.cut):
                 closing = pack_tokens([stop.id])
                 self.reference.append(Region.STOP, stop.text, position, position + 1)
             short_text = _short_text(turn, stop.text)

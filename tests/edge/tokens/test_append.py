@@ -194,6 +194,23 @@ async def test_a_message_that_the_usual_stop_does_not_announce(ours, plain) -> N
         assert unknown.predicted == Prediction(pack_tokens(), pack_tokens(naive.ids(text)))
 
 
+async def test_nothing_replaces_the_token_that_names_the_role_of_the_next_message(ours, plain) -> None:
+    """A completion of GLM may end with `<|endoftext|>` instead: the next message still begins with its own token."""
+    template = (
+        "{%- for message in messages -%}{{- {'user': '<|im_start|>', 'tool': '<|object_ref_start|>'}[message.role] "
+        "if message.role in ('user', 'tool') else '<|box_start|>' -}}{{- message.content -}}{%- endfor -%}"
+        "{{- '<|box_start|>' if add_generation_prompt -}}"
+    )
+    loaded, naive = ours("qwen2.5", template), plain("qwen2.5")
+    assert loaded.probed.final is not None
+    assert loaded.probed.final.opens_next
+    opening, behind = (pack_tokens(naive.ids(text)) for text in ("<|im_start|>", f"{MORE['content']}<|box_start|>"))
+    for end, closing in (("<|im_start|>", pack_tokens()), ("<|im_end|>", opening), ("<|endoftext|>", opening)):
+        last = answered(SAID, naive.ids(f"8{end}"))
+        rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, MORE), last, 1)
+        assert rendered.predicted == Prediction(closing, behind), end
+
+
 async def test_what_the_template_leaves_out_is_named_behind_a_short_history_too(ours, plain) -> None:
     silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
     loaded, naive = ours("toy", silent), plain("toy")

@@ -294,6 +294,18 @@ def test_answers_that_end_with_the_token_of_the_next_message() -> None:
     assert probed.inside == {4}
 
 
+def test_an_end_that_is_the_same_before_all_roles_is_not_that_of_the_next_message() -> None:
+    """The template leaves the last message open."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        texts = [f"<{m['role']}>{m['content'] or m.get('tool_calls')}" for m in messages]
+        return "<end>".join([*texts, *(["<assistant>"] if generation_prompt else [])])
+
+    special = dict(enumerate(("<user>", "<assistant>", "<tool>", "<system>", "<end>"), 1))
+    probed = probe(render, special)
+    assert (probed.final, probed.calls) == (StopToken("<end>", 5), StopToken("<end>", 5))
+
+
 @pytest.mark.parametrize(
     ("refused", "accepted"), [((), set(Arguments)), (str, {Arguments.PARSED}), (dict, {Arguments.RECEIVED})]
 )

@@ -106,20 +106,17 @@ class Oracle:
         closing, *environment = self.encode(split.stop + split.behind)
         if self.encode(split.stop) != (closing,):
             raise AssertionError(f"{split.stop!r} is not one token")
-        if reason := self._open_question(ids, closing, cut):
+        if reason := self._open_question(ids, cut):
             return Undecidable(reason)
         # Without ids, assume that the completion has the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
             return Exact((closing, *environment))
         return Exact(tuple(environment))
 
-    def _open_question(self, ids: Sequence[int] | None, closing: int, cut: bool) -> str:
+    def _open_question(self, ids: Sequence[int] | None, cut: bool) -> str:
         """Why it is undecidable whether a completion with these ids has its stop; empty if it is decidable."""
-        if not ids:
+        if not ids or ids[-1] in self._ends:
             return ""
-        if ids[-1] in self._ends:
-            other = ids[-1] != closing and self._opens_next
-            return "it ended with another end than the token that also begins the next message" if other else ""
         unknown = ids[-1] in self._may_end and not cut and self.template.traits.last == "open"
         return "nothing says whether the token at its end ends it: the last answer is left open" if unknown else ""
 

@@ -406,11 +406,9 @@ class Renderer:
 
     def _closing(self, stop: StopToken, last: Answered) -> Tokens:
         """Return the stop token if the completion lacks it: it was cut at `max_tokens`, or the engine strips stop tokens."""
-        if last.token_ids is None:
-            return pack_tokens()
         cut = last.finish_reason == "length"
-        ended = last.token_ids and self.loaded.ends_completion(last.token_ids[-1], cut=cut)
-        return pack_tokens() if ended else pack_tokens([stop.id])
+        closed = last.token_ids is None or self.loaded.is_closed(last.token_ids, stop, cut=cut)
+        return pack_tokens() if closed else pack_tokens([stop.id])
 
     def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         seen = self._seen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 from typing import Final
 
 from rollout_server.core.message import JSON
@@ -20,6 +20,7 @@ _CONTENT = "Qf7xSaidByTheModel"
 _USER: Fields = {"role": "user", "content": "Hello"}
 _ASSISTANT: Fields = {"role": "assistant", "content": _CONTENT}
 _CALL_ID = "a1b2c3d4"  # with a number appended, 9 characters: Mistral's templates refuse ids of another length
+_ROLES = ("user", "assistant", "tool", "system")
 _LONGEST_EXAMPLE = 160
 _LONGEST_COUNT = 32
 _NO_LITERALS: Final = Literals()
@@ -108,8 +109,8 @@ def probe(
     shown = [rounds[form] for form, text in texts.items() if _CONTENT in (text or "")]
     # Templates that do not render calls may still close completions with calls by another token.
     hidden = [] if shown else [[{**rounds[form][0], "content": _CONTENT}, rounds[form][1]] for form in accepted]
-    opens_next = final is not None and final.opens_next
-    found = (closers.stop(tooled, [_USER, call], result, opens_next=opens_next) for call, result in shown or hidden)
+    left_open = final is not None and closers.leaves_open(render, [_USER, _ASSISTANT])
+    found = (closers.stop(tooled, [_USER, call], result, left_open=left_open) for call, result in shown or hidden)
     calls = next((stop for stop in found if stop is not None), None if shown else final)
     first = TemplateTraits(final, calls, accepted, refusal=refusal)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
@@ -127,7 +128,7 @@ class _Closers:
         self._any = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def stop(
-        self, render: Render, conversation: Sequence[Fields], following: Fields, *, opens_next: bool = False
+        self, render: Render, conversation: Sequence[Fields], following: Fields, *, left_open: bool = False
     ) -> StopToken | None:
         """Return the special token that ends the assistant message `conversation[-1]`; None if no special token ends it.
 
@@ -136,33 +137,58 @@ class _Closers:
         is among them, `eos` is the stop token; otherwise the last one that belongs to this message.
 
         GLM has no such token. Its models stop with the token that begins the next message (`<|user|>`, `<|observation|>`),
-        which is the first special token before the content of `following`. If `opens_next` is True, final completions were
-        found to work this way, so special tokens directly after a tool call only end the call.
+        which is the first special token before the content of `following`. `left_open`: a final completion has no special token
+        behind it unless a message follows, so special tokens directly after a tool call only end the call.
         """
         text = _behind(_try(render, [*conversation, following]))
         if text is None:
             return None
         found = list(self._any.finditer(text))
         alone = _try(render, conversation, generation_prompt=False) or ""
-        ends = self._any.findall(_behind(alone) or "")
+        ends = self._ends(alone)
         # Special tokens that follow the content with and without a next message belong to this message.
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
-        if not own or opens_next:
-            begins = text.find(str(following["content"]))
-            behind = (self._stops[match[0]] for match in found[len(own) :] if match.end() <= begins)
-            opening = next(behind, None)
+        if not own or left_open:
+            opening = self._opening(text, following, len(own))
             if opening is not None:
-                return replace(opening, opens_next=opens_next or not ends)
+                only_before_next = left_open or not ends
+                opens_next = only_before_next and self._names_role(render, conversation, following, opening, len(own))
+                return replace(opening, opens_next=opens_next)
             if not own:
                 return None
         if self._eos in own:
             return self._stops[self._eos]
         # Some templates write a generation prompt even if none is requested: its special tokens do not close this message.
-        closing = own[: max(1, len(ends) - len(self._any.findall(_opening(render, alone, conversation))))]
+        closing = own[: max(1, len(ends) - len(self._any.findall(_generation_prompt(render, alone, conversation))))]
         return self._stops[closing[-1]]
 
+    def leaves_open(self, render: Render, conversation: Sequence[Fields]) -> bool:
+        """Return whether no special token follows the content of the last message."""
+        return not self._ends(_try(render, conversation, generation_prompt=False) or "")
 
-def _opening(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
+    def _ends(self, alone: str) -> Sequence[str]:
+        return self._any.findall(_behind(alone) or "")
+
+    def _opening(self, text: str, following: Fields, start: int) -> StopToken | None:
+        """Return the first special token before the content of `following`, apart from the first `start` ones; None without any."""
+        begins = text.find(str(following["content"]))
+        behind = (self._stops[match[0]] for match in self._any.finditer(text) if match.end() <= begins)
+        return next(islice(behind, start, None), None)
+
+    def _names_role(
+        self, render: Render, conversation: Sequence[Fields], following: Fields, opening: StopToken, start: int
+    ) -> bool:
+        """Return whether a message of another role has another token in this place, or the template refuses all of them.
+
+        A template may leave the last message open. The token that it writes behind any other one then belongs to that message.
+        """
+        others = ({**following, "role": role} for role in _ROLES if role != following["role"])
+        texts = ((other, _behind(_try(render, [*conversation, other]))) for other in others)
+        openings = {self._opening(text, other, start) for other, text in texts if text is not None}
+        return openings - {None} != {opening}
+
+
+def _generation_prompt(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
     """Return the generation prompt at the end of `alone` that the template writes although none was requested; else ""."""
     if alone != _try(render, conversation):
         return ""

@@ -20,7 +20,7 @@ from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.tokens.chat_template import Options, Templated, Templates
 from rollout_server.edge.tokens.encoding import AddedToken, Encoded, GrowingEncoder, RecentOpenings, composes
 from rollout_server.edge.tokens.rendering_form import Fields
-from rollout_server.edge.tokens.template_probe import TOOL, TemplateTraits, probe
+from rollout_server.edge.tokens.template_probe import TOOL, StopToken, TemplateTraits, probe
 from rollout_server.runtime.errors import PromptRefused
 
 _T = TypeVar("_T")
@@ -175,6 +175,16 @@ class LoadedTokenizer:
         """Return the text of ids with special tokens and all spaces; `decode` may remove spaces, depending on the tokenizer."""
         with self._turn:
             return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def is_closed(self, ids: Tokens, stop: StopToken, *, cut: bool) -> bool:
+        """Return whether a completion with these ids ends with `stop` or with a token that replaces it.
+
+        Nothing replaces a stop token that also begins the next message, because only it says which role comes next: a model of GLM
+        may end a tool call with `<|endoftext|>`, and the result still begins with `<|observation|>`.
+        """
+        if not ids or ids[-1] == stop.id:
+            return bool(ids)
+        return not stop.opens_next and self.ends_completion(ids[-1], cut=cut)
 
     def ends_completion(self, token_id: int, *, cut: bool) -> bool:
         """Return whether a completion whose last token is `token_id` is closed. `cut`: it was cut at `max_tokens`.
