@@ -16,12 +16,14 @@ from typing import Any, Final
 
 import httptools
 from starlette.responses import JSONResponse
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Refused if sent twice: a proxy in front of this port may have used the other value.
 _ONCE: Final = (b"host", b"authorization")
 # Probes are served even if too many connections are open. Otherwise an orchestrator restarts a busy server and loses its work.
 _PROBES: Final = frozenset({b"/health", b"/healthz", b"/readyz"})
+# Requests that may wait for the responses before theirs. With more, the connection closes: they are held in memory.
+_MAX_WAITING: Final = 16
 _LEAVING_SECONDS: Final = 2.0
 _SLACK_SECONDS: Final = 10.0
 
@@ -64,6 +66,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_body = False
         self._leaving = False
         self._fields = self._field_bytes = 0
+        # Requests without a complete response. uvicorn's `cycle` is the latest, which may wait for others.
+        self._open: list[RequestResponseCycle] = []
         # Bytes fed since the parser's last callback: httptools buffers a field until it is complete.
         self._unreported = 0
 
@@ -77,8 +81,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._wait(self._limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer, and tell the application that the client has left."""
         self._wait(None)
+        for cycle in self._open:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -135,6 +143,12 @@ class HttpProtocol(HttpToolsProtocol):
         crowded = len(self.connections) > self._limits.connections and self.url.partition(b"?")[0] not in _PROBES
         self.app = _CROWDED if crowded else self.config.loaded_app
         super().on_headers_complete()
+        self._open = [*(cycle for cycle in self._open if not cycle.response_complete), self.cycle]
+        if len(self.pipeline) > _MAX_WAITING:
+            self._stop(HTTPStatus.TOO_MANY_REQUESTS)
+        if self.pipeline:
+            # uvicorn has paused reading, and would not notice that the client leaves.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """Pass on a piece of the body."""
@@ -189,7 +203,7 @@ class HttpProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         self._timer = None
         if self.pipeline or (self._is_responding() and not self._in_body):
-            # Pipelined behind a running response, during which uvicorn pauses reading. The client is not too slow.
+            # Pipelined behind a running response, during which uvicorn pauses reading a body. The client is not too slow.
             self._wait(self._limits.head_seconds)
         elif self._began and not self._in_body:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)

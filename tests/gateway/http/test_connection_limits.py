@@ -310,6 +310,37 @@ async def test_limits_of_a_head_hold_with_an_offer_of_another_protocol() -> None
         assert await client.closed()
 
 
+@pytest.mark.parametrize("pause", [0, 0.05])
+async def test_a_client_that_leaves_is_noticed_behind_another_request(pause: float) -> None:
+    left: asyncio.Queue[str] = asyncio.Queue()
+
+    async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.put_nowait(scope["path"])
+
+    async with listening(waiting) as port:
+        async with connected(port) as client:
+            client.writer.write(GET + b"\r\n")
+            await asyncio.sleep(pause)
+            client.writer.write(GET.replace(b"health", b"another") + b"\r\n")
+            await asyncio.sleep(0.05)
+            assert left.empty()
+        assert await asyncio.wait_for(left.get(), 2) == "/health"
+    assert left.empty()
+
+
+@pytest.mark.parametrize(("number", "served"), [(17, True), (18, False)])
+async def test_only_so_many_requests_wait_for_a_response(number: int, served: bool) -> None:
+    async with listening(echo) as port, connected(port) as client:
+        client.writer.write((GET + b"\r\n") * number)
+        if not served:
+            assert await client.closed()
+        else:
+            for _ in range(number):
+                assert (await client.answer())[0] == 200
+
+
 async def test_the_port_tells_nothing_about_what_serves_it(server: ScriptedServer, address: str) -> None:
     async with gateway(address) as port, connected(port) as client:
         client.writer.write(GET + b"x-forwarded-for: 10.0.0.1\r\nconnection: close\r\n\r\n")
