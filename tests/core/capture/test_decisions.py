@@ -426,6 +426,13 @@ class TestAuxiliary:
         assert (settlement.main, settlement.masked) == (0, ())
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_comes_back_whatever_the_trainer_calls_it(name: str) -> None:
+    captured = Captured()
+    captured.sample(call_of(TASK), {**says("8"), name: "Easy."})
+    assert isinstance(captured.sample(call_of(TASK, says("8", "Easy."), user("On.")), says("9")), Continue)
+
+
 class TestAsTemplate:
     """Hard case b: where a template drops reasoning, the conversation is cut."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -205,6 +206,14 @@ class TestSettlement:
         captured = Captured()
         for text in "ab":
             captured.sample(CALL, says(text))
+        assert captured.tree.settle().masked == ()
+
+    def test_the_answers_of_two_sub_agents_to_the_same_messages_train(self) -> None:
+        captured = Captured()
+        first, second = (replace(CALL, client_agent=name) for name in ("sub-1", "sub-2"))
+        captured.sample(first, says("a"))
+        captured.sample(second, says("b"))
+        captured.sample(call_of(TASK, says("a"), user("On."), client_agent="sub-1"), says("c"))
         assert captured.tree.settle().masked == ()
 
     def test_a_title_call_continues_nothing(self) -> None:

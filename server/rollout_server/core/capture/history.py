@@ -349,7 +349,9 @@ def _reasoning(fields: Mapping[str, JSON], path: str) -> str:
     for name in ("reasoning_content", "reasoning"):
         if (value := fields.get(name)) is not None:
             return _string(value, f"{path}.{name}")
-    return ""
+    # A trainer's name for it, which clients get as `reasoning_content`.
+    value = fields.get("thinking")
+    return value if isinstance(value, str) else ""
 
 
 def _calls(calls: JSON, path: str) -> tuple[CanonicalCall, ...]:

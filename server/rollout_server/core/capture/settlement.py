@@ -52,10 +52,13 @@ def _single_calls(conversations: Sequence[CapturedConversation], beside: set[int
 
 
 def _led_nowhere(turns: Iterable[CapturedTurn]) -> set[CapturedTurn]:
-    """Return completions that the agent never used: another answer to the same messages was continued, or nobody got them."""
-    siblings = defaultdict[Node, list[CapturedTurn]](list)
+    """Return completions that the agent never used: it continued another answer to the same messages, or nobody got them.
+
+    The lineage has the client's id of the agent: sub-agents may be given the same messages, and each uses its own answer.
+    """
+    siblings = defaultdict[tuple[Node, tuple[bytes, bytes]], list[CapturedTurn]](list)
     for turn in turns:
-        siblings[turn.pending.node].append(turn)
+        siblings[turn.pending.node, turn.pending.plan.lineage_keys].append(turn)
     return {
         turn
         for same in siblings.values()
