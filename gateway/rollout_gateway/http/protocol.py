@@ -200,6 +200,11 @@ class HttpProtocol(HttpToolsProtocol):
     def _is_responding(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
+    def _owes_another(self) -> bool:
+        """Whether a response has begun, or is due before that to the request whose body is being read."""
+        in_body, earlier = self._began and self._in_body, self._open[:-1]
+        return not in_body or self.cycle.response_started or not all(each.response_complete for each in earlier)
+
     def _too_slow(self) -> None:
         self._timer = None
         if self.pipeline or (self._is_responding() and not self._in_body):
@@ -211,13 +216,17 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, status: HTTPStatus, reason: str = "") -> None:
-        """Send an error response and close. Only close if the response of another request has begun."""
+        """Send an error response and close. Only close if it would be taken for another response, or for part of one."""
         if self._leaving or self.transport.is_closing():
             return
         self._leaving = True
         if self._is_responding():
-            self.transport.close()
-            return
+            if self._owes_another():
+                self.transport.close()
+                return
+            # The application drops a request whose client has left.
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
+            self.cycle.message_event.set()
         content = json.dumps({"detail": reason or status.phrase})
         head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
         self.transport.write(f"{head}\r\nconnection: close\r\n\r\n{content}".encode())

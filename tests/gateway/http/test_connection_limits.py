@@ -207,7 +207,7 @@ async def test_what_is_no_body_is_limited_between_chunks(server: ScriptedServer,
     async with gateway(address) as port, connected(port) as client:
         client.writer.write(ASK + b"transfer-encoding: chunked\r\n\r\n1")
         await asyncio.sleep(0.01)
-        client.writer.write(b";" + b"a" * 1500)
+        assert (await client.ask(b";" + b"a" * 1500))[0] == 431
         assert await client.closed()
 
 
@@ -227,10 +227,7 @@ async def test_trailers_never_become_headers(trailer: bytes, taken: bool) -> Non
 
     async with listening(remembering) as port, connected(port) as client:
         client.writer.write(ASK + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + trailer + b"\r\n")
-        if taken:
-            assert (await client.answer())[0] == 200
-        else:
-            assert await client.closed()
+        assert (await client.answer())[0] == (200 if taken else 431)
     assert [name for name, _ in seen[0]] == [b"host", b"transfer-encoding"]
 
 
@@ -307,6 +304,7 @@ async def test_limits_of_a_head_hold_with_an_offer_of_another_protocol() -> None
             assert await client.closed()
     async with listening(echo) as port, connected(port) as client:
         client.writer.write(ASK + OFFER + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n" + b"a: b\r\n" * 50)
+        assert (await client.answer())[0] == 431
         assert await client.closed()
 
 
@@ -339,6 +337,35 @@ async def test_only_so_many_requests_wait_for_a_response(number: int, served: bo
         else:
             for _ in range(number):
                 assert (await client.answer())[0] == 200
+
+
+BROKEN = {
+    "identity": b"transfer-encoding: identity\r\n\r\n{}",
+    "gzip": b"transfer-encoding: gzip\r\n\r\n{}",
+    "huge chunk": b"transfer-encoding: chunked\r\n\r\nfffffffffffffffffff\r\n{}\r\n0\r\n\r\n",
+    "no line break": b"transfer-encoding: chunked\r\n\r\n2\r\n{}0\r\n\r\n",
+    "asks first": b"expect: 100-continue\r\ntransfer-encoding: gzip\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("body", BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.parametrize("offer", [b"", OFFER], ids=["", "offer"])
+async def test_a_body_that_cannot_be_read_is_400(
+    server: ScriptedServer, address: str, caplog: pytest.LogCaptureFixture, offer: bytes, body: bytes
+) -> None:
+    async with gateway(address) as port, connected(port) as client:
+        assert (await client.ask(GET + b"\r\n"))[0] == 200
+        status, content = await client.ask(ASK + offer + body)
+        assert (status, json.loads(content)) == (400, {"detail": "Bad Request"})
+        assert await client.closed()
+    assert [each.message for each in caplog.records] == ["Invalid HTTP request received."]
+
+
+async def test_a_body_that_cannot_be_read_gets_no_response_that_another_request_is_due() -> None:
+    for content in (GET + b"\r\n" + ASK + BROKEN["gzip"], GET + b"\r\nno HTTP"):
+        async with listening(echo) as port, connected(port) as client:
+            client.writer.write(content)
+            assert await client.closed()
 
 
 async def test_the_port_tells_nothing_about_what_serves_it(server: ScriptedServer, address: str) -> None:
