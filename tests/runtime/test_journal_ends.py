@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from rollout_server.core.error import Busy, Unavailable
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
-from rollout_server.core.record import Asked
+from rollout_server.core.record import Asked, Note
 from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.journal import EntriesAppended, JournalUnusable
@@ -123,6 +123,36 @@ async def test_a_rollout_that_no_client_comes_back_to_is_cancelled_after_its_gra
     await asyncio.sleep(2)
     assert rollout.outcome is not None
     assert rollout.outcome.end == Cancellation("detached")
+
+
+async def test_a_refused_start_is_dropped_before_its_agent_has_cleaned_up() -> None:
+    """Otherwise a crash meanwhile leaves two rollouts under one request id."""
+
+    class Tidy(Looping):
+        cleanup_seconds = 100.0
+
+        async def cleanup(self, run: Run) -> None:
+            await asyncio.sleep(50)
+
+    journal = KeptJournal()
+    harness = RuntimeHarness(Tidy(), journal=journal)
+    journal.paused = True
+    refused, _ = harness.wish(a_wish("id"))
+    accepted = asyncio.create_task(harness.roster.accept([refused]))
+    await asyncio.sleep(1)
+    journal.fail("the disk is full")
+    with pytest.raises(Unavailable):
+        await accepted
+    refused.record(Note(0, "late", "what an agent still does"))  # which nobody stores
+    journal.paused = False
+    journal.fail("")
+    again, found = harness.wish(a_wish("id"))
+    assert not found
+    await harness.roster.accept([again])
+    assert refused.running
+    assert [each.start.uid for each in await journal.after_crash().load()] == [again.uid]
+    await asyncio.sleep(100)
+    assert (harness.roster.running, harness.roster.active_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("before", ["drain", "detached"])

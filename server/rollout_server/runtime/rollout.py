@@ -285,7 +285,8 @@ class Rollout:
         self._owner.on_recorded(self, entries)
         if isinstance(record, Ended) and self.group is not None:
             self.group.on_recorded(self, record.end)
-        self._owner.journal.write(EntriesAppended(self.uid, entries), lambda: self._publish(entries))
+        if not self.log.is_abandoned:  # otherwise the journal has dropped it, and only its agent still has to end
+            self._owner.journal.write(EntriesAppended(self.uid, entries), lambda: self._publish(entries))
         return logged
 
     def _mask_unreceived(self) -> None:

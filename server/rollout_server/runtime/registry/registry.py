@@ -319,18 +319,19 @@ class RolloutRegistry:
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
     def _refuse(self, rollout: Rollout, problem: RolloutError) -> None:
-        """Forget a rollout whose acceptance could not be stored. It stops without an outcome."""
+        """Forget a rollout whose acceptance could not be stored. It stops without an outcome.
+
+        The journal drops it at once and not when its agent has ended: what it has of the rollout was not committed, so it never
+        is, and no restart can continue the rollout beside that of a repeated request.
+        """
         self._queue.withdraw(rollout)
         rollout.suspend()
         self.policies.remove(rollout)
         self._index.drop(rollout.uid)
         rollout.log.abandon(problem)
-        if not rollout.running:
-            self._forget_refused(rollout)
-
-    def _forget_refused(self, rollout: Rollout) -> None:
-        self._queue.forget(rollout)
         self._discard(rollout)
+        if not rollout.running:
+            self._queue.forget(rollout)
 
     def _discard(self, rollout: Rollout) -> None:
         """Let journal and group forget a rollout that is not in the index any more."""
@@ -403,7 +404,7 @@ class RolloutRegistry:
         if not task.cancelled() and task.exception() is not None:
             _log.error("driving rollout %s failed", rollout.uid, exc_info=task.exception())
         if rollout.log.is_abandoned:
-            self._forget_refused(rollout)
+            self._queue.forget(rollout)
         elif rollout.outcome is not None:
             self._keep(rollout)
         self._fill()
