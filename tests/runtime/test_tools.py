@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_server import Agent, Limits, Run, ToolError, tool
-from rollout_server.core.message import JSON, ToolCall
+from rollout_server.core.message import JSON, ToolCall, tool_calls
 from rollout_server.core.record import ToolReturned, ToolStarted
 from rollout_server.runtime.tools.executor import ToolExecutor
 
@@ -35,6 +35,12 @@ async def refuse(text: str) -> str:
 async def crash(text: str) -> str:
     """Raises something else."""
     raise LookupError(text) if text else LookupError
+
+
+@tool
+async def now() -> str:
+    """Has no parameters."""
+    return "noon"
 
 
 class Toolful(Agent):
@@ -94,12 +100,12 @@ async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[RuntimeHar
     ("arguments", "said"),
     [
         ('{"seconds": 1', "Error: Invalid JSON arguments: "),
-        ("", "Error: Invalid JSON arguments: "),
+        ("", "Error: Invalid arguments for linger: seconds: missing"),
         ('{"seconds": NaN}', "Error: Invalid JSON arguments: NaN is not JSON"),
         ("[" * 100_000, "Error: Invalid JSON arguments: nested "),
         ('{"seconds": ' + "1" * 5000 + "}", "Error: Invalid JSON arguments: "),
         ("[1]", "Error: Invalid arguments for linger: a JSON object is needed, not list"),
-        ("null", "Error: Invalid arguments for linger: a JSON object is needed, not NoneType"),
+        ('"1"', "Error: Invalid arguments for linger: a JSON object is needed, not str"),
         ('{"seconds": "1"}', 'Error: Invalid arguments for linger: seconds: must be a valid number, not "1"'),
         ("{}", "Error: Invalid arguments for linger: seconds: missing"),
         ({"seconds": 1}, "1.0"),
@@ -117,6 +123,15 @@ async def test_what_arguments_are_answered(
     (content,) = contents(outcome, "tool")
     assert str(content).startswith(said)
     assert outcome.metrics.tool_failures == (said != "1.0")
+
+
+@pytest.mark.parametrize("arguments", [{"arguments": each} for each in ("", " \n", "null", '""', None, "{}")] + [{}])
+async def test_a_call_without_arguments_is_one_with_an_empty_object(arguments: dict[str, JSON]) -> None:
+    function = {"name": "now", **arguments}
+    (wanted,) = tool_calls({"tool_calls": [{"id": "c", "type": "function", "function": function}]})
+    result = await ToolExecutor([now]).run(wanted)
+    assert (result.text, result.failed) == ("noon", False)
+    assert wanted.arguments == (arguments.get("arguments") or "")  # recorded as the model wrote it
 
 
 @pytest.mark.parametrize(

@@ -312,9 +312,11 @@ def _failure_text(error: BaseException) -> str:
 
 
 def _arguments(call: ToolCall) -> JSON:
+    """Return the parsed arguments. Engines write the arguments of a call without any as an empty text or null, too."""
     if not isinstance(call.arguments, str):
         return call.arguments
     try:
-        return parse_json(call.arguments)
+        value = parse_json(call.arguments) if call.arguments.strip() else {}
     except MalformedMessage as error:
         raise ToolError(f"Invalid JSON arguments: {error}") from None
+    return {} if value is None or value == "" else value
