@@ -1,5 +1,7 @@
 """What the APIs have in common: a parsed request and a completion."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -8,6 +10,8 @@ import msgspec
 from osmosis.rollout.v1.agent_service_pb2 import CallModelRequest, HistoryMessage, ModelCompletion, ModelPrompt
 from osmosis.rollout.v1.message_pb2 import Tool
 
+from rollout_gateway.http.request_body import MAX_DEPTH, demand_bounded
+from rollout_gateway.json_body import InvalidBody
 from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, Object, text_of_json
 
 #: A frame of server-sent events: the event's name (empty: none) and its data.
@@ -16,6 +20,13 @@ Frame = tuple[str, Any]
 DEFAULT_MODEL: Final = "rollout"
 # The only key of arguments that hold a text which is not a JSON object, in APIs whose arguments are objects.
 _RAW: Final = "__raw_arguments"
+# Arguments come back within a message within a body, whose depth is limited.
+_MAX_DEPTH: Final = MAX_DEPTH - 16
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+
+class UnreadableReply(Exception):
+    """A completion with a message that is not JSON, or that is nested too deeply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +76,24 @@ class Reply:
 
 
 def reply_of(completion: ModelCompletion) -> Reply:
-    """Take a completion apart. Trainers may send content as parts, arguments as objects, and calls without an id or function."""
-    message = msgspec.json.decode(completion.message_json)
+    """Take a completion apart. Raises UnreadableReply."""
+    try:
+        return _taken_apart(completion, _message(completion.message_json))
+    except (ValueError, RecursionError) as error:
+        raise UnreadableReply(str(error)) from None
+
+
+def _message(text: str) -> Any:
+    """Parse a message. msgspec refuses numbers that are too large, and lone surrogates, which become U+FFFD."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = json.dumps(json.loads(text), ensure_ascii=False)
+        return json.loads(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", found))
+
+
+def _taken_apart(completion: ModelCompletion, message: Any) -> Reply:
+    """Trainers may send content as parts, arguments as objects, and calls without an id or function."""
     calls = []
     for index, each in enumerate(message.get("tool_calls") or ()):
         function = each.get("function") if isinstance(each, dict) else None
@@ -88,10 +115,11 @@ def call_json(call_id: str, name: str, arguments: str) -> Object:
 
 
 def arguments_object(text: str) -> Object:
-    """Return arguments as an object. A text that is no JSON object is kept under one key, and `arguments_text` restores it."""
+    """Return arguments as an object. A text that is none, or a deep one, is kept under a key; `arguments_text` restores it."""
     try:
+        demand_bounded(text.encode(), max_depth=_MAX_DEPTH)
         found = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, InvalidBody):
         found = None
     return found if isinstance(found, dict) else {_RAW: text}
 

@@ -31,6 +31,7 @@ _SSE: Final = {
 _CONFIRM_SECONDS: Final = 2.0
 # The last byte is held back for this time: if the connection breaks meanwhile, the client has not received the completion.
 _HELD_BACK_SECONDS: Final = 0.003
+_FAILED: Final = ModelError(500, "Internal server error", "INTERNAL")
 _STOPPING: Final = ModelError(503, "The gateway is shutting down; retry", "UNAVAILABLE")
 
 
@@ -152,11 +153,15 @@ class CompletionStream(Response):
             return
         try:
             completion = self._completing.result()
+            frames = (shape.late if beats and shape.late else shape.frames)(call, reply_of(completion))
+            content = self._encoder.encode(frames)
         except FAULTS as error:
             await self._fail(send, model_error(error, self.exchange.request_id, call.places))
-            return
-        frames = (shape.late if beats and shape.late else shape.frames)(call, reply_of(completion))
-        await self.exchange.deliver(send, leaving, self._encoder.encode(frames), completion.id)
+        except Exception:
+            _LOG.exception("request %s: a stream failed", self.exchange.request_id)
+            await self._fail(send, _FAILED)
+        else:
+            await self.exchange.deliver(send, leaving, content, completion.id)
 
     async def _fail(self, send: Send, error: ModelError) -> None:
         frames = self.exchange.shape.failure(self.exchange.call, error, self.exchange.reply_id)

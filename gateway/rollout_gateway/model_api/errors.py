@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from rollout_gateway.calls import ClientDisconnected, StreamEndedEarly
 from rollout_gateway.http.request_body import Overloaded
 from rollout_gateway.json_body import InvalidBody
+from rollout_gateway.model_api.call import UnreadableReply
 from rollout_gateway.model_api.fields import InvalidCall
 from rollout_gateway.status import logged_problem
 
@@ -41,7 +42,7 @@ _FIELD: Final = re.compile(r"(?:prompt\.)?messages\[(\d+)\](.*)", re.DOTALL)
 #: Exceptions that become an error response.
 FAULTS: Final = (
     *(InvalidCall, InvalidBody, RequestValidationError, HTTPException, Overloaded, StreamEndedEarly),
-    *(grpc.aio.AioRpcError, ClientDisconnected, ClientDisconnect),
+    *(grpc.aio.AioRpcError, ClientDisconnected, ClientDisconnect, UnreadableReply),
 )
 
 
@@ -97,6 +98,10 @@ def model_error(error: Exception, request_id: str, places: Sequence[str] = ()) -
         case StreamEndedEarly():
             text = "The rollout server ended the call before there was a completion; retry"
             found = ModelError(503, text, "UNAVAILABLE", headers={"retry-after": "1"})
+        case UnreadableReply():
+            # It is the same on each retry.
+            text, headers = f"The model's message cannot be read: {error}", {"x-should-retry": "false"}
+            found = ModelError(500, text, "UNREADABLE_COMPLETION", headers=headers)
         case _:
             # The client is gone. The status only reaches the metrics.
             found = ModelError(499, "the client disconnected", "DISCONNECTED")

@@ -323,6 +323,51 @@ async def test_a_stream_that_fails_is_not_taken_for_complete(path: str) -> None:
         assert endpoint.server.confirmed == []
 
 
+def replying(endpoint: ModelGateway, monkeypatch: pytest.MonkeyPatch, message_json: str) -> None:
+    completion = pb.ModelCompletion(id="cmp1", message_json=message_json, finish_reason="stop")
+    monkeypatch.setattr(endpoint.server, "completion", lambda: completion)
+
+
+@APIS
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_message_is_read_whatever_its_texts_and_numbers(
+    endpoint: ModelGateway, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool
+) -> None:
+    replying(endpoint, monkeypatch, '{"role": "assistant", "content": "Half \\ud83d, \\ud83d\\ude00", "x": 1e400}')
+    response = await endpoint.post(path, BODIES[path] | {"stream": stream})
+    assert response.status_code == 200
+    shown = json.dumps(frames_of(response.text) if stream else response.json(), ensure_ascii=False)
+    assert "Half \ufffd, \U0001f600" in shown
+    await endpoint.confirmed("cmp1")
+
+
+@APIS
+async def test_a_message_that_cannot_be_read_is_an_error_that_stays(
+    endpoint: ModelGateway, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    for message in ("{", f'{{"content": {"[" * 3000}{"]" * 3000}}}', f'{{"x": 1e400, "y": 1{"0" * 5000}}}'):
+        replying(endpoint, monkeypatch, message)
+        response = await endpoint.post(path, BODIES[path])
+        assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+        assert error_of(response)["message"].startswith("The model's message cannot be read: ")
+    assert endpoint.server.confirmed == []
+
+
+@APIS
+@pytest.mark.parametrize("message", ["{", '{"content": 3}'])
+async def test_a_stream_whose_message_cannot_be_read_ends_with_an_error(
+    endpoint: ModelGateway, monkeypatch: pytest.MonkeyPatch, path: str, message: str
+) -> None:
+    replying(endpoint, monkeypatch, message)
+    pieces: list[str] = []
+    async with opened(endpoint, path, stream=True) as response:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read_into(pieces, response)
+    name, data = frames_of("".join(pieces))[-1]
+    assert (name, "error" in data or data["type"] == "error") == ("" if path.endswith("completions") else "error", True)
+    assert endpoint.server.confirmed == []
+
+
 @APIS
 async def test_a_gateway_that_stops_does_not_end_a_stream_cleanly(path: str) -> None:
     async with model_gateway(heartbeat_seconds=0.02) as endpoint, open_channel(endpoint.address) as channel:

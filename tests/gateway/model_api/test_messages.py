@@ -140,6 +140,26 @@ async def test_a_completion_becomes_a_response(endpoint: ModelGateway) -> None:
     assert endpoint.call.prompt.messages[1].completion_id == "cmp1"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("depth", "kept"), [(200, False), (300, True), (3000, True)])
+async def test_arguments_that_are_nested_deeply_stay_a_text(
+    endpoint: ModelGateway, depth: int, kept: bool, stream: bool
+) -> None:
+    arguments = f'{{"a":{"[" * depth}1{"]" * depth}}}'
+    endpoint.server.reply = said(None, tool_calls=[function_call("add", arguments, "c1")])
+    response = await endpoint.post(PATH, BODY | {"stream": stream})
+    if stream:
+        (given,) = [data["delta"] for name, data in frames_of(response.text) if name == "content_block_delta"]
+        values = json.loads(given["partial_json"])
+    else:
+        values = response.json()["content"][0]["input"]
+    assert [*values] == ["__raw_arguments" if kept else "a"]
+    block = {"type": "tool_use", "id": "c1", "name": "add", "input": values}
+    again = [*BODY["messages"], {"role": "assistant", "content": [block]}, *BODY["messages"]]
+    assert (await endpoint.post(PATH, BODY | {"messages": again})).status_code == 200
+    assert endpoint.history[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 @pytest.mark.parametrize(
     ("reply", "reason", "shown"),
     [
