@@ -122,6 +122,8 @@ def _number(values: Object, key: str) -> float | None:
     value = values.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise InvalidCall(key, "must be a number")
+    if value is not None and not -1e308 < value < 1e308:
+        raise InvalidCall(key, "is too large")
     return value
 
 

@@ -5,7 +5,6 @@ of the body in its headers, so that proxies can route it; here these requests ar
 """
 
 import base64
-import binascii
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ def _plain(header: str) -> str | None:
         return header
     try:
         return base64.b64decode(found[1], validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
         return None
 
 

@@ -120,14 +120,14 @@ def _tools(body: Object, loaded: set[str]) -> tuple[list[Tool], list[str]]:
     for place, each in fields.items(body, "tools"):
         if each.get("type", "custom") != "custom":
             hosted.append(str(each.get("name") or each["type"]))
-        elif not each.get("defer_loading") or each.get("name") in loaded:
+        elif not each.get("defer_loading") or fields.need(each, "name", str, place) in loaded:
             tools.append(fields.tool(place, each, "input_schema"))
     return tools, hosted
 
 
 def _extra(body: Object) -> Object:
     choice = fields.read(body, "tool_choice", dict) or {}
-    kind = choice.get("type")
+    kind = fields.read(choice, "type", str, "tool_choice")
     if kind != "tool" and kind not in _CHOICES:
         raise InvalidCall("tool_choice.type", "must be auto, any, tool or none")
     named = {"type": "function", "function": {"name": choice.get("name")}}

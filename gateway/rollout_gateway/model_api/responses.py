@@ -92,7 +92,7 @@ def _add_item(history: History, place: str, item: Object) -> None:
 
 
 def _part(place: str, part: Object) -> Object:
-    kind = part.get("type")
+    kind = fields.read(part, "type", str, place)
     if kind in _TEXTS:
         return {"type": "text", "text": fields.need(part, "text", str, place)}
     if kind == "refusal":

@@ -151,6 +151,8 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway, usage: b
         ({"max_tokens": "x"}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": 2**1024}, "top_p"),
         ({"stop": [1]}, "stop"),
         ({"stop": 1}, "stop"),
         ({"tool_choice": "some"}, "tool_choice"),

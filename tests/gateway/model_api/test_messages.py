@@ -226,7 +226,10 @@ async def test_tokens_are_counted(endpoint: ModelGateway) -> None:
         ({"system": [{"type": "text"}]}, "system[0].text"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"tools": [{"name": "x", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": ["x"], "defer_loading": True, "input_schema": {}}]}, "tools[0].name"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": ["auto"]}}, "tool_choice.type"),
+        ({"top_p": 10**400}, "top_p"),
         ({"max_tokens": -1}, "max_tokens"),
     ],
 )

@@ -198,6 +198,8 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway) -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
             "input[0].content[0].image_url",
         ),
+        ({"input": [{"role": "user", "content": [{"type": ["input_text"]}]}]}, "input[0].content[0].type"),
+        ({"temperature": -(10**400)}, "temperature"),
         ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
