@@ -218,9 +218,9 @@ class EventCursor:
     def on_end(self, request_id: str) -> float:
         """Return the seconds to pause after the server ended the stream without `finished`.
 
-        If a watch ended without any event, the iteration is complete: it began after the last event.
+        If a watch after an event ended without any event, the iteration is complete: it began after the last event.
         """
-        if not self._seen and self.run_request() is None:
+        if self.last_sequence and not self._seen and self.run_request() is None:
             self.over = True
             return 0.0
         return self.on_failure(Unavailable(StatusCode.UNAVAILABLE, _EARLY, request_id=request_id))
@@ -273,7 +273,7 @@ class GroupCursor:
 
     def on_end(self, request_id: str) -> float:
         """Return the seconds to pause after the server ended the stream without the result; see `EventCursor.on_end`."""
-        if not self._seen:
+        if self.watch.after_sequence and not self._seen:
             self.over = True
             return 0.0
         early = "the server ended the stream before the group had ended"

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from grpc import StatusCode
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from osmosis.rollout.v1.group_pb2 import GroupResult
 from rollout_client import AsyncClient, Client, NotFinished, NotFound, Retry, RolloutEvent, Unavailable
 from rollout_server.app import Server
 
@@ -218,6 +219,21 @@ async def test_a_stream_that_ends_too_early_goes_on(stage: Stage, actor: AsyncCl
     for stream in (actor.watch(UID), actor.run(messages=[], completions="http://t")):
         with pytest.raises(Unavailable, match="before the rollout had finished"):
             assert [each async for each in stream] == []
+
+
+async def test_a_stream_that_ends_before_its_first_event_goes_on(stage: Stage, actor: AsyncClient) -> None:
+    """Only after an event can a stream without any be complete."""
+    stage.script.says("WatchRollout", watched(), watched(event(1), finished(2)), watched(finished(1)), watched())
+    stage.script.says("RunRollout", ran())
+    stage.script.says("WatchGroup", [], [pb.WatchGroupResponse(sequence=1, result=GroupResult(usable=1))], [])
+    assert sequences([each async for each in actor.watch(UID)]) == [1, 2]
+    run, group = actor.run(messages=[], completions="http://t"), actor.watch_group("g")
+    assert sequences([each async for each in run]) == [1]
+    assert run.outcome is not None
+    assert [each async for each in group] == []
+    assert group.result is not None
+    assert [each async for each in actor.watch(UID, after_sequence=1)] == []
+    assert [each async for each in actor.watch_group("g", after_sequence=1)] == []
 
 
 async def test_a_server_that_breaks_every_stream_is_given_up(stage: Stage, actor: AsyncClient) -> None:
