@@ -190,7 +190,7 @@ def response(call: ApiCall, reply: Reply) -> dict[str, Any]:
         "output": _output(call, reply, status),
         "usage": {
             "input_tokens": reply.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": reply.generated_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": reply.prompt_tokens + reply.generated_tokens,

@@ -164,7 +164,7 @@ def _add_finish(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
 
 def _model(name: str) -> dict[str, Any]:
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "rollout"}
-    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+    return openai | {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -446,7 +446,7 @@ async def test_a_confirmation_that_fails_costs_no_answer(endpoint: ModelGateway)
 async def test_models_are_named_as_the_rollout_says(endpoint: ModelGateway) -> None:
     endpoint.server.model = "shown"
     listed = (await endpoint.get("v1/models")).json()
-    assert [model["id"] for model in listed["data"]] == ["shown"]
+    assert [(model["id"], model["lifecycle"]) for model in listed["data"]] == [("shown", "active")]
     assert (await endpoint.get("v1/models/any/name")).json()["id"] == "any/name"
     response = await endpoint.http.get(f"/r/{UID}/v1/models", headers={"authorization": "Bearer x"})
     assert response.status_code == 403

@@ -96,6 +96,8 @@ async def test_a_completion_becomes_items(endpoint: ModelGateway) -> None:
     assert response.pop("created_at") > 0
     usage = response.pop("usage")
     assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (11, 7, 18)
+    # Clients that validate responses want both.
+    assert usage["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
     assert (response["id"], response["object"], response["status"]) == ("resp_cmp1", "response", "completed")
     output = response["output"]
     assert output == [
