@@ -70,6 +70,30 @@ async def test_a_cancel_is_answered_once_it_is_stored(tmp_path: Path, gated: Gat
         assert (await caller.finished(uid)).outcome.cancellation.reason == "enough"
 
 
+async def test_an_acknowledgement_is_answered_once_it_is_stored(tmp_path: Path) -> None:
+    request = start("id", agent="idle")
+    request.request_memory = pb.REQUEST_MEMORY_UNTIL_RECEIVED
+    async with serving(Idle(), journal=str(tmp_path / "j")) as caller:
+        uid = (await caller.start(request)).rollout.uid
+        await caller.finished(uid)
+        acknowledge = pb.AcknowledgeOutcomeRequest(uid=uid)
+        with locked(tmp_path / "j"):
+            refused = await refusal(caller.stub.AcknowledgeOutcome(acknowledge))
+        assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE")
+        await until(lambda: _is_acknowledged(caller, acknowledge))
+        with closing(sqlite3.connect(tmp_path / "j" / "journal.sqlite3")) as connection:
+            assert connection.execute("SELECT received FROM rollouts").fetchall() == [(1,)]
+        assert not (await caller.start(request)).attached
+
+
+async def _is_acknowledged(caller: Caller, acknowledge: pb.AcknowledgeOutcomeRequest) -> bool:
+    try:
+        await caller.stub.AcknowledgeOutcome(acknowledge)
+    except grpc.RpcError:
+        return False
+    return True
+
+
 class Counted(Idle):
     """Count its runs."""
 

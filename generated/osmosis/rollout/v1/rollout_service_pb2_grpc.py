@@ -221,7 +221,7 @@ class RolloutServiceServicer(object):
     def AcknowledgeOutcome(self, request, context):
         """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-        NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+        NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -88,7 +88,7 @@ class RolloutServiceStub:
     AcknowledgeOutcome: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]
     """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-    NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+    NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
     """
     RedeliverOutcomes: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.RedeliverOutcomesRequest, _rollout_service_pb2.RedeliverOutcomesResponse]
     """Sends the outcomes of the selected rollouts again, without waiting for their receivers. A pending delivery makes its next attempt
@@ -212,7 +212,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     AcknowledgeOutcome: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]  # type: ignore[assignment]
     """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-    NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+    NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
     """
     RedeliverOutcomes: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.RedeliverOutcomesRequest, _rollout_service_pb2.RedeliverOutcomesResponse]  # type: ignore[assignment]
     """Sends the outcomes of the selected rollouts again, without waiting for their receivers. A pending delivery makes its next attempt
@@ -381,7 +381,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_service_pb2.AcknowledgeOutcomeResponse, _abc.Awaitable[_rollout_service_pb2.AcknowledgeOutcomeResponse]]:
         """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
 
-        NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. Retry freely.
+        NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
         """
 
     @_abc_1.abstractmethod

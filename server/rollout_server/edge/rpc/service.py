@@ -147,6 +147,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
     ) -> pb.AcknowledgeOutcomeResponse:
         """Record that an outcome was received."""
         self._registry.acknowledge(request.uid, caller())
+        await self._registry.accept(())  # a restart must not send it again, nor find it under its freed request id
         return pb.AcknowledgeOutcomeResponse()
 
     async def RedeliverOutcomes(
