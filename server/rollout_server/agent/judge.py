@@ -30,6 +30,8 @@ Is the response correct, measured by the reference answer? Reply with yes or no.
 
 _PLACEHOLDER: Final = re.compile(r"\{(question|answer|response)\}")
 _YES_NO: Final = re.compile(r"\b(yes|no)\b", re.IGNORECASE)
+# A minus sign, an en dash or a non-breaking hyphen in front of a number, but not one between two, as in "1–5".
+_MINUS: Final = re.compile(r"(?<![\w.])[−–‑](?=\d)")
 _NUMBER: Final = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w%]|\.\d)")
 
 
@@ -46,7 +48,7 @@ def number_from(low: float, high: float) -> Parser:
 
     def parse(reply: str) -> float:
         line = re.sub(rf"\s*(?:/|out of)\s*{re.escape(f'{high:g}')}(?!\.?\d)", "", _last_line(reply))
-        numbers = [float(text) for text in _NUMBER.findall(line)]
+        numbers = [float(text) for text in _NUMBER.findall(_MINUS.sub("-", line))]
         if len(numbers) != 1 or not low <= numbers[0] <= high:
             raise ValueError(f"end with a line that has one number from {low:g} to {high:g}")
         return numbers[0]
