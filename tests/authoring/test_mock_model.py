@@ -39,6 +39,8 @@ def call(model: MockModel, *messages: dict[str, Any]) -> tuple[str, dict[str, An
         # 2.5 is no integer: the schema refuses it, so the example is used as a whole.
         ("Which numbers: 7 and 2.5?", "add", {"a": 1, "b": 1}),
         ("Two numbers, please", "add", {"a": 1, "b": 1}),
+        ("Which numbers, at 09:30?", "add", {"a": 9, "b": 30}),  # JSON has no leading zeros
+        ("Which numbers: ٧ and -007.50 and 3?", "add", {"a": -7.5, "b": 3}),
     ],
 )
 def test_the_tool_and_its_arguments_come_from_the_message(text: str, name: str, arguments: dict[str, Any]) -> None:

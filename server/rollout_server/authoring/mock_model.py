@@ -15,7 +15,7 @@ from rollout_server.testing.model.calculator import text_of
 from rollout_server.testing.script import ScriptedReply, tool_call
 
 _WORD: Final = re.compile(r"\w+")
-_NUMBER: Final = re.compile(r"-?\d+(?:\.\d+)?")
+_NUMBER: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _QUOTED: Final = re.compile(r"""["'“«]([^"'”»]+)["'”»]""")
 # A capitalised word that does not begin a sentence.
 _NAME: Final = re.compile(r"(?<=[^.!?\s]\s)[A-ZÀ-Þ]\w+")
@@ -57,7 +57,7 @@ def _tokens_of(text: str) -> Iterator[str]:
 def _from_prompt(prompt: str, example: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The example with strings and numbers from the prompt; the example alone where the schema does not allow those."""
     texts = iter(_QUOTED.findall(prompt) or _NAME.findall(prompt) or [prompt])
-    numbers = (json.loads(number) for number in _NUMBER.findall(prompt))
+    numbers = (float(number) if "." in number else int(number) for number in _NUMBER.findall(prompt))
     arguments = dict(example)
     for name, value in example.items():
         if isinstance(value, str):
