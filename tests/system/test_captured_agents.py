@@ -387,6 +387,25 @@ async def test_what_no_template_renders_is_refused_and_the_rollout_goes_on() -> 
     assert [sample.origin.kind for sample in outcome.samples] == [SEGMENT_KIND_MAIN, SEGMENT_KIND_BRANCH]
 
 
+async def test_a_trainer_of_one_conversation_gets_the_call_after_one_that_was_never_sent() -> None:
+    async def calls(capture: Capture) -> None:
+        with pytest.raises(CallRefused, match="is not text"):
+            await said(capture, {"role": "user", "content": [IMAGE]})
+        first = await said(capture, user("Begin."))
+        with pytest.raises(CallRefused) as refused:
+            await said(capture, user("A subtask."))
+        assert refused.value.reason == "ONE_CONVERSATION"
+        await said(capture, user("Begin."), first, user("Go on."))
+
+    async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
+        outcome = await roll(client, "calls", completions=Target(trainer.url, "http_masked"), tokenizer="toy")
+        (verdict,) = trainer.verdicts()
+    (sample,) = samples(outcome)
+    assert equal(sample, verdict.sample)
+    assert verdict.accepted
+    assert outcome.capture.refused == 2
+
+
 async def test_an_engine_gets_the_tool_choice_of_a_call() -> None:
     choice = {"type": "function", "function": {"name": "add"}}
 

@@ -45,10 +45,19 @@ class MaskedTrainers:
         return MaskedSampler(self, spec, tools)
 
 
+@dataclass(slots=True)
+class _MessageList:
+    """The trainer's message list of a rollout. Conversations that replace each other before the first request share it."""
+
+    begun: bool = False
+
+
 class MaskedSampler:
     """Request the completions of one rollout. Each request has a mask over the tokens since the previous completion."""
 
-    def __init__(self, trainers: MaskedTrainers, spec: Spec, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self, trainers: MaskedTrainers, spec: Spec, tools: Sequence[Tool], at_trainer: _MessageList | None = None
+    ) -> None:
         self._trainers = trainers
         self._spec = spec
         self._tools = tools
@@ -57,14 +66,12 @@ class MaskedSampler:
         self._prompts = ReportedPrompts()
         self._renderer: Renderer | None = None
         self._form = trainers.forms.of(spec) or trainers.form
-        self._requested = False
+        self._at_trainer = at_trainer or _MessageList()
         self._resumed = ResumedTurns(masks=True)
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Render, post and check one turn. Raises `RolloutFailed`."""
-        self._requested = True
-        renderer = await self._open(request)
-        rendered = await _predict(request, renderer)
+        renderer, rendered = await self._rendered(request)
         started = time.monotonic()
         fetched, mask_length = await self._fetch(request, renderer, rendered)
         elapsed = 1000 * (time.monotonic() - started)
@@ -86,7 +93,7 @@ class MaskedSampler:
 
     def resume(self, asked: Asked, answered: Answered) -> None:
         """See `Sampler.resume`."""
-        self._requested = True
+        self._at_trainer.begun = True
         self._resumed.add(asked, answered)
 
     def fork(self, fork: Fork) -> MaskedSampler:
@@ -94,14 +101,24 @@ class MaskedSampler:
 
         Before the first turn the conversation can still be replaced: the trainer has no list yet.
         """
-        replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN)
-        if replaces and fork.tools is None and not self._requested:
-            return MaskedSampler(self._trainers, self._spec, self._tools)
+        replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN, SegmentKind.DRIFT)
+        if replaces and fork.tools is None and not self._at_trainer.begun:
+            return MaskedSampler(self._trainers, self._spec, self._tools, self._at_trainer)
         text = (
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
             "For several conversations use a gRPC trainer, or one that derives masks itself (POST /v1/rollout/init)"
         )
         raise RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
+
+    async def _rendered(self, request: CompletionRequest) -> tuple[Renderer, Rendered]:
+        """Render a turn. From here on no other conversation may begin, unless the rendering fails: then nothing was sent."""
+        had_begun, self._at_trainer.begun = self._at_trainer.begun, True
+        try:
+            renderer = await self._open(request)
+            return renderer, await _predict(request, renderer)
+        except BaseException:
+            self._at_trainer.begun = had_begun
+            raise
 
     async def _fetch(
         self, request: CompletionRequest, renderer: Renderer, rendered: Rendered
