@@ -103,6 +103,16 @@ def test_nulls_of_tables_are_removed_and_calls_stay() -> None:
     assert prompt_messages("prompt", messages) == [{"role": "user", "content": "hi"}, *messages[1:]]
 
 
+def test_arguments_that_a_table_adds_to_a_call_are_removed(tmp_path: Path) -> None:
+    """Parquet gives every call the arguments of all tools."""
+    calls = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": each}} for each in ({"x": 1}, {"y": 2})
+    ]
+    talk = [[{"role": "assistant", "content": None, "tool_calls": [each]}, *user(text("b"))] for each in calls]
+    rows = read_rows(parquet(tmp_path / "d.parquet", [{"prompt": each} for each in talk]))
+    assert [row.messages for row in rows] == talk
+
+
 WRONG: dict[str, tuple[object, list[PromptImage], str]] = {
     "none": (None, [], "prompt is empty"),
     "no_message": ([], [], "prompt is empty"),

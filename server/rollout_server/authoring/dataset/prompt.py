@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rollout_client.adapters.dataset_rows import dataset_message
+
 from rollout_server.authoring.dataset.row import json_value
 from rollout_server.tool.result import content_of
 
@@ -87,7 +89,10 @@ def _message(message: object, where: str, images: deque[PromptImage]) -> dict[st
         fields["content"] = None
     else:
         raise InvalidPrompt(f"{where}.content must be a text or a list of parts, not {_kind(content)}")
-    return {key: json_value(value) for key, value in fields.items()}
+    found = {key: json_value(value) for key, value in fields.items()}
+    if "tool_calls" in found:  # in Parquet, all calls have the arguments of all tools
+        found.update(dataset_message({"tool_calls": found["tool_calls"]}))
+    return found
 
 
 def _part(part: object, where: str, images: deque[PromptImage]) -> dict[str, Any]:
