@@ -92,6 +92,7 @@ def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str
     if rendered.short_form_dropped:
         text = (
             f"turn {turn}: the environment depends on more of the history than the short form keeps, so each further turn "
-            "renders the whole conversation, which costs more as it grows"
+            "renders the whole conversation, which costs more as it grows; turns since the last comparison may have other tokens "
+            "than the whole conversation has"
         )
         yield "short_form_dropped", text
