@@ -55,7 +55,7 @@ async def main():
                 mean = sum(rollout.reward for rollout in judged) / max(len(judged), 1)
                 print(f"step {step:2}: mean reward {mean:.2f}")
                 for rollout in judged:
-                    for sample in rollout.samples:
+                    for sample in rollout.own:
                         learn(sample, rollout.reward - mean)
 
 

@@ -36,7 +36,7 @@ async def main(server: str, tokenizer_name: str, tokenizer_file: str) -> None:
                 judged = [each for each in group.rollouts if each.reward is not None]  # failed ones have no reward
                 mean = sum(each.reward for each in judged) / max(len(judged), 1)
                 for rollout in judged:
-                    for sample in rollout.samples:  # your optimizer goes here
+                    for sample in rollout.own:  # your optimizer goes here
                         trained = sum(sample.response_mask)
                         print(
                             f"policy-{version}: advantage {rollout.reward - mean:+.1f} for {trained} of {len(sample.response_ids)}"

@@ -46,7 +46,7 @@ class MaskedTrainers:
 
 
 @dataclass(slots=True)
-class _MessageList:
+class _TrainerConversation:
     """The trainer's message list of a rollout. Conversations that replace each other before the first request share it."""
 
     begun: bool = False
@@ -56,7 +56,7 @@ class MaskedSampler:
     """Request the completions of one rollout. Each request has a mask over the tokens since the previous completion."""
 
     def __init__(
-        self, trainers: MaskedTrainers, spec: Spec, tools: Sequence[Tool], at_trainer: _MessageList | None = None
+        self, trainers: MaskedTrainers, spec: Spec, tools: Sequence[Tool], at_trainer: _TrainerConversation | None = None
     ) -> None:
         self._trainers = trainers
         self._spec = spec
@@ -66,7 +66,7 @@ class MaskedSampler:
         self._prompts = ReportedPrompts()
         self._renderer: Renderer | None = None
         self._form = trainers.forms.of(spec) or trainers.form
-        self._at_trainer = at_trainer or _MessageList()
+        self._at_trainer = at_trainer or _TrainerConversation()
         self._resumed = ResumedTurns(masks=True)
 
     async def sample(self, request: CompletionRequest) -> Answered:
