@@ -356,8 +356,8 @@ class Rollout:
         return self._cancel_if_stale()
 
     def expect_clients(self) -> None:
-        """Start the `cancel_after_detach` timer of a rollout of an earlier process: from now on clients can attach again."""
-        if self._detach_timer is None:  # otherwise one has been attached already, and has left
+        """From now on clients can attach again to a rollout of an earlier process: start its `cancel_after_detach` timer."""
+        if self._restored and self._detach_timer is None:  # otherwise one has been attached already, and has left
             self._start_detach_timer()
 
     def suspend(self) -> None:

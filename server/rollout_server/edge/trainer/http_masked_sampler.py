@@ -56,7 +56,11 @@ class MaskedSampler:
     """Request the completions of one rollout. Each request has a mask over the tokens since the previous completion."""
 
     def __init__(
-        self, trainers: MaskedTrainers, spec: Spec, tools: Sequence[Tool], at_trainer: _TrainerConversation | None = None
+        self,
+        trainers: MaskedTrainers,
+        spec: Spec,
+        tools: Sequence[Tool],
+        at_trainer: _TrainerConversation | None = None,
     ) -> None:
         self._trainers = trainers
         self._spec = spec

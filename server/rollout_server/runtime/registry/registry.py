@@ -196,18 +196,14 @@ class RolloutRegistry:
             self._settle(rollout, since)
 
     def resume(self) -> None:
-        """Continue the rollouts that `load` took over, or end them as interrupted, and continue the deliveries of outcomes.
-
-        Called once the ports are open, so `cancel_after_detach` begins to count here.
-        """
+        """Once the ports are open, continue what `load` took over, or end it as interrupted, and continue the deliveries."""
         self._is_held_back = False
         unresumable, self._unresumable = self._unresumable, []
         for rollout, end in unresumable:
             rollout.ending.request(end)  # no effect on one that was cancelled since the ports were opened
             end_without_slot(rollout)
         for rollout in self._index.rollouts():
-            if rollout.is_restored:
-                rollout.expect_clients()
+            rollout.expect_clients()
         self._outbox.resume()
         self._fill()
 
@@ -319,17 +315,15 @@ class RolloutRegistry:
         await self._outbox.drain(max(_LAST_DELIVERIES, until - asyncio.get_running_loop().time()))
 
     def _refuse(self, rollout: Rollout, problem: RolloutError) -> None:
-        """Forget a rollout whose acceptance could not be stored. It stops without an outcome.
-
-        The journal drops it at once and not when its agent has ended: what it has of the rollout was not committed, so it never
-        is, and no restart can continue the rollout beside that of a repeated request.
-        """
+        """Forget a rollout whose acceptance could not be stored. It stops without an outcome."""
         self._queue.withdraw(rollout)
         rollout.suspend()
         self.policies.remove(rollout)
         self._index.drop(rollout.uid)
         rollout.log.abandon(problem)
-        self._discard(rollout)
+        self._discard(
+            rollout
+        )  # before its agent ends, so that no restart continues it beside that of a repeated request
         if not rollout.running:
             self._queue.forget(rollout)
 
