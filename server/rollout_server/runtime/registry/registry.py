@@ -321,9 +321,7 @@ class RolloutRegistry:
         self.policies.remove(rollout)
         self._index.drop(rollout.uid)
         rollout.log.abandon(problem)
-        self._discard(
-            rollout
-        )  # before its agent ends, so that no restart continues it beside that of a repeated request
+        self._discard(rollout)  # at once: no restart may continue it beside that of a repeated request
         if not rollout.running:
             self._queue.forget(rollout)
 
