@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 from rollout_server.core.error import Busy
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import Message
 from rollout_server.core.outcome import Cancellation, Stop
+from rollout_server.core.spec import Sampling
 from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.start_request import Caller, Capacity, Quota, StartRequest
 
 from tests.runtime.test_groups import Groups
-from tests.support.runtime_harness import Looping, RuntimeHarness, Say, a_spec, call, outcome_of
+from tests.support.runtime_harness import ME, Looping, RuntimeHarness, Say, a_spec, call, outcome_of
 
 KIB = 2**10
 
@@ -45,6 +47,27 @@ async def test_what_rollouts_hold_is_counted_until_they_are_remembered(new_world
         await outcome_of(rollout)
     await asyncio.sleep(1)
     assert world.roster.active_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "attached",
+    [
+        {"metadata_json": f'{{"a": "{"x" * 16 * KIB}"}}'},
+        {"source_json": f'{{"a": "{"é" * 8 * KIB}"}}'},
+        {"sampling": Sampling(extra_json=f'{{"a": "{"x" * 16 * KIB}"}}')},
+    ],
+)
+async def test_what_a_request_has_beside_its_messages_counts(
+    new_world: type[RuntimeHarness], attached: dict[str, Any]
+) -> None:
+    world = new_world(capacity=Capacity(active_bytes=56 * KIB, finished_bytes=24 * KIB))
+    rollouts = [world.start(Say("8", seconds=10), **attached) for _ in range(3)]
+    assert refused(world, **attached).reason == "TOO_MANY_BYTES"
+    for rollout in rollouts:
+        await outcome_of(rollout)
+    await asyncio.sleep(1)
+    assert world.roster.active_bytes == 0
+    assert len([*world.roster.select(Selection(ME))]) == 1  # only one fits into the memory of finished rollouts
 
 
 async def test_what_running_rollouts_gather_counts_as_well(new_world: type[RuntimeHarness]) -> None:

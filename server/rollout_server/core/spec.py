@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from rollout_server.core.limits import Limits
-from rollout_server.core.message import Message
+from rollout_server.core.message import Message, utf8_length
 from rollout_server.core.outcome import FailureClass
 
 
@@ -176,3 +176,8 @@ class Spec:
     group_index: int | None = None
     models: Mapping[str, Target] = field(default_factory=dict)
     staleness: Staleness | None = None
+
+    @property
+    def attached_bytes(self) -> int:
+        """Size of what the rollout carries beside its messages, in bytes of UTF-8."""
+        return sum(map(utf8_length, (self.metadata_json, self.source_json, self.sampling.extra_json)))

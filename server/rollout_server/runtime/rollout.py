@@ -109,7 +109,7 @@ class Rollout:
     ) -> None:
         request, agent = admitted.request, admitted.agent
         self.uid = uid
-        self.spec = request.spec
+        self.spec, self._attached_bytes = request.spec, request.spec.attached_bytes
         self.request_id = request.request_id
         self.caller = request.caller
         self.trace, self.had_to_wait = request.trace, stored is not None
@@ -196,6 +196,11 @@ class Rollout:
     def credentials(self) -> Credentials:
         """Bearer tokens for its endpoints; empty once no endpoint will be called any more."""
         return self._credentials
+
+    @property
+    def size(self) -> int:
+        """Approximate memory in bytes: what grows in `machine`, and the metadata of the request."""
+        return self.machine.size + self._attached_bytes
 
     @property
     def delivery(self) -> Delivery | None:

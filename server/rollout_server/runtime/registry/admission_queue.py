@@ -121,7 +121,7 @@ class RolloutQueue:
 
     def measure(self, rollout: Rollout) -> None:
         """Update the size of a rollout whose conversation has grown."""
-        self._resize(rollout, rollout.machine.size)
+        self._resize(rollout, rollout.size)
 
     def forget(self, rollout: Rollout) -> None:
         """Stop counting a rollout's bytes: the retention of finished rollouts counts them from here on."""

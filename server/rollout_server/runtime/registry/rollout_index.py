@@ -164,13 +164,13 @@ class Retention:
         """Add a finished rollout. Its retention time begins at `since`, in seconds since 1970; None: it begins here."""
         age = 0.0 if since is None else self._clock.wall() - since
         self._rollouts.append((rollout, self._clock.monotonic() - max(age, 0.0)))
-        self._bytes += rollout.machine.size
+        self._bytes += rollout.size
 
     def take_back(self, rollouts: Iterable[Rollout]) -> None:
         """Remove rollouts that are in use again. Ignores those that are not here."""
         back = set(rollouts)
         if back:
-            self._bytes -= sum(rollout.machine.size for rollout, _ in self._rollouts if rollout in back)
+            self._bytes -= sum(rollout.size for rollout, _ in self._rollouts if rollout in back)
             self._rollouts = deque(each for each in self._rollouts if each[0] not in back)
 
     def surplus(self) -> Iterator[str]:
@@ -182,5 +182,5 @@ class Retention:
             if young and len(self._rollouts) <= capacity.finished and self._bytes <= capacity.finished_bytes:
                 return
             self._rollouts.popleft()
-            self._bytes -= rollout.machine.size
+            self._bytes -= rollout.size
             yield rollout.uid
