@@ -86,7 +86,7 @@ MISTAKES = [
         "cannot be serialized as JSON: Object of type object is not JSON serializable ({at})",
         PLAY,
     ),
-    Row("tool-raises", "raised KeyError at {at}", told="Error: 'key'"),
+    Row("tool-raises", "raised KeyError at {at}", told="Error: KeyError: 'key'"),
     Row(
         "tool-returns-no-json",
         "tool odd ({at}) returned a value that cannot be written as text",

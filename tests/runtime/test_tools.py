@@ -152,6 +152,17 @@ async def test_a_tool_that_fails_answers_the_model_and_the_rollout_goes_on(
     assert outcome.metrics.tool_failures == 1
 
 
+@tool
+async def look_up(city: str) -> float:
+    """Raises KeyError for an unknown city."""
+    return {"Bern": 21.5}[city]
+
+
+async def test_a_key_error_is_named_because_its_text_is_only_the_key() -> None:
+    result = await ToolExecutor((look_up,)).run(call("look_up", city="Zürich"))
+    assert result.content == "Error: KeyError: 'Zürich'"
+
+
 async def test_an_agent_without_tools_says_so() -> None:
     result = await ToolExecutor(()).run(call("add", a=1))
     assert result.content == "Error: Unknown function 'add'. Available: []"

@@ -52,8 +52,8 @@ class JournalDirectory:
             self._lock.acquire()
         except Timeout:
             text = (
-                f"the journal {self.path} is in use by another server (it holds the file {_LOCK}): stop that server, "
-                f"{ELSEWHERE}"
+                f"the journal {self.path} is in use by another server (it holds the file {_LOCK}), for example by one that "
+                f"already runs on this port: stop that server, {ELSEWHERE}"
             )
             raise JournalUnusable(text) from None
         except OSError as error:

@@ -67,7 +67,9 @@ class CompletionFetch:
     deadline: float | None = None
     who: str = "the trainer"
     source: FailureClass = FailureClass.TRAINER
-    unreachable: str = "check that it is running, and that server_url names its host and port"
+    unreachable: str = (
+        "check that it is running, and that its URL (server_url, completions.url) names its host and port"
+    )
     again_on: tuple[int, ...] = ()
     gate: SamplingGate = field(default_factory=SamplingGate, repr=False)
 

@@ -296,7 +296,8 @@ async def _attempts(tool: ServerRunTool, runner: ToolRunner, arguments: Mapping[
 
 def _error_text(error: BaseException) -> str:
     try:
-        return str(error) or type(error).__name__
+        text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # its own text is only the key
+        return text or type(error).__name__
     except Exception:  # `__str__` is the author's code, too
         return type(error).__name__
 
