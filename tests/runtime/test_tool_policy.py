@@ -386,7 +386,7 @@ async def test_an_authors_mistakes_are_logged_once_with_file_and_line(caplog: py
         return {}[kind] if kind else object()
 
     box, line = ToolExecutor((broken,)), broken.definition.line
-    assert (await run(box, "broken", kind="secret")).content == "Error: 'secret'"
+    assert (await run(box, "broken", kind="secret")).content == "Error: KeyError: 'secret'"
     assert (await run(box, "broken", kind="")).text.startswith("Error: The result of broken cannot be written: Unable")
     assert (await run(box, "broken", kind="exit")).content == "Error: SystemExit: bye"
     await run(box, "broken", kind="secret")
