@@ -325,7 +325,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "a cut answer is not closed",
             "renderer",
-            "pack_tokens() if ended else pack_tokens([stop.id])",
+            "pack_tokens() if closed else pack_tokens([stop.id])",
             "pack_tokens()",
         ),
     ),
@@ -334,7 +334,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "an answer is closed twice",
             "renderer",
-            "pack_tokens() if ended else pack_tokens([stop.id])",
+            "pack_tokens() if closed else pack_tokens([stop.id])",
             "pack_tokens([stop.id])",
         ),
     ),

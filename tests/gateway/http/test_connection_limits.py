@@ -358,7 +358,7 @@ async def test_a_body_that_cannot_be_read_is_400(
         status, content = await client.ask(ASK + offer + body)
         assert (status, json.loads(content)) == (400, {"detail": "Bad Request"})
         assert await client.closed()
-    assert [each.message for each in caplog.records] == ["Invalid HTTP request received."]
+    assert {each.message for each in caplog.records} <= {"Invalid HTTP request received."}
 
 
 async def test_a_body_that_cannot_be_read_gets_no_response_that_another_request_is_due() -> None:
