@@ -51,10 +51,10 @@ def reference_of(rollout: pb.Rollout) -> Reference:
 
 
 def check_runs(trial: Trial, found: Sequence[pb.Rollout], received: Set[str]) -> Sequence[pb.Rollout]:
-    """Return the rollouts of a start, however often it was sent: one that has finished.
+    """Return the rollouts of a start, the oldest first. All have finished. However often the start was sent, there is one.
 
-    Only a crash right before the response to POST /rollout may leave an older one: its outcome was acknowledged, so the repeated
-    request started another rollout ("Not covered" in docs/durability.md). `received` has the uids of acknowledged outcomes.
+    The exception is a crash right before the response to POST /rollout: the outcome was acknowledged, so the repeated request
+    starts another rollout ("Not covered" in docs/durability.md). `received` has the uids of acknowledged outcomes.
     """
     runs = sorted(found, key=lambda rollout: rollout.create_time.ToNanoseconds())
     for older, newer in pairwise(runs):

@@ -87,8 +87,8 @@ async def test_a_cancel_that_was_answered_holds_after_a_crash() -> None:
     assert continued.outcome is None
 
 
-async def test_the_time_without_a_client_begins_once_clients_can_attach_again() -> None:
-    """While the journal is read the ports are closed, which may take longer than the grace."""
+async def slow_restart() -> tuple[RuntimeHarness, Rollout]:
+    """Restart with a rollout whose clients may be gone for 10 s. The ports stay closed for longer, while the journal is read."""
     journal = KeptJournal()
     RuntimeHarness(journal=journal).start(HANGS, completions=REPLAYS, cancel_after_detach=10.0)
     await asyncio.sleep(1)
@@ -96,6 +96,11 @@ async def test_the_time_without_a_client_begins_once_clients_can_attach_again() 
     await second.load()
     await asyncio.sleep(100)
     (rollout,) = known(second)
+    return second, rollout
+
+
+async def test_the_time_without_a_client_begins_once_clients_can_attach_again() -> None:
+    second, rollout = await slow_restart()
     with rollout.attached():  # between the opening of the ports and `resume`
         await asyncio.sleep(1)
     await asyncio.sleep(1)
@@ -110,14 +115,8 @@ async def test_the_time_without_a_client_begins_once_clients_can_attach_again() 
 
 
 async def test_a_rollout_that_no_client_comes_back_to_is_cancelled_after_its_grace() -> None:
-    journal = KeptJournal()
-    RuntimeHarness(journal=journal).start(HANGS, completions=REPLAYS, cancel_after_detach=10.0)
-    await asyncio.sleep(1)
-    second = next_process(journal)
-    await second.load()
-    await asyncio.sleep(100)
+    second, rollout = await slow_restart()
     second.roster.resume()
-    (rollout,) = known(second)
     await asyncio.sleep(9)
     assert rollout.outcome is None
     await asyncio.sleep(2)
