@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import operator
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Final, TypeAlias, TypeVar
@@ -21,6 +22,7 @@ ABORT: Final = "abort"
 """The `finish_reason` of a completion that was interrupted."""
 LARGEST_STEP: Final = 2**63 - 1
 """Largest policy step: an int64."""
+_AWAITABLES: Final = ("Awaitable", "Coroutine", "Future", "Task")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,38 @@ def takes_turn(generate: Callable[..., object]) -> bool:
     return sum(each.kind in positional and each.default is Parameter.empty for each in parameters) == 1
 
 
+def check_coroutine(function: Callable[..., object], name: str) -> None:
+    """Raise TypeError for a plain `generate` or `generate_batch`, unless it may return an awaitable all the same.
+
+    It may if it is a lambda, is decorated, or is annotated with another return type than `Generated`.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    defined = getattr(function, "__func__", function)
+    if not inspect.isfunction(defined):
+        defined = type(function).__call__
+    if not inspect.isfunction(defined) or inspect.iscoroutinefunction(defined):
+        return
+    if hasattr(defined, "__wrapped__") or defined.__name__ == "<lambda>":
+        return
+    returns = str(defined.__annotations__.get("return", "Generated"))
+    if "Generated" in returns and not any(each in returns for each in _AWAITABLES):
+        raise TypeError(f"{name} must be a coroutine function: write `async def {name}`, or use SyncTrainer")
+
+
+def check_signature(function: Callable[..., object], arguments: int, forms: str) -> None:
+    """Raise TypeError, with the possible `forms` such as "decode(ids)", unless a function takes that many arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError:
+        name = forms.partition("(")[0]
+        raise TypeError(f"{name} is called as {forms}, but its parameters are {signature}") from None
+
+
 def sampling_params(proto: spec_pb2.Sampling) -> SamplingParams:
     """Convert the sampling parameters of a request."""
     return SamplingParams(
@@ -171,7 +205,7 @@ def sampling_params(proto: spec_pb2.Sampling) -> SamplingParams:
     )
 
 
-def token_ids(values: Sequence[int], where: str) -> array[int]:
+def token_ids(values: Iterable[int], where: str) -> array[int]:
     """Return token ids as an array of uint32. Raises TypeError and ValueError that name `where`."""
     try:
         ids = array("I", [operator.index(value) for value in values])

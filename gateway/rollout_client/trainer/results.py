@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -161,12 +161,23 @@ def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     return Finished(rollout, trained, None, checked, rest)
 
 
+def iter_prompts(given: Iterable[PromptLike]) -> Iterator[PromptLike]:
+    """Return an iterator of prompts. Raises TypeError for a single prompt, such as a str, whose items are not prompts."""
+    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"prompts must be a list of prompts, not {type(given).__name__}: write rollouts([prompt]) for one prompt"
+        )
+    return iter(given)
+
+
 def to_prompt(given: PromptLike) -> Prompt:
     """Convert any form of a prompt to a `Prompt`. Raises TypeError for other types."""
     if isinstance(given, Prompt):
         return given
     if isinstance(given, str):
         return Prompt([{"role": "user", "content": given}])
-    if isinstance(given, Mapping) or not isinstance(given, Sequence):
-        raise TypeError(f"a prompt must be a str, a list of messages or a Prompt, not {type(given).__name__}")
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence):
+        wrong = f"a prompt must be a str, a list of messages or a Prompt, not {type(given).__name__}"
+        message = "; for one conversation, write rollouts([[message, ...]])" if isinstance(given, Mapping) else ""
+        raise TypeError(wrong + message)
     return Prompt(given)

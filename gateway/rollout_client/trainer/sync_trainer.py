@@ -22,7 +22,7 @@ from rollout_client.trainer.batches import GenerateBatch
 from rollout_client.trainer.completion import Parse
 from rollout_client.trainer.generation import Decode, Generate, Generated, SamplingParams, Turn
 from rollout_client.trainer.prompts import Render
-from rollout_client.trainer.results import Group, PromptLike
+from rollout_client.trainer.results import Group, PromptLike, iter_prompts
 from rollout_client.trainer.server import Serving
 from rollout_client.trainer.trainer import ModelFields, RolloutFields, Trainer
 
@@ -125,7 +125,7 @@ class SyncTrainer:
         """
         loop, given = self._open_loop(), prompts
         if not isinstance(prompts, list | tuple):  # else nothing of the user's is called, and all groups start at once
-            waiting = iter(prompts)
+            waiting = iter_prompts(prompts)
             take = self._calls.wrap(lambda: next(waiting, None))
             given = cast(Iterator[PromptLike], iter(take, None))  # of awaitables: `Trainer` awaits each
         groups = _Groups(self._trainer.rollouts(given, n=n, at_once=at_once, in_order=in_order, **fields))

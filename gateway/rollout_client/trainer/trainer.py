@@ -17,7 +17,15 @@ from rollout_client.errors import RolloutError
 from rollout_client.spec import FailureClass, Limits, Sampling, StaleAction, Target, Tokenizer
 from rollout_client.trainer.batches import Batches, GenerateBatch
 from rollout_client.trainer.completion import Parse, plain
-from rollout_client.trainer.generation import Decode, Generate, resolved
+from rollout_client.trainer.generation import (
+    Decode,
+    Generate,
+    check_coroutine,
+    check_signature,
+    resolved,
+    takes_turn,
+    token_ids,
+)
 from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import (
@@ -26,6 +34,7 @@ from rollout_client.trainer.results import (
     Prompt,
     PromptLike,
     RecordMismatch,
+    iter_prompts,
     to_prompt,
     verify_rollout,
 )
@@ -201,7 +210,7 @@ class Trainer:
                 f"{room * n} rollouts at once exceed remembered={self._remembered}; raise Trainer(remembered=...)"
             )
         _check_fields(fields)
-        waiting, started = iter(prompts), list[asyncio.Task[Group]]()
+        waiting, started = iter_prompts(prompts), list[asyncio.Task[Group]]()
         try:
             while True:
                 while len(started) < room and (given := await resolved(next(waiting, None))) is not None:
@@ -367,35 +376,48 @@ def _batches_from(
         raise TypeError("generate and generate_batch are both given; give one of them")
     if not callable(generate_batch):
         raise TypeError("generate_batch must be callable")
+    check_coroutine(generate_batch, "generate_batch")
+    check_signature(generate_batch, 1, "generate_batch(turns)")
     if serving is not None:
         raise TypeError("generate_batch needs the stream to the server: leave out serving, or give generate")
     return Batches(generate_batch, most, seconds, announced)
 
 
 def _model_from(fields: ModelFields, batches: Batches | None) -> Model:
-    generate = fields.get("generate") if batches is None else batches.generate
-    if not callable(generate):
-        raise TypeError("generate must be given and callable, or generate_batch")
-    if not callable(fields.get("decode")):
-        raise TypeError("decode must be given and callable")
     unknown = set(fields) - set(ModelFields.__annotations__)
     if unknown:
         raise TypeError(f"unknown argument {sorted(unknown)[0]!r}; use one of {', '.join(ModelFields.__annotations__)}")
-    return Model(
-        generate,
-        fields["decode"],
-        fields.get("parse", plain),
-        fields.get("render"),
-        frozenset(fields.get("end_ids", ())),
-    )
+    generate = fields.get("generate") if batches is None else batches.generate
+    if not callable(generate):
+        raise TypeError("generate must be given and callable, or generate_batch")
+    check_coroutine(generate, "generate")
+    check_signature(generate, 1 if takes_turn(generate) else 2, "generate(turn) or generate(prompt_ids, sampling)")
+    decode, parse, render = fields.get("decode"), fields.get("parse", plain), fields.get("render")
+    if not callable(decode):
+        raise TypeError("decode must be given and callable")
+    if not callable(parse):
+        raise TypeError(
+            f"parse must be a function such as rollout_client.trainer.parsers.hermes, not {type(parse).__name__}"
+        )
+    if render is not None:
+        if not callable(render):
+            raise TypeError("render must be callable")
+        check_signature(render, 2, "render(messages, tools)")
+    check_signature(decode, 1, "decode(ids)")
+    check_signature(parse, 1, "parse(text)")
+    return Model(generate, decode, parse, render, _end_ids(fields.get("end_ids", ())))
+
+
+def _end_ids(given: Collection[int]) -> frozenset[int]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise TypeError(f"end_ids must be a collection of token ids such as {{7}}, not {type(given).__name__}")
+    return frozenset(token_ids(given, "end_ids"))
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
     taken = [name for name in _PER_ROLLOUT if name in fields]
     if taken:
-        raise TypeError(
-            f"{taken[0]!r} cannot be set for all rollouts; the trainer sets it, or it belongs into a Prompt"
-        )
+        raise TypeError(f"{taken[0]!r} cannot be set for all rollouts; the trainer sets it, or it belongs in a Prompt")
     if isinstance(fields.get("metadata"), str):
         raise TypeError("metadata must be a mapping here, because the metadata of a prompt is merged into it")
 
