@@ -141,12 +141,19 @@ def limit(patch: pytest.MonkeyPatch) -> Sampler:
     return ALWAYS_ON
 
 
-def refuse_parts(patch: pytest.MonkeyPatch) -> Sampler:
-    patch.setattr("rollout_server.edge.tracing.child_spans.ReadableSpan", lambda name: None)
+def take_no_scope(patch: pytest.MonkeyPatch) -> Sampler:
+    """An SDK whose spans are made of other parts."""
+    patch.setattr(ReadableSpan, "__init__", lambda self, name, context, parent: None)
     return ALWAYS_ON
 
 
-@pytest.mark.parametrize("differ", [limit, refuse_parts, lambda patch: Picky()])
+def keep_the_end_elsewhere(patch: pytest.MonkeyPatch) -> Sampler:
+    """An SDK that has another name for a field."""
+    patch.setattr(ReadableSpan, "end_time", property(lambda self: self.__dict__.get("ended")))
+    return ALWAYS_ON
+
+
+@pytest.mark.parametrize("differ", [limit, take_no_scope, keep_the_end_elsewhere, lambda patch: Picky()])
 def test_where_they_could_differ_there_are_none(
     monkeypatch: pytest.MonkeyPatch, differ: Callable[[pytest.MonkeyPatch], Sampler]
 ) -> None:

@@ -12,7 +12,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from time import time_ns
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from opentelemetry import trace
 from opentelemetry.attributes import BoundedAttributes
@@ -33,11 +33,10 @@ _MOST: Final = 128
 _PLAIN: Final = frozenset({str, bool, int, float, tuple})
 _NAMES: Final = frozenset({str})
 _UNSET: Final = Status()
-_Export: TypeAlias = "Callable[[ChildSpan, int], None]"
 
 
-class ChildSpan(Span):
-    """An open span whose parent is recorded in this process.
+class ChildSpan(ReadableSpan, Span):
+    """A span whose parent is recorded in this process. Processors get the span itself, which does not change after its end.
 
     Args:
         name: of the span.
@@ -45,10 +44,8 @@ class ChildSpan(Span):
         kind: of the span.
         started: Unix time in ns; None: now.
         attributes: which need no cleaning; the span keeps this dict.
-        export: is called with the span and the time of its end.
+        tracer: exports the span at its end.
     """
-
-    __slots__ = ("_export", "attributes", "context", "events", "kind", "links", "name", "parent", "started", "status")
 
     def __init__(
         self,
@@ -57,25 +54,28 @@ class ChildSpan(Span):
         kind: SpanKind,
         started: int | None,
         attributes: dict[str, Any],
-        export: _Export,
+        tracer: ChildTracer,
     ) -> None:
-        self.name = name
-        self.context, self.parent = ids
-        self.kind = kind
-        self.started = started or time_ns()
-        self.attributes = attributes
-        self.events: Sequence[Event] = ()
-        self.links: Sequence[Link] = ()
-        self.status = _UNSET
-        self._export: _Export | None = export
+        super().__init__(
+            name,
+            *ids,
+            resource=tracer.resource,
+            attributes=attributes,
+            kind=kind,
+            status=_UNSET,
+            start_time=started or time_ns(),
+            instrumentation_scope=tracer.scope,
+        )
+        self.kept = attributes
+        self._tracer = tracer
 
     def get_span_context(self) -> SpanContext:
         """Return its ids."""
-        return self.context
+        return cast("SpanContext", self._context)
 
     def is_recording(self) -> bool:
         """Return whether it is open."""
-        return self._export is not None
+        return self._end_time is None
 
     def set_attribute(self, key: str, value: AttributeValue) -> None:
         """Set an attribute. What is none is converted or left out, as the SDK does."""
@@ -83,29 +83,29 @@ class ChildSpan(Span):
 
     def set_attributes(self, attributes: Any) -> None:
         """Set attributes. What is none is converted or left out, as the SDK does."""
-        if self._export is not None:
-            _set(self.attributes, attributes)
+        if self._end_time is None:
+            _set(self.kept, attributes)
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Add an event."""
-        if self._export is not None and len(self.events) < _MOST:
-            self.events = (*self.events, Event(name, BoundedAttributes(_MOST, attributes), timestamp))
+        if self._end_time is None and len(self._events) < _MOST:
+            self._events = (*self._events, Event(name, BoundedAttributes(_MOST, attributes), timestamp))
 
     def add_link(self, context: SpanContext, attributes: Attributes = None) -> None:
         """Add a link to another span."""
-        if self._export is not None and len(self.links) < _MOST:
-            self.links = (*self.links, Link(context, BoundedAttributes(_MOST, attributes)))
+        if self._end_time is None and len(self._links) < _MOST:
+            self._links = (*self._links, Link(context, BoundedAttributes(_MOST, attributes)))
 
     def update_name(self, name: str) -> None:
         """Change the name."""
-        if self._export is not None:
-            self.name = name
+        if self._end_time is None:
+            self._name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         """Set the status. OK is final, and UNSET changes nothing."""
         new = status if isinstance(status, Status) else Status(status, description)
-        if self._export is not None and not new.is_unset and self.status.status_code is not StatusCode.OK:
-            self.status = new
+        if self._end_time is None and not new.is_unset and self._status.status_code is not StatusCode.OK:
+            self._status = new
 
     def record_exception(
         self,
@@ -125,28 +125,29 @@ class ChildSpan(Span):
         self.add_event("exception", {**found, **(attributes or {})}, timestamp)
 
     def end(self, end_time: int | None = None) -> None:
-        """End the span and export it. It does not change after that."""
-        export, self._export = self._export, None
-        if export is not None:
-            export(self, end_time or time_ns())
+        """End the span and export it."""
+        if self._end_time is None:
+            self._end_time = end_time or time_ns()
+            self._tracer.export(self)
 
 
 class ChildTracer(trace.Tracer):
-    """Starts spans of a provider whose only processor is `processor`: cheap ones where possible, otherwise those of its own tracer.
+    """Starts spans of a provider: cheap ones where possible, otherwise those of its own tracer.
 
     Args:
         provider: the provider.
-        processor: receives the spans that have ended.
+        export: is called with each cheap span that has ended.
         scope: name, version and schema of the instrumented library.
     """
 
     def __init__(
-        self, provider: TracerProvider, processor: SynchronousMultiSpanProcessor, scope: tuple[str, str, str]
+        self, provider: TracerProvider, export: Callable[[ReadableSpan], None], scope: tuple[str, str, str]
     ) -> None:
-        self._provider = provider
-        self._processor = processor
+        self.resource = provider.resource
+        self.scope = InstrumentationScope(*scope)
+        self.export = export
+        self._new_id = provider.id_generator.generate_span_id
         self._tracer = provider.get_tracer(*scope)
-        self._scope = InstrumentationScope(*scope)
 
     def start_span(
         self,
@@ -167,7 +168,7 @@ class ChildTracer(trace.Tracer):
             return self._tracer.start_span(name, context, kind, attributes, links, start_time, *further, **named)
         span = self.start_below(above, name, kind, {}, start_time)
         if attributes:
-            _set(span.attributes, attributes)
+            _set(span.kept, attributes)
         return span
 
     def start_below(
@@ -175,34 +176,12 @@ class ChildTracer(trace.Tracer):
     ) -> ChildSpan:
         """Start a span below one that is recorded, with attributes that need no cleaning. The span keeps this dict."""
         parent = above.get_span_context()
-        span_id = self._provider.id_generator.generate_span_id()
-        ids = SpanContext(parent.trace_id, span_id, False, parent.trace_flags, parent.trace_state)
-        return ChildSpan(name, (ids, parent), kind, start_time, attributes, self.finish)
+        ids = SpanContext(parent.trace_id, self._new_id(), False, parent.trace_flags, parent.trace_state)
+        return ChildSpan(name, (ids, parent), kind, start_time, attributes, self)
 
     def start_as_current_span(self, *given: Any, **named: Any) -> Any:
         """Start a span of the SDK and make it the current one."""
         return self._tracer.start_as_current_span(*given, **named)
-
-    def finish(self, span: ChildSpan, ended: int) -> None:
-        """Export a span that ended at this time."""
-        self._processor.on_end(self.readable(span, ended))
-
-    def readable(self, span: ChildSpan, ended: int) -> ReadableSpan:
-        """Return what exporters read of a span that ended at this time. Raises TypeError if the SDK has other parts."""
-        return ReadableSpan(
-            name=span.name,
-            context=span.context,
-            parent=span.parent,
-            resource=self._provider.resource,
-            attributes=span.attributes,
-            events=span.events,
-            links=span.links,
-            kind=span.kind,
-            status=span.status,
-            start_time=span.started,
-            end_time=ended,
-            instrumentation_scope=self._scope,
-        )
 
 
 def child_tracer(
@@ -210,19 +189,32 @@ def child_tracer(
 ) -> ChildTracer | None:
     """Return a `ChildTracer`; None where its spans could differ from the SDK's.
 
-    They could if the environment limits spans, if a sampler decides about each span, or if this version of the SDK does not accept
-    spans that are made of their parts: its documentation says that they are usually its own.
+    They could if the environment limits spans, if a sampler decides about each span, or if exporters would not see what they set
+    with this version of the SDK: its documentation says that spans are usually its own. `processor` is that of `provider`.
     """
     limited = any(name.startswith("OTEL_") and name.endswith("_LIMIT") for name in os.environ)
-    if limited or type(provider.sampler).__module__ != Sampler.__module__:
+    if limited or type(provider.sampler).__module__ != Sampler.__module__ or not _are_shown(provider, scope):
         return None
-    tracer = ChildTracer(provider, processor, scope)
-    none = trace.INVALID_SPAN_CONTEXT
+    return ChildTracer(provider, processor.on_end, scope)
+
+
+def _are_shown(provider: TracerProvider, scope: tuple[str, str, str]) -> bool:
+    """Return whether exporters see what a span sets: the fields for it have no public names."""
+    ids, ended = (trace.INVALID_SPAN_CONTEXT, trace.INVALID_SPAN_CONTEXT), list[ReadableSpan]()
     try:
-        tracer.readable(ChildSpan("", (none, none), SpanKind.INTERNAL, None, {}, tracer.finish), 0)
-    except TypeError:
-        return None
-    return tracer
+        span = ChildSpan("", ids, SpanKind.CLIENT, 1, {}, ChildTracer(provider, ended.append, scope))
+        span.update_name("name")
+        span.set_attribute("key", 1)
+        span.add_event("event")
+        span.add_link(ids[0])
+        span.set_status(StatusCode.ERROR)
+        span.end(2)
+        (one,) = ended
+        shown = (one.name, one.attributes, len(one.events), len(one.links), one.status.status_code)
+        times = (one.start_time, one.end_time)
+    except (AttributeError, TypeError):
+        return False
+    return (*shown, *times) == ("name", {"key": 1}, 1, 1, StatusCode.ERROR, 1, 2)
 
 
 def _set(attributes: dict[str, Any], given: Any) -> None:

@@ -261,7 +261,7 @@ class SpanScope:
         self.attributes = begin[2]
         self.error: made.Attribute | None = None
         self._span = tracing.start(parent, *begin)
-        self._shares = getattr(self._span, "attributes", None) is self.attributes
+        self._shares = getattr(self._span, "kept", None) is self.attributes
         self._context = trace.set_span_in_context(self._span, parent[0])
 
     def __call__(self, result: Traced) -> None:
