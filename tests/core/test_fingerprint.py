@@ -9,7 +9,8 @@ from dataclasses import fields, is_dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rollout_server.core.fingerprint import VERSION, fingerprint
+from rollout_server.core import fingerprint as fingerprints
+from rollout_server.core.fingerprint import VERSION, is_same_payload
 from rollout_server.core.limits import Limits
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import FailureClass
@@ -39,6 +40,12 @@ FULL = Spec(
     labels={"team": "x", "run": "y"},
 )
 ASYNCHRONOUS = replace(FULL, completions=Target("http://t", Dialect.HTTP_PLAIN))
+
+
+def fingerprint(spec: Spec) -> str:
+    """The fingerprint of a spec that leaves nothing open."""
+    return fingerprints.fingerprint(spec, spec)
+
 
 # For each field in a spec, other values that must change the fingerprint.
 OTHERS: dict[str, list[object]] = {
@@ -167,15 +174,39 @@ def test_targets_are_not_mistaken_for_each_other() -> None:
     assert len({fingerprint(spec) for spec in specs}) == 3
 
 
-def test_it_is_a_versioned_sha_256() -> None:
-    assert re.fullmatch(rf"{VERSION}:[0-9a-f]{{64}}", fingerprint(FULL))
+def test_it_is_two_sha_256_with_a_version() -> None:
+    assert re.fullmatch(rf"{VERSION}(:[0-9a-f]{{64}}){{2}}", fingerprint(FULL))
+
+
+DIGESTS = (
+    (PLAIN, "e4615bd171e5ecc47f5d0d7490eac2f9e1e3c16e89993d89bf348f0e0eaa5a5a"),
+    (FULL, "17e101de558aac4f57b5b5486dc2881ad6174935b859e8ee29f36b662d43d2c2"),
+    (ASYNCHRONOUS, "ef9c892012fbc76f9d490318a7ccd5c4b5d03686f0448833cac754b699fa1081"),
+)
 
 
 def test_it_stays_the_same_from_release_to_release() -> None:
-    """Journals store fingerprints. A change of this value requires a new VERSION."""
-    assert fingerprint(PLAIN) == "2:e4615bd171e5ecc47f5d0d7490eac2f9e1e3c16e89993d89bf348f0e0eaa5a5a"
-    assert fingerprint(FULL) == "2:17e101de558aac4f57b5b5486dc2881ad6174935b859e8ee29f36b662d43d2c2"
-    assert fingerprint(ASYNCHRONOUS) == "2:ef9c892012fbc76f9d490318a7ccd5c4b5d03686f0448833cac754b699fa1081"
+    """Journals store fingerprints. A change of these values requires a new VERSION."""
+    for requested, digest in DIGESTS:
+        for settled, other in DIGESTS:
+            assert fingerprints.fingerprint(requested, settled) == f"3:{digest}:{other}"
+
+
+def test_a_payload_is_the_same_as_it_was_sent_or_with_the_defaults() -> None:
+    open_, stated = replace(PLAIN, limits=Limits()), replace(PLAIN, limits=Limits(turns=8))
+    settled = [replace(PLAIN, limits=Limits(turns=turns)) for turns in (8, 9)]
+    known = fingerprints.fingerprint(open_, settled[0])
+    assert is_same_payload(known, fingerprints.fingerprint(open_, settled[1]))
+    assert is_same_payload(known, fingerprints.fingerprint(stated, settled[0]))
+    assert not is_same_payload(known, fingerprints.fingerprint(settled[1], settled[1]))
+    assert not is_same_payload(known, fingerprints.fingerprint(settled[0], settled[1]))
+
+
+def test_fingerprints_of_version_2_have_only_the_defaults() -> None:
+    for spec, digest in DIGESTS:
+        for other, _ in DIGESTS:
+            assert is_same_payload(f"2:{digest}", fingerprints.fingerprint(PLAIN, other)) is (spec is other)
+            assert is_same_payload(f"2:{digest}", fingerprints.fingerprint(spec, other)) is (spec is other)
 
 
 def rewritten(text: str) -> str:

@@ -1,30 +1,44 @@
-"""The fingerprint of a start request, which is equal for equal payloads (D5)."""
+"""The fingerprint of a start request, by which a repeated request is recognized (D5)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 
-from rollout_server.core.message import JSON, MalformedMessage, Message, json_decoder, parse_json
-from rollout_server.core.spec import Dialect, Spec, Target, TokenizerName
+from rollout_server.core.message import JSON, MalformedMessage, json_decoder, parse_json
+from rollout_server.core.spec import Dialect, Spec, Target
 
-VERSION = "2"
+VERSION = "3"
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode
 
 
-def fingerprint(spec: Spec) -> str:
-    """Return a versioned SHA-256, in hexadecimal, of the normalised spec.
+def fingerprint(requested: Spec, settled: Spec) -> str:
+    """Return "3:REQUESTED:SETTLED", with the SHA-256, in hexadecimal, of a normalised spec without and with the server's defaults.
 
     JSON is compared by value: order of keys and white space do not matter. The fingerprint leaves out credentials and tracing,
     which are not in a spec, `cancel_after_detach`, which does not change the rollout, and `source_json`, which repeats other
     fields. For the asynchronous HTTP API it also leaves out the rollout id: there, a repeated idempotency key finds its rollout
     under any rollout id (docs/design.md, B).
     """
-    text = json.dumps(_canonical_spec(spec), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return f"{VERSION}:{hashlib.sha256(text.encode('ascii')).hexdigest()}"
+    parsed = cache(_json)  # both specs have the same texts
+    digests = (hashlib.sha256(_encode(_canonical_spec(spec, parsed)).encode("ascii")) for spec in (requested, settled))
+    return ":".join((VERSION, *(digest.hexdigest() for digest in digests)))
 
 
-def _canonical_spec(spec: Spec) -> JSON:
+def is_same_payload(first: str, second: str) -> bool:
+    """Return whether the requests of two fingerprints have the same payload: as they were sent, or with the server's defaults.
+
+    A repeated request stays the same if the server restarts with other defaults. A request that states a default is the same as
+    one that leaves it open. Journals may have fingerprints of version 2, "2:SETTLED".
+    """
+    first_requested, _, first_settled = first.rpartition(":")
+    second_requested, _, second_settled = second.rpartition(":")
+    return first_settled == second_settled or (":" in first_requested and first_requested == second_requested)
+
+
+def _canonical_spec(spec: Spec, parsed: Callable[[str], JSON]) -> JSON:
     limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
     indexed: dict[str, JSON] = {} if spec.group_index is None else {"group_index": spec.group_index}
     trained = {} if spec.train_on is None else {"train_on": sorted(each.value for each in spec.train_on)}
@@ -37,7 +51,7 @@ def _canonical_spec(spec: Spec) -> JSON:
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
         "agent": spec.agent,
-        "messages": [_message(m) for m in spec.messages],
+        "messages": [parsed(message.text) for message in spec.messages],
         "targets": [_target(t) for t in (spec.completions, spec.outcome, spec.tools)],
         "sampling": [
             _number(sampling.temperature),
@@ -45,7 +59,7 @@ def _canonical_spec(spec: Spec) -> JSON:
             sampling.max_tokens,
             list(sampling.stop),
             sampling.logprobs,
-            _json(sampling.extra_json),
+            parsed(sampling.extra_json),
         ],
         "limits": [
             limits.turns,
@@ -55,9 +69,11 @@ def _canonical_spec(spec: Spec) -> JSON:
             limits.tool_turns,
             limits.bytes,
         ],
-        "tokenizer": _tokenizer(tokenizer),
+        "tokenizer": None
+        if tokenizer is None
+        else [tokenizer.name, tokenizer.revision, parsed(tokenizer.template_kwargs_json)],
         "modes": [spec.typed, spec.on_drift and spec.on_drift.value, spec.on_interrupt, spec.token_mode, spec.priority],
-        "metadata": _json(spec.metadata_json),
+        "metadata": parsed(spec.metadata_json),
         "labels": dict(spec.labels),
         **({"models": models} if models else {}),
     }
@@ -68,19 +84,11 @@ def _number(value: float | None) -> JSON:
     return None if value is None else float(value)
 
 
-def _message(message: Message) -> JSON:
-    return _json(message.text)
-
-
 def _target(target: Target | None) -> JSON:
     if target is None:
         return None
     parts: list[JSON] = [target.url, target.dialect.value, target.replays_turn_keys]
     return [*parts, target.model] if target.model else parts
-
-
-def _tokenizer(name: TokenizerName | None) -> JSON:
-    return None if name is None else [name.name, name.revision, _json(name.template_kwargs_json)]
 
 
 def _json(text: str) -> JSON:

@@ -40,7 +40,7 @@ class AcceptedStart:
     Args:
         uid: the server's id of the rollout.
         request: the request, with all defaults filled in. Its credentials are stored apart from it, and encrypted.
-        fingerprint: the fingerprint of the request's spec, for repeated requests.
+        fingerprint: that of the request, for repeated requests; of a member of a group that of the group's request.
         agent_version: version of the agent that runs it.
         created: when it was accepted, in seconds since 1970.
     """

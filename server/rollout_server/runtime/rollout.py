@@ -93,6 +93,7 @@ class Rollout:
         stored: what the journal has of it, after a restart of the server. None: it was accepted now.
 
     Attributes:
+        fingerprint: see `AcceptedStart`.
         trace: that of the call that started it.
         had_to_wait: whether it found no free slot when it was accepted, or was accepted by an earlier process.
         replay: the replay of a log that an earlier process has stored, until it is used up. The log has all of it from the start.
@@ -110,7 +111,7 @@ class Rollout:
         request, agent = admitted.request, admitted.agent
         self.uid = uid
         self.spec, self._attached_bytes = request.spec, request.spec.attached_bytes
-        self.request_id = request.request_id
+        self.request_id, self.fingerprint = request.request_id, admitted.fingerprint
         self.caller = request.caller
         self.trace, self.had_to_wait = request.trace, stored is not None
         self.agent = agent

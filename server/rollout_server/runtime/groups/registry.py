@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rollout_server.core.error import Conflict, NotFound, RolloutError, Violation
+from rollout_server.core.fingerprint import is_same_payload
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.restored import GroupDamaged, restored_group
@@ -68,7 +69,7 @@ class GroupRegistry:
         request, key = admitted.request, admitted.key
         found = self._requests.get(key) if key is not None else None
         if found is not None:
-            if (found.admitted.fingerprint, found.plan) != (admitted.fingerprint, plan):
+            if found.plan != plan or not is_same_payload(found.admitted.fingerprint, admitted.fingerprint):
                 text = f"request id {request.request_id!r} is known with another payload (group {found.id!r}); use another id"
                 raise Conflict(text)
             found.update_credentials(admitted)

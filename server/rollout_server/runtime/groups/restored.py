@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rollout_server.core.error import RolloutError
-from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.record import Accepted
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.state import GroupPlan
@@ -64,7 +63,7 @@ def _admitted(formed: FormedGroup, rollouts: Sequence[Rollout]) -> AdmittedStart
     )
     credentials, trace = next(found, Credentials()), first.trace
     request = StartRequest(spec, first.caller, formed.request_id, credentials=credentials, trace=trace)
-    return AdmittedStart(request, first.agent, fingerprint(spec))
+    return AdmittedStart(request, first.agent, first.fingerprint)  # each member has that of the group's request
 
 
 def _refill_tools(admitted: AdmittedStart, first: Rollout) -> Sequence[Tool] | None:

@@ -347,7 +347,7 @@ class RolloutRegistry:
         agent = self.agent(request.spec.agent)
         check_resumable(request.spec, agent, durable=self.journal.is_durable, request_id=request.request_id)
         spec = settle(request.spec, agent.name, agent.limits, self.bounds)
-        return AdmittedStart(replace(request, spec=spec), agent, fingerprint(spec) if request.request_id else "")
+        return AdmittedStart(replace(request, spec=spec), agent, fingerprint(request.spec, spec) if request.request_id else "")
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raise `Draining`, or `Busy` if there is no room for all of these requests, which have the same caller."""

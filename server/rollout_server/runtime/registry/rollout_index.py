@@ -10,6 +10,7 @@ from itertools import count
 from operator import attrgetter
 
 from rollout_server.core.error import Conflict, NotFound
+from rollout_server.core.fingerprint import is_same_payload
 from rollout_server.runtime.ports import Clock
 from rollout_server.runtime.registry.rollout_sets import MOST_UNSORTED, RolloutSets
 from rollout_server.runtime.registry.selection import Selection
@@ -27,7 +28,6 @@ class RegistryEntry:
 
     number: int
     rollout: Rollout
-    fingerprint: str
     request: tuple[str, str, str] | None
     until_received: bool
 
@@ -53,7 +53,7 @@ class RolloutIndex:
     def add(self, rollout: Rollout, admitted: AdmittedStart) -> int:
         """Add a rollout and return its number."""
         key = admitted.key
-        entry = RegistryEntry(next(self._numbers), rollout, admitted.fingerprint, key, admitted.request.until_received)
+        entry = RegistryEntry(next(self._numbers), rollout, key, admitted.request.until_received)
         self._entries[rollout.uid] = entry
         self._sets.add(rollout, entry)
         if key is not None:
@@ -123,7 +123,7 @@ class RolloutIndex:
             return None
         entry = self._entries[uid]
         finished = entry.rollout.state is RolloutState.FINISHED
-        if entry.fingerprint == admitted.fingerprint:
+        if is_same_payload(entry.rollout.fingerprint, admitted.fingerprint):
             return None if entry.until_received and finished and entry.rollout.received else entry.rollout
         if entry.until_received and finished:
             return None
@@ -136,7 +136,7 @@ def check_alike(admitted: Iterable[AdmittedStart]) -> None:
     """Raise `Conflict` if two requests have the same id but different payloads."""
     prints: dict[tuple[str, str, str], str] = {}
     for each in admitted:
-        if each.key is not None and prints.setdefault(each.key, each.fingerprint) != each.fingerprint:
+        if each.key is not None and not is_same_payload(prints.setdefault(each.key, each.fingerprint), each.fingerprint):
             raise Conflict(f"request id {each.request.request_id!r} occurs twice, with different payloads; use two ids")
 
 
