@@ -188,3 +188,15 @@ async def test_no_calls_are_no_turn_with_tools(new_world: type[RuntimeHarness]) 
 
     outcome = await outcome_of(new_world(Calm()).start(limits=Limits(tool_turns=1)))
     assert (outcome.metrics.turns, outcome.metrics.tool_calls) == (2, 0)
+
+
+@tool
+async def write(text: str) -> str:
+    """Returns the text."""
+    return text
+
+
+async def test_control_characters_in_arguments_arrive_as_they_were_written() -> None:
+    text = "def f():\n\treturn 1\r\n\x00"
+    result = await ToolExecutor([write]).run(ToolCall("c", "write", '{"text": "' + text + '"}'))
+    assert (result.text, result.failed) == (text, False)

@@ -116,6 +116,7 @@ def test_calls_are_read() -> None:
     assert get_tool_call_info({"id": "c", "function": {"name": "now"}}) == ("c", "now", {})
     assert get_tool_call_info({"function": {"name": "now"}}) == ("unknown", "now", {})
     assert parse_tool_arguments("{}") == {}
+    assert parse_tool_arguments('{"text": "a\n\tb"}') == {"text": "a\n\tb"}
 
 
 @pytest.mark.parametrize(

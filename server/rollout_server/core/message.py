@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 JSON: TypeAlias = "str | int | float | bool | Sequence[JSON] | Mapping[str, JSON] | None"
 
@@ -93,10 +93,19 @@ def json_decoder(
     parse_int: Callable[[str], JSON] = int,
     parse_float: Callable[[str], JSON] = float,
     parse_pairs: Callable[[list[tuple[str, JSON]]], JSON] | None = None,
+    *,
+    strict: bool = True,
 ) -> json.JSONDecoder:
-    """Return a decoder for `parse_json`. Making one takes longer than decoding a short text."""
+    """Return a decoder for `parse_json`. Making one takes longer than decoding a short text.
+
+    With `strict=False` it accepts control characters, such as line breaks, in strings.
+    """
     return json.JSONDecoder(
-        parse_constant=_refuse_constant, parse_int=parse_int, parse_float=parse_float, object_pairs_hook=parse_pairs
+        parse_constant=_refuse_constant,
+        parse_int=parse_int,
+        parse_float=parse_float,
+        object_pairs_hook=parse_pairs,
+        strict=strict,
     )
 
 
@@ -173,12 +182,12 @@ def _is_deep(text: str) -> bool:
     return False
 
 
-def parse_object(text: str) -> dict[str, JSON]:
+def parse_object(text: str, decoder: json.JSONDecoder | None = None) -> dict[str, JSON]:
     """Parse one JSON object. Integers of more than 4,300 digits, which Python does not convert, become infinite.
 
     Raises `MalformedMessage`.
     """
-    value = parse_json(text, _OBJECTS)
+    value = parse_json(text, decoder or _OBJECTS)
     if not isinstance(value, dict):
         raise MalformedMessage(f"a JSON object is needed, this is {type(value).__name__}")
     return value
@@ -196,6 +205,8 @@ def _refuse_constant(name: str) -> None:
 
 _PLAIN = json_decoder()
 _OBJECTS = json_decoder(_integer)
+ARGUMENTS: Final = json_decoder(strict=False)
+"""Decoder of a tool call's arguments: models write line breaks into strings, which is not JSON, but clear."""
 
 
 def _tool_call(call: JSON, index: int) -> ToolCall:

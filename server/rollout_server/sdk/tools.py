@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.message import ARGUMENTS, MalformedMessage, parse_object
 from rollout_server.sdk.core.exceptions import ToolArgumentError
 from rollout_server.tool import result_text
 
@@ -45,7 +45,7 @@ def parse_tool_arguments(arguments: str | Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         raise ToolArgumentError(f"arguments must be JSON text or an object, not {type(arguments).__name__}")
     try:
-        return dict(parse_object(arguments))
+        return dict(parse_object(arguments, ARGUMENTS))
     except MalformedMessage as error:
         raise ToolArgumentError(f"Invalid JSON arguments: {error}") from None
 

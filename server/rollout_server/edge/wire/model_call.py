@@ -17,7 +17,15 @@ from osmosis.rollout.v1 import message_pb2, outcome_pb2
 
 from rollout_server.core.capture.call import Completed, HistoryMessage, ModelApi, ModelCall, OfferedTool
 from rollout_server.core.error import InvalidRequest, Violation
-from rollout_server.core.message import JSON, MAX_VALUES, MalformedMessage, ToolCall, first_too_many, parse_object
+from rollout_server.core.message import (
+    ARGUMENTS,
+    JSON,
+    MAX_VALUES,
+    MalformedMessage,
+    ToolCall,
+    first_too_many,
+    parse_object,
+)
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec import Dialect
 from rollout_server.core.spec_validation import ID_LENGTH, json_object_violations, sampling_violations
@@ -184,7 +192,7 @@ def tool_call(request: pb.CallRolloutToolRequest) -> EndpointCall:
         raise InvalidRequest(*wrong)
     text = request.arguments_json or "{}"
     try:
-        arguments = parse_object(text)
+        arguments = parse_object(text, ARGUMENTS)
     except MalformedMessage as error:
         raise InvalidRequest(Violation("arguments_json", str(error))) from None
     digest = hashlib.sha256(f"{len(request.name)} {request.name} {text}".encode()).digest()

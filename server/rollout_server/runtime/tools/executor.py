@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
-from rollout_server.core.message import JSON, MalformedMessage, Message, ToolCall, parse_json
+from rollout_server.core.message import ARGUMENTS, JSON, MalformedMessage, Message, ToolCall, parse_json
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.event_loop import first_done
@@ -317,7 +317,7 @@ def _arguments(call: ToolCall) -> JSON:
     if not isinstance(call.arguments, str):
         return call.arguments
     try:
-        value = parse_json(call.arguments) if call.arguments.strip() else {}
+        value = parse_json(call.arguments, ARGUMENTS) if call.arguments.strip() else {}
     except MalformedMessage as error:
         raise ToolError(f"Invalid JSON arguments: {error}") from None
     return {} if value is None or value == "" else value

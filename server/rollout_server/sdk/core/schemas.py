@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, Field, field_validator, model_validator
 from pydantic_core import to_json
 
-from rollout_server.core.message import MalformedMessage, parse_object
+from rollout_server.core.message import ARGUMENTS, MalformedMessage, parse_object
 from rollout_server.core.spec_validation import ID_LENGTH
 
 MessageDict: TypeAlias = dict[str, Any]
@@ -132,7 +132,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     ) -> tuple[OpenAIFunctionCallSchema, bool]:
         """Return the call, and True if its arguments are not a JSON object; they are empty then."""
         try:
-            arguments = dict(parse_object(parsed_schema.arguments))
+            arguments = dict(parse_object(parsed_schema.arguments, ARGUMENTS))
         except MalformedMessage:
             return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={}), True
         return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=arguments), False
