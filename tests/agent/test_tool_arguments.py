@@ -52,6 +52,8 @@ async def test_numbers_arrive_as_they_were_sent(arguments: Mapping[str, JSON], c
         ({"a": 1, "c": 1.5}, "c: must be a valid integer, not 1.5"),
         ({"a": 1, "c": 1.0}, "c: must be a valid integer, not 1.0"),
         ({"a": 1, "b": "x" * 1000}, 'b: must be a valid number, not "' + "x" * 59 + "..."),
+        ({"a": 1, "b": 10**400}, "b: must be a finite number, not 1" + "0" * 59 + "..."),
+        ({"a": 1, "b": -(10**400)}, "b: must be a finite number, not -1" + "0" * 58 + "..."),
         ({}, "a: missing"),
         ({"a": 1, "d": 2}, "d: unknown parameter"),
         ({"d": 2, "b": "1"}, 'a: missing; b: must be a valid number, not "1"; d: unknown parameter'),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Optional
 
 import pytest
 from pydantic import Field
@@ -89,6 +89,37 @@ def test_an_annotation_says_more_than_the_docstring() -> None:
         """
 
     assert described(f) == ("Does it.", {"a": "By text", "b": "By field", "c": "By docstring"})
+
+
+def test_a_text_inside_of_a_type_describes_that_part() -> None:
+    def f(
+        a: Annotated[int, "By text"] | None = None,
+        b: Optional[Annotated[Annotated[int, Field(ge=1)], "Around"]] = None,  # noqa: UP045 - authors write it, too
+        c: Annotated[int, "A number"] | Annotated[str, "A name"] = 1,
+        d: list[Annotated[str, "An item"]] | None = None,
+        e: Annotated[Annotated[int, "Inside"] | None, "Outside"] = None,
+        f: Annotated[int, Field(description="By field")] | None = None,
+    ) -> None:
+        """Does it.
+
+        Args:
+            a: not this.
+            c: By docstring
+            d: By docstring
+        """
+
+    shapes = json.loads(tool(f).parameters_json_schema)["properties"]
+    assert {name: shape.get("description") for name, shape in shapes.items()} == {
+        "a": "By text",
+        "b": "Around",
+        "c": "By docstring",
+        "d": "By docstring",
+        "e": "Outside",
+        "f": "By field",
+    }
+    assert [each["description"] for each in shapes["c"]["anyOf"]] == ["A number", "A name"]
+    assert shapes["d"]["items"] == {"type": "string", "description": "An item"}
+    assert shapes["b"]["minimum"] == 1
 
 
 def test_a_docstring_without_parameters_stays_as_it_is() -> None:

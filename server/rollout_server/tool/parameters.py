@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema
@@ -22,6 +22,7 @@ from rollout_server.runtime.tools.protocols import ToolContext
 from rollout_server.tool.argument_errors import argument_errors, one_line
 from rollout_server.tool.schema import plain_schema
 
+_CONFIG = ConfigDict(allow_inf_nan=False)  # else an integer with more digits than a float can have becomes infinite
 _PLAIN = (str, int, float, list, tuple, dict, set, FieldInfo)
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -48,18 +49,19 @@ class Parameters:
 
         functools.update_wrapper(collect, function)
         collect.__annotations__ = {name: hint for name, hint in collect.__annotations__.items() if name != "return"}
-        hints = _hints(collect)
+        hints: Mapping[str, Any] = {name: _with_fields(hint) for name, hint in _hints(collect).items()}
+        collect.__annotations__ = dict(hints)
         self.context = tuple(name for name, hint in hints.items() if _is_context(hint))
         if self.context:
             hints = _hide(collect, hints, self.context)
         try:
-            self._adapter = TypeAdapter(cast("type[dict[str, object]]", collect))
+            self._adapter = TypeAdapter(cast("type[dict[str, object]]", collect), config=_CONFIG)
             raw = self._adapter.json_schema(schema_generator=_Schema)
         except (PydanticUserError, TypeError):
             _name_culprit(hints)
             raise
         self._check_defaults(function, raw.get("properties", {}))
-        self.json_schema = _schema_json(raw, hints, descriptions)
+        self.json_schema = _schema_json(raw, descriptions)
 
     def bind(self, arguments: Mapping[str, JSON]) -> dict[str, object]:
         """Return the validated arguments, converted to the annotated types. Raises `ArgumentError`."""
@@ -168,10 +170,23 @@ def _name_culprit(hints: Mapping[str, Any]) -> None:
             raise TypeError(f"parameter {name}: {error}") from None
 
 
-def _schema_json(raw: dict[str, Any], hints: Mapping[str, Any], descriptions: Mapping[str, str]) -> str:
+def _with_fields(hint: Any) -> Any:
+    """Return a type whose texts in `Annotated`, at any depth, are descriptions that pydantic knows."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        texts = [Field(description=text) for text in hint.__metadata__ if isinstance(text, str)]
+        return typing.Annotated[(_with_fields(inner[0]), *texts[:1], *hint.__metadata__)]
+    found = tuple(_with_fields(each) for each in inner)
+    if origin is None or found == inner:
+        return hint
+    generic: Any = typing.Union if origin is types.UnionType else origin
+    return generic[found]
+
+
+def _schema_json(raw: dict[str, Any], descriptions: Mapping[str, str]) -> str:
     raw.pop("additionalProperties", None)  # not usual in function tools; `bind` reports unknown parameters anyway
     for name, shape in raw.get("properties", {}).items():
-        texts = [extra for extra in getattr(hints.get(name), "__metadata__", ()) if isinstance(extra, str)]
-        if texts or name in descriptions:
-            shape.setdefault("description", texts[0] if texts else descriptions[name])
+        options = [each for each in shape.get("anyOf", ()) if each != {"type": "null"}]
+        if name in descriptions and not (len(options) == 1 and "description" in options[0]):
+            shape.setdefault("description", descriptions[name])
     return json.dumps(plain_schema(raw, raw.get("$defs", {}), ()), ensure_ascii=False, allow_nan=False)
