@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from rollout_server.core.error import Busy, NotFound
@@ -17,7 +18,7 @@ from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout
-from rollout_server.runtime.start_request import Capacity
+from rollout_server.runtime.start_request import Caller, Capacity
 
 from tests.runtime.outcome_receivers import DOWN, RECEIVER, YES, Noting, Receiver, owing, until
 from tests.runtime.test_ends import Stubborn
@@ -105,7 +106,6 @@ class TestAcknowledged:
         world = new_world(agent, reporter=receiver, patience=PATIENT, capacity=Capacity(finished=1))
         rollout, _ = world.wish(owing(world, key="hunter2"))
         await asyncio.sleep(1)
-        world.roster.cancel(Selection(ME), "")
         await outcome_of(rollout)
         await asyncio.sleep(0)
         world.roster.acknowledge(rollout.uid, ME)
@@ -177,7 +177,6 @@ class TestCredentials:
         world = new_world(agent, reporter=receiver)
         rollout, _ = world.wish(owing(world, "key", key="old"))
         await asyncio.sleep(1)
-        world.roster.cancel(Selection(ME), "")
         await rollout.log.final_entry()
         world.wish(owing(world, "key", key="new"))
         await until(lambda: len(receiver.parcels) == 2)
@@ -313,3 +312,29 @@ class TestBound:
         await asyncio.sleep(1)
         assert [*world.roster.select(Selection(ME))] == []
         assert world.wish(owing(world, rollout_id="other"))[1] is False
+
+    async def test_a_caller_whose_receivers_are_down_leaves_the_others_their_share(
+        self, new_world: type[RuntimeHarness]
+    ) -> None:
+        world = new_world(reporter=Receiver(DOWN), patience=PATIENT, capacity=Capacity(finished=4))
+
+        async def owe(caller: str, count: int) -> None:
+            """Start rollouts of a caller one after another in the same moment, and wait until they owe their outcomes."""
+            requests = [replace(owing(world, rollout_id=f"{caller}{at}"), caller=caller) for at in range(count)]
+            rollouts = [world.wish(request)[0] for request in requests]
+            await until(lambda: all(rollout.owes for rollout in rollouts))
+
+        await owe("alice", 9)
+        for caller, share in (("bob", 2), ("carol", 1), ("dora", 1)):
+            with pytest.raises(Busy, match="your share is"):
+                await owe("alice", 1)
+            for _ in range(share):
+                await owe(caller, 1)
+            with pytest.raises(Busy, match=f"at most 4 may; {share} are yours, your share is {share}"):
+                await owe(caller, 1)
+        for _, rollout in [*world.roster.select(Selection(Caller("admin", admin=True)))]:
+            world.roster.acknowledge(rollout.uid, Caller("admin", admin=True))
+        await asyncio.sleep(1)
+        await owe("alice", 4)  # all of it, since nobody else owes any
+        with pytest.raises(Busy, match="4 are yours, your share is 4"):
+            await owe("alice", 1)

@@ -67,7 +67,8 @@ class Capacity:
         shared: several callers use this server. One caller then gets at most nine tenths of queue and bytes, unless
             `per_caller` sets its own limits.
         finished: number of finished rollouts that are remembered; the oldest are dropped first. The same number of outcomes (at
-            least 1) may wait for delivery; beyond it, rollouts with a delivery target are refused. Rollouts under
+            least 1) may wait for delivery; beyond it, rollouts with a delivery target are refused, but not those of a caller
+            with less than its share: the callers that owe outcomes have equal shares. Rollouts under
             `Rollout.hold`, such as those whose outcome a trainer's stream has not acknowledged, are not counted.
         finished_bytes: approximate memory of finished rollouts; the oldest are dropped first.
         finished_seconds: how long a finished rollout is remembered.
@@ -113,7 +114,7 @@ class StartRequest:
         caller: name of the caller, which owns the rollout.
         request_id: idempotency key. A request with the same id and payload returns the same rollout. Empty: always start a new
             one.
-        until_received: whether the id becomes free again once the rollout's outcome is acknowledged.
+        until_received: whether the id becomes free again once the caller has acknowledged the outcome.
         trace: see `Caller`. A repeated request may have another one.
     """
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from weakref import WeakKeyDictionary
 
+from rollout_server.core.error import Busy
 from rollout_server.core.spec import Target
 from rollout_server.runtime.journal import DeliveryChanged, StoredDelivery
 from rollout_server.runtime.outcome_delivery import (
@@ -49,6 +51,7 @@ class Outbox:
         self._journal = dependencies.journal
         self._settled = settled
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._owed: Counter[str] = Counter()  # deliveries that are not over, by caller
         self._restored: list[Rollout] = []
         self._pauses: dict[str, asyncio.Future[None]] = {}
         # Serialized once, and kept while the outcome may be sent again: until it is acknowledged or its rollout is dropped.
@@ -58,6 +61,18 @@ class Outbox:
     def pending(self) -> int:
         """Number of deliveries that are not over."""
         return len(self._tasks)
+
+    def check(self, caller: str, most: int) -> None:
+        """Raise `Busy` if `most` outcomes or more wait for their receivers, and this caller owes its share of them or more.
+
+        All callers that owe outcomes, and this one, have equal shares. So a caller whose receivers are down keeps nobody else from
+        starting rollouts.
+        """
+        own, callers = self._owed[caller], {caller, *(name for name, count in self._owed.items() if count)}
+        share = max(most // len(callers), 1)
+        if self.pending >= most and own >= share:
+            text = f"{self.pending} outcomes wait for their receivers, at most {most} may; {own} are yours, your share is {share}"
+            raise Busy(f"{text}; ask again later", retry_after=1.0)
 
     def send(self, rollout: Rollout, target: Target) -> None:
         """Start to deliver the outcome of a finished rollout."""
@@ -99,6 +114,7 @@ class Outbox:
     def _begin(self, rollout: Rollout, target: Target, counted: int = 0) -> None:
         """Begin or continue a delivery. `counted`: attempts of earlier processes that count towards its retries."""
         task = asyncio.create_task(self._deliver(rollout, target, counted), name=f"deliver {rollout.uid}")
+        self._owed[rollout.caller] += rollout.uid not in self._tasks
         self._tasks[rollout.uid] = task
         task.add_done_callback(lambda done: self._over(done, rollout))
 
@@ -216,6 +232,7 @@ class Outbox:
         if self._tasks.get(rollout.uid) is not task:
             return  # `resend` began the delivery again before this task was done
         del self._tasks[rollout.uid]
+        self._owed[rollout.caller] -= 1
         if not task.cancelled() and task.exception() is not None:
             _log.error("delivery of the outcome of rollout %s failed", rollout.uid, exc_info=task.exception())
             if rollout.owes:

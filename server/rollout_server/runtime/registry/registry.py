@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from rollout_server.core.error import Busy, Draining, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
+from rollout_server.core.error import Draining, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
@@ -347,7 +347,8 @@ class RolloutRegistry:
         agent = self.agent(request.spec.agent)
         check_resumable(request.spec, agent, durable=self.journal.is_durable, request_id=request.request_id)
         spec = settle(request.spec, agent.name, agent.limits, self.bounds)
-        return AdmittedStart(replace(request, spec=spec), agent, fingerprint(request.spec, spec) if request.request_id else "")
+        known_by = fingerprint(request.spec, spec) if request.request_id else ""
+        return AdmittedStart(replace(request, spec=spec), agent, known_by)
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raise `Draining`, or `Busy` if there is no room for all of these requests, which have the same caller."""
@@ -358,10 +359,8 @@ class RolloutRegistry:
         if self.journal.problem:
             raise journal_down(self.journal.problem)
         self._queue.check(admitted[0].request.caller, [each.size for each in admitted])
-        most = max(self.capacity.finished, 1)
-        if self.owed >= most and any(each.request.spec.outcome is not None for each in admitted):
-            text = f"{self.owed} outcomes wait for their receivers, at most {most} may; ask again later"
-            raise Busy(text, retry_after=1.0)
+        if any(each.request.spec.outcome is not None for each in admitted):
+            self._outbox.check(admitted[0].request.caller, max(self.capacity.finished, 1))
 
     def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
         rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)

@@ -136,7 +136,7 @@ def check_alike(admitted: Iterable[AdmittedStart]) -> None:
     """Raise `Conflict` if two requests have the same id but different payloads."""
     prints: dict[tuple[str, str, str], str] = {}
     for each in admitted:
-        if each.key is not None and not is_same_payload(prints.setdefault(each.key, each.fingerprint), each.fingerprint):
+        if each.key and not is_same_payload(prints.setdefault(each.key, each.fingerprint), each.fingerprint):
             raise Conflict(f"request id {each.request.request_id!r} occurs twice, with different payloads; use two ids")
 
 
