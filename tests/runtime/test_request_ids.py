@@ -10,11 +10,15 @@ import pytest
 from rollout_server import Limits
 from rollout_server.core.error import Conflict
 from rollout_server.core.spec import Dialect, Sampling, Target
+from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.rollout import Rollout
 from rollout_server.runtime.start_request import Capacity, StartRequest
 
+from tests.runtime.outcome_receivers import YES, Receiver, owing, until
+from tests.runtime.test_journal import restored
 from tests.runtime.test_roster import ALL, BLOCKED, Other
+from tests.support.journal import KeptJournal
 from tests.support.runtime_harness import (
     ME,
     Looping,
@@ -114,6 +118,24 @@ async def test_until_received_an_id_is_free_once_the_outcome_was(new_world: type
     assert again is not rollout
     assert world.wish(a_wish("key", until_received=True)) == (again, True)
     assert {found.uid for _, found in world.roster.select(ALL)} == {rollout.uid, again.uid}
+
+
+async def test_until_received_a_receiver_does_not_free_the_id_of_a_caller() -> None:
+    """The caller may still have to repeat its request, because it got no response."""
+    journal = KeptJournal()
+    world = RuntimeHarness(journal=journal, reporter=Receiver(YES))
+    request = replace(owing(world, "key"), until_received=True)
+    rollout, _ = world.wish(request)
+    await until(lambda: not rollout.owes and rollout.outcome is not None)
+    assert rollout.delivery is not None
+    assert rollout.delivery.state is DeliveryState.ACKNOWLEDGED
+    assert world.wish(request) == (rollout, True)
+    world = await restored(journal)
+    same, found = world.wish(request)
+    assert (same.uid, found) == (rollout.uid, True)
+    world.roster.acknowledge(same.uid, ME)
+    again, found = world.wish(request)
+    assert (again is same, found) == (False, False)
 
 
 @pytest.mark.parametrize("received", [False, True])

@@ -138,7 +138,7 @@ class DeliveryChanged:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeReceived:
-    """The outcome of a rollout was acknowledged."""
+    """The outcome of a rollout was acknowledged by its caller."""
 
     uid: str
 

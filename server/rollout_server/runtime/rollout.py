@@ -220,7 +220,7 @@ class Rollout:
 
     @property
     def received(self) -> bool:
-        """Whether its outcome was acknowledged."""
+        """Whether its caller has acknowledged its outcome, by a call or on a stream. `delivery` has whether its receiver did."""
         return self._received
 
     @property
@@ -400,7 +400,7 @@ class Rollout:
         self._delivery = delivery
 
     def mark_received(self) -> None:
-        """Mark its outcome as acknowledged."""
+        """Mark its outcome as acknowledged by its caller."""
         if not self._received:
             self._received = True
             self._owner.journal.write(OutcomeReceived(self.uid))

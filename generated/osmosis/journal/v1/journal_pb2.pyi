@@ -59,9 +59,9 @@ class AcceptedStart(_message.Message):
     request_id: _builtins.str
     """The idempotency key of the request; empty: none."""
     until_received: _builtins.bool
-    """The idempotency key becomes free once the outcome is acknowledged."""
+    """The idempotency key becomes free once the caller has acknowledged the outcome."""
     fingerprint: _builtins.str
-    """Fingerprint of the spec, by which a repeated request is recognized."""
+    """Fingerprint of the request's spec, by which a repeated request is recognized; of a member of a group that of the group's request."""
     agent_version: _builtins.str
     """Version of the agent that runs the rollout."""
     created: _builtins.float

@@ -127,7 +127,11 @@ class _RequestMemoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Request
     REQUEST_MEMORY_UNSPECIFIED: _RequestMemory.ValueType  # 0
     """Until the server drops the rollout (a setting, an hour by default)."""
     REQUEST_MEMORY_UNTIL_RECEIVED: _RequestMemory.ValueType  # 1
-    """Until the outcome was acknowledged. After that, the id starts a new rollout. The synchronous HTTP API requires this."""
+    """Until the caller has acknowledged the outcome, with AcknowledgeOutcome or on the stream of TrainerService.Train. After that, the id
+    starts a new rollout. That the receiver (`RolloutSpec.outcome`) has acknowledged it does not free the id: the caller may still have
+    to repeat its request. A request with another payload starts a new rollout once the earlier one has finished. The synchronous HTTP
+    API requires this.
+    """
 
 class RequestMemory(_RequestMemory, metaclass=_RequestMemoryEnumTypeWrapper):
     """How long a request id refers to its rollout."""
@@ -135,7 +139,11 @@ class RequestMemory(_RequestMemory, metaclass=_RequestMemoryEnumTypeWrapper):
 REQUEST_MEMORY_UNSPECIFIED: RequestMemory.ValueType  # 0
 """Until the server drops the rollout (a setting, an hour by default)."""
 REQUEST_MEMORY_UNTIL_RECEIVED: RequestMemory.ValueType  # 1
-"""Until the outcome was acknowledged. After that, the id starts a new rollout. The synchronous HTTP API requires this."""
+"""Until the caller has acknowledged the outcome, with AcknowledgeOutcome or on the stream of TrainerService.Train. After that, the id
+starts a new rollout. That the receiver (`RolloutSpec.outcome`) has acknowledged it does not free the id: the caller may still have
+to repeat its request. A request with another payload starts a new rollout once the earlier one has finished. The synchronous HTTP
+API requires this.
+"""
 Global___RequestMemory: _TypeAlias = RequestMemory  # noqa: Y015
 
 @_typing.final
@@ -265,8 +273,8 @@ class StartRolloutRequest(_message.Message):
     INCLUDE_FUNCTION_TOOLS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Idempotency key: the same id and payload attach to the same rollout. At most 256 characters; empty: always a new rollout.
-    The same id from another caller or for another completion URL is a different key. The payload is the spec. The credentials may
-    differ, and then replace the older ones.
+    The same id from another caller or for another completion URL is a different key. The payload is the spec; two are the same if they
+    are equal as they were sent, or with the server's defaults. The credentials may differ, and then replace the older ones.
     """
     request_memory: Global___RequestMemory.ValueType
     """How long the server remembers the request id."""
@@ -1214,7 +1222,7 @@ class SetPolicyResponse(_message.Message):
     CANCELLED_UIDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def cancelled_uids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Uids of the rollouts that were cancelled because they are stale."""
+        """Uids of the rollouts that this call cancelled because they are stale."""
 
     def __init__(
         self,

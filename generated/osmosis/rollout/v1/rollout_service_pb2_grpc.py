@@ -219,7 +219,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcknowledgeOutcome(self, request, context):
-        """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
+        """Acknowledges that the caller has received an outcome. This ends its delivery, and frees a request id with
+        REQUEST_MEMORY_UNTIL_RECEIVED.
 
         NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
         """
@@ -302,7 +303,9 @@ class RolloutServiceServicer(object):
         unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
         INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
-        RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
+        RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely. With several workers, or several servers
+        behind a gateway, some may have applied an update that another one refused or did not get: repeat it until it succeeds, or announce
+        the earlier policy again. A repetition changes nothing where the update was applied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,7 +86,8 @@ class RolloutServiceStub:
     journal cannot store it, so a restart may continue them. Retry freely.
     """
     AcknowledgeOutcome: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]
-    """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
+    """Acknowledges that the caller has received an outcome. This ends its delivery, and frees a request id with
+    REQUEST_MEMORY_UNTIL_RECEIVED.
 
     NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
     """
@@ -141,7 +142,9 @@ class RolloutServiceStub:
     unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
     INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
-    RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
+    RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely. With several workers, or several servers
+    behind a gateway, some may have applied an update that another one refused or did not get: repeat it until it succeeds, or announce
+    the earlier policy again. A repetition changes nothing where the update was applied.
     """
     ListTools: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]
     """Returns the tools of an agent.
@@ -210,7 +213,8 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     journal cannot store it, so a restart may continue them. Retry freely.
     """
     AcknowledgeOutcome: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.AcknowledgeOutcomeRequest, _rollout_service_pb2.AcknowledgeOutcomeResponse]  # type: ignore[assignment]
-    """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
+    """Acknowledges that the caller has received an outcome. This ends its delivery, and frees a request id with
+    REQUEST_MEMORY_UNTIL_RECEIVED.
 
     NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
     """
@@ -265,7 +269,9 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
     INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
-    RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
+    RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely. With several workers, or several servers
+    behind a gateway, some may have applied an update that another one refused or did not get: repeat it until it succeeds, or announce
+    the earlier policy again. A repetition changes nothing where the update was applied.
     """
     ListTools: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListToolsRequest, _rollout_service_pb2.ListToolsResponse]  # type: ignore[assignment]
     """Returns the tools of an agent.
@@ -379,7 +385,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.AcknowledgeOutcomeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.AcknowledgeOutcomeResponse, _abc.Awaitable[_rollout_service_pb2.AcknowledgeOutcomeResponse]]:
-        """Acknowledges that an outcome was received. This ends its delivery, and frees a request id with REQUEST_MEMORY_UNTIL_RECEIVED.
+        """Acknowledges that the caller has received an outcome. This ends its delivery, and frees a request id with
+        REQUEST_MEMORY_UNTIL_RECEIVED.
 
         NOT_FOUND: the rollout does not exist. FAILED_PRECONDITION: it has not finished. UNAVAILABLE: the journal cannot store it. Retry freely.
         """
@@ -476,7 +483,9 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         unfinished rollouts that the update concerns, as when a training begins again from an older checkpoint.
 
         INVALID_ARGUMENT: a field is invalid, or the step is below the one announced before, and rollouts are unfinished.
-        RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely.
+        RESOURCE_EXHAUSTED: the caller announced policies for too many endpoints. Retry freely. With several workers, or several servers
+        behind a gateway, some may have applied an update that another one refused or did not get: repeat it until it succeeds, or announce
+        the earlier policy again. A repetition changes nothing where the update was applied.
         """
 
     @_abc_1.abstractmethod
