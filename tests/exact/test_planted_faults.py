@@ -257,8 +257,11 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
             "if False:",
         ),
     ),
-    (in_python, Fault("one id too many is dropped behind the stop", "renderer", "last), ids[1:])", "last), ids[2:])")),
-    (in_python, Fault("the stop itself is kept", "renderer", "last), ids[1:])", "last), ids[:])")),
+    (
+        in_python,
+        Fault("one id too many is dropped behind the stop", "completion_end", "last), ids[1:])", "last), ids[2:])"),
+    ),
+    (in_python, Fault("the stop itself is kept", "completion_end", "last), ids[1:])", "last), ids[:])")),
     (
         judged,
         Fault(
@@ -324,7 +327,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         judged,
         Fault(
             "a cut answer is not closed",
-            "renderer",
+            "completion_end",
             "pack_tokens() if closed else pack_tokens([stop.id])",
             "pack_tokens()",
         ),
@@ -333,7 +336,7 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         judged,
         Fault(
             "an answer is closed twice",
-            "renderer",
+            "completion_end",
             "pack_tokens() if closed else pack_tokens([stop.id])",
             "pack_tokens([stop.id])",
         ),

@@ -201,3 +201,14 @@ def test_a_template_that_is_none() -> None:
     assert "refuses" in verdict.refusal
     assert f"(line {TOY_TEMPLATE.count(chr(10)) + 2} of the template)" in verdict.refusal
     assert found(verdict) == set()
+
+
+def test_results_need_the_name_of_the_tool() -> None:
+    """The conversations have the names that the server adds in token mode, and the report says who must add them elsewhere."""
+    response = "'\\n<tool_response>\\n' ~"
+    for name in ("message.name", "(raise_exception('name?') if not message.name else message.name)"):
+        verdict = planted((response, f"{response} {name} ~"))
+        assert verdict.stable
+        assert not [text for text in verdict.cautions if "refuses" in text]
+        assert any("name of the tool" in text for text in verdict.cautions)
+    assert not any("name of the tool" in text for text in planted().cautions)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.renderer import Renderer
-from rollout_server.edge.tokens.rendering_form import Arguments
+from rollout_server.edge.tokens.rendering_form import Arguments, with_names
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer, Frame, LoadedTokenizer
 from rollout_server.tokencheck.boundary import Cause, Mask, SimulatedConversation, TurnBoundary
@@ -58,7 +58,15 @@ def check(subject: Subject, more: Sequence[CheckConversation] = ()) -> TemplateR
         Renderer(loaded, (), subject.template_kwargs)  # raises for the template variables that a rollout may not set
         frame = Frame(None, subject.template_kwargs)
         template = Template(loaded, subject.tokenizer.added_tokens_decoder, frame)
-        return _report(subject, template, [*hard_conversations(_controls(template)), *more])
+        return _report(subject, template, [*_conversations(template), *more])
+
+
+def _conversations(template: Template) -> Iterator[CheckConversation]:
+    """Yield the built-in conversations. Tool results have no name, as those of this server, unless the template needs one."""
+    conversations = hard_conversations(_controls(template))
+    if template.loaded.probed.needs_names:
+        conversations = (replace(each, messages=tuple(with_names(each.messages))) for each in conversations)
+    yield from conversations
 
 
 def _controls(template: Template) -> list[str]:
@@ -92,7 +100,7 @@ def _report(subject: Subject, template: Template, conversations: Sequence[CheckC
         short_form=short,
         faults=wrong,
         conditions=tuple(stability_conditions(found, form)),
-        cautions=tuple(find_cautions(best, stops, found, short)),
+        cautions=tuple(find_cautions(best, stops, found, short, needs_names=probed.needs_names)),
         advice=tuple(suggest_changes(wrong, form, found, counts, switches_tried)),
         tallies=counts,
         rows=report_rows(simulated, form),

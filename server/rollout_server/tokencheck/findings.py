@@ -88,9 +88,19 @@ def stability_conditions(traits: Traits, form: Arguments) -> Iterator[str]:
 
 
 def find_cautions(
-    simulated: Sequence[SimulatedConversation], stops: Stops, traits: Traits, short_form: ShortForm
+    simulated: Sequence[SimulatedConversation],
+    stops: Stops,
+    traits: Traits,
+    short_form: ShortForm,
+    *,
+    needs_names: bool = False,
 ) -> Iterator[str]:
-    """Yield facts that are not faults but matter for training."""
+    """Yield facts that are not faults but matter for training. `needs_names`: see `TemplateTraits`."""
+    if needs_names:
+        yield (
+            "tool results need the name of the tool, which results of this server's tools do not have: token mode adds it; a "
+            "trainer or engine that gets messages must add it before it renders"
+        )
     thoughtless = [each for each in simulated if "reasoning_content" in each.left_out]
     if thoughtless:
         yield "reasoning_content is not rendered: thinking that a parser removes from a completion is missing in later turns"

@@ -10,7 +10,7 @@ from enum import Enum
 
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.encoding import common_prefix
-from rollout_server.edge.tokens.rendering_form import Arguments, Fields
+from rollout_server.edge.tokens.rendering_form import Arguments, Fields, with_names
 from rollout_server.edge.tokens.tokenizer import ChatTokenizer
 from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.tokencheck.conversation import TOOLS
@@ -21,7 +21,7 @@ _ARGUMENTS = f'{{"query": "{_MARK}"}}'
 _TWICE = _ARGUMENTS.replace('"', '\\"')
 _USER: Fields = {"role": "user", "content": "Where is it?"}
 _ANSWER: Fields = {"role": "assistant", "content": _MARK}
-_RESULT: Fields = {"role": "tool", "tool_call_id": "call00001", "name": "find", "content": "Here."}
+_RESULT: Fields = {"role": "tool", "tool_call_id": "call00001", "content": "Here."}
 
 _NOON = datetime(2024, 1, 2, 12, 0, 0)
 _SAME_DAY = datetime(2024, 1, 2, 17, 34, 56)
@@ -122,7 +122,10 @@ def _render(
 def _arguments_trait(template: Template, form: Arguments) -> ArgumentsTrait:
     arguments: JSON = _ARGUMENTS if form is Arguments.RECEIVED else {"query": _MARK}
     call: JSON = {"id": "call00001", "type": "function", "function": {"name": "find", "arguments": arguments}}
-    text = _render(template, [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, _RESULT], TOOLS)
+    messages: list[Fields] = [_USER, {"role": "assistant", "content": "", "tool_calls": [call]}, _RESULT]
+    if template.loaded.probed.needs_names:
+        messages = list(with_names(messages))
+    text = _render(template, messages, TOOLS)
     if text is None:
         return ArgumentsTrait.REFUSED
     found = ((ArgumentsTrait.TWICE, _TWICE), (ArgumentsTrait.VERBATIM, _ARGUMENTS), (ArgumentsTrait.OWN, _MARK))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rollout_server.core.ledger import pack_tokens
 from rollout_server.core.message import JSON
 from rollout_server.edge.tokens.loader import TokenizerFiles
-from rollout_server.edge.tokens.rendering_form import Arguments, Fields
+from rollout_server.edge.tokens.rendering_form import Arguments, Fields, with_names
 from rollout_server.edge.tokens.template_probe import TOOL
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.runtime.errors import RolloutFailed
@@ -109,8 +109,10 @@ def _tool_message(loaded: LoadedTokenizer) -> str:
         "content": "",
         "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "look", "arguments": arguments}}],
     }
-    result: Fields = {"role": "tool", "tool_call_id": _CALL_ID, "name": "look", "content": "seen"}
-    _, _, text = _render(loaded, [_USER, call, result], tools=True).rpartition(_ARGUMENT)
+    messages = [_USER, call, {"role": "tool", "tool_call_id": _CALL_ID, "content": "seen"}]
+    if loaded.probed.needs_names:
+        messages = list(with_names(messages))
+    _, _, text = _render(loaded, messages, tools=True).rpartition(_ARGUMENT)
     # The rest of the call, such as its end marker, is part of the completion.
     starts = (
         text.find(stop.text) + (0 if stop.opens_next else len(stop.text))

@@ -280,12 +280,23 @@ def test_messages_of_the_agent_are_rendered_without_what_does_not_count() -> Non
         system("Be brief."),
         user("What is it?"),
         {**called('{"a":  1}', reasoning="Hm.", ids=["call00000"])},
-        result("8", "call00000"),
+        {**result("8", "call00000"), "name": "add"},
         {
             "role": "user",
             "content": [{"type": "text", "text": "And this?"}, {"type": "image_url", "image_url": {"url": IMAGE}}],
         },
     )
+
+
+def test_the_name_of_a_result_is_shown_and_parts_nothing() -> None:
+    """Some templates print it. A client that sends it once and not again has sent the same result."""
+    captured, named = after_one_call(SAMPLED), {**result("8"), "name": "add"}
+    decision = captured.sample(call_of(SYSTEM, TASK, SAMPLED, named, tools=(ADD,)), says("8"))
+    assert isinstance(decision, Continue)
+    assert decision.messages == (named,)
+    for again in (named, result("8"), {**named, "name": None}, {**named, "name": 3}):
+        history = call_of(SYSTEM, TASK, SAMPLED, again, says("8"), user("On."), tools=(ADD,))
+        assert captured.decide(history).messages == (user("On."),)
 
 
 def test_ids_of_calls_that_the_model_did_not_write_count_on() -> None:

@@ -80,6 +80,8 @@ class CanonicalMessage:
         reasoning: the reasoning, if the message has it in a field of its own.
         result_of: for a tool result, the number of the call that it answers, counted over the whole history from 0.
         completion_ids: ids of the completions that the client says it repeats.
+        name: for a tool result, the name of its tool if the client sent one. It does not part two histories, as the call that the
+            result answers has it too.
     """
 
     role: str
@@ -88,6 +90,7 @@ class CanonicalMessage:
     reasoning: str = ""
     result_of: int = -1
     completion_ids: frozenset[str] = field(default=frozenset(), compare=False)
+    name: str = field(default="", compare=False)
 
     @cached_property
     def text(self) -> str:
@@ -215,7 +218,8 @@ class HistoryReader:
             calls = _calls(fields.get("tool_calls"), f"{path}.tool_calls")
             read = CanonicalMessage(role, parts, calls, _reasoning(fields, path), completion_ids=ids)
         elif role == TOOL:
-            read = CanonicalMessage(role, parts, result_of=self._number(fields, f"{path}.tool_call_id"))
+            name = sent if isinstance(sent := fields.get("name"), str) else ""
+            read = CanonicalMessage(role, parts, result_of=self._number(fields, f"{path}.tool_call_id"), name=name)
         else:
             read = CanonicalMessage(role, parts)
         self._add(read)

@@ -19,7 +19,8 @@ def render(
 ) -> tuple[Mapping[str, JSON], ...]:
     """Return the JSON fields of messages in the shape of OpenAI chat completions.
 
-    A tool result names the id that its call had in the model's completion. Ids of other calls are made from their position.
+    A tool result names the id that its call had in the model's completion. Ids of other calls are made from their position. The
+    name of a tool in its result is kept if the client sent it: some chat templates print it.
 
     Args:
         messages: the messages; assistant messages in a row are joined already.
@@ -74,7 +75,8 @@ class _Ids:
 
 def _rendered(message: CanonicalMessage, ids: _Ids) -> dict[str, JSON]:
     if message.role == TOOL:
-        return {**_plain(message, TOOL), "tool_call_id": ids.of(message.result_of)}
+        result = {**_plain(message, TOOL), "tool_call_id": ids.of(message.result_of)}
+        return {**result, "name": message.name} if message.name else result
     if message.role != ASSISTANT:
         return _plain(message, message.role)
     fields = _plain(message, ASSISTANT)

@@ -27,10 +27,17 @@ from rollout_server.core.message import JSON, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered
 from rollout_server.edge.tokens.chat_template import Literals
+from rollout_server.edge.tokens.completion_end import EnvironmentText, predict_tokens
 from rollout_server.edge.tokens.encoding import Encoded
-from rollout_server.edge.tokens.rendering_form import CountingMethod, Fields, RenderingForm, has_calls, parsed
+from rollout_server.edge.tokens.rendering_form import (
+    CountingMethod,
+    Fields,
+    RenderingForm,
+    has_calls,
+    parsed,
+    with_names,
+)
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
-from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import Frame, LoadedTokenizer
 from rollout_server.edge.tokens.turn_boundary import (
     RenderedTurn,
@@ -108,20 +115,6 @@ class TurnToRender:
     answered: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _EnvironmentText:
-    """The text between two completions.
-
-    Args:
-        stop: the stop token before the text; None if the template writes none.
-        ends_completion: whether the first token of the text is also the stop token of the completion.
-    """
-
-    text: str
-    stop: StopToken | None
-    ends_completion: bool = False
-
-
 class Renderer:
     """Render the conversation of one rollout in the renderer threads. Cached texts save work and do not affect results."""
 
@@ -154,6 +147,7 @@ class Renderer:
         self._frame = Frame(None, template_kwargs, date or datetime.now())
         self._seen = _RenderedPrompt()
         self._parsed: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
+        self._named: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
         self._text: tuple[tuple[Message, ...], str] = (), ""
         self._short_prompt: tuple[tuple[RenderingForm, Sequence[Fields]] | None, str] = None, ""
         self._proof = ShortFormProof(self.loaded.literals or Literals())
@@ -238,7 +232,7 @@ class Renderer:
             self._seconds = thread_time() - started
 
     def _forget(self) -> None:
-        self._seen, self._parsed, self._text = _RenderedPrompt(), ((), ()), ((), "")
+        self._seen, self._parsed, self._named, self._text = _RenderedPrompt(), ((), ()), ((), ()), ((), "")
 
     def _predict(self, turn: TurnToRender) -> Rendered:
         before, last = self._seen, turn.last
@@ -251,7 +245,7 @@ class Renderer:
             before = _RenderedPrompt(encoded=self.loaded.grow(prompt.encoded, text))
         full = RenderedTurn(self._render, prompt.parsed, turn.answered, prompt.encoded.text, before.encoded.text)
         found = self._environment(full, self._likely(prompt.parsed, turn.answered))
-        truth = None if found is None else self._prediction(found, last, prompt.encoded)
+        truth = None if found is None else predict_tokens(self.loaded, found, last, prompt.encoded)
         longer = None if last.token_ids is None else prompt.length - before.length - len(last.token_ids)
         if found is None or truth is None:
             ids = prompt.encoded.ids
@@ -262,7 +256,7 @@ class Renderer:
         return Rendered(truth, longer, unseen=unseen_messages(full, found.text))
 
     def _append(self, turn: TurnToRender) -> Rendered:
-        last, answered, fields = turn.last, turn.answered, self._fields(turn.messages)
+        last, answered, fields = turn.last, turn.answered, self._named_fields(turn.messages)
         if last is None:
             self._text = turn.messages, self._render(fields, True)
             return Rendered(Prediction(pack_tokens(), self.loaded.open(self._text[1]).ids))
@@ -290,7 +284,7 @@ class Renderer:
         self._proof.differs()
         return replace(rendered, short_form_dropped=True)
 
-    def _is_independent(self, fields: Sequence[Fields], answered: int, found: _EnvironmentText) -> bool:
+    def _is_independent(self, fields: Sequence[Fields], answered: int, found: EnvironmentText) -> bool:
         """Return whether the environment stays the same if the dropped messages have other texts."""
         try:
             text = self._render(self._proof.varied(fields, answered), True)
@@ -307,18 +301,18 @@ class Renderer:
         self._text = turn.messages, text
         return RenderedTurn(self._render, fields, turn.answered, text, prompt)
 
-    def _appended(self, found: _EnvironmentText, last: Answered, unseen: Sequence[int]) -> Rendered:
-        truth = self._prediction(found, last)
+    def _appended(self, found: EnvironmentText, last: Answered, unseen: Sequence[int]) -> Rendered:
+        truth = predict_tokens(self.loaded, found, last)
         if truth is None:
             raise RolloutFailed(_no_turn_boundary())
         return Rendered(truth, unseen=unseen)
 
-    def _environment(self, turn: RenderedTurn, hint: str | None = None) -> _EnvironmentText | None:
+    def _environment(self, turn: RenderedTurn, hint: str | None = None) -> EnvironmentText | None:
         """Return the text after the last completion; None if the boundary cannot be determined."""
         stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
         text = None if stop is None else environment_text(turn, stop.text, hint)
         if text is not None:
-            return _EnvironmentText(text, stop)
+            return EnvironmentText(text, stop)
         text = text_after_completion(turn)
         if text is None:
             return None
@@ -327,31 +321,7 @@ class Renderer:
         first = self.loaded.encode(text)[:1]
         if stop is not None and not (first and self.loaded.is_special(first[0])):
             return None
-        return _EnvironmentText(text, None, stop is not None and self.loaded.ends_completion(first[0], cut=False))
-
-    def _prediction(self, found: _EnvironmentText, last: Answered, prompt: Encoded | None = None) -> Prediction | None:
-        """Return the environment's token ids, with the stop token in `closing` if the completion lacks it.
-
-        The text is encoded after the stop token, because some added tokens strip the white space next to them (`rstrip` in
-        Phi-3). If the encoding of `prompt` splits at the stop token, the ids are taken from its end.
-        """
-        stop = found.stop
-        if stop is None:
-            ids = self.loaded.encode(found.text)
-            # GLM: the completion may already end with the special token that begins the next message. Do not add it twice.
-            # A completion without ids is taken to have its stop token, as in `_closing`.
-            is_there = (
-                found.ends_completion
-                if last.token_ids is None
-                else last.token_ids[-1:] == ids[:1] != pack_tokens() and self.loaded.is_special(ids[0])
-            )
-            return Prediction(pack_tokens(), ids[1:] if is_there else ids)
-        start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
-        known = None if prompt is None else prompt.behind(stop.id, start)
-        if known is not None:
-            return Prediction(self._closing(stop, last), known)
-        ids = self.loaded.encode(stop.text + found.text)
-        return Prediction(self._closing(stop, last), ids[1:]) if ids[:1] == pack_tokens([stop.id]) else None
+        return EnvironmentText(text, None, stop is not None and self.loaded.ends_completion(first[0], cut=False))
 
     def _likely(self, messages: Sequence[Fields], answered: int) -> str | None:
         """Return the environment of the same turn after one made-up user message, as a hint for `environment_text`."""
@@ -398,17 +368,27 @@ class Renderer:
         self._parsed = messages, fields
         return fields
 
+    def _named_fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
+        """Return the parsed messages, with the names of tools in tool results if the template needs them.
+
+        Only token mode does this: there the server alone decides what the model sees. Other trainers render the messages that they
+        were sent, and those of the server's tools have no name.
+        """
+        fields = self._fields(messages)
+        if not self.loaded.probed.needs_names:
+            return fields
+        known, named = self._named
+        if messages[: len(known)] != known:
+            named = ()
+        named = (*named, *with_names(fields[len(named) :], named))
+        self._named = messages, named
+        return named
+
     def _framed(self, form: RenderingForm) -> Frame:
         return replace(self._frame, tools=form.convert_tools(self._tools))
 
     def _render(self, messages: Sequence[Fields], generation_prompt: bool) -> str:
         return self.loaded.text(messages, self._framed(self.form), generation_prompt=generation_prompt)
-
-    def _closing(self, stop: StopToken, last: Answered) -> Tokens:
-        """Return the stop token if the completion lacks it: it was cut at `max_tokens`, or the engine strips stop tokens."""
-        cut = last.finish_reason == "length"
-        closed = last.token_ids is None or self.loaded.is_closed(last.token_ids, stop, cut=cut)
-        return pack_tokens() if closed else pack_tokens([stop.id])
 
     def _learn(self, predicted: Prediction, reported: Tokens) -> Prediction:
         seen = self._seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeAlias
@@ -105,6 +105,28 @@ def parsed(message: Message, index: int, arguments: Arguments) -> Fields:
     return fields
 
 
+def with_names(messages: Iterable[Fields], before: Sequence[Fields] = ()) -> Iterator[Fields]:
+    """Yield messages, each tool result with the name of its tool.
+
+    The tool is that of the call with the result's `tool_call_id` in the nearest assistant message before the result. A result that
+    has a name keeps it. A result of no such call, or of two calls of different tools that share an id, gets none.
+
+    Args:
+        messages: the messages.
+        before: the messages before them.
+    """
+    names = next((_call_names(message) for message in reversed(before) if message.get("role") == "assistant"), {})
+    for message in messages:
+        if message.get("role") == "assistant":
+            names = _call_names(message)
+        elif message.get("role") == "tool" and not message.get("name"):
+            call_id = message.get("tool_call_id")
+            name = names.get(call_id) if isinstance(call_id, str) else None
+            yield message if name is None else {**message, "name": name}
+            continue
+        yield message
+
+
 def strings(value: JSON) -> Iterator[str]:
     """Yield all strings in a JSON value, at any depth."""
     if isinstance(value, str):
@@ -120,6 +142,20 @@ def strings(value: JSON) -> Iterator[str]:
 def has_calls(fields: Fields) -> bool:
     """Return whether the message contains tool calls."""
     return bool(fields.get("tool_calls"))
+
+
+def _call_names(message: Fields) -> Mapping[str, str | None]:
+    """Return the names of the called tools by call id; None for an id with several names."""
+    names: dict[str, str | None] = {}
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            continue
+        call_id, name = call.get("id"), function.get("name")
+        if isinstance(call_id, str) and isinstance(name, str):
+            names[call_id] = name if names.get(call_id, name) == name else None
+    return names
 
 
 def _with_object(call: JSON) -> JSON:

@@ -56,6 +56,7 @@ class TemplateTraits:
         inside: ids of special tokens that the template writes inside completions, such as the end of a tool call.
         refusal: why the template cannot be used, with an example; empty if it can.
         later_system: True if a system message behind other messages is rendered there.
+        needs_names: True if tool results need the name of their tool, see `_needs_names`.
     """
 
     final: StopToken | None
@@ -65,6 +66,7 @@ class TemplateTraits:
     refusal: str = ""
     inside: frozenset[int] = frozenset()
     later_system: bool = False
+    needs_names: bool = False
 
     @property
     def stops(self) -> tuple[StopToken, ...]:
@@ -103,7 +105,8 @@ def probe(
         render, refusal = tooled, ""
     closers = _Closers(special, eos)
     final = closers.stop(render, [_USER, _ASSISTANT], _USER)
-    rounds = {form: _round(1, form, _CONTENT) for form in Arguments}
+    named = _needs_names(tooled)
+    rounds = {form: _round(1, form, _CONTENT, named=named) for form in Arguments}
     texts = {form: _try(tooled, [_USER, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
     shown = [rounds[form] for form, text in texts.items() if _CONTENT in (text or "")]
@@ -112,10 +115,11 @@ def probe(
     left_open = final is not None and closers.leaves_open(render, [_USER, _ASSISTANT])
     found = (closers.stop(tooled, [_USER, call], result, left_open=left_open) for call, result in shown or hidden)
     calls = next((stop for stop in found if stop is not None), None if shown else final)
-    first = TemplateTraits(final, calls, accepted, refusal=refusal)
+    first = TemplateTraits(final, calls, accepted, refusal=refusal, needs_names=named)
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
-    return TemplateTraits(final, calls, accepted, short, refusal, inside, _renders_later_system(render, final))
+    later_system = _renders_later_system(render, final)
+    return replace(first, short_form=short, inside=inside, later_system=later_system)
 
 
 class _Closers:
@@ -223,7 +227,7 @@ def _same(render: Render, messages: Sequence[Fields], answered: int, probed: Tem
 
 def _inside(render: Render, probed: TemplateTraits, special: Mapping[int, str]) -> Iterator[int]:
     """Yield the special tokens between the prompt and the stop token, for completions with reasoning and with one or two calls."""
-    call, result = _round(1, probed.preferred)
+    call, result = _round(1, probed.preferred, named=probed.needs_names)
     thought: Fields = {"reasoning_content": "Let me see."}
     both: Fields = {**call, "tool_calls": [*_calls(call), *_calls(_round(2, probed.preferred)[0])]}
     second: Fields = {**result, "tool_call_id": f"{_CALL_ID}2"}
@@ -255,6 +259,27 @@ def _renders_later_system(render: Render, final: StopToken | None) -> bool:
     return final is None or str(middle["content"]) in (added or "")
 
 
+def _needs_names(render: Render) -> bool:
+    """Return whether the template needs the name of the tool in a tool result.
+
+    It does if it refuses a result without a name, or if it then writes the same text with an empty place (or Python's or JSON's
+    word for nothing) where the name was. A template that writes anything else tests for a name, and is content without one: it
+    gets the messages as they are, as the server of an engine would pass them.
+    """
+    name = new_mark()
+    for form in Arguments:
+        call, result = _round(1, form)
+        for following in ([], [_ASSISTANT, _USER]):
+            bare = _try(render, [_USER, call, result, *following])
+            text = _try(render, [_USER, call, {**result, "name": name}, *following])
+            if text is None:
+                continue
+            empty = (text.replace(name, ""), text.replace(name, "None"), text.replace(f'"{name}"', "null"))
+            if bare is None or (name in text and bare in empty):
+                return True
+    return False
+
+
 def _calls(message: Fields) -> Sequence[JSON]:
     calls = message["tool_calls"]
     return calls if isinstance(calls, list) else []
@@ -274,30 +299,31 @@ def _histories(probed: TemplateTraits, literals: Literals) -> Iterator[tuple[lis
     system: Fields = {"role": "system", "content": "Be brief."}
     thought: Fields = {**_ASSISTANT, "reasoning_content": "Let me see."}
     for start in ([_USER], [system, _USER], [_USER, thought, _USER]):
-        rounds = [_round(number, probed.preferred) for number in (1, 2, 3)]
+        rounds = [_round(number, probed.preferred, named=probed.needs_names) for number in (1, 2, 3)]
         rounds[1][0] = {**rounds[1][0], "content": "Let me look."}
         for messages in accumulate(rounds, initial=list(start)):
             if len(messages) > len(start):
                 yield messages, len(messages) - 2
             yield [*messages, _ASSISTANT, _USER], len(messages)
     most = max((number for number in literals.numbers if number <= _LONGEST_COUNT), default=1)
-    for rounds in ([_round(1, probed.preferred)], [[_ASSISTANT, _USER]]):
+    for rounds in ([_round(1, probed.preferred, named=probed.needs_names)], [[_ASSISTANT, _USER]]):
         for count in range(1, most + 4):
             messages = [_USER, *rounds[0] * count]
             yield messages, len(messages) - 2
 
 
-def _round(number: int, form: Arguments, content: str = "x") -> list[Fields]:
-    """Return a tool call and its result."""
+def _round(number: int, form: Arguments, content: str = "x", *, named: bool = False) -> list[Fields]:
+    """Return a tool call and its result, `named`: with the name of the tool."""
     arguments: JSON = f'{{"value": "{content}"}}' if form is Arguments.RECEIVED else {"value": content}
     call: JSON = {
         "id": f"{_CALL_ID}{number}",
         "type": "function",
         "function": {"name": "look", "arguments": arguments},
     }
+    result: Fields = {"role": "tool", "tool_call_id": f"{_CALL_ID}{number}", "content": f"seen {number}"}
     return [
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": f"{_CALL_ID}{number}", "name": "look", "content": f"seen {number}"},
+        {**result, "name": "look"} if named else result,
     ]
 
 
