@@ -406,6 +406,30 @@ async def test_a_trainer_of_one_conversation_gets_the_call_after_one_that_was_ne
     assert outcome.capture.refused == 2
 
 
+async def test_a_trainer_of_one_conversation_gets_the_call_after_a_later_one_that_was_never_sent() -> None:
+    begun = [user("Begin."), {"role": "user", "content": [IMAGE]}]
+
+    async def calls(capture: Capture) -> None:
+        first = await said(capture, begun[0])
+        for _ in range(2):
+            with pytest.raises(CallRefused, match="is not text"):
+                await said(capture, begun[0], first, begun[1])
+        second = await said(capture, begun[0], first, user("Go on."))
+        with pytest.raises(CallRefused, match="counts response_mask over a single one"):
+            await said(capture, begun[0], first, user("Another way."))
+        await said(capture, begun[0], first, user("Go on."), second, user("And on."))
+
+    async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
+        outcome = await roll(client, "calls", completions=Target(trainer.url, "http_masked"), tokenizer="toy")
+        (verdict,) = trainer.verdicts()
+    assert verdict.accepted
+    assert [sample.origin.kind for sample in outcome.samples] == [SEGMENT_KIND_MAIN, SEGMENT_KIND_BRANCH]
+    for sample in samples(outcome):  # the branch has the first completion in its prompt, which is trained once
+        ids, whole = [*sample.prompt_ids, *sample.response_ids], verdict.sample
+        assert ids == [*whole.prompt_ids, *whole.response_ids][: len(ids)]
+    assert outcome.capture.refused == 3
+
+
 async def test_an_engine_gets_the_tool_choice_of_a_call() -> None:
     choice = {"type": "function", "function": {"name": "add"}}
 

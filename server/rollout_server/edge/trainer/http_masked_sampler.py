@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rollout_server.core.ledger import SegmentKind
+from rollout_server.core.ledger import LedgerView, SegmentKind
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.record import Answered, Asked
 from rollout_server.core.spec import Spec
@@ -47,9 +47,17 @@ class MaskedTrainers:
 
 @dataclass(slots=True)
 class _TrainerConversation:
-    """The trainer's message list of a rollout. Conversations that replace each other before the first request share it."""
+    """The trainer's message list of a rollout. Conversations that replace each other before a request is sent share it.
+
+    Attributes:
+        begun: a request was sent.
+        end: the conversation whose latest completion ends the list. None: none, or a request is under way.
+        unsent: the latest request failed before it was sent.
+    """
 
     begun: bool = False
+    end: LedgerView | None = None
+    unsent: bool = False
 
 
 class MaskedSampler:
@@ -72,9 +80,11 @@ class MaskedSampler:
         self._form = trainers.forms.of(spec) or trainers.form
         self._at_trainer = at_trainer or _TrainerConversation()
         self._resumed = ResumedTurns(masks=True)
+        self._ledger: LedgerView | None = None
 
     async def sample(self, request: CompletionRequest) -> Answered:
         """Render, post and check one turn. Raises `RolloutFailed`."""
+        self._ledger = request.ledger
         renderer, rendered = await self._rendered(request)
         started = time.monotonic()
         fetched, mask_length = await self._fetch(request, renderer, rendered)
@@ -92,6 +102,7 @@ class MaskedSampler:
         around = await drift_excerpt(renderer.loaded, request.ledger, predicted, completion.reported)
         warnings = _warnings(completion, rendered, request, renderer.loaded.vocabulary)
         record = completion_record(request, completion, fetched.attempts, elapsed, warnings)
+        self._at_trainer.end = request.ledger
         length, by = mask_length or None, renderer.loaded.digest
         return replace(record, predicted=predicted, mask_length=length, around=around, rendered_by=by)
 
@@ -103,10 +114,10 @@ class MaskedSampler:
     def fork(self, fork: Fork) -> MaskedSampler:
         """Raise `RolloutFailed`: such a trainer keeps one message list per rollout, and masks count from the end of that list.
 
-        Before the first turn the conversation can still be replaced: the trainer has no list yet.
+        A conversation can still be replaced before its first turn, and by a branch at its end if its latest turn was not sent.
         """
         replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN, SegmentKind.DRIFT)
-        if replaces and fork.tools is None and not self._at_trainer.begun:
+        if fork.tools is None and (self._ends_list(fork) or (replaces and not self._at_trainer.begun)):
             return MaskedSampler(self._trainers, self._spec, self._tools, self._at_trainer)
         text = (
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
@@ -114,14 +125,21 @@ class MaskedSampler:
         )
         raise RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
 
+    def _ends_list(self, fork: Fork) -> bool:
+        """Return whether a branch begins where the trainer's list ends, and replaces a turn that was not sent."""
+        end = self._at_trainer.end
+        branches = fork.origin.kind is SegmentKind.BRANCH and self._at_trainer.unsent
+        return branches and end is not None and end is self._ledger and end.tokens == fork.origin.parent_tokens
+
     async def _rendered(self, request: CompletionRequest) -> tuple[Renderer, Rendered]:
         """Render a turn. From here on no other conversation may begin, unless the rendering fails: then nothing was sent."""
-        had_begun, self._at_trainer.begun = self._at_trainer.begun, True
+        before = replace(self._at_trainer)
+        self._at_trainer.begun, self._at_trainer.end, self._at_trainer.unsent = True, None, False
         try:
             renderer = await self._open(request)
             return renderer, await _predict(request, renderer)
         except BaseException:
-            self._at_trainer.begun = had_begun
+            self._at_trainer.begun, self._at_trainer.end, self._at_trainer.unsent = before.begun, before.end, True
             raise
 
     async def _fetch(
