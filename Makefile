@@ -116,8 +116,8 @@ bench-journal: setup ## Measure what the durable journal costs, compared with me
 bench-lists: setup ## Measure lists of a server that knows 100,000 rollouts
 	$(BIN)/python -m bench.lists
 
-bench-tracing: setup ## Measure what OpenTelemetry adds to the CPU of a turn (BASE=: another clone to measure beside it)
-	$(BIN)/python -m bench.tracing $(if $(BASE),--base $(BASE))
+bench-tracing: setup ## Measure what OpenTelemetry adds to the CPU of a turn (ROUNDS=)
+	$(BIN)/python -m bench.tracing$(if $(ROUNDS), --rounds $(ROUNDS))
 
 bench-workers: setup ## Measure what two workers cost and gain, compared with one process
 	$(BIN)/python -m bench.workers

@@ -1,8 +1,8 @@
-"""`python -m bench.tracing`: what OpenTelemetry adds to the CPU of a turn, beside the same server without an SDK.
+"""`python -m bench.tracing`: what OpenTelemetry adds to the CPU of a turn.
 
-The rounds alternate between the servers, so that whatever else the machine does hits all of them. Two processes of the same program
-differ by more than the spans cost, so all servers are started several times. The SDK has batching processors, and exporters that
-do nothing or encode the spans: the cost of sending them depends on the collector.
+Two processes of the same program differ by more than the spans cost. So each server has a switch: while it is off, nothing is
+traced or counted, as without an SDK. Rounds with and without alternate in the same process. The exporters do nothing, or encode the
+spans for OTLP: the cost of sending them depends on the collector.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
+from functools import wraps
+from mmap import mmap
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from statistics import median, stdev
+from typing import Annotated, Any, Final
 
 import aiohttp
 import grpc
@@ -36,91 +38,85 @@ from bench.judge.site import get, server_program, trainer_program
 from bench.judge.workload import Api, Plan, Target, Workload
 from bench.programs.child import Child, Cores, Program, on_cores, running
 from bench.programs.conversation import Facts
-from bench.programs.drive import Order, Player, grpc_player, play_many
+from bench.programs.drive import Order, Player, grpc_player, http_player, play_many
 from bench.programs.loop import new_loop
 
-_WIDTH = 120
-_WAYS = {
-    "without an SDK": (),
-    "spans": ("traces",),
+_WAYS: Final = {
     "metrics": ("metrics",),
+    "spans": ("traces",),
     "spans and metrics": ("traces", "metrics"),
-    "spans, encoded": ("traces", "encoded"),
-    "one of ten rollouts, encoded": ("traces", "encoded", "sampled"),
-    "the same, and metrics": ("traces", "encoded", "sampled", "metrics"),
+    "spans of one of ten rollouts, and metrics": ("traces", "sampled", "metrics"),
+    "spans and metrics, and a thread that encodes the spans": ("traces", "metrics", "encoded"),
 }
+_APIS: Final = (Api.SYNC, Api.GRPC_HTTP)
+_FILE: Final = "BENCH_SWITCH"
+_WIDTH: Final = 132
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Rounds of each process.")] = 8,
-    starts: Annotated[int, typer.Option(help="Processes of each server.")] = 6,
-    base: Annotated[Path | None, typer.Option(help="Another clone, whose server is measured too.")] = None,
+    rounds: Annotated[int, typer.Option(help="Pairs of rounds of 16 rollouts for each server and API.")] = 60,
 ) -> None:
-    """Print the CPU of a turn at 1k context."""
-    console = Console(stderr=True)
-    workload = Workload(10, 1000, 16, 16, Target(2.0, "x"), (Api.GRPC_HTTP,), rounds=rounds)
-    costs: dict[str, list[float]] = {}
-    more: dict[str, list[float]] = {}
+    """Print what spans and metrics add to the CPU of a turn, at ten turns and 1k context."""
+    table = Table("API", "exported", "CPU of a turn, µs", "added, µs", "added", "standard error", box=None)
+    workload = Workload(10, 1000, 16, 16, Target(2.0, "x"), _APIS, rounds=rounds)
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        for number in range(starts):
-            console.print(f"start {number + 1} of {starts}")
-            measured = runner.run(_measure(workload, base))
-            for name, found in measured.items():
-                costs.setdefault(name, []).append(median(found))
-                more.setdefault(name, []).append(_more(found, measured["without an SDK"]))
-    table = Table("server", "ms of CPU per turn", "range of the processes", "more", "more, range", box=None)
-    for name, found in costs.items():
-        spread = (
-            f"{min(found):.3f}-{max(found):.3f}",
-            f"{median(more[name]):+.1f} %",
-            f"{min(more[name]):+.1f} to {max(more[name]):+.1f} %",
-        )
-        table.add_row(name, f"{median(found):.3f}", *spread)
+        for api, way, without, added in runner.run(_measure(workload)):
+            share, error = 100 * median(added) / without, 100 * 1.25 * stdev(added) / len(added) ** 0.5 / without
+            table.add_row(api, way, f"{without:.0f}", f"{median(added):.0f}", f"{share:.1f} %", f"{error:.1f} %")
     Console(width=_WIDTH).print(table)
 
 
-def _more(rounds: Sequence[float], beside: Sequence[float]) -> float:
-    """Return by how many percent a server costs more than the one beside it: the median of rounds right after each other."""
-    return median(100 * (each / other - 1) for each, other in zip(rounds, beside, strict=True))
-
-
-async def _measure(workload: Workload, base: Path | None) -> dict[str, list[float]]:
-    """Start the servers, and return the milliseconds of CPU per turn in each round of each of them."""
-    plan, cores = Plan((workload,), 1), Cores.here()
-    costs: dict[str, list[float]] = {}
+async def _measure(workload: Workload) -> list[tuple[Api, str, float, list[float]]]:
+    """Return for each API and each way the CPU of a turn without tracing, and what each pair of rounds says is added, in µs."""
+    plan, cores, found = Plan((workload,), 1), Cores.here(), []
     with on_cores(cores.beside):
         async with AsyncExitStack() as stack:
-            players: dict[str, tuple[Child, Player]] = {}
             http = await stack.enter_async_context(aiohttp.ClientSession())
-            trainer, first, order = "", "", None
-            for name, signals in {**({"the other clone": ()} if base else {}), **_WAYS}.items():
-                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+            with_tools, _ = server_program(plan, TOY_TOKENIZER, cores, _directory(stack))
+            trainer, _ = trainer_program(plan, TOY_TOKENIZER, cores, with_tools.url)
+            async with running(with_tools):
+                await stack.enter_async_context(running(trainer))
+            facts = await get(http, f"{trainer.url}/conversations/{workload.conversation}", Facts)
+            order = Order(workload.conversation, f"{trainer.url}/judged/{workload.conversation}", facts)
+            for way, signals in _WAYS.items():
+                directory = _directory(stack)
                 program, port = server_program(plan, TOY_TOKENIZER, cores, directory)
-                program = _traced(program, signals, base if name == "the other clone" else None)
-                child = await stack.enter_async_context(running(program))
-                if order is None:
-                    first = program.url
-                    trainer_of, _ = trainer_program(plan, TOY_TOKENIZER, cores, first)
-                    await stack.enter_async_context(running(trainer_of))
-                    trainer = trainer_of.url
-                    facts = await get(http, f"{trainer}/conversations/{workload.conversation}", Facts)
-                    order = Order(workload.conversation, f"{trainer}/judged/{workload.conversation}", facts)
-                channel = await stack.enter_async_context(_channel(port))
-                players[name] = child, grpc_player(channel, order)
-                await play_many(players[name][1], workload.concurrency, workload.concurrency)
-            for _ in range(workload.rounds):
-                for name, (child, play) in players.items():
-                    before = _cpu_ms(child)
-                    await play_many(play, workload.rollouts, workload.concurrency)
-                    turns = workload.rollouts * workload.turns
-                    costs.setdefault(name, []).append((_cpu_ms(child) - before) / turns)
-    return costs
+                switch = _Switch(directory / "switch")
+                async with running(_traced(program, signals, switch)) as child, _channel(port) as channel:
+                    for api in workload.apis:
+                        is_http = api is Api.SYNC
+                        play = http_player(http, program.url, order) if is_http else grpc_player(channel, order)
+                        found.append((api, way, *await _compare(workload, play, child, switch)))
+    return sorted(found, key=lambda row: _APIS.index(row[0]))
 
 
-def _cpu_ms(child: Child) -> float:
-    """Return the CPU time of all threads of a process, to the nanosecond: rounds are short."""
+async def _compare(workload: Workload, play: Player, child: Child, switch: _Switch) -> tuple[float, list[float]]:
+    """Return the CPU of a turn without tracing, and what it adds in each pair of rounds, in microseconds."""
+
+    async def cost(on: bool) -> float:
+        switch.turn(on)
+        before = _cpu(child)
+        await play_many(play, workload.rollouts, workload.concurrency)
+        return 1e6 * (_cpu(child) - before) / (workload.rollouts * workload.turns)
+
+    for on in (False, True):
+        await cost(on)
+    # Every other pair begins with the switch on, so that a machine that becomes slower or faster does not count for one of them.
+    pairs = []
+    for number in range(workload.rounds):
+        first = await cost(bool(number % 2))
+        pairs.append((first, await cost(not number % 2))[:: -1 if number % 2 else 1])
+    return median(off for off, _ in pairs), [on - off for off, on in pairs]
+
+
+def _directory(stack: AsyncExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+
+
+def _cpu(child: Child) -> float:
+    """Return the CPU time of all threads of a process in seconds, to the nanosecond."""
     threads = Path(f"/proc/{child.pid}/task").glob("*/schedstat")
-    return sum(int(each.read_text().split()[0]) for each in threads) / 1e6
+    return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 
 
 def _channel(port: int) -> grpc.aio.Channel:
@@ -128,33 +124,52 @@ def _channel(port: int) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options)
 
 
-def _traced(program: Program, signals: Sequence[str], base: Path | None) -> Program:
-    """Return the program with an SDK for these signals, or of another clone."""
-    environment = dict(program.environment)
-    if base is not None:
-        environment["PYTHONPATH"] = ":".join(str(base / name) for name in ("server", "gateway", "generated"))
-        return replace(program, environment=environment)
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    arguments = list(program.command[3:])
-    return replace(
-        program,
-        command=[sys.executable, "-m", "bench.tracing", "serve", ",".join(signals), *arguments],
-        environment=environment,
-    )
+def _traced(program: Program, signals: Sequence[str], switch: _Switch) -> Program:
+    """Return the program with an SDK for these signals."""
+    environment = {**program.environment, "PYTHONPATH": str(Path(__file__).parents[1]), _FILE: str(switch.path)}
+    arguments = program.command[3:]
+    command = [sys.executable, "-m", "bench.tracing", "serve", ",".join(signals), *arguments]
+    return replace(program, command=command, environment=environment)
 
 
-def nothing() -> SpanExporter:
-    """Return an exporter that does nothing."""
-    return _NoSpans(lambda spans: None)
+class _Switch:
+    """Whether the server traces and counts: a byte in a file, which it reads without a call of the operating system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+        with path.open("r+b") as file:
+            file.truncate(1)
+            self._byte = mmap(file.fileno(), 1)
+
+    def turn(self, on: bool) -> None:
+        """Turn it on or off. Nothing may run meanwhile."""
+        self._byte[0] = on
+
+    def switched(self, function: Callable[..., Any], instead: object) -> Callable[..., Any]:
+        """Return the function; while the switch is off, it only returns `instead`."""
+
+        @wraps(function)
+        def run(*given: Any, **named: Any) -> Any:
+            return function(*given, **named) if self._byte[0] else instead
+
+        return run
 
 
-def encoding() -> SpanExporter:
-    """Return an exporter that encodes the spans for OTLP."""
-    return _NoSpans(lambda spans: encode_spans(spans).SerializeToString())
+# What follows runs in the server.
+
+
+class _Spans(SpanExporter):
+    def __init__(self, work: Callable[[Sequence[ReadableSpan]], object]) -> None:
+        self._work = work
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._work(spans)
+        return SpanExportResult.SUCCESS
 
 
 class NoMetrics(MetricExporter):
-    """An exporter of metrics that does nothing."""
+    """An exporter of metrics that does nothing: there is one export in a minute."""
 
     def export(self, metrics_data: Any, timeout_millis: float = 0, **_: Any) -> MetricExportResult:
         return MetricExportResult.SUCCESS
@@ -166,13 +181,14 @@ class NoMetrics(MetricExporter):
         pass
 
 
-class _NoSpans(SpanExporter):
-    def __init__(self, work: Callable[[Sequence[ReadableSpan]], object]) -> None:
-        self._work = work
+def nothing() -> SpanExporter:
+    """Return an exporter that does nothing."""
+    return _Spans(lambda spans: None)
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._work(spans)
-        return SpanExportResult.SUCCESS
+
+def encoding() -> SpanExporter:
+    """Return an exporter that encodes the spans for OTLP."""
+    return _Spans(lambda spans: encode_spans(spans).SerializeToString())
 
 
 def _installed_exporters() -> str:
@@ -189,10 +205,21 @@ def _installed_exporters() -> str:
     return str(directory)
 
 
-def serve(signals: str, arguments: Sequence[str]) -> None:
+def serve(signals: Sequence[str], arguments: Sequence[str]) -> None:
     """Run the command line with exporters that send nothing. The server sets up the SDK, as it does for users."""
-    if signals:
-        sys.path.append(_installed_exporters())
+    from rollout_server.edge.tracing.tracing import Tracing
+    from rollout_server.runtime.run.tracer import UNTRACED
+
+    switch = _Switch(Path(os.environ[_FILE]))
+    for method, instead in {
+        "rollout": nullcontext(),
+        "completion": UNTRACED,
+        "tool": UNTRACED,
+        "delivery": UNTRACED,
+        "recorded": None,
+    }.items():
+        setattr(Tracing, method, switch.switched(getattr(Tracing, method), instead))
+    sys.path.append(_installed_exporters())
     if "traces" in signals:
         os.environ["OTEL_TRACES_EXPORTER"] = "bench_encoded" if "encoded" in signals else "bench_nothing"
     if "sampled" in signals:
@@ -205,6 +232,6 @@ def serve(signals: str, arguments: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2], sys.argv[3:])
+        serve(sys.argv[2].split(","), sys.argv[3:])
     else:
         typer.run(main)
