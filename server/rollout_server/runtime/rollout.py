@@ -128,8 +128,7 @@ class Rollout:
         self.created = stored.start.created if stored is not None else clock.wall()
         self._credentials = request.credentials
         self._delivery: Delivery | None = None
-        self._running = False
-        self._received = False
+        self._running = self._received = False
         self._restored = stored is not None
         self._suspended = False
         self._holders: set[object] = set()
@@ -137,6 +136,8 @@ class Rollout:
         self._deadline: float | None = None
         self._owner = owner
         self._queued_at = clock.monotonic()
+        # Times in the log are counted from here on the monotonic clock, so a step of the wall clock does not count as running time.
+        self._to_wall = clock.wall() - self._queued_at
         self._queued_before, self._earlier_seconds = max(0.0, clock.wall() - self.created), 0.0
         self._noted = Counter[Note]()
         self._attached = 0
@@ -277,7 +278,7 @@ class Rollout:
             self._mask_unreceived()
             record = replace(record, policy_step=self.gate.step)
         logged = self.machine.accept(record)
-        now = self.clock.wall()
+        now = self.clock.monotonic() + self._to_wall
         if isinstance(record, Answered):
             self._cancel_if_stale()
         if isinstance(record, Ended):

@@ -108,6 +108,11 @@ class DeliveryRetryPolicy:
     retries: int | None = None
     jitter: float = 0.0
 
+    @property
+    def longest(self) -> float:
+        """The longest backoff in seconds."""
+        return self.most * (1 + self.jitter)
+
     def backoff(self, attempts: int) -> float:
         """Return the seconds to wait after this many attempts."""
         # Bounded exponent: a delivery may make thousands of attempts.

@@ -161,13 +161,15 @@ class Outbox:
     async def _deliver(self, rollout: Rollout, target: Target, counted: int) -> None:
         stored = self._stored.get(rollout) or self._pack(rollout, target)
         earlier = rollout.delivery.attempts - counted if rollout.delivery is not None else 0
-        if rollout.delivery is not None and rollout.delivery.next_attempt is not None:  # of an earlier process
-            await self._pause(rollout, max(rollout.delivery.next_attempt - self._clock.wall(), 0.0))
+        policy, attempts = self._retry_policy, counted
+        # The wall clock may have been set since an earlier process stored these times, so the retry policy bounds them.
+        expires = self._clock.monotonic() + min(stored.expires - self._clock.wall(), policy.expiry)
+        if rollout.delivery is not None and rollout.delivery.next_attempt is not None:
+            pause = min(rollout.delivery.next_attempt - self._clock.wall(), policy.longest)
+            await self._pause(rollout, max(pause, 0.0))
         # The bytes are stored before they are sent for the first time, so that every attempt sends the same.
         await self._journal.flush()
         packed = PackedOutcome(target, stored.key, stored.body)
-        expires = stored.expires - self._clock.wall() + self._clock.monotonic()
-        policy, attempts = self._retry_policy, counted
         while True:
             attempts += 1
             receipt = await self._attempt(rollout, packed, earlier + attempts)
