@@ -15,8 +15,9 @@ from rollout_server.core.record import Ended, Record, Resumed
 class Entry:
     """A record and its position in the log.
 
-    `sequence` counts from 1 without gaps. `time` is in seconds since 1970; within one process it does not follow a wall clock that
-    is set meanwhile. `turn` and `segment_id` describe the rollout after the record; before the first turn they are 0 and empty.
+    `sequence` counts from 1 without gaps. `time` is in seconds since 1970; it never decreases, and within one process it does not
+    follow a wall clock that is set meanwhile. `turn` and `segment_id` describe the rollout after the record; before the first turn
+    they are 0 and empty.
     """
 
     sequence: int

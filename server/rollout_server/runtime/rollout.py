@@ -136,8 +136,9 @@ class Rollout:
         self._deadline: float | None = None
         self._owner = owner
         self._queued_at = clock.monotonic()
-        # Times in the log are counted from here on the monotonic clock, so a step of the wall clock does not count as running time.
-        self._to_wall = clock.wall() - self._queued_at
+        # Times in the log go on from here with the monotonic clock: a step of the wall clock is no running time, and they never
+        # decrease.
+        self._to_wall = max([clock.wall(), *(entry.time for entry in self.log.entries[-1:])]) - self._queued_at
         self._queued_before, self._earlier_seconds = max(0.0, clock.wall() - self.created), 0.0
         self._noted = Counter[Note]()
         self._attached = 0
