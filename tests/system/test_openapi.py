@@ -85,6 +85,15 @@ async def test_every_reference_leads_somewhere(world: Service) -> None:
         assert found
 
 
+async def test_the_osmosis_apis_describe_the_errors_that_any_call_can_have(world: Service) -> None:
+    paths = (await world.http.get("/openapi.json")).json()["paths"]
+    calls = {"401", "403", "404", "414", "431", "500", "503", "504"}
+    bodies = {"400", "408", "409", "413", "422", "429"}
+    assert paths["/tools"]["get"]["responses"].keys() == {"200", "422"} | calls
+    assert paths["/rollout"]["post"]["responses"].keys() == {"200"} | calls | bodies
+    assert paths["/v1/rollout/init"]["post"]["responses"].keys() == {"202"} | calls | bodies
+
+
 def references(value: Any) -> Iterator[str]:
     """All `$ref` values inside."""
     if isinstance(value, dict):

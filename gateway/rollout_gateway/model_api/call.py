@@ -26,7 +26,7 @@ _SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class UnreadableReply(Exception):
-    """A completion with a message that is not JSON, or that is nested too deeply."""
+    """A completion with a message that is not JSON, is nested too deeply, or has a field of another type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,9 @@ def reply_of(completion: ModelCompletion) -> Reply:
     """Take a completion apart. Raises UnreadableReply."""
     try:
         return _taken_apart(completion, _message(completion.message_json))
-    except (ValueError, RecursionError) as error:
-        raise UnreadableReply(str(error)) from None
+    except (ValueError, RecursionError, TypeError, AttributeError) as error:
+        text = "a field has the wrong type" if isinstance(error, TypeError | AttributeError) else str(error)
+        raise UnreadableReply(text) from None
 
 
 def _message(text: str) -> Any:
@@ -104,9 +105,8 @@ def _taken_apart(completion: ModelCompletion, message: Any) -> Reply:
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text") or "") for part in content)
-    reasoning = str(message.get("reasoning_content") or "")
-    numbers = completion.prompt_tokens, completion.generated_tokens
-    return Reply(completion.id, content, reasoning, calls, completion.finish_reason, *numbers)
+    numbers = completion.finish_reason, completion.prompt_tokens, completion.generated_tokens
+    return Reply(completion.id, content, str(message.get("reasoning_content") or ""), calls, *numbers)
 
 
 def call_json(call_id: str, name: str, arguments: str) -> Object:

@@ -36,13 +36,15 @@ from rollout_gateway.status import Fields, Problem, problem
 _JSON: Final = "application/json"
 _SERVICE: Final = "rollout-server"
 
+_ERRORS: Final = shown.dialect_errors(401, 403, 404, 414, 431, 500, 503, 504)
 _START_ERRORS: Final[shown.Responses] = {
-    **shown.dialect_errors(400, 401, 404, 409, 413, 429, 500, 503),
+    **_ERRORS,
+    **shown.dialect_errors(400, 408, 409, 413, 429),
     **shown.dialect_errors(422, schema="InvalidBodyResponse"),
 }
 _ENDED: Final = shown.json_response("RolloutResponse", "The rollout has ended; `status` says whether it failed.")
 _ACCEPTED: Final = shown.json_response("InitResponse", "The rollout was accepted, by this or an earlier request.")
-_TOOLS: Final[shown.Responses] = {200: shown.json_response("ToolsResponse"), **shown.dialect_errors(401, 404, 503)}
+_TOOLS: Final[shown.Responses] = {200: shown.json_response("ToolsResponse"), **_ERRORS}
 _HEALTH: Final[shown.Responses] = {
     200: shown.json_response("HealthResponse"),
     503: shown.json_response("UnhealthyResponse", "The rollout server is not available."),
@@ -180,5 +182,4 @@ def _health(server: GetServerInfoResponse) -> Response:
 
 
 def _unhealthy(error: grpc.aio.AioRpcError) -> Response:
-    found = problem(error)
-    return JSONResponse({"status": "unhealthy", "service": _SERVICE, "detail": found.detail}, 503)
+    return JSONResponse({"status": "unhealthy", "service": _SERVICE, "detail": problem(error).detail}, 503)

@@ -350,6 +350,11 @@ async def test_a_message_that_cannot_be_read_is_an_error_that_stays(
         response = await endpoint.post(path, BODIES[path])
         assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
         assert error_of(response)["message"].startswith("The model's message cannot be read: ")
+    for message in ('{"content": 3}', '{"content": ["a"]}', '{"content": "", "tool_calls": 3}', "[]"):
+        replying(endpoint, monkeypatch, message)
+        response = await endpoint.post(path, BODIES[path])
+        assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+        assert error_of(response)["message"] == "The model's message cannot be read: a field has the wrong type"
     assert endpoint.server.confirmed == []
 
 
