@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from rollout_client import AsyncClient, InvalidRequest
 
 from tests.gateway.rest.test_real_server import body
 from tests.support.rest_gateway import Sse
@@ -87,3 +89,30 @@ async def test_an_unknown_group(world: Service) -> None:
     for path in ("/v1/groups/nothing", "/v1/groups/nothing/events"):
         reply = await world.http.get(path)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "GROUP_NOT_FOUND")
+
+
+@pytest.mark.parametrize("group_id", ["step-7/events", "/events", "step\n7", "step\r7", "step\x007", "step\x857"])
+async def test_a_group_id_that_no_path_can_have_is_refused(world: Service, group_id: str) -> None:
+    reply = await world.http.post("/v1/groups", json=group_body(world, group_id=group_id))
+    assert reply.status_code == 422
+    assert [fault["field"] for fault in reply.json()["error"]["fields"]] == ["group_id"]
+    async with AsyncClient(f"127.0.0.1:{world.server.grpc_port}") as client:
+        with pytest.raises(
+            InvalidRequest, match=r'spec.group_id: must not contain line breaks .*, or end in "/events"'
+        ):
+            await client.start_group(
+                2,
+                group_id=group_id,
+                rollout_id="g",
+                messages=[{"role": "user", "content": "Hi."}],
+                completions=world.trainer.url,
+            )
+
+
+@pytest.mark.parametrize("group_id", ["events", "a/events/b", "a b?c#d%2F", "é/漢\u2028"])
+async def test_any_other_group_id_is_read_by_its_path(world: Service, group_id: str) -> None:
+    assert (await world.http.post("/v1/groups", json=group_body(world, group_id=group_id))).status_code == 201
+    path = f"/v1/groups/{quote(group_id)}"
+    assert (await world.http.get(path)).json()["group_id"] == group_id
+    frames = await (await events(world, quote(group_id))).all()
+    assert [each.fields["event"] for each in frames] == [*["outcome"] * 3, "result"]

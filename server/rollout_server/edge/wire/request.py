@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from typing import Protocol
@@ -38,6 +39,7 @@ ON_STREAM = Target("", Dialect.STREAM)
 """The target of a rollout whose trainer is on a stream."""
 MOST_TEXT = 256
 """Characters of a text to search for."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MOST_CLASSES = len(enums.FAILURE_CLASSES)
 _FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
@@ -106,6 +108,9 @@ def group_request(request: group_pb2.StartGroupRequest, caller: Caller) -> tuple
     start = rollout_service_pb2.StartRolloutRequest(request_id=request.request_id, credentials=request.credentials)
     if request.HasField("spec"):
         start.spec.CopyFrom(request.spec)
+    if _CONTROL.search(start.spec.group_id) or start.spec.group_id.endswith("/events"):
+        text = 'must not contain line breaks and other control characters, or end in "/events": the HTTP API has it in its paths'
+        raise InvalidRequest(Violation("spec.group_id", text))
     started = start_request(start, caller)
     return started, GroupPlan(request.count, request.min_usable, request.refill, started.spec.train_on)
 
