@@ -88,6 +88,34 @@ async def closed(copy: Copy) -> None:
     assert list(rendered.predicted.closing) == tokenizer.encode("<|im_end|>", add_special_tokens=False)
 
 
+async def closed_with_more(copy: Copy) -> None:
+    """A completion ends with the stop token and a part of what the template writes after it; the next message is no such part."""
+    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("'<|im_end|>\n'", "'<|im_end|><|endoftext|>\n'"))
+    behind = f"<|endoftext|>\n<|im_start|>user\n{MORE['content']}<|im_end|><|endoftext|>\n<|im_start|>assistant\n"
+    for more, rest in (
+        ("<|endoftext|>", behind.removeprefix("<|endoftext|>")),
+        (behind.partition("?")[0] + "?", behind),
+    ):
+        said = answered(SAID, tokenizer.encode(f"Eight.<|im_end|>{more}", add_special_tokens=False))
+        rendered = await copy.renderer(tokenizer).append(packed([ASKED, SAID, MORE]), said, 1)
+        assert str(tokenizer.decode(list(rendered.predicted.environment))) == rest
+
+
+async def named(copy: Copy) -> None:
+    """A template that refuses a tool result without the name of its tool."""
+    result = "{{- raise_exception('name?') if message.role == 'tool' and not message.name -}}{{- message.name -}}"
+    tokenizer = toy(CHATML.replace("PROMPT", "''").replace("~ message.content", "-}}" + result + "{{- message.content"))
+    calls = [
+        {**CALL, "id": f"call0000{number}", "function": {"name": name, "arguments": "{}"}}
+        for number, name in enumerate("fgh")
+    ]
+    called = {"role": "assistant", "content": "", "tool_calls": calls}
+    ids = tokenizer.encode("<|im_end|>", add_special_tokens=False)
+    rendered = await copy.renderer(tokenizer).append(packed([ASKED, called, HEARD]), answered(called, ids), 1)
+    text = str(tokenizer.decode(list(rendered.predicted.environment)))
+    assert text.startswith("\n<|im_start|>tool\ng8")
+
+
 async def environment(copy: Copy, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """The text after the last completion, one message before the end."""
     asked = len(messages) - 2
@@ -259,9 +287,9 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
     ),
     (
         in_python,
-        Fault("one id too many is dropped behind the stop", "completion_end", "last), ids[1:])", "last), ids[2:])"),
+        Fault("one id too many is dropped behind the stop", "completion_end", "ids = encoded[1:]", "ids = encoded[2:]"),
     ),
-    (in_python, Fault("the stop itself is kept", "completion_end", "last), ids[1:])", "last), ids[:])")),
+    (in_python, Fault("the stop itself is kept", "completion_end", "ids = encoded[1:]", "ids = encoded[:]")),
     (
         judged,
         Fault(
@@ -328,8 +356,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "a cut answer is not closed",
             "completion_end",
-            "pack_tokens() if closed else pack_tokens([stop.id])",
-            "pack_tokens()",
+            "Prediction(pack_tokens([stop.id]), ids)",
+            "Prediction(pack_tokens(), ids)",
         ),
     ),
     (
@@ -337,9 +365,31 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "an answer is closed twice",
             "completion_end",
-            "pack_tokens() if closed else pack_tokens([stop.id])",
-            "pack_tokens([stop.id])",
+            "PredictedTokens(Prediction(pack_tokens(), ids))",
+            "PredictedTokens(Prediction(pack_tokens([stop.id]), ids))",
         ),
+    ),
+    (
+        closed_with_more,
+        Fault(
+            "a token behind the stop is written twice",
+            "completion_end",
+            "Prediction(pack_tokens(), ids[len(more) :])",
+            "Prediction(pack_tokens(), ids)",
+        ),
+    ),
+    (
+        closed_with_more,
+        Fault(
+            "a turn that the model made up is the next message",
+            "completion_end",
+            "all(_is_syntax(loaded, each)",
+            "all(each >= 0",
+        ),
+    ),
+    (
+        named,
+        Fault("the name of another call", "rendering_form", "names.get(call_id)", "next(iter(names.values()))"),
     ),
     (
         closed,
@@ -359,8 +409,8 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
         Fault(
             "a mask of the truth's length",
             "renderer",
-            "return Rendered(truth, longer,",
-            "return Rendered(truth, len(truth.environment),",
+            "return Rendered(truth.tokens, longer,",
+            "return Rendered(truth.tokens, len(truth.tokens.environment),",
         ),
     ),
     (

@@ -249,14 +249,15 @@ async def test_a_fork_proves_its_short_form_on_its_own(ours, plain) -> None:
     assert found == [True, True]
 
 
-async def test_a_line_that_the_model_and_the_template_end_is_ended_twice(ours, plain) -> None:
-    """No special token closes the completion, so the two line breaks cannot be identified as one."""
+async def test_a_line_that_the_model_and_the_template_may_both_end_is_reported(ours, plain) -> None:
+    """No special token closes the completion, and its tokens are not those of the message: whose line break it is, is unknown."""
     bare = (
         "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n' -}}{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
     )
     loaded, naive = ours("toy", bare), plain("toy")
     assert loaded.probed.final is None
-    for last in ([5], naive.ids("\n")):
+    for last, exact in (([5], True), (naive.ids("\n"), False)):
         rendered = await Renderer(loaded, [], {}).append(packed(ASKED, SAID, MORE), answered(SAID, last), 1)
+        assert rendered.exact is exact
         assert rendered.predicted.environment == pack_tokens(naive.ids(f"\nuser: {MORE['content']}\nassistant: "))

@@ -6,14 +6,16 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 Fields: TypeAlias = dict[str, Any]
-Ending: TypeAlias = Literal["stop", "stripped", "cut", "eos", "other_special", "nothing", "no_ids"]
+Ending: TypeAlias = Literal["stop", "stripped", "cut", "eos", "other_special", "more", "space", "nothing", "no_ids"]
 """How the ids of a completion end.
 
 They end with the stop token of their kind, without it, truncated by length, with the end token, or with a special token
-that ends nothing. Or there are no ids, because the completion is empty or the trainer sends none.
+that ends nothing. "more": with the stop token and the text after it, "space": with the stop token and a line break, as an engine
+returns them that stops at several tokens or at a text. Or there are no ids, because the completion is empty or the trainer sends
+none.
 """
 
 TOOLS: Final[Sequence[Fields]] = tuple(
@@ -195,7 +197,8 @@ class _Author:
             environment = environment[1:]
         ending: Ending = "stop"
         if rng.random() < self._odd_ending:
-            ending = rng.choice(("stripped", "stripped", "cut", "eos", "other_special", "nothing", "no_ids"))
+            endings = get_args(Ending)
+            ending = rng.choice((*endings[1:], "stripped"))
         return Turn(answer, tuple(environment), ending, rng.random(), rng.random() < 0.3)
 
     def _answering(self) -> Fields:

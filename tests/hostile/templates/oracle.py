@@ -63,6 +63,7 @@ class Oracle:
         self._twin = _DATE.sub(dated, template.twin)
         self._ends = frozenset(single(self._tokenizer, template.ends).values())
         others = [] if template.traits.config == "known" else set(template.words.every) - template.inside
+        self._special = frozenset(single(self._tokenizer, template.words.every).values())
         self._may_end = frozenset(single(self._tokenizer, others).values())
 
     def prompt(self, messages: Sequence[str]) -> tuple[int, ...]:
@@ -92,26 +93,68 @@ class Oracle:
         own, closing, rest = marked[begins:ends], marked[stop:stopped], marked[behind:]
         return Split(full, *(MARK.sub("", text) for text in (own, closing, rest)))
 
-    def truth(self, split: Split, ids: Sequence[int] | None, *, cut: bool = False) -> Truth:
+    def truth(self, split: Split, ids: Sequence[int] | None, *, cut: bool = False, content: str = "") -> Truth:
         """The ids after a completion with these ids. None means that the trainer sent no ids, so its stop is unknown.
 
-        `cut`: the completion was truncated by length.
+        `cut`: the completion was truncated by length. `content`: the text of its message.
         """
         if split.stop is None or split.behind is None:
             return Undecidable("the answer is not rendered")
         if not any(self.template.stops):
-            return Exact(self.encode(split.behind))
+            return self._after_text(split.behind, ids, content)
         if not split.stop:
             return Undecidable("the answer is not closed where it ends")
-        closing, *environment = self.encode(split.stop + split.behind)
-        if self.encode(split.stop) != (closing,):
-            raise AssertionError(f"{split.stop!r} is not one token")
+        return self._after_stop(split.stop, split.behind, ids, cut)
+
+    def _after_stop(self, stop: str, behind: str, ids: Sequence[int] | None, cut: bool) -> Truth:
+        """The ids after a completion that the template closes with a stop."""
+        closing, *environment = self.encode(stop + behind)
+        if self.encode(stop) != (closing,):
+            raise AssertionError(f"{stop!r} is not one token")
+        known = self._after_more(behind, environment, self._more(ids, closing))
+        if known is not None:
+            return known
         if reason := self._open_question(ids, cut):
             return Undecidable(reason)
         # Without ids, assume that the completion has the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
             return Exact((closing, *environment))
-        return Exact(tuple(environment))
+        twice = bool(ids and environment and ids[-1] == environment[0] and self._is_syntax(ids[-1]))
+        return Exact(tuple(environment[twice:]))
+
+    def _after_text(self, behind: str, ids: Sequence[int] | None, content: str) -> Truth:
+        """The ids after a completion that no token closes. A part of the text that separates it may be its own."""
+        if ids is None:
+            return Exact(self.encode(behind))
+        written = self.decode(ids)
+        _, is_there, more = written.rpartition(content) if content else ("", "", "")
+        if is_there and behind.startswith(more):
+            return Exact(self.encode(behind.removeprefix(more)))
+        if any(written.endswith(behind[:length]) for length in range(1, len(behind) + 1)):
+            return Undecidable("the completion may have ended a line of the template")
+        return Exact(self.encode(behind))
+
+    def _more(self, ids: Sequence[int] | None, closing: int) -> tuple[int, ...]:
+        """The ids behind the stop of a completion, if they are no text."""
+        if not ids or closing not in ids[-16:]:
+            return ()
+        at = len(ids) - 1 - list(reversed(ids)).index(closing)
+        more = tuple(ids[at + 1 :])
+        return more if all(map(self._is_syntax, more)) else ()
+
+    def _after_more(self, behind: str, environment: Sequence[int], more: tuple[int, ...]) -> Truth | None:
+        """The ids after a completion with a stop and something behind it, which the template may write too; None if it does not."""
+        space = self.decode(more)
+        if more and tuple(environment[: len(more)]) == more:
+            return Exact(tuple(environment[len(more) :]))
+        if not space.isspace():
+            return None
+        if behind.startswith(space):
+            return Exact(self.encode(behind.removeprefix(space)))
+        return Undecidable("other white space than the template's follows the stop")
+
+    def _is_syntax(self, token_id: int) -> bool:
+        return token_id in self._special or self.decode([token_id]).isspace()
 
     def _open_question(self, ids: Sequence[int] | None, cut: bool) -> str:
         """Why it is undecidable whether a completion with these ids has its stop; empty if it is decidable."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -22,6 +23,7 @@ from rollout_server.runtime.errors import RolloutFailed
 
 from tests.hostile.templates import conversations, grammar
 from tests.hostile.templates.conversations import TOOLS, Conversation, Turn
+from tests.hostile.templates.framing import FRAMINGS
 from tests.hostile.templates.grammar import Template
 from tests.hostile.templates.oracle import Exact, Oracle, Refused, Split, Truth, Undecidable
 from tests.hostile.templates.vocabulary import PAD, single
@@ -233,7 +235,11 @@ class _Game:
         length = len(self._oracle.encode(split.full))
         longer = None if ids is None else length - self._lengths - len(ids)
         self._lengths = length
-        return split, self._oracle.truth(split, ids, cut=finish == "length"), longer
+        return split, self._oracle.truth(split, ids, cut=finish == "length", content=self._content(asked)), longer
+
+    def _content(self, asked: int) -> str:
+        content = json.loads(self._texts[asked]).get("content")
+        return content if isinstance(content, str) else ""
 
     def _verdict(self, got: _Got | None, split: Split | None, truth: Truth | None, longer: int | None) -> Verdict:
         if split is None or truth is None:
@@ -282,8 +288,14 @@ class _Game:
         if turn.ending == "cut":
             return body[: int(len(body) * turn.kept)], "length"
         stop = template.stops[calls] or template.words.eos
-        behind = {"stop": stop, "eos": template.words.eos, "other_special": PAD}.get(turn.ending)
-        return body + ([] if behind is None else list(single(template.vocabulary, [behind]).values())), finish
+        behind = {"eos": template.words.eos, "other_special": PAD}.get(turn.ending, stop)
+        if turn.ending in ("more", "space"):
+            after = FRAMINGS[template.traits.framing].after if turn.ending == "more" else "\n"
+            closed = "" if not any(template.stops) else behind
+            return [*body, *self._oracle.encode(closed), *self._oracle.encode(after)], finish
+        return body + (
+            [] if turn.ending == "stripped" else list(single(template.vocabulary, [behind]).values())
+        ), finish
 
     def _body(self, turn: Turn, asked: int) -> Sequence[int]:
         if turn.free:

@@ -1,4 +1,8 @@
-"""Join a completion and the environment: which tokens are still missing between the two (docs/design.md, R4)."""
+"""Join a completion and the environment: which tokens of the template are still missing between the two (docs/design.md, R4).
+
+A completion may lack the stop token. It may also contain more than that: an engine that stops at several tokens, or at a text,
+returns them all. What the template writes there and the completion has already must not be written twice.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,12 @@ from dataclasses import dataclass
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.encoding import Encoded
+from rollout_server.edge.tokens.encoding import Encoded, common_prefix
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+
+_MOST = 16
+"""Maximum number of tokens behind a completion's own text, and of characters that are compared where no token can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +33,21 @@ class EnvironmentText:
     ends_completion: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedTokens:
+    """The tokens between two completions.
+
+    `exact`: False if the completion ends with a part of them, or with other white space, so that the two do not join as in the
+    template.
+    """
+
+    tokens: Prediction
+    exact: bool = True
+
+
 def predict_tokens(
     loaded: LoadedTokenizer, found: EnvironmentText, last: Answered, prompt: Encoded | None = None
-) -> Prediction | None:
+) -> PredictedTokens | None:
     """Return the environment's token ids, with the stop token in `closing` if the completion lacks it.
 
     The text is encoded after the stop token, because some added tokens strip the white space next to them (`rstrip` in
@@ -37,25 +56,80 @@ def predict_tokens(
     """
     stop = found.stop
     if stop is None:
-        ids = loaded.encode(found.text)
-        # GLM: the completion may already end with the special token that begins the next message. Do not add it twice.
-        # A completion without ids is taken to have its stop token, as in `_closing`.
-        is_there = (
-            found.ends_completion
-            if last.token_ids is None
-            else last.token_ids[-1:] == ids[:1] != pack_tokens() and loaded.is_special(ids[0])
-        )
-        return Prediction(pack_tokens(), ids[1:] if is_there else ids)
+        return _without_stop(loaded, found, last)
     start = 0 if prompt is None else len(prompt.text) - len(found.text) - len(stop.text)
-    known = None if prompt is None else prompt.behind(stop.id, start)
-    if known is not None:
-        return Prediction(_closing(loaded, stop, last), known)
-    ids = loaded.encode(stop.text + found.text)
-    return Prediction(_closing(loaded, stop, last), ids[1:]) if ids[:1] == pack_tokens([stop.id]) else None
+    ids = None if prompt is None else prompt.behind(stop.id, start)
+    if ids is None:
+        encoded = loaded.encode(stop.text + found.text)
+        if encoded[:1] != pack_tokens([stop.id]):
+            return None
+        ids = encoded[1:]
+    return _after_stop(loaded, stop, EnvironmentTokens(found.text, ids), last)
 
 
-def _closing(loaded: LoadedTokenizer, stop: StopToken, last: Answered) -> Tokens:
-    """Return the stop token if the completion lacks it: it was cut at `max_tokens`, or the engine strips stop tokens."""
-    cut = last.finish_reason == "length"
-    closed = last.token_ids is None or loaded.is_closed(last.token_ids, stop, cut=cut)
-    return pack_tokens() if closed else pack_tokens([stop.id])
+@dataclass(frozen=True, slots=True)
+class EnvironmentTokens:
+    """The text after a stop token, and its ids."""
+
+    text: str
+    ids: Tokens
+
+
+def _after_stop(
+    loaded: LoadedTokenizer, stop: StopToken, environment: EnvironmentTokens, last: Answered
+) -> PredictedTokens:
+    """Return the tokens after a completion that the template closes with `stop`.
+
+    If only white space follows the stop token in the completion, it closes the completion, and the environment continues there. If
+    special tokens follow it that end no completion, whether it closes the completion is unknown.
+    """
+    written, ids = last.token_ids, environment.ids
+    if written is None or written[-1:] == pack_tokens([stop.id]):
+        return PredictedTokens(Prediction(pack_tokens(), ids))
+    tail = written[-_MOST:]
+    more = next((tail[at + 1 :] for at in reversed(range(len(tail))) if tail[at] == stop.id), None)
+    is_syntax = more is not None and all(_is_syntax(loaded, each) for each in more)
+    if more is not None and is_syntax and more == ids[: len(more)]:
+        return PredictedTokens(Prediction(pack_tokens(), ids[len(more) :]))
+    space = "" if more is None else loaded.decode_exactly(more)
+    if space.isspace():
+        shared = common_prefix(space, environment.text)
+        return PredictedTokens(
+            Prediction(pack_tokens(), loaded.encode(environment.text[shared:])), shared == len(space)
+        )
+    if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
+        return PredictedTokens(Prediction(pack_tokens([stop.id]), ids), not is_syntax)
+    return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+
+
+def _without_stop(loaded: LoadedTokenizer, found: EnvironmentText, last: Answered) -> PredictedTokens:
+    """Return the tokens after a completion that the template does not close with its stop token.
+
+    GLM: the completion may already end with the special token that begins the next message. A completion without ids is taken to
+    have it, as it is taken to have its stop token.
+
+    Otherwise only text separates the completion from the environment. The completion ends with a part of that text if its tokens
+    have that much more text than its content.
+    """
+    ids, written = loaded.encode(found.text), last.token_ids
+    if written is None:
+        return PredictedTokens(Prediction(pack_tokens(), ids[1:] if found.ends_completion else ids))
+    if ids and loaded.is_special(ids[0]):
+        return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+    text, content = loaded.decode_exactly(written), last.message.fields().get("content")
+    if isinstance(content, str) and content and content in text:
+        more = text.rpartition(content)[2]
+        if found.text.startswith(more):
+            return PredictedTokens(Prediction(pack_tokens(), loaded.encode(found.text[len(more) :]) if more else ids))
+    overlaps = any(text.endswith(found.text[:length]) for length in range(1, min(_MOST, len(found.text)) + 1))
+    return PredictedTokens(Prediction(pack_tokens(), ids), not overlaps)
+
+
+def _repeated(loaded: LoadedTokenizer, written: Tokens, ids: Tokens) -> int:
+    """Return the number of the first `ids` with which the completion ends; only syntax counts, which no message contains."""
+    most = next((at for at, each in enumerate(ids[:_MOST]) if not _is_syntax(loaded, each)), min(_MOST, len(ids)))
+    return next((length for length in range(most, 0, -1) if written[-length:] == ids[:length]), 0)
+
+
+def _is_syntax(loaded: LoadedTokenizer, token_id: int) -> bool:
+    return loaded.is_special(token_id) or loaded.decode_exactly([token_id]).isspace()

@@ -74,7 +74,8 @@ class Rendered:
     Args:
         predicted: the truth. In the first turn, `environment` is the whole prompt.
         mask_length: the count; may be negative. None in the first turn, and if the last completion came without token ids.
-        exact: False if no turn boundary was found. `predicted` is then the tail of the full encoding, a guess.
+        exact: False if no turn boundary was found. `predicted` is then the tail of the full encoding, a guess. Also False if the
+            completion and the environment do not join as in the template, see `PredictedTokens`.
         unseen: indices of messages after the completion whose text the template does not show.
         short_form_dropped: in this turn the short form differed from the full rendering, so the rollout stops using it.
     """
@@ -252,8 +253,8 @@ class Renderer:
             added = Prediction(pack_tokens(), ids[len(ids) - max(longer or 0, 0) :])
             return Rendered(added, longer, exact=False)
         if longer is not None and self.form.measure is CountingMethod.APPENDED:
-            longer = len(truth.closing) + len(truth.environment)
-        return Rendered(truth, longer, unseen=unseen_messages(full, found.text))
+            longer = len(truth.tokens.closing) + len(truth.tokens.environment)
+        return Rendered(truth.tokens, longer, exact=truth.exact, unseen=unseen_messages(full, found.text))
 
     def _append(self, turn: TurnToRender) -> Rendered:
         last, answered, fields = turn.last, turn.answered, self._named_fields(turn.messages)
@@ -305,7 +306,7 @@ class Renderer:
         truth = predict_tokens(self.loaded, found, last)
         if truth is None:
             raise RolloutFailed(_no_turn_boundary())
-        return Rendered(truth, unseen=unseen)
+        return Rendered(truth.tokens, exact=truth.exact, unseen=unseen)
 
     def _environment(self, turn: RenderedTurn, hint: str | None = None) -> EnvironmentText | None:
         """Return the text after the last completion; None if the boundary cannot be determined."""

@@ -1,0 +1,118 @@
+"""Completions that end with more than the stop token: nothing that the template writes behind them is written twice."""
+
+from typing import Any
+
+import pytest
+from rollout_server.core.ledger import Prediction, pack_tokens
+from rollout_server.edge.tokens.renderer import Rendered, Renderer
+from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
+from rollout_server.testing.tokenizer import TOY_TOKENIZER
+
+from tests.edge.tokens.conftest import answered, packed
+from tests.edge.tokens.test_append import ASKED, CHATML, MORE, SAID
+from tests.support.tokenizers import tokenizer_of
+
+NEXT = f"\n<|im_start|>user\n{MORE['content']}"
+TWICE = CHATML.replace("<|im_end|>\n", "<|im_end|><|endoftext|>\n")
+PLAIN = (
+    "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
+)
+
+
+async def rendered(loaded: Any, ids: Any, said: Any = SAID, finish_reason: str = "stop") -> Rendered:
+    """The result in token mode, which equals that with the count."""
+    turn = packed(ASKED, said, MORE), answered(said, ids, finish_reason), 1
+    found, counted = await Renderer(loaded, [], {}).append(*turn), await Renderer(loaded, [], {}).predict(*turn)
+    assert (found.predicted, found.exact) == (counted.predicted, counted.exact)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        pytest.param(CHATML, "<|im_end|>", id="the stop token"),
+        pytest.param(CHATML, "<|im_end|>\n", id="the stop token and what follows it"),
+        pytest.param(CHATML, "<|im_end|>\n<|im_start|>", id="the beginning of the next message"),
+        pytest.param(TWICE, "<|im_end|>", id="the first of two tokens"),
+        pytest.param(TWICE, "<|im_end|><|endoftext|>", id="two tokens"),
+        pytest.param(TWICE, "<|im_end|><|endoftext|>\n", id="two tokens and a line break"),
+    ],
+)
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+async def test_what_a_completion_has_is_not_written_twice(ours, plain, template, end, finish_reason) -> None:
+    loaded, naive = ours("toy", template), plain("toy")
+    found = await rendered(loaded, naive.ids(f"Eight.{end}"), finish_reason=finish_reason)
+    whole = loaded.text([ASKED, SAID, MORE], Renderer(loaded, [], {})._frame)
+    behind = whole.partition(SAID["content"])[2]
+    assert found.exact
+    assert not found.predicted.closing
+    assert naive.ids(f"Eight.{end}") + list(found.predicted.environment) == naive.ids(f"Eight.{behind}")
+
+
+async def test_the_second_of_two_tokens_alone_is_not_written_twice(ours, plain) -> None:
+    """An engine that stops at either of them."""
+    found = await rendered(ours("toy", TWICE), plain("toy").ids("Eight.<|endoftext|>"))
+    assert not found.predicted.closing
+    assert plain("toy").tokenizer.decode(list(found.predicted.environment)).startswith(NEXT)
+
+
+async def test_a_turn_that_the_model_made_up_is_not_taken_for_the_next_message(ours, plain) -> None:
+    """It happens to be the same: the user still says it."""
+    made_up = f"<|im_end|>{NEXT}<|im_end|>"
+    said = {**SAID, "content": f"Eight.{made_up.removesuffix('<|im_end|>')}"}
+    found = await rendered(ours("toy", CHATML), plain("toy").ids(f"Eight.{made_up}"), said)
+    behind = pack_tokens(plain("toy").ids(f"{NEXT}<|im_end|>\n<|im_start|>assistant\n"))
+    assert found.predicted == Prediction(pack_tokens(), behind)
+
+
+async def test_more_white_space_than_the_template_writes_is_reported(ours, plain) -> None:
+    """The completion is not closed twice, but it does not join the environment as in the template."""
+    loaded, naive = ours("toy", CHATML), plain("toy")
+    found = await rendered(loaded, naive.ids("Eight.<|im_end|>\n\n"))
+    assert not found.exact
+    behind = naive.ids(f"{NEXT[1:]}<|im_end|>\n<|im_start|>assistant\n")
+    assert found.predicted == Prediction(pack_tokens(), pack_tokens(behind))
+
+
+async def test_white_space_in_other_tokens_than_those_of_the_template_is_recognized(ours, plain) -> None:
+    loaded, naive = ours("toy", CHATML.replace("<|im_end|>\n", "<|im_end|>\n\n")), plain("toy")
+    found = await rendered(loaded, naive.ids("Eight.<|im_end|>") + naive.ids("\n"))
+    assert found.exact
+    text = naive.tokenizer.decode(list(found.predicted.environment))
+    assert text == f"{NEXT}<|im_end|>\n\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\n\nuser:"])
+async def test_a_text_that_stopped_the_completion_is_not_written_twice(ours, plain, end) -> None:
+    """vLLM removes a stop text from the message, but returns its tokens."""
+    loaded, naive = ours("toy", PLAIN), plain("toy")
+    assert loaded.probed.final is None
+    found = await rendered(loaded, naive.ids(f"Eight.{end}"))
+    assert found.exact
+    assert naive.tokenizer.decode(list(found.predicted.environment)) == (
+        f"\n\nuser: {MORE['content']}\n\nassistant: ".removeprefix(end)
+    )
+
+
+async def test_a_text_that_is_part_of_the_message_stays(ours, plain) -> None:
+    loaded, said = ours("toy", PLAIN), {**SAID, "content": "Eight.\n\n"}
+    found = await rendered(loaded, plain("toy").ids("Eight.\n\n"), said)
+    assert found.exact
+    assert found.predicted.environment == pack_tokens(plain("toy").ids(f"\n\nuser: {MORE['content']}\n\nassistant: "))
+
+
+@pytest.mark.parametrize("ids", ["Nine.\n\n", "Eight. \n", "\n"])
+async def test_a_line_that_may_be_the_templates_is_reported(ours, plain, ids) -> None:
+    """The tokens are not those of the message, so nothing says whose the line break is."""
+    found = await rendered(ours("toy", PLAIN), plain("toy").ids(ids))
+    assert not found.exact
+
+
+async def test_a_special_token_that_ends_nothing_behind_the_stop_is_reported(executor, plain) -> None:
+    """The model's configuration names its end tokens, and this one is none of them."""
+    naive = plain("toy")
+    loaded = LoadedTokenizer("toy", tokenizer_of(TOY_TOKENIZER, CHATML), executor, naive.ids("<|im_end|>"))
+    found = await rendered(loaded, naive.ids("Eight.<|im_end|><|im_start|>"))
+    assert not found.exact
+    assert (await rendered(loaded, naive.ids("Eight.<|im_start|>"))).exact
