@@ -185,6 +185,7 @@ def a_name_of_more_than_sixty_four_characters_which_no_trainer_has_to_accept() -
         (Point, "@tool needs a function or a method"),
         (print, "@tool needs a function or a method"),
         (7, "@tool needs a function or a method, not 7"),
+        (staticmethod(starred), "; write @staticmethod above @tool"),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_by_name(function: Callable[..., object], says: str) -> None:

@@ -74,6 +74,11 @@ MISTAKES = [
     Row("returns-early", "returned while a task it started was still running at {at}; the task is cancelled"),
     Row("samples-twice", "agent samples-twice: play() failed at {at}", PLAY),
     Row("appends-no-message", "agent appends-no-message: play() failed at {at}", PLAY),
+    Row(
+        "appends-a-list", "AgentMistake: not a message, but a list; to append several messages, write `append(*m", PLAY
+    ),
+    Row("calls-a-reply", "AgentMistake: call: pass a list of calls, such as `reply.tool_calls`, not a Reply", PLAY),
+    Row("reward-is-not-awaited", "returned a coroutine: an `await` is missing before the call ({at})", REWARD),
     Row("appends-without-role", "agent appends-without-role: play() failed at {at}", PLAY),
     Row("invents-calls", "agent invents-calls: play() failed at {at}", PLAY),
     Row("calls-twice", "agent calls-twice: play() failed at {at}", PLAY, told="Unknown function"),

@@ -275,6 +275,30 @@ class AppendsNoMessage(Agent):
         await run.append("hello")  # type: ignore[arg-type]  # wrong: appends-no-message
 
 
+class AppendsAList(Agent):
+    name = "appends-a-list"
+
+    async def play(self, run: Run) -> None:
+        await run.append([{"role": "user", "content": "Go on."}])  # type: ignore[arg-type]  # wrong: appends-a-list
+
+
+class CallsAReply(Agent):
+    name = "calls-a-reply"
+
+    async def play(self, run: Run) -> None:
+        await run.call(await run.sample())  # type: ignore[arg-type]  # wrong: calls-a-reply
+
+
+class RewardIsNotAwaited(Agent):
+    name = "reward-is-not-awaited"
+
+    async def score(self, run: Run) -> float:
+        return 1.0
+
+    async def reward(self, run: Run) -> Any:  # wrong: reward-is-not-awaited
+        return self.score(run)
+
+
 class AppendsWithoutRole(Agent):
     name = "appends-without-role"
 

@@ -68,6 +68,31 @@ def test_tools_run_only_when_that_is_asked_for(here: Path, invoke: Invoke) -> No
     assert Path("touched").read_text() == "a"
 
 
+EARLIER = """
+from rollout_server import Agent, Run
+
+
+class Earlier(Agent):
+    name = "earlier"
+    max_turns = 3
+    rewards = ()
+
+    async def run(self, ctx): ...
+"""
+
+
+def test_names_of_the_earlier_sdk_without_an_effect_are_pointed_out(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text(EARLIER)
+    told = invoke("validate", "agent.py", "--json")
+    assert told.exit_code == 0
+    (agent,) = document(told)["agents"]
+    assert agent["advice"][:3] == [
+        "the server does not use its run: the server calls play(self, run)",
+        "the server does not use its max_turns: set limits = Limits(turns=...)",
+        "the server does not use its rewards: define async def reward(self, run) or a rubric",
+    ]
+
+
 def test_what_is_wrong_and_what_would_be_better_is_told(here: Path, invoke: Invoke) -> None:
     Path("agent.py").write_text(AGENT + BARE)
     told = invoke("validate", "agent.py")

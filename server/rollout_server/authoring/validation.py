@@ -22,6 +22,13 @@ _NO_COMPLETION = "it requested no completion: is the `await` of a run.sample() m
 _NO_LOOP_CALLS = (
     "it did not call its model: does its client take base URL and key from the environment, or from its arguments?"
 )
+_EARLIER = {
+    "run": "the server calls play(self, run)",
+    "get_tools": "the tools are its attribute tools",
+    "max_turns": "set limits = Limits(turns=...)",
+    "rewards": "define async def reward(self, run) or a rubric",
+}
+"""Names of agents in the style of the earlier SDK and of other libraries, and what has their effect here."""
 _PROMPT = "This is a dry run. There is nothing to do."
 
 
@@ -147,6 +154,11 @@ def _agent_advice(agent: Agent, *, sampled: bool) -> Sequence[str]:
     if isinstance(agent, LoopAgent):
         return ()  # a loop of the earlier SDK uses the request's limits, and returns its reward with its result
     found = [] if sampled else [_NO_LOOP_CALLS if isinstance(agent, OwnLoopAgent) else _NO_COMPLETION]
+    found += [
+        f"the server does not use its {name}: {instead}"
+        for name, instead in _EARLIER.items()
+        if hasattr(agent, name) and not hasattr(Agent, name)
+    ]
     if agent.limits.turns is None and agent.limits.generated_tokens is None and agent.limits.seconds is None:
         found.append(
             "it has no limits, so only the server's defaults stop a model that calls tools forever; set limits = Limits(turns=...)"

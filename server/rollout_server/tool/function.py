@@ -175,7 +175,8 @@ def _make_tool(function: Callable[P, R], policy: ToolPolicy) -> FunctionTool[P, 
             f"tool {function.name!r} is already a tool; set its policy where it is defined ({function.definition})"
         )
     if not (inspect.isfunction(function) or inspect.ismethod(function)):
-        raise TypeError(f"@tool needs a function or a method, not {function!r}")
+        hint = "; write @staticmethod above @tool" if isinstance(function, staticmethod) else ""
+        raise TypeError(f"@tool needs a function or a method, not {function!r}{hint}")
     name, definition = function.__name__, _definition(function)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"tool {name!r} must not be a generator: it contains `yield`; return the result ({definition})")

@@ -81,6 +81,9 @@ def drift_failure(logged: Iterable[Record], source: FailureClass) -> Failure | N
 
 def checked_messages(messages: Iterable[Mapping[str, JSON]]) -> tuple[Message, ...]:
     """Convert an agent's messages to the conversation's form. Raise `AgentMistake`."""
+    messages = tuple(messages)
+    if any(isinstance(message, list | tuple) for message in messages):
+        raise AgentMistake("not a message, but a list; to append several messages, write `append(*messages)`")
     try:
         return tuple(Message.write(message) for message in messages)
     except (MalformedMessage, TypeError, ValueError) as error:

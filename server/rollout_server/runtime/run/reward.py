@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -69,6 +70,9 @@ def _checked_roles(roles: object, where: str) -> Mapping[str, float]:
 
 
 def _number(value: object, where: str) -> float:
+    if inspect.iscoroutine(value):
+        value.close()
+        raise TypeError(f"{where} returned a coroutine: an `await` is missing before the call")
     if isinstance(value, bool):
         raise TypeError(f"{where} returned {value!r}; convert it to a number with float()")
     if not isinstance(value, Real):

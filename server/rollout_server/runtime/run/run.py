@@ -56,7 +56,7 @@ from rollout_server.runtime.run.further_model import RolloutModel
 from rollout_server.runtime.run.messages import Reply, checked_messages
 from rollout_server.runtime.run.opening import Opening, RunParts, open_for_call, open_forked, turn_after
 from rollout_server.runtime.run.recorded_effects import T, now, once, random
-from rollout_server.runtime.run.tool_calls import checked_calls, run_calls
+from rollout_server.runtime.run.tool_calls import call_list, checked_calls, run_calls
 from rollout_server.runtime.run.turn import TurnOptions, take_turn
 from rollout_server.runtime.tools.executor import ToolExecutor, ToolResult
 
@@ -202,7 +202,7 @@ class Run:
         A tool that fails, or whose call is cancelled by the agent, returns an error text to the model. Raises `RolloutEnded`
         when a limit is met, and `AgentMistake` for a call that the model did not make or that already has its result.
         """
-        wanted = list(calls)
+        wanted = call_list(calls)
         if not wanted and await self._skips():
             return []
 

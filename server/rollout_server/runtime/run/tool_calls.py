@@ -23,6 +23,13 @@ _AT_ONCE = 16
 _CANCELLED = "Error: The call was cancelled before it returned"
 
 
+def call_list(calls: object) -> list[ToolCall]:
+    """Return what an agent passed as calls as a list. Raise `AgentMistake` for one object, such as a reply."""
+    if not isinstance(calls, Iterable):
+        raise AgentMistake(f"call: pass a list of calls, such as `reply.tool_calls`, not a {type(calls).__name__}")
+    return list(calls)
+
+
 def checked_calls(calls: Iterable[ToolCall], conversation: Conversation) -> Sequence[ToolCall]:
     """Return the calls as a list. Raise `AgentMistake` for a call that is not an open call of the last completion."""
     wanted = list(calls)
