@@ -467,6 +467,7 @@ def test_a_server_that_is_not_there_is_told_in_one_line(invoke: Invoke, command:
     told = invoke(*command, "--server", "127.0.0.1:9")
     assert (told.exit_code, told.stdout) == (1, "")
     assert "UNAVAILABLE" in told.stderr
+    assert "is this its gRPC port (default 50051), not its HTTP port (default 9000)?" in told.stderr
     assert len(told.stderr.splitlines()) == 1
 
 

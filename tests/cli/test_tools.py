@@ -73,6 +73,10 @@ def test_a_key_is_needed_where_other_machines_can_call(invoke: Invoke) -> None:
     [
         (("list", "grpc://127.0.0.1:1"), "could not be reached"),
         (("list", "http://127.0.0.1:1/mcp"), "could not be reached"),
+        (
+            ("list", "127.0.0.1:1"),
+            "'127.0.0.1:1' has no scheme; write grpc://127.0.0.1:1 for a ToolService, or http://",
+        ),
         (("list", "no-such-program"), "could not be executed"),
         (("list", "ftp://example.com"), "TARGET 'ftp://example.com' is no grpc:// or grpcs:// URL"),
         (("list", "an 'open quote"), "neither a URL nor a command"),

@@ -325,7 +325,7 @@ def test_keys_are_in_no_repr() -> None:
 
 
 UNUSABLE = {
-    "nothing": ((), "ROLLOUT_SERVERS names no rollout server"),
+    "nothing": ((), "ROLLOUT_SERVERS names no rollout server; set it to HOST:PORT, or pass --server"),
     "address": (("--server", "http://a:1"), "'http://a:1' is not an address of a rollout server"),
     "password": (("--server", "grpcs://u:hidden@a:1"), "must not contain a user or password"),
     "certificate": (("--server", "a:1", "--tls-cert", "x.pem", "--tls-key", "y"), "x.pem cannot be read: No such file"),

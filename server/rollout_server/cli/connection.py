@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 API_KEY = "ROLLOUT_API_KEY"
 NEAR = "localhost:50051"
+_PORTS = "; does the server run, and is this its gRPC port (default 50051), not its HTTP port (default 9000)?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class ConnectionFlags:
             with Client(self.server or NEAR, api_key=key, tls=self._tls(), retry=Retry(patience=2)) as client:
                 yield client
         except RolloutError as error:
-            hint = f"; set {API_KEY} to your API key" if error.code.name == "UNAUTHENTICATED" and not key else ""
+            hint = _PORTS if error.code.name == "UNAVAILABLE" else ""
+            hint = f"; set {API_KEY} to your API key" if error.code.name == "UNAUTHENTICATED" and not key else hint
             raise ValueError(f"{error}{hint}") from None
 
     def _tls(self) -> Tls | None:

@@ -97,7 +97,7 @@ class GatewayOptions(BaseSettings):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if not self.servers:
-            raise ValueError(f"{name_of('servers')} names no rollout server")
+            raise ValueError(f"{name_of('servers')} names no rollout server; set it to HOST:PORT, or pass --server")
         if len(set(self.servers)) != len(self.servers):
             raise ValueError(f"{name_of('servers')} names a rollout server twice")
         pairs = [("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("client_ca", "tls_cert")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -28,6 +29,7 @@ _UNAVAILABLE_SECONDS = 5.0
 """How long calls to a ToolService that cannot be reached are repeated."""
 _TARGET = "grpc:// or grpcs:// URL of a ToolService, http:// or https:// URL of an MCP server, or the command of one"
 
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d+")
 _BEARER_FLAG = "--bearer-variable"
 
 Bearer = Annotated[str, typer.Option(metavar="VAR", help="Environment variable with the bearer token that is sent.")]
@@ -96,6 +98,10 @@ def source_of(words: Sequence[str], bearer_variable: str) -> ToolsetSource:
         return RequestedToolset(Target(first.rstrip("/"), Dialect.GRPC))
     if len(words) == 1 and first.startswith(("http://", "https://")):
         return _mcp_server(first, bearer_variable)
+    if len(words) == 1 and _ADDRESS.fullmatch(first):
+        raise AuthorError(
+            f"TARGET {first!r} has no scheme; write grpc://{first} for a ToolService, or http://{first}/mcp for an MCP server"
+        )
     try:
         command = tuple(shlex.split(first) if len(words) == 1 else words)
     except ValueError as error:

@@ -35,8 +35,8 @@ class WatchFlags:
 def watch(**values: Any) -> None:
     """Show the turns, tool calls and tool results of a rollout live, until it finishes.
 
-    The exit code is 0 if the rollout completed, else 1. Ctrl-C stops watching, and
-    the rollout continues, unless it was started with cancel_after_detach.
+    The exit code is 0 if the rollout completed, else 1. Ctrl-C stops watching,
+    and the rollout continues, unless it was started with cancel_after_detach.
 
     With --json each line is an event as in GET /v1/rollouts/UID/events. The last
     one is "finished", with the outcome.
@@ -86,13 +86,13 @@ def start(**values: Any) -> None:
     it, and the exit code is that of `rollout watch`.
 
     With --group N it starts N rollouts of the prompt and prints the id of the
-    group, for `rollout ps --group ID` and `rollout cancel --group ID`. With --watch
-    it prints each rollout as it ends, and exits with 0 if enough are usable: as
-    many as --min-usable says, else all.
+    group, for `rollout ps --group ID` and `rollout cancel --group ID`. With
+    --watch it prints each rollout as it ends, and exits with 0 if enough are
+    usable: as many as --min-usable says, else all.
 
     With --json the first line is the rollout as in GET /v1/rollouts/UID. With
-    --watch the further lines are those of `rollout watch --json`. For a group they
-    are as in GET /v1/groups/ID and GET /v1/groups/ID/events.
+    --watch the further lines are those of `rollout watch --json`. For a group
+    they are as in GET /v1/groups/ID and GET /v1/groups/ID/events.
     """
     flags, prompt = pick_flags(StartFlags, values), pick_flags(PromptFlags, values)
     labels = parse_labels(flags.label or [])

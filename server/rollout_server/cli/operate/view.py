@@ -57,16 +57,16 @@ class ViewFlags:
 def view(**values: Any) -> None:
     """Show saved rollouts in the browser: the same page as that of a server.
 
-    A FILE is the JSON of GET /v1/rollouts/UID?view=full, JSON lines of rollouts or
-    samples, a results file of `rollout eval`, or a protobuf Rollout. A DIR has such
-    files, or it is the journal of a stopped server. A URL is that of a running
-    server's HTTP port; ROLLOUT_API_KEY is the key.
+    A FILE is the JSON of GET /v1/rollouts/UID?view=full, JSON lines of rollouts
+    or samples, a results file of `rollout eval`, or a protobuf Rollout. A DIR has
+    such files, or it is the journal of a stopped server. A URL is that of a
+    running server's HTTP port; ROLLOUT_API_KEY is the key.
 
-    Nothing is changed: rollouts cannot be started or cancelled here. Only programs
-    of this machine that know the printed URL reach the page.
+    Nothing is changed: rollouts cannot be started or cancelled here. Only
+    programs of this machine that know the printed URL reach the page.
 
-    With --json: a line {"serving": {"url"}} once it serves, or {"written": {"file",
-    "rollouts", "bytes"}} with --html.
+    With --json: a line {"serving": {"url"}} once it serves, or {"written":
+    {"file", "rollouts", "bytes"}} with --html.
     """
     quiet_transformers()
     flags = pick_flags(ViewFlags, values)
