@@ -5,7 +5,7 @@
       server: rollouts.internal:50051
       agent: calculator
 
-Such an entry belongs into the file that `actor_rollout_ref.rollout.agent.agent_loop_config_path` names.
+Such an entry belongs in the file that `actor_rollout_ref.rollout.agent.agent_loop_config_path` names.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class RowResult(Result):
 
     @property
     def counts(self) -> bool:
-        """Whether the rollout belongs into the pass rate: it has a reward, or it failed because of the model."""
+        """Whether the rollout belongs in the pass rate: it has a reward, or it failed because of the model."""
         return self.reward is not None if self.finished else self.failure_class in OWN_FAILURES
 
 
