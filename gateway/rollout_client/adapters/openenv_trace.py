@@ -33,8 +33,7 @@ def training_trace(source: Finished | TrainingSample) -> TrainingTrace:
         return TrainingTrace(turns=[turn for _, turn in _turns(source)])
     if source.mismatch is not None:
         raise ValueError(f"rollout {source.uid!r} has no trace: {source.mismatch}")
-    own = [each for each in (*source.samples, *source.untrainable) if not each.model]
-    samples = sorted(own, key=_last_completion)
+    samples = sorted((*source.own, *source.own_untrainable), key=_last_completion)
     numbered = [each for sample in samples for each in _turns(sample)]
     _add_messages(numbered, source, linear=all(each.kind in _LINEAR for each in samples))
     return TrainingTrace(turns=[turn for _, turn in numbered])

@@ -241,7 +241,7 @@ def _only_sample(finished: Finished, prompt_length: int) -> TrainingSample:
     A rollout without a trainable sample has a row of mask 0, with its reward: the trainer has no other way to leave it out.
     Raises ValueError if no prompt fits or no sample exists.
     """
-    untrainable = [replace(each, reward=finished.reward) for each in finished.untrainable if not each.model]
+    untrainable = [replace(each, reward=finished.reward) for each in finished.own_untrainable]
     samples = finished.own or untrainable
     fitting = [each for each in samples if len(each.prompt_ids) <= prompt_length]
     if len(samples) > 1:

@@ -99,7 +99,7 @@ def to_trl(samples: Iterable[TrainingSample | Finished], *, end_id: int | None =
 
 def _sample_of(rollout: Finished, end_id: int | None) -> TrainingSample:
     """Return the one sample that stands for a rollout."""
-    own = [rollout.primary] if rollout.primary else [each for each in rollout.untrainable if not each.model]
+    own = [rollout.primary] if rollout.primary else rollout.own_untrainable
     if own:
         return own[0]
     if end_id is None:

@@ -58,7 +58,12 @@ class Finished:
     @property
     def own(self) -> Sequence[TrainingSample]:
         """Those of `samples` that the trainer's own model generated. The others train the further model in their `model`."""
-        return [sample for sample in self.samples if not sample.model]
+        return _own(self.samples)
+
+    @property
+    def own_untrainable(self) -> Sequence[TrainingSample]:
+        """Those of `untrainable` that the trainer's own model generated."""
+        return _own(self.untrainable)
 
     @property
     def primary(self) -> TrainingSample | None:
@@ -146,9 +151,7 @@ def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     except ValueError as error:
         wrong = Mismatch("", "segment", None, "consistent samples", str(error))
         return Finished(rollout, (), wrong, True)
-    own = [
-        each for each in found if not each.model
-    ]  # this trainer did not generate the others, so it cannot verify them
+    own = _own(found)  # this trainer did not generate the others, so it cannot verify them
     trained = [each for each in found if each.trainable]
     rest = [each for each in found if not each.trainable]
     if record is None:
@@ -159,6 +162,11 @@ def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:
     if wrong_at:
         return Finished(rollout, (), wrong_at, checked)
     return Finished(rollout, trained, None, checked, rest)
+
+
+def _own(found: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return the samples that no further model generated."""
+    return [sample for sample in found if not sample.model]
 
 
 def iter_prompts(given: Iterable[PromptLike]) -> Iterator[PromptLike]:
