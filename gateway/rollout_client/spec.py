@@ -174,7 +174,7 @@ class StartFields(SpecFields, total=False):
     Keys:
         request_id: idempotency key. A call with the same id and spec attaches to the same rollout. Default: a random id.
         credentials: bearer tokens for the endpoints.
-        request_memory: "until_received": the server remembers the request id until the outcome is acknowledged. None: until it
+        request_memory: "until_received": the server remembers the request id until you acknowledge the outcome. None: until it
             forgets the rollout (an hour after its end by default).
     """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final, TypeAlias
 
-from rollout_client.trainer.generation import Generated, TryAgainLater, Turn
+from rollout_client.trainer.generation import Generated, TryAgainLater, Turn, awaited
 from rollout_client.trainer.policy import PAUSE_SECONDS, AnnouncedPolicy
 
 _LOG: Final = logging.getLogger("rollout_client")
@@ -139,7 +139,8 @@ class Batches:
     async def _results(self, turns: list[Turn]) -> Sequence[Generated | Exception]:
         policy = self._announced.policy
         try:
-            return _checked(policy.label(await self._generate_batch(policy.stamp(turns))), len(turns))
+            results = await awaited(self._generate_batch(policy.stamp(turns)), "generate_batch")
+            return _checked(policy.label(results), len(turns))
         except TryAgainLater as error:
             return [error] * len(turns)
         except Exception:

@@ -23,6 +23,7 @@ ABORT: Final = "abort"
 LARGEST_STEP: Final = 2**63 - 1
 """Largest policy step: an int64."""
 _AWAITABLES: Final = ("Awaitable", "Coroutine", "Future", "Task")
+_HOW: Final = "write `async def {}`, or use SyncTrainer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,22 +163,27 @@ def takes_turn(generate: Callable[..., object]) -> bool:
 
 
 def check_coroutine(function: Callable[..., object], name: str) -> None:
-    """Raise TypeError for a plain `generate` or `generate_batch`, unless it may return an awaitable all the same.
+    """Raise TypeError for a `generate` or `generate_batch` that says by its annotation that it returns no awaitable.
 
-    It may if it is a lambda, is decorated, or is annotated with another return type than `Generated`.
+    A plain function without an annotation may return one. If it does not, its first call fails, see `awaited`.
     """
     while isinstance(function, functools.partial):
         function = function.func
     defined = getattr(function, "__func__", function)
     if not inspect.isfunction(defined):
         defined = type(function).__call__
-    if not inspect.isfunction(defined) or inspect.iscoroutinefunction(defined):
+    if not inspect.isfunction(defined) or inspect.iscoroutinefunction(defined) or hasattr(defined, "__wrapped__"):
         return
-    if hasattr(defined, "__wrapped__") or defined.__name__ == "<lambda>":
-        return
-    returns = str(defined.__annotations__.get("return", "Generated"))
+    returns = str(defined.__annotations__.get("return", ""))
     if "Generated" in returns and not any(each in returns for each in _AWAITABLES):
-        raise TypeError(f"{name} must be a coroutine function: write `async def {name}`, or use SyncTrainer")
+        raise TypeError(f"{name} must be a coroutine function: {_HOW.format(name)}")
+
+
+async def awaited(value: Awaitable[_T], name: str) -> _T:
+    """Return the result of what `generate` or `generate_batch` has returned. Raises TypeError if that is no awaitable."""
+    if not isinstance(value, Awaitable):
+        raise TypeError(f"{name} returned {type(value).__name__}, which is not awaitable: {_HOW.format(name)}")
+    return await value
 
 
 def check_signature(function: Callable[..., object], arguments: int, forms: str) -> None:

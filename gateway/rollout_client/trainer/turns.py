@@ -32,6 +32,7 @@ from rollout_client.trainer.generation import (
     SamplingParams,
     TryAgainLater,
     Turn,
+    awaited,
     resolved,
     sampling_params,
     takes_turn,
@@ -177,7 +178,7 @@ class Turns:
             if expires is not None:
                 turn = replace(turn, seconds_left=max(0.0, expires - time.monotonic()))
             try:
-                generated = policy.label(await self._call_generate(policy.stamp(turn)))
+                generated = policy.label(await awaited(self._call_generate(policy.stamp(turn)), "generate"))
                 ids, logprobs = validate_generated(generated)
             except RefusedCall:
                 raise

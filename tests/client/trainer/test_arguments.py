@@ -81,7 +81,6 @@ WRONG = [
     ({"render": "chatml"}, r"render must be callable"),
     ({"render": lambda messages: []}, r"render is called as render\(messages, tools\), but .* \(messages\)"),
     ({"generate": plain}, NO_COROUTINE),
-    ({"generate": unannotated}, NO_COROUTINE),
     ({"generate": functools.partial(plain)}, NO_COROUTINE),
     ({"generate": Engine()}, NO_COROUTINE),
     ({"generate": Engine().plain}, NO_COROUTINE),
@@ -104,10 +103,32 @@ def test_a_wrong_argument_is_refused_at_construction(fields: dict[str, Any], tex
 
 @pytest.mark.parametrize(
     "given",
-    [generate, awaitable, decorated, Engine().generate, lambda turn: Engine().generate(turn.ids, turn.sampling)],
+    [
+        generate,
+        awaitable,
+        unannotated,
+        decorated,
+        Engine().generate,
+        lambda turn: Engine().generate(turn.ids, turn.sampling),
+    ],
 )
 def test_a_function_that_may_return_an_awaitable_is_accepted(given: Any) -> None:
     Trainer(NOWHERE, generate=given, decode=str, parse=parsers.hermes, end_ids=range(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("generate", lambda turn: Generated([7])), ("generate_batch", lambda turns: [Generated([7])] * len(turns))],
+)
+async def test_a_function_that_returns_none_fails_with_what_to_do(
+    name: str, function: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Server([Calculator()], settings()) as server:
+        given: dict[str, Any] = {name: function, "decode": decode}
+        async with Trainer(f"127.0.0.1:{server.grpc_port}", **given) as trainer:
+            async for group in trainer.rollouts(["Hi."], n=1, tokenizer="toy"):
+                assert all(each.reward is None for each in group.rollouts)
+    assert f"which is not awaitable: write `async def {name}`, or use SyncTrainer" in caplog.text
 
 
 @pytest.mark.parametrize(("fields", "text"), [each for each in WRONG if "coroutine" not in each[1]])
