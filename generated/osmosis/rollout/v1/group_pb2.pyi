@@ -185,7 +185,8 @@ class StartGroupRequest(_message.Message):
     @_builtins.property
     def spec(self) -> _spec_pb2.RolloutSpec:
         """What each rollout runs. `group_index` must be unset. The server derives rollout ids, "{rollout_id}/{index}", and adds "/r{n}"
-        to the rollout id of the n-th refill of the group. `group_id` may be empty; no other group of the caller may have it.
+        to the rollout id of the n-th refill of the group. `group_id` may be empty; no other group of the caller may have it. It must
+        not contain control characters or end in "/events", because paths of the HTTP API contain it.
         """
 
     @_builtins.property
