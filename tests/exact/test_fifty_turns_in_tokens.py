@@ -108,7 +108,9 @@ async def test_token_mode(family: Family, tmp_path: Path) -> None:
             return
         assert (outcome.failure.message, verdict.refusals) == ("", ())
         assert len(verdict.turns) == len(at.conversation.exchanges)
-        assert [warning.code for warning in outcome.warnings] == []
+        # Only for completions with a space behind their stop token: whether that token ends them is unknown.
+        assert {warning.code for warning in outcome.warnings} <= {"rendering_inexact"}
+        assert len(outcome.warnings) <= len(at.conversation.exchanges) / 10
         (sample,) = samples(outcome)
         assert equal(sample, verdict.sample)
         written_anew = sayable(PlainRenderer(at.tokenizer), at.conversation.asked, TOOLS, family.turns)

@@ -66,13 +66,23 @@ async def test_a_turn_that_the_model_made_up_is_not_taken_for_the_next_message(o
     assert found.predicted == Prediction(pack_tokens(), behind)
 
 
+@pytest.mark.parametrize("more", ["\n", "\n\n", "<|im_start|>"])
+async def test_a_stop_token_in_the_message_is_not_its_end(ours, plain, more) -> None:
+    """The completion was cut behind it. The template writes the message and then its own stop token."""
+    naive, said = plain("toy"), {**SAID, "content": f"Eight.<|im_end|>{more}"}
+    found = await rendered(ours("toy", CHATML), naive.ids(said["content"]), said, "length")
+    assert found.exact
+    behind = naive.ids(f"{NEXT}<|im_end|>\n<|im_start|>assistant\n")
+    assert found.predicted == Prediction(pack_tokens(naive.ids("<|im_end|>")), pack_tokens(behind))
+
+
 async def test_more_white_space_than_the_template_writes_is_reported(ours, plain) -> None:
-    """The completion is not closed twice, but it does not join the environment as in the template."""
+    """It may be closed or may go on, so it is closed, but the turn is not called exact."""
     loaded, naive = ours("toy", CHATML), plain("toy")
     found = await rendered(loaded, naive.ids("Eight.<|im_end|>\n\n"))
     assert not found.exact
-    behind = naive.ids(f"{NEXT[1:]}<|im_end|>\n<|im_start|>assistant\n")
-    assert found.predicted == Prediction(pack_tokens(), pack_tokens(behind))
+    behind = naive.ids(f"{NEXT}<|im_end|>\n<|im_start|>assistant\n")
+    assert found.predicted == Prediction(pack_tokens(naive.ids("<|im_end|>")), pack_tokens(behind))
 
 
 async def test_white_space_in_other_tokens_than_those_of_the_template_is_recognized(ours, plain) -> None:

@@ -93,25 +93,28 @@ class Oracle:
         own, closing, rest = marked[begins:ends], marked[stop:stopped], marked[behind:]
         return Split(full, *(MARK.sub("", text) for text in (own, closing, rest)))
 
-    def truth(self, split: Split, ids: Sequence[int] | None, *, cut: bool = False, content: str = "") -> Truth:
+    def truth(
+        self, split: Split, ids: Sequence[int] | None, *, cut: bool = False, message: Message | None = None
+    ) -> Truth:
         """The ids after a completion with these ids. None means that the trainer sent no ids, so its stop is unknown.
 
-        `cut`: the completion was truncated by length. `content`: the text of its message.
+        `cut`: the completion was truncated by length. `message`: the completion as a message.
         """
         if split.stop is None or split.behind is None:
             return Undecidable("the answer is not rendered")
         if not any(self.template.stops):
-            return self._after_text(split.behind, ids, content)
+            return self._after_text(split.behind, ids, (message or {}).get("content"))
         if not split.stop:
             return Undecidable("the answer is not closed where it ends")
-        return self._after_stop(split.stop, split.behind, ids, cut)
+        return self._after_stop(split, ids, cut, [text for text in (message or {}).values() if isinstance(text, str)])
 
-    def _after_stop(self, stop: str, behind: str, ids: Sequence[int] | None, cut: bool) -> Truth:
-        """The ids after a completion that the template closes with a stop."""
+    def _after_stop(self, split: Split, ids: Sequence[int] | None, cut: bool, texts: Sequence[str]) -> Truth:
+        """The ids after a completion that the template closes with a stop. `texts`: those of its message."""
+        stop, behind = str(split.stop), str(split.behind)
         closing, *environment = self.encode(stop + behind)
         if self.encode(stop) != (closing,):
             raise AssertionError(f"{stop!r} is not one token")
-        known = self._after_more(behind, environment, self._more(ids, closing))
+        known = self._after_more(behind, environment, self._more(ids, closing, texts))
         if known is not None:
             return known
         if reason := self._open_question(ids, cut):
@@ -122,24 +125,26 @@ class Oracle:
         twice = bool(ids and environment and ids[-1] == environment[0] and self._is_syntax(ids[-1]))
         return Exact(tuple(environment[twice:]))
 
-    def _after_text(self, behind: str, ids: Sequence[int] | None, content: str) -> Truth:
+    def _after_text(self, behind: str, ids: Sequence[int] | None, content: Any) -> Truth:
         """The ids after a completion that no token closes. A part of the text that separates it may be its own."""
         if ids is None:
             return Exact(self.encode(behind))
         written = self.decode(ids)
-        _, is_there, more = written.rpartition(content) if content else ("", "", "")
+        _, is_there, more = written.rpartition(content) if isinstance(content, str) and content else ("", "", "")
         if is_there and behind.startswith(more):
             return Exact(self.encode(behind.removeprefix(more)))
         if any(written.endswith(behind[:length]) for length in range(1, len(behind) + 1)):
             return Undecidable("the completion may have ended a line of the template")
         return Exact(self.encode(behind))
 
-    def _more(self, ids: Sequence[int] | None, closing: int) -> tuple[int, ...]:
-        """The ids behind the stop of a completion, if they are no text."""
+    def _more(self, ids: Sequence[int] | None, closing: int, texts: Sequence[str]) -> tuple[int, ...]:
+        """The ids behind the stop of a completion, if neither they nor the stop are text of the message."""
         if not ids or closing not in ids[-16:]:
             return ()
         at = len(ids) - 1 - list(reversed(ids)).index(closing)
-        more = tuple(ids[at + 1 :])
+        more, end = tuple(ids[at + 1 :]), self.decode(ids[at:]).rstrip()
+        if any(text.rstrip().endswith(end) for text in texts):
+            return ()
         return more if all(map(self._is_syntax, more)) else ()
 
     def _after_more(self, behind: str, environment: Sequence[int], more: tuple[int, ...]) -> Truth | None:
@@ -151,7 +156,7 @@ class Oracle:
             return None
         if behind.startswith(space):
             return Exact(self.encode(behind.removeprefix(space)))
-        return Undecidable("other white space than the template's follows the stop")
+        return None
 
     def _is_syntax(self, token_id: int) -> bool:
         return token_id in self._special or self.decode([token_id]).isspace()

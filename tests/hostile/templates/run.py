@@ -235,11 +235,11 @@ class _Game:
         length = len(self._oracle.encode(split.full))
         longer = None if ids is None else length - self._lengths - len(ids)
         self._lengths = length
-        return split, self._oracle.truth(split, ids, cut=finish == "length", content=self._content(asked)), longer
-
-    def _content(self, asked: int) -> str:
-        content = json.loads(self._texts[asked]).get("content")
-        return content if isinstance(content, str) else ""
+        return (
+            split,
+            self._oracle.truth(split, ids, cut=finish == "length", message=json.loads(self._texts[asked])),
+            longer,
+        )
 
     def _verdict(self, got: _Got | None, split: Split | None, truth: Truth | None, longer: int | None) -> Verdict:
         if split is None or truth is None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
+from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
-from rollout_server.edge.tokens.encoding import Encoded, common_prefix
+from rollout_server.edge.tokens.encoding import Encoded
+from rollout_server.edge.tokens.rendering_form import strings
 from rollout_server.edge.tokens.template_probe import StopToken
 from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 
@@ -37,8 +39,7 @@ class EnvironmentText:
 class PredictedTokens:
     """The tokens between two completions.
 
-    `exact`: False if the completion ends with a part of them, or with other white space, so that the two do not join as in the
-    template.
+    `exact`: False if the completion ends with a part of them, or may be closed already, but this cannot be shown.
     """
 
     tokens: Prediction
@@ -80,23 +81,23 @@ def _after_stop(
 ) -> PredictedTokens:
     """Return the tokens after a completion that the template closes with `stop`.
 
-    If only white space follows the stop token in the completion, it closes the completion, and the environment continues there. If
-    special tokens follow it that end no completion, whether it closes the completion is unknown.
+    If only white space of the template follows the stop token in the completion, the environment continues there. If other white
+    space follows it, or special tokens that end no completion, whether it closes the completion is unknown. If the text of the
+    message ends with them, they are a part of the message, which the template writes in front of its stop token.
     """
     written, ids = last.token_ids, environment.ids
     if written is None or written[-1:] == pack_tokens([stop.id]):
         return PredictedTokens(Prediction(pack_tokens(), ids))
     tail = written[-_MOST:]
     more = next((tail[at + 1 :] for at in reversed(range(len(tail))) if tail[at] == stop.id), None)
+    if more is not None and _is_text(last.message, stop.text + loaded.decode_exactly(more)):
+        more = None
     is_syntax = more is not None and all(_is_syntax(loaded, each) for each in more)
     if more is not None and is_syntax and more == ids[: len(more)]:
         return PredictedTokens(Prediction(pack_tokens(), ids[len(more) :]))
     space = "" if more is None else loaded.decode_exactly(more)
-    if space.isspace():
-        shared = common_prefix(space, environment.text)
-        return PredictedTokens(
-            Prediction(pack_tokens(), loaded.encode(environment.text[shared:])), shared == len(space)
-        )
+    if space.isspace() and environment.text.startswith(space):
+        return PredictedTokens(Prediction(pack_tokens(), loaded.encode(environment.text[len(space) :])))
     if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
         return PredictedTokens(Prediction(pack_tokens([stop.id]), ids), not is_syntax)
     return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
@@ -129,6 +130,11 @@ def _repeated(loaded: LoadedTokenizer, written: Tokens, ids: Tokens) -> int:
     """Return the number of the first `ids` with which the completion ends; only syntax counts, which no message contains."""
     most = next((at for at, each in enumerate(ids[:_MOST]) if not _is_syntax(loaded, each)), min(_MOST, len(ids)))
     return next((length for length in range(most, 0, -1) if written[-length:] == ids[:length]), 0)
+
+
+def _is_text(message: Message, end: str) -> bool:
+    """Return whether a text of the message ends like this, apart from white space."""
+    return any(text.rstrip().endswith(end.rstrip()) for text in strings(message.fields()))
 
 
 def _is_syntax(loaded: LoadedTokenizer, token_id: int) -> bool:
