@@ -116,6 +116,26 @@ async def named(copy: Copy) -> None:
     assert text.startswith("\n<|im_start|>tool\ng8")
 
 
+async def counted(copy: Copy) -> None:
+    """A template that counts the results with a word and their characters, in which only every second result has the word."""
+    for condition, amount in (("ns.n > 3", 1), ("ns.n > 60", "message.content | length")):
+        count = (
+            "{%- set ns = namespace(n=0) -%}{%- for message in messages -%}{%- if message.role == 'tool' and 'error' in "
+            f"message.content -%}}{{%- set ns.n = ns.n + {amount} -%}}{{%- endif -%}}{{%- endfor -%}}"
+        )
+        again = "{{- '<|im_start|>assistant' ~ (' again' if " + condition + ") ~ '\n' -}}"
+        template = CHATML.replace("{{- PROMPT ~ '<|im_start|>assistant\n' -}}", again)
+        tokenizer = toy(count + template)
+        renderer, messages = copy.renderer(tokenizer), packed([ASKED])
+        called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        last = answered(called, tokenizer.encode("<|im_end|>", add_special_tokens=False))
+        for turn in range(12):
+            asked = len(messages)
+            messages += packed([called, {**HEARD, "content": "error: 8" if turn % 2 else "8"}])
+            whole = await copy.renderer(tokenizer).predict(messages, last, asked)
+            assert (await renderer.append(messages, last, asked)).predicted == whole.predicted
+
+
 async def environment(copy: Copy, tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     """The text after the last completion, one message before the end."""
     asked = len(messages) - 2
@@ -385,6 +405,13 @@ PLANTED: Sequence[tuple[Check, Fault]] = (
             "completion_end",
             "all(_is_syntax(loaded, each)",
             "all(each >= 0",
+        ),
+    ),
+    (counted, Fault("the dropped round is not repeated", "short_form", "all_other[self._round :] * times", "[]")),
+    (
+        counted,
+        Fault(
+            "other messages show nothing", "renderer", "if text is not None and not text.endswith(end):", "if False:"
         ),
     ),
     (

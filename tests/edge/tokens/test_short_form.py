@@ -102,7 +102,56 @@ def test_strings_of_dropped_questions_count_in_the_order_in_which_they_came_last
 
 def test_passing_a_number_of_the_template_is_a_new_shape() -> None:
     compared = due(ShortFormProof(Literals(numbers=(9, 20))), [ASKED], *[[CALLED, HEARD]] * 12)
-    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 4, 5, 10]  # at 9 messages, 11 and 21
+    # At 9, 11 and 21 messages, and at 9 and 10 results.
+    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 4, 5, 9, 10]
+
+
+def test_calls_and_messages_of_each_role_are_counted() -> None:
+    both = [{**CALLED, "tool_calls": [call("{}", call_id="a"), call("{}", call_id="b")]}, HEARD]
+    proof, messages = ShortFormProof(Literals(numbers=(13,))), [ASKED]
+    # The 13th message comes in turn 6; call 14, and messages of each role, the 13th and the 14th.
+    compared = due(proof, messages, *[both] * 16)
+    assert [turn for turn, each in enumerate(compared, 1) if each] == [1, 2, 6, 7, 13, 14]
+
+
+def test_a_very_long_text_is_a_new_shape() -> None:
+    for number, late in ((9000, True), (11_000, False), (4000, False)):
+        proof, messages = ShortFormProof(Literals(numbers=(number,))), [ASKED]
+        due(proof, messages, *[[CALLED, HEARD]] * 3)
+        assert due(proof, messages, [CALLED, {**HEARD, "content": "8" * 10_000}], [CALLED, HEARD]) == [late, late]
+
+
+def test_literals_are_found_in_any_case_if_the_template_changes_it() -> None:
+    for any_case in (True, False):
+        proof, messages = ShortFormProof(Literals(frozenset({"Error"}), any_case=any_case)), [ASKED]
+        due(proof, messages, *[[CALLED, HEARD]] * 3)
+        shout, plain = ([CALLED, {**HEARD, "content": text}] for text in ("ERROR", "Error"))
+        assert due(proof, messages, shout, [CALLED, HEARD], [CALLED, HEARD]) == [any_case, any_case, False]
+        assert due(proof, messages, plain, [CALLED, HEARD], [CALLED, HEARD]) == [True, True, False]
+
+
+def test_the_dropped_round_is_repeated_and_its_texts_vary() -> None:
+    proof, messages = ShortFormProof(Literals(numbers=(2, 5), divisors=(4,))), [SYSTEM, ASKED]
+    due(proof, messages, [CALLED, HEARD], [CALLED, HEARD])
+    own, short, long = proof.variations(messages, 4)
+    (repeated,) = own
+    assert repeated == [*messages[:2], *[CALLED, HEARD] * 9, CALLED, HEARD]
+    assert [each[-1] for each in (short, long)] == [
+        [SYSTEM, ASKED, CALLED, {**HEARD, "content": each[-1][3]["content"]}, CALLED, HEARD] for each in (short, long)
+    ]
+    assert short[-1][3]["content"] == "q"
+    assert len(long[-1][3]["content"]) > 5
+    assert len(long[0]) == len(repeated)
+    assert {each["content"] for each in long[0][2:-2]} == {None, long[1][3]["content"]}
+
+
+def test_a_round_that_cannot_be_repeated_is_not() -> None:
+    first = ShortFormProof(Literals())
+    due(first, [ASKED, SAID], [CALLED, HEARD])
+    long = ShortFormProof(Literals(divisors=(127, 3)))
+    due(long, messages := [ASKED], [CALLED, HEARD], [CALLED, HEARD])
+    for proof, given, answered in ((first, [ASKED, SAID, CALLED, HEARD], 2), (long, messages, 3)):
+        assert [len(each) for each in proof.variations(given, answered)] == [0, 1, 1]
 
 
 def test_residues_of_divisors_are_new_shapes() -> None:

@@ -27,6 +27,7 @@ _Compile: TypeAlias = Callable[[str], Any]
 
 _MOST = 500
 _LONGEST = 200
+_CASES: Final = frozenset({"lower", "upper", "title", "capitalize", "casefold", "swapcase"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,13 @@ class Literals:
     """Literals in the expressions of a template: non-empty strings, and integers of at least 2 in ascending order.
 
     A template can search messages for these strings, compare the number of messages with these integers, or divide it by the
-    `divisors` (see `ShortFormProof`).
+    `divisors` (see `ShortFormProof`). `any_case`: it changes the case of texts, and so may find strings in other spellings.
     """
 
     strings: frozenset[str] = frozenset()
     numbers: tuple[int, ...] = ()
     divisors: tuple[int, ...] = ()
+    any_case: bool = False
 
 
 def literals(templates: Iterable[str], environment: Any) -> Literals | None:
@@ -51,16 +53,21 @@ def literals(templates: Iterable[str], environment: Any) -> Literals | None:
 
     found: set[object] = set()
     divisors: set[int] = set()
+    any_case = False
     try:
         for template in templates:
             tree = environment.parse(template)
             found.update(constant.value for constant in tree.find_all(nodes.Const))
             divisors.update(_divisors(tree))
+            any_case |= any(node.name in _CASES for node in tree.find_all(nodes.Filter))
+            any_case |= any(node.attr in _CASES for node in tree.find_all(nodes.Getattr))
     except (TemplateError, RecursionError):
         return None
     strings = frozenset(value for value in found if isinstance(value, str) and 0 < len(value) <= _LONGEST)
     numbers = sorted({value for value in found if type(value) is int and value > 1})
-    return Literals(strings, tuple(numbers), tuple(sorted(divisors))) if len(strings) + len(numbers) <= _MOST else None
+    if len(strings) + len(numbers) > _MOST:
+        return None
+    return Literals(strings, tuple(numbers), tuple(sorted(divisors)), any_case)
 
 
 def _divisors(tree: Any) -> Iterator[int]:

@@ -75,7 +75,7 @@ class Rendered:
         predicted: the truth. In the first turn, `environment` is the whole prompt.
         mask_length: the count; may be negative. None in the first turn, and if the last completion came without token ids.
         exact: False if no turn boundary was found. `predicted` is then the tail of the full encoding, a guess. Also False if the
-            completion and the environment do not join as in the template, see `PredictedTokens`.
+            completion may have a part of these tokens already, see `PredictedTokens`.
         unseen: indices of messages after the completion whose text the template does not show.
         short_form_dropped: in this turn the short form differed from the full rendering, so the rollout stops using it.
     """
@@ -286,12 +286,22 @@ class Renderer:
         return replace(rendered, short_form_dropped=True)
 
     def _is_independent(self, fields: Sequence[Fields], answered: int, found: EnvironmentText) -> bool:
-        """Return whether the environment stays the same if the dropped messages have other texts."""
+        """Return whether the environment stays the same if the dropped messages are other ones.
+
+        What the template refuses shows nothing.
+        """
+        end = f"{found.stop.text if found.stop else ''}{found.text}"
+        for alternatives in self._proof.variations(fields, answered):
+            text = next(filter(None, map(self._try_render, alternatives)), None)
+            if text is not None and not text.endswith(end):
+                return False
+        return True
+
+    def _try_render(self, messages: Sequence[Fields]) -> str | None:
         try:
-            text = self._render(self._proof.varied(fields, answered), True)
+            return self._render(messages, True)
         except RolloutFailed:
-            return True  # the template refuses such texts
-        return text.endswith(f"{found.stop.text if found.stop else ''}{found.text}")
+            return None
 
     def _full_turn(self, turn: TurnToRender, fields: Sequence[Fields]) -> RenderedTurn:
         """Render the whole conversation. The text of the last prompt is reused if the previous turn was rendered in full."""

@@ -5,9 +5,10 @@ and the completion. So the environment can be rendered after a short conversatio
 history. A template may break this: it may count messages, or search early messages for a word. A short form is therefore used
 only after it was compared, in the same rollout, with the full rendering of a conversation of the same shape.
 
-Equal texts alone do not show that the dropped messages have no influence: they may resemble the kept ones. The first and the last
-question may have the same length, for example, and the template prints the length of the first. So the comparison also renders
-the conversation with other texts in the dropped messages (`ShortFormProof.varied`), and the environment must stay the same.
+Equal texts alone do not show that the dropped messages have no influence: they may resemble the kept ones, or a count may not have
+reached its limit yet. The first and the last question may have the same length, for example, and the template prints the length of
+the first. So the comparison also renders the conversation with other texts in the dropped messages, and with the dropped round
+repeated (`ShortFormProof.variations`), and the environment must stay the same.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import groupby
+from math import lcm
 from operator import itemgetter
 from typing import Final, TypeAlias
 
@@ -31,11 +33,15 @@ _FIRST_TURNS: Final = 2
 _EVERY: Final = 16
 _MANY: Final = 3
 _LONGEST_TEXT: Final = 4096
+_MOST_COPIES: Final = 64
+"""In messages. Higher counts are compared when a rollout reaches them."""
+_CALLS: Final = "calls"
+"""Under this name tool calls are counted among the roles."""
 
 Kind: TypeAlias = tuple[object, ...]
 """The properties of a message that a template can test without reading its text."""
-_Found: TypeAlias = tuple[str, bool, bool]
-"""A literal that occurs in a text, and whether the text begins and ends with it, apart from white space."""
+_Found: TypeAlias = tuple[str, bool, bool, bool]
+"""A literal in a text, whether the text begins and ends with it, apart from white space, and whether case was ignored."""
 
 
 def short_history(roles: Sequence[str], answered: int) -> list[int]:
@@ -71,8 +77,9 @@ class ShortFormProof:
     - the kinds of the messages that the short history drops;
     - which string literals of the template occur in which role, and whether a text begins or ends with them: among the dropped
       messages, after the completion, and in the kept user message;
-    - which integer literals of the template the number of messages has reached or passed;
-    - the number of messages of each role modulo each constant that the template divides by.
+    - which integer literals of the template the number of messages has reached or passed: of all, of each role, and of tool calls;
+    - whether a dropped text is longer than an integer literal that the texts of `variations` do not reach;
+    - the number of messages of each role, and of tool calls, modulo each constant that the template divides by.
 
     Literals in tool results count only when they occur for the first time, because the content of tool results changes in each
     turn. For dropped system and user messages the order of last occurrence also counts, because a template may obey the last
@@ -87,6 +94,7 @@ class ShortFormProof:
         self._roles: Counter[str] = Counter()
         self._following: set[object] = set()
         self._looked_at = 0
+        self._round = 0
         self._leading = 0
         self._user: Fields | None = None
         self._asked: frozenset[_Found] = frozenset()
@@ -94,7 +102,6 @@ class ShortFormProof:
         self._shape: object = None
         self._turns = 0
         self._since = 0
-        self._long_texts = False
 
     def due(self, messages: Sequence[Fields], answered: int) -> bool:
         """Return whether the short form of this turn must be compared. Call this exactly once per turn that follows a completion.
@@ -107,11 +114,13 @@ class ShortFormProof:
         completion, following = messages[answered], messages[answered + 1 :]
         self._add_features(self._dropped, self._newly_dropped(messages, answered))
         self._add_features(self._following, following)
-        self._looked_at = answered
+        self._round, self._looked_at = self._looked_at, answered
         # Below, equal to or above each number: a template may use any comparison operator.
         numbers, count = self._literals.numbers, len(messages)
-        passed = bisect_left(numbers, count), bisect_right(numbers, count)
-        roles = self._roles + Counter(map(_role, messages[answered:]))
+        roles = self._roles + _counted(messages[answered:])
+        passed = frozenset(
+            (role, bisect_left(numbers, n), bisect_right(numbers, n)) for role, n in (("", count), *roles.items())
+        )
         residues = tuple(
             frozenset((role, n % divisor) for role, n in roles.items()) for divisor in self._literals.divisors
         )
@@ -130,18 +139,35 @@ class ShortFormProof:
         )
         return self._turns <= _FIRST_TURNS or self._since >= _EVERY or self._shape not in self._proved
 
-    def varied(self, messages: Sequence[Fields], answered: int) -> list[Fields]:
-        """Return the conversation with other texts in the messages that the short history drops.
+    def variations(self, messages: Sequence[Fields], answered: int) -> Iterator[Sequence[list[Fields]]]:
+        """Yield conversations that differ in the messages that the short history drops. The environment must be the same in all.
 
-        The texts are short and long in turn, because a template may compare lengths with the numbers in it. Blank texts stay,
-        because many templates test whether there is a text.
+        Each is a list of alternatives: the first one counts that the template does not refuse. Dropped messages have their own
+        texts, short ones, or long ones, because a template may compare lengths with the numbers in it. Blank texts stay, because
+        many templates test whether there is a text. The last round that is dropped is repeated in two of three, because a template
+        may count anything in it.
         """
-        self._long_texts = not self._long_texts
-        mark, longest = new_mark(), min(max(self._literals.numbers, default=0), _LONGEST_TEXT)
-        text = mark * (1 + longest // len(mark)) if self._long_texts else "q"
+        longest = min(max(self._literals.numbers, default=0), _LONGEST_TEXT)
+        mark, times = new_mark(), self._times(messages, answered)
         kept = {*short_history([_role(message) for message in messages[:answered]], answered)}
-        dropped = [index not in kept and index < answered for index in range(len(messages))]
-        return [_with_text(each, text) if drop else each for each, drop in zip(messages, dropped, strict=True)]
+        for text in ("", "q", mark * (1 + longest // len(mark))):
+            all_other = [_with_text(each, text) if text else each for each in messages[:answered]]
+            other = [messages[index] if index in kept else each for index, each in enumerate(all_other)]
+            copies = [] if text == "q" else all_other[self._round :] * times
+            repeated = [*other[: self._round], *copies, *other[self._round :], *messages[answered:]]
+            plain = [*other, *messages[answered:]]
+            yield ([repeated] if copies else []) + ([plain] if text else [])
+
+    def _times(self, messages: Sequence[Fields], answered: int) -> int:
+        """Return how many copies of the last round to insert: counts exceed the template's numbers and keep their residues.
+
+        0 if the round does not begin with a completion, as it must to be repeated, or if it is too long.
+        """
+        size, step = answered - self._round, lcm(*self._literals.divisors)
+        if size == 0 or _role(messages[self._round]) != "assistant" or size * step > _MOST_COPIES:
+            return 0
+        highest = max((number for number in self._literals.numbers if size * number <= _MOST_COPIES), default=1)
+        return step * min(1 + highest // step, _MOST_COPIES // (size * step))
 
     def equal(self) -> None:
         """Record that the short form of this turn equals the full rendering."""
@@ -164,7 +190,7 @@ class ShortFormProof:
         """Yield the messages that the short history of this turn drops for the first time."""
         for index in range(self._looked_at, answered):
             message = messages[index]
-            self._roles[_role(message)] += 1
+            self._roles += _counted([message])
             if index == self._leading and message.get("role") in _SYSTEM:
                 self._leading += 1
             elif message.get("role") == "user":
@@ -193,16 +219,37 @@ class ShortFormProof:
         kind = _kind(message, None)
         yield kind
         yield from ((kind[0], word) for word in self._literals_in(message))
+        if self._literals.numbers and self._literals.numbers[-1] > _LONGEST_TEXT:
+            longest = max(map(len, strings(message)), default=0)
+            yield from ((kind[0], number) for number in self._literals.numbers if _LONGEST_TEXT < number <= longest)
 
     def _literals_in(self, message: Fields) -> frozenset[_Found]:
         """Return the template's string literals that occur in the message."""
-        texts = [(text, text.strip()) for text in strings(message)]
-        return frozenset(
-            (word, stripped.startswith(word), stripped.endswith(word))
-            for word in self._literals.strings
-            for text, stripped in texts
-            if word in text
-        )
+        found = _occurrences(self._literals.strings, strings(message), ignored=False)
+        if not self._literals.any_case:
+            return found
+        lower = frozenset(word.lower() for word in self._literals.strings)
+        return found | _occurrences(lower, (text.lower() for text in strings(message)), ignored=True)
+
+
+def _occurrences(words: Iterable[str], texts: Iterable[str], *, ignored: bool) -> frozenset[_Found]:
+    both = [(text, text.strip()) for text in texts]
+    return frozenset(
+        (word, stripped.startswith(word), stripped.endswith(word), ignored)
+        for word in words
+        for text, stripped in both
+        if word in text
+    )
+
+
+def _counted(messages: Iterable[Fields]) -> Counter[str]:
+    """Return the number of messages of each role, and of tool calls."""
+    counted: Counter[str] = Counter()
+    for message in messages:
+        calls = message.get("tool_calls")
+        counted[_role(message)] += 1
+        counted[_CALLS] += len(calls) if isinstance(calls, list) else 0
+    return counted
 
 
 def _role(message: Fields) -> str:
