@@ -80,7 +80,7 @@ def completion_warnings(
 def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str]]:
     """Yield warnings about the environment that the server rendered before this turn's completion."""
     if not rendered.exact:
-        text = f"turn {turn}: the chat template does not show where the last completion ends; environment tokens are a guess"
+        text = f"turn {turn}: it cannot be told exactly where the last completion ends; environment tokens are a guess"
         yield "rendering_inexact", text
     if rendered.unseen:
         names = ", ".join(f"messages[{index}]" for index in rendered.unseen)
