@@ -54,11 +54,11 @@ _WIDTH: Final = 132
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="Pairs of rounds of 16 rollouts for each server and API.")] = 60,
+    rounds: Annotated[int, typer.Option(help="Pairs of rounds of four rollouts for each server and API.")] = 100,
 ) -> None:
     """Print what spans and metrics add to the CPU of a turn, at ten turns and 1k context."""
     table = Table("API", "exported", "CPU of a turn, µs", "added, µs", "added", "standard error", box=None)
-    workload = Workload(10, 1000, 16, 16, Target(2.0, "x"), _APIS, rounds=rounds)
+    workload = Workload(10, 1000, 4, 4, Target(2.0, "x"), _APIS, rounds=rounds)
     with asyncio.Runner(loop_factory=new_loop) as runner:
         for api, way, without, added in runner.run(_measure(workload)):
             share, error = 100 * median(added) / without, 100 * 1.25 * stdev(added) / len(added) ** 0.5 / without

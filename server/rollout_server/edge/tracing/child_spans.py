@@ -1,9 +1,9 @@
 """Spans of completions and tool calls at a fraction of the SDK's price, for the provider that this server has set up itself.
 
-A span of the SDK cleans, copies and locks its attributes again and again: two of them take 3 to 9 % of the CPU of a turn. Those of
-this module clean only what others set, and pass the same `ReadableSpan` to the same processors. A span is one of them if its
-parent is recorded in this process: it is sampled then, and its flags and state are the parent's. Below a span that this process
-did not sample there is no new one: the parent stands for it. All others are the SDK's.
+A span of the SDK cleans, copies and locks its attributes again and again. Those of this module clean only what others set, and the
+same processors get them as they are. A span is one of them if its parent is recorded in this process: it is sampled then, and its
+flags and state are the parent's. Below a span that this process did not sample there is no new one: the parent stands for it. All
+others are the SDK's.
 """
 
 from __future__ import annotations
