@@ -65,27 +65,19 @@ def predict_tokens(
         if encoded[:1] != pack_tokens([stop.id]):
             return None
         ids = encoded[1:]
-    return _after_stop(loaded, stop, EnvironmentTokens(found.text, ids), last)
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentTokens:
-    """The text after a stop token, and its ids."""
-
-    text: str
-    ids: Tokens
+    return _after_stop(loaded, stop, (found.text, ids), last)
 
 
 def _after_stop(
-    loaded: LoadedTokenizer, stop: StopToken, environment: EnvironmentTokens, last: Answered
+    loaded: LoadedTokenizer, stop: StopToken, environment: tuple[str, Tokens], last: Answered
 ) -> PredictedTokens:
-    """Return the tokens after a completion that the template closes with `stop`.
+    """Return the tokens after a completion that the template closes with `stop`. `environment`: the text behind it, and its ids.
 
     If only white space of the template follows the stop token in the completion, the environment continues there. If other white
     space follows it, or special tokens that end no completion, whether it closes the completion is unknown. If the text of the
     message ends with them, they are a part of the message, which the template writes in front of its stop token.
     """
-    written, ids = last.token_ids, environment.ids
+    written, (text, ids) = last.token_ids, environment
     if written is None or written[-1:] == pack_tokens([stop.id]):
         return PredictedTokens(Prediction(pack_tokens(), ids))
     tail = written[-_MOST:]
@@ -96,8 +88,8 @@ def _after_stop(
     if more is not None and is_syntax and more == ids[: len(more)]:
         return PredictedTokens(Prediction(pack_tokens(), ids[len(more) :]))
     space = "" if more is None else loaded.decode_exactly(more)
-    if space.isspace() and environment.text.startswith(space):
-        return PredictedTokens(Prediction(pack_tokens(), loaded.encode(environment.text[len(space) :])))
+    if space.isspace() and text.startswith(space):
+        return PredictedTokens(Prediction(pack_tokens(), loaded.encode(text[len(space) :])))
     if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
         return PredictedTokens(Prediction(pack_tokens([stop.id]), ids), not is_syntax)
     return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))

@@ -68,9 +68,10 @@ class Outbox:
         All callers that owe outcomes, and this one, have equal shares. So a caller whose receivers are down keeps nobody else from
         starting rollouts.
         """
-        own, callers = self._owed[caller], {caller, *(name for name, count in self._owed.items() if count)}
-        share = max(most // len(callers), 1)
-        if self.pending >= most and own >= share:
+        if self.pending < most:
+            return
+        own, share = self._owed[caller], max(most // len({caller, *self._owed}), 1)
+        if own >= share:
             text = f"{self.pending} outcomes wait for their receivers, at most {most} may; {own} are yours, your share is {share}"
             raise Busy(f"{text}; ask again later", retry_after=1.0)
 
@@ -235,6 +236,8 @@ class Outbox:
             return  # `resend` began the delivery again before this task was done
         del self._tasks[rollout.uid]
         self._owed[rollout.caller] -= 1
+        if not self._owed[rollout.caller]:
+            del self._owed[rollout.caller]
         if not task.cancelled() and task.exception() is not None:
             _log.error("delivery of the outcome of rollout %s failed", rollout.uid, exc_info=task.exception())
             if rollout.owes:
