@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from rollout_server.core.error import Busy, Unavailable
 from rollout_server.core.outcome import Cancellation, Category, Failure, Stop
-from rollout_server.core.record import Asked, Note
+from rollout_server.core.record import Accepted, Answered, Asked, Ended, Note
 from rollout_server.core.spec import Dialect, InterruptPolicy, Target
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.journal import EntriesAppended, JournalUnusable
+from rollout_server.runtime.ports import CompletionRequest
 from rollout_server.runtime.registry.dependencies import DeliveryRetryPolicy
 from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import Rollout, RolloutState
@@ -446,3 +448,29 @@ async def test_a_request_that_was_refused_starts_anew() -> None:
     journal.fail("")
     again, found = harness.wish(a_wish("id"))
     assert (found, again is rollout) == (False, False)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+async def test_what_arrives_once_a_drain_has_decided_is_not_recorded(
+    continues: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its completion, a rollout that ends because its turn was being generated would be one that could have continued."""
+    arrived = asyncio.Event()
+
+    class Arriving(Script):
+        async def sample(self, ask: CompletionRequest) -> Answered:
+            await arrived.wait()
+            return Say("a").answer(ask.asked.turn)
+
+    harness = RuntimeHarness(journal=KeptJournal())
+    harness.new_script = Arriving
+    rollout = harness.start(completions=replace(REPLAYS, replays_turn_keys=continues))
+    await asyncio.sleep(1)
+    drain = asyncio.create_task(harness.roster.drain(0))
+    asyncio.get_running_loop().call_soon(arrived.set)  # right after the decision, and before the driver hears of it
+    await drain
+    ended = [] if continues else [Ended]
+    assert [type(entry.record) for entry in rollout.log.entries] == [Accepted, Asked, *ended]
+    if not continues:
+        assert "turn 1 was being generated" in failure_of(rollout).message
+    assert [line for line in caplog.records if line.levelno >= logging.ERROR] == []

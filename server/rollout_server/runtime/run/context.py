@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from rollout_server.core.conversation import Conversation, State
 from rollout_server.core.outcome import End
-from rollout_server.core.record import Input, Note, Record
+from rollout_server.core.record import Answered, Input, Note, Record, ToolReturned
 from rollout_server.runtime.activity import RolloutActivity
 from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
@@ -142,6 +142,9 @@ class RunContext:
         record = issued(record)
         if self.ending.decided is not None or self.rollout.is_suspended:
             raise RolloutEnded(self.ending.decided or self.ending.requested.result())
+        if isinstance(record, Answered | ToolReturned) and self.ending.is_interrupted:
+            # The drain found that the rollout cannot continue, because the log does not have this result. That has to stay true.
+            raise RolloutEnded(self.ending.requested.result())
         if isinstance(record, Note) and self.rollout.is_noted(record):
             return ()
         if self.rollout.replay is not None:

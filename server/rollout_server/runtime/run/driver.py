@@ -222,7 +222,12 @@ async def _run_part(
         return ending.reached.result()
     if not running.done():
         return _early_end(rollout, part, running)
-    return _agent_failure(rollout, part, running) if _has_failed(running) else None
+    if not _has_failed(running):
+        return None
+    # A command of the method may meet a requested end before the driver does.
+    if ending.requested.done() and _own_error(running) is None:
+        return ending.requested.result()
+    return _agent_failure(rollout, part, running)
 
 
 def _early_end(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> End:
@@ -405,13 +410,19 @@ def _location(rollout: Rollout, part: str) -> str:
 
 
 def _log_other_errors(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> None:
-    """Log an agent's own error while its rollout ended. `RolloutEnded` is expected and not logged."""
+    """Log an agent's own error while its rollout ended."""
+    error = _own_error(task)
+    if error is not None:
+        location = raised_at(error)
+        text = "agent %s: %s() failed while its rollout was ending%s"
+        _log.error(text, rollout.agent.name, part, location, exc_info=error, extra=_log_fields(rollout))
+
+
+def _own_error(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return what an agent's method raised, without the `RolloutEnded` that the end of its rollout makes it raise."""
     error = task.exception() if task.done() and not task.cancelled() else None
     others = error.split(RolloutEnded)[1] if isinstance(error, BaseExceptionGroup) else error
-    if others is not None and not isinstance(others, RolloutEnded):
-        location = raised_at(others)
-        text = "agent %s: %s() failed while its rollout was ending%s"
-        _log.error(text, rollout.agent.name, part, location, exc_info=others, extra=_log_fields(rollout))
+    return None if isinstance(others, RolloutEnded) else others
 
 
 def _failure(rollout: Rollout, what: str, failure_class: FailureClass) -> Failure:

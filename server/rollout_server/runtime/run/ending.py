@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rollout_server.core.outcome import End, RewardResult, Stop
+from rollout_server.core.outcome import Category, End, Failure, RewardResult, Stop
 
 
 class RolloutEnding:
@@ -37,6 +37,12 @@ class RolloutEnding:
     def is_requested(self) -> bool:
         """Whether an end was requested or decided."""
         return self.requested.done() or self.decided is not None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an end was requested because the server stops, or stopped."""
+        end = self.requested.result() if self.requested.done() else None
+        return isinstance(end, Failure) and end.category is Category.INTERRUPTED
 
     @property
     def is_reached(self) -> bool:
