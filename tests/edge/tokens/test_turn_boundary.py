@@ -254,6 +254,7 @@ def test_the_longest_of_the_tokens_that_begin_behind_an_answer_is_its_stop() -> 
             None,
             "<stop>",
         ),  # opens another completion without being asked to
+        ("<stop>", "<stop><begin>rules:Be brief.<end>", "", None, "<stop>"),  # and a reminder behind it (Command R+)
         ("<stop>", "<stop>", "<stop><begin>assistant:", None, "<stop>"),
         ("<stop>", "<stop>", "<begin>assistant:", None, "<stop>"),
         ("", "", "<begin>assistant:", None, "<begin>"),  # only the next message closes it
@@ -593,6 +594,20 @@ def test_a_stop_in_an_argument_behind_which_the_template_writes_syntax() -> None
 
     function = {"name": "add", "arguments": {"a": f"5{STOP}"}}
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    assert environment(template(each), ASKED, called, HEARD) == f"\ntool:8{STOP}\nassistant:"
+
+
+@pytest.mark.parametrize("shown", [0, 1, 2])
+@pytest.mark.parametrize("argument", ["5", f"5{STOP}"])
+def test_a_template_that_renders_only_the_first_calls(shown: int, argument: str) -> None:
+    """Each part of a completion has its own stop token (GigaChat 3); with `shown` 0 no call is rendered (SmolLM3)."""
+
+    def each(message: Fields) -> str:
+        calls = [each["function"]["arguments"] for each in message.get("tool_calls") or ()]
+        written = "".join(f"call:{arguments}{STOP}\n" for arguments in calls[:shown])
+        return f"{message['role']}:{message['content']}{STOP}\n{written}"
+
+    called = {"role": "assistant", "content": "Let me add.", "tool_calls": [call(f'{{"a": "{argument}"}}')] * 2}
     assert environment(template(each), ASKED, called, HEARD) == f"\ntool:8{STOP}\nassistant:"
 
 

@@ -160,6 +160,9 @@ class _Closers:
                 return replace(opening, opens_next=opens_next)
             if not own:
                 return None
+        # A token that begins messages closes none: the template may append a message of its own to any conversation (Command R+).
+        begins = self._any.match(_requested_prompt(render, alone, conversation).lstrip())
+        own[1:] = takewhile(lambda token: begins is None or token != begins[0], own[1:])
         if self._eos in own:
             return self._stops[self._eos]
         # Some templates write a generation prompt even if none is requested: its special tokens do not close this message.
@@ -198,6 +201,12 @@ def _generation_prompt(render: Render, alone: str, conversation: Sequence[Fields
         return ""
     prompt = _try(render, conversation[:-1]) or ""
     return alone[len(alone) - common_prefix(prompt[::-1], alone[::-1]) :]
+
+
+def _requested_prompt(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
+    """Return the generation prompt that the template appends to `alone` if one is requested; else ""."""
+    text = _try(render, conversation) or ""
+    return text[len(alone) :] if text.startswith(alone) else ""
 
 
 def _behind(text: str | None) -> str | None:

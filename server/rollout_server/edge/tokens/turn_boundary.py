@@ -218,16 +218,19 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
 def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
     """Return a position in the full rendering at or after the end of the completion's own text; None if it cannot be determined.
 
-    `calls_only`: for a completion with tool calls, use only the end of the calls. The calls contain the stop token's text and
-    may be rendered after the content.
+    `calls_only`: for a completion whose tool calls are rendered, use only the end of the calls. The calls contain the stop token's
+    text and may be rendered after the content.
     """
     mark = new_mark()
     completion = turn.messages[turn.answered]
     reached = 0  # the completion extends at least to here
+    calls_shown = False
     for marked, syntax in _marked_completions(completion, mark):
-        if calls_only and completion.get("tool_calls") and marked["tool_calls"] is completion["tool_calls"]:
+        in_calls = marked.get("tool_calls") is not completion.get("tool_calls")
+        if calls_only and calls_shown and not in_calls:
             break
         text = turn.with_message(turn.answered, marked)
+        calls_shown |= in_calls and (text is None or mark in text)
         if text is None or mark not in text:
             continue
         at = text.find(mark)
@@ -243,16 +246,18 @@ def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
 
 
 def _marked_completions(completion: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
-    """Yield the completion with the mark at the end of a part that a template may write last: last call, content or reasoning.
+    """Yield the completion with the mark at the end of a part that a template may write last: a call, content or reasoning.
 
-    The number is the maximum length of template syntax that may be added in front of the mark.
+    The calls come in reverse order, because a template may render only the first ones. The number is the maximum length of template
+    syntax that may be added in front of the mark.
     """
     calls = completion.get("tool_calls")
-    if isinstance(calls, list) and calls and isinstance(call := calls[-1], Mapping):
-        function = call.get("function")
-        if isinstance(function, Mapping):
+    calls = calls if isinstance(calls, list) else []
+    for index, call in reversed(list(enumerate(calls))):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping) and isinstance(function, Mapping):
             changed: JSON = {**call, "function": {**function, "arguments": _with_mark(function.get("arguments"), mark)}}
-            yield {**completion, "tool_calls": [*calls[:-1], changed]}, _NEAR
+            yield {**completion, "tool_calls": [*calls[:index], changed, *calls[index + 1 :]]}, _NEAR
     content = completion.get("content")
     if content is None or isinstance(content, str):
         yield {**completion, "content": (content or "").rstrip() + mark}, 0 if content else _NEAR
