@@ -140,6 +140,10 @@ def test_an_endpoint_that_is_not_there_is_given_up(project: Path, invoke: Invoke
     found = document(told)
     assert (told.exit_code, found["summary"]["failures"]) == (1, {"network": 2})
     assert "stopped early: --max-failures 2 is reached" in found["unmet"]
+    told = invoke(
+        "eval", "agent.py", "dataset.jsonl", *nobody, "--limit", "2", "--overwrite", "--json", ROLLOUT_RETRIES="0"
+    )
+    assert document(told)["unmet"] == ["2 of 2 rollouts failed"]  # none was left
 
 
 def test_columns_limits_and_metadata_reach_the_rollouts(project: Path, invoke: Invoke) -> None:

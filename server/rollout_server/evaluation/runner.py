@@ -35,13 +35,16 @@ OnResult = Callable[[RowResult, Sequence[TrainingSample]], None]
 async def run_plan(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_result: OnResult) -> bool:
     """Run all rollouts of a plan, and call `on_result` with each result and its samples as its rollout ends.
 
-    Return False if the evaluation stopped early because of `most_failures`. An exception of `on_result` stops it and is raised.
+    Return False if `most_failures` stopped the evaluation, so that rollouts are left. An exception of `on_result` stops it and is
+    raised.
     """
-    failures = 0
+    failures, stopped = 0, False
 
     def left() -> Iterator[Job]:
+        nonlocal stopped
         for job in plan.jobs:
-            if plan.most_failures is not None and failures >= plan.most_failures:
+            stopped = plan.most_failures is not None and failures >= plan.most_failures
+            if stopped:
                 return
             yield job
 
@@ -63,7 +66,7 @@ async def run_plan(client: AsyncClient, endpoint: Endpoint, plan: Plan, on_resul
                 group.create_task(work())
     except ExceptionGroup as errors:  # such as a full disk; the first is what the user has to mend
         raise errors.exceptions[0] from None
-    return plan.most_failures is None or failures < plan.most_failures
+    return not stopped
 
 
 async def _run_job(client: AsyncClient, endpoint: Endpoint, agent: str, job: Job) -> Result:
