@@ -133,7 +133,7 @@ def wrong_texts(field: FieldInfo) -> Iterator[str]:
     if get_origin(found) is Literal:
         yield from ("", "xml", "TEXT ", "None")
     if get_origin(found) is dict:
-        yield from ("a", "a=", "=a", "a=b,c")
+        yield from ("a", "a=", "=a", "a=b,c", "a= ", " =a", "a=b,a=c")
     if get_origin(found) is tuple:
         yield from (",", " , ,", ",,")
 

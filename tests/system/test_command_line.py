@@ -137,6 +137,8 @@ def test_serve_says_what_is_wrong_with_an_agent(invoke: Invoke, agent: str, name
 
 def test_serve_says_what_is_wrong_with_a_flag(invoke: Invoke) -> None:
     assert "'toy' is not NAME=DIRECTORY" in told_without_a_traceback(invoke("serve", "--tokenizer", "toy"))
+    twice = ("--tokenizer", "a=toy", "--tokenizer", "a=elsewhere")
+    assert "--tokenizer: 'a' is there twice" in told_without_a_traceback(invoke("serve", *twice))
 
 
 def test_version(invoke: Invoke) -> None:

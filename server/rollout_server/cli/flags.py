@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -21,6 +21,16 @@ _DIALECTS = "openai, vllm, sglang, grpc, http-plain or http-masked"
 
 _T = TypeVar("_T")
 _Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def tokenizer_directories(pairs: Sequence[str]) -> dict[str, Path]:
+    """Return the directories of a repeated `--tokenizer` by name. Raises ValueError for a malformed one."""
+    from rollout_server.settings.types import named_paths
+
+    try:
+        return named_paths(pairs, "NAME=DIRECTORY")
+    except ValueError as error:
+        raise ValueError(f"--tokenizer: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

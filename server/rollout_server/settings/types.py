@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,13 +24,20 @@ def env_names(*names: str) -> AliasChoices:
 
 def _pairs(value: object) -> object:
     """Parse `NAME=PATH,NAME=PATH`."""
-    if not isinstance(value, str):
-        return value
-    pairs = [pair.split("=", 1) for pair in value.split(",") if pair.strip()]
-    wrong = [pair[0] for pair in pairs if len(pair) < 2 or not all(pair)]
-    if wrong:
-        raise ValueError(f"{wrong[0]!r} is not NAME=PATH")
-    return {name.strip(): path.strip() for name, path in pairs}
+    return named_paths(filter(str.strip, value.split(","))) if isinstance(value, str) else value
+
+
+def named_paths(pairs: Iterable[str], form: str = "NAME=PATH") -> dict[str, Path]:
+    """Parse texts of this form. Raises ValueError for another one, and for a name that has two paths."""
+    found: dict[str, Path] = {}
+    for pair in pairs:
+        name, _, path = map(str.strip, pair.partition("="))
+        if not (name and path):
+            raise ValueError(f"{pair.strip()!r} is not {form}")
+        if name in found:
+            raise ValueError(f"{name!r} is there twice; give each name one path")
+        found[name] = Path(path)
+    return found
 
 
 def _entries(value: object) -> object:

@@ -244,6 +244,8 @@ async def test_what_is_refused(fields: dict[str, Any], text: str) -> None:
         ({"models": ["judge=http://127.0.0.1|m"], "host": "0.0.0.0"}, "this machine's own"),
         ({"models": ["judge=http://j|m"], "models_keys": f"user={KEY}"}, "key 1 is not NAME=KEY with a NAME of"),
         ({"models": ["judge=http://j|m"], "models_keys": "judge=ü"}, "the key of judge must be printable ASCII"),
+        ({"models": ["judge=http://j|m", "judge=http://k|m"]}, "'judge' is there twice"),
+        ({"models": ["judge=http://j|m"], "models_keys": "judge=a,judge=b"}, "key 2 is the second one of judge"),
         ({"models_keys_file": "missing"}, "ROLLOUT_MODELS_KEYS_FILE"),
     ],
 )

@@ -14,7 +14,7 @@ import typer
 
 from rollout_server.cli.connection import NEAR, ConnectionFlags
 from rollout_server.cli.errors import quiet_transformers, report_errors
-from rollout_server.cli.flags import accept_flags, pick_flags
+from rollout_server.cli.flags import accept_flags, pick_flags, tokenizer_directories
 
 if TYPE_CHECKING:
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
@@ -124,14 +124,6 @@ def _decode(rollout: Rollout, pairs: Sequence[str]) -> Decode | None:
     except RolloutFailed as error:
         typer.echo(visible(f"token ids are shown: {error.failure.message}; pass --tokenizer NAME=DIRECTORY"), err=True)
         return None
-
-
-def tokenizer_directories(pairs: Sequence[str]) -> dict[str, Path]:
-    """Return the directories of `--tokenizer` by name. Raises ValueError for a malformed one."""
-    split = [pair.partition("=") for pair in pairs]
-    if wrong := [pair for pair, (name, _, path) in zip(pairs, split, strict=True) if not name or not path]:
-        raise ValueError(f"--tokenizer: {wrong[0]!r} is not NAME=DIRECTORY")
-    return {name: Path(path) for name, _, path in split}
 
 
 def _load_decode(name: str, revision: str, directories: Mapping[str, Path]) -> Decode:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollout_server.cli.errors import report_errors
-from rollout_server.cli.flags import accept_flags, pick_flags
+from rollout_server.cli.flags import accept_flags, pick_flags, tokenizer_directories
 from rollout_server.cli.json_output import JsonOutput, open_output
 
 if TYPE_CHECKING:
@@ -124,12 +123,5 @@ def _settings(flags: ServeFlags) -> dict[str, object]:
         "log_format": log_format,
     }
     if flags.tokenizer:
-        chosen["tokenizers"] = dict(_pair(text) for text in flags.tokenizer)
+        chosen["tokenizers"] = tokenizer_directories(flags.tokenizer)
     return {name: value for name, value in chosen.items() if value is not None}
-
-
-def _pair(text: str) -> tuple[str, Path]:
-    name, separator, directory = text.partition("=")
-    if not separator or not name or not directory:
-        raise typer.BadParameter(f"{text!r} is not NAME=DIRECTORY", param_hint="--tokenizer")
-    return name, Path(directory)

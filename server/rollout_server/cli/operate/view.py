@@ -16,10 +16,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from rollout_server.cli.author.inspect import tokenizer_directories
 from rollout_server.cli.connection import API_KEY
 from rollout_server.cli.errors import quiet_transformers, report_errors
-from rollout_server.cli.flags import accept_flags, pick_flags
+from rollout_server.cli.flags import accept_flags, pick_flags, tokenizer_directories
 from rollout_server.cli.json_output import AsJson, JsonOutput, open_output
 
 if TYPE_CHECKING:

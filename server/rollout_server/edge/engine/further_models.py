@@ -33,12 +33,18 @@ def read_endpoints(entries: Sequence[str], keys: Sequence[str]) -> Mapping[str, 
 
     Raises ValueError. Its text names a wrong entry, but never quotes a key.
     """
-    targets = dict(map(_read_entry, entries))
+    targets: dict[str, Target] = {}
+    for name, target in map(_read_entry, entries):
+        if name in targets:
+            raise ValueError(f"{name!r} is there twice; give each model one entry")
+        targets[name] = target
     bearers: dict[str, str] = {}
     for number, entry in enumerate(keys, start=1):
         name, _, key = (part.strip() for part in entry.partition("="))
         if name not in targets:
             raise ValueError(f"key {number} is not NAME=KEY with a NAME of ROLLOUT_MODELS")
+        if name in bearers:
+            raise ValueError(f"key {number} is the second one of {name}; give each model one key")
         if not key or not key.isascii() or not key.isprintable():
             raise ValueError(f"the key of {name} must be printable ASCII: it becomes an HTTP header")
         bearers[name] = key
