@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from opentelemetry import metrics, trace
@@ -12,6 +13,7 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, DEFAULT_ON, Sampler
 from opentelemetry.util._once import Once
 from rollout_server.edge.tracing import sdk
 from rollout_server.edge.tracing.histograms import HistogramReader, Histograms
@@ -29,20 +31,35 @@ def no_sdk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(params=["of the process", "of the server"])
-def exported(no_sdk: None, request: pytest.FixtureRequest) -> Iterator[Exported]:
-    """An SDK whose exporters are read: one that the process has, or one as the server sets up."""
+@contextmanager
+def set_up(*, own: bool, sampler: Sampler | None = DEFAULT_ON) -> Iterator[Exported]:
+    """An SDK whose exporters are read. `own`: as the server sets it up. `sampler`: None for metrics only."""
     exporter, metrics_exporter, histograms = InMemorySpanExporter(), LastMetrics(), Histograms()
-    processor = SynchronousMultiSpanProcessor()
-    provider = TracerProvider(shutdown_on_exit=False, active_span_processor=processor)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    own = request.param == "of the server"
+    if sampler is not None:
+        processor = SynchronousMultiSpanProcessor()
+        provider = TracerProvider(sampler, shutdown_on_exit=False, active_span_processor=processor)
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        trace.set_tracer_provider(provider)
+        if own:
+            sdk._PROCESSORS[provider] = processor
     reader = HistogramReader(metrics_exporter, histograms) if own else PeriodicExportingMetricReader(metrics_exporter)
     meters = MeterProvider([reader], shutdown_on_exit=False)
     metrics.set_meter_provider(meters)
     if own:
-        sdk._PROCESSORS[provider] = processor
         sdk._HISTOGRAMS[meters] = histograms
     yield Exported(exporter, meters, metrics_exporter)
     meters.shutdown()
+
+
+@pytest.fixture(params=["of the process", "of the server"])
+def exported(no_sdk: None, request: pytest.FixtureRequest) -> Iterator[Exported]:
+    """An SDK whose exporters are read: one that the process has, or one as the server sets up."""
+    with set_up(own=request.param == "of the server") as found:
+        yield found
+
+
+@pytest.fixture(params=[None, ALWAYS_OFF], ids=["no traces", "not sampled"])
+def exported_without_spans(no_sdk: None, request: pytest.FixtureRequest) -> Iterator[Exported]:
+    """An SDK as the server sets it up, with metrics only, or with a sampler that drops all rollouts."""
+    with set_up(own=True, sampler=request.param) as found:
+        yield found

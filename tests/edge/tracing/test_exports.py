@@ -94,6 +94,16 @@ async def test_what_no_exporter_could_write(exported: Exported) -> None:
 
 
 async def test_metrics(exported: Exported) -> None:
+    await _check_metrics(exported)
+
+
+async def test_metrics_of_rollouts_without_spans(exported_without_spans: Exported) -> None:
+    await _check_metrics(exported_without_spans)
+    assert not exported_without_spans.spans
+
+
+async def _check_metrics(exported: Exported) -> None:
+    """Run a rollout with two failed tools and one with an unreachable trainer, and check all metrics."""
     script = Script((calls(("divide", '{"a": 1, "b": 0}'), ("made up", "{}")), DONE))
     async with stage(script=script, retries=0) as here:
         await here.run()

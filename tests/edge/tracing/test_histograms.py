@@ -20,14 +20,14 @@ from opentelemetry.sdk.metrics.export import (
     PeriodicExportingMetricReader,
 )
 from opentelemetry.sdk.metrics.view import ExplicitBucketHistogramAggregation, ExponentialBucketHistogramAggregation
+from rollout_server.core.spec import Dialect, Target
 from rollout_server.edge.tracing import conventions as names
 from rollout_server.edge.tracing.histograms import HistogramReader, Histograms, can_replace_those_of_the_sdk
 from rollout_server.edge.tracing.meters import Meters
 
 from tests.edge.tracing.stage import LastMetrics
 
-CHAT = {names.OPERATION: "chat", names.PROVIDER: "vllm"}
-MODELS = st.sampled_from([{}, {names.MODEL: "a"}, {names.MODEL: "b", names.ERROR: "network"}])
+MODELS = st.sampled_from([("", None), ("a", None), ("b", "network")])
 SECONDS = st.one_of(st.floats(0, 1e6), st.sampled_from(names.DURATION_BUCKETS))
 
 
@@ -61,17 +61,22 @@ def shown(data: MetricsData | None) -> Mapping[str, Any]:
             point["exemplars"] = []
             if "sum" in point:  # the SDK adds up in another order
                 point["sum"] = float(f"{point['sum']:.6g}")
+        metric["data"]["data_points"].sort(key=lambda point: str(point["attributes"]))
     scope["metrics"].sort(key=lambda metric: metric["name"])
     return {name: scope[name] for name in ("metrics", "schema_url", "scope")}
 
 
-@given(st.lists(st.tuples(SECONDS, MODELS, st.integers(0, 10**8)), max_size=20))
-def test_they_equal_those_of_the_sdk(values: list[tuple[float, dict[str, str], int]]) -> None:
+def engine(model: str) -> Target:
+    return Target("http://engine:8000/v1", Dialect.OPENAI, model=model)
+
+
+@given(st.lists(st.tuples(SECONDS, MODELS, st.one_of(st.none(), st.integers(0, 10**8))), max_size=20))
+def test_they_equal_those_of_the_sdk(values: list[tuple[float, tuple[str, str | None], int | None]]) -> None:
     found = []
     for histograms in (None, Histograms()):
         with exporting(histograms) as (meters, exporter, provider):
-            for number, (seconds, model, tokens) in enumerate(values):
-                meters.completion(seconds, {**CHAT, **model, names.INPUT_TOKENS: tokens, names.TURN: number})
+            for number, (seconds, (model, error), tokens) in enumerate(values):
+                meters.completion(seconds, engine(model), None if tokens is None else (tokens, number), error)
                 if number in {5, 12}:
                     provider.force_flush()  # they are cumulative
         found.append(shown(exporter.data))
@@ -84,9 +89,9 @@ def test_too_many_sets_of_attributes_are_counted_together() -> None:
     for histograms in (None, Histograms()):
         with exporting(histograms) as (meters, exporter, _):
             for number in range(2100):
-                meters.completion(1, {**CHAT, names.MODEL: f"m{number}"})
+                meters.completion(1, engine(f"m{number}"), None, None)
         [metric] = [each for each in shown(exporter.data)["metrics"] if each["name"] == names.OPERATION_DURATION]
-        found.append(sorted(metric["data"]["data_points"], key=str))
+        found.append(metric["data"]["data_points"])
     theirs, ours = found
     assert ours == theirs
 

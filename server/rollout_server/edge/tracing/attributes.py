@@ -93,31 +93,32 @@ def completion_attributes(rollout: Rollout, request: CompletionRequest, target: 
     return found
 
 
-def completed_attributes(rollout: Rollout, records: Iterable[Record]) -> Attributes:
-    """Return what the records of a completion add to the attributes of its span."""
-    found: Attributes = {}
+def usage_of(rollout: Rollout, records: Iterable[Record]) -> tuple[int, int] | None:
+    """Return the lengths of prompt and completion in tokens by the records of a completion; None if nobody knows them."""
+    for record in records:
+        if isinstance(record, Answered):
+            generated, prompt = lengths(record, rollout.machine.of_turn(record.turn).line)
+            return prompt, generated
+        if isinstance(record, ModelCalled):
+            return record.usage
+    return None
+
+
+def completed_attributes(records: Iterable[Record], usage: tuple[int, int] | None) -> Attributes:
+    """Return what records and usage of a completion add to the attributes of its span."""
+    found: Attributes = {} if usage is None else {names.INPUT_TOKENS: usage[0], names.OUTPUT_TOKENS: usage[1]}
     for record in records:
         match record:
-            case Answered():
-                generated, prompt = lengths(record, rollout.machine.of_turn(record.turn).line)
-                found |= _response_attributes(record, (prompt, generated))
-                if record.policy_version:
+            case Answered() | ModelCalled():
+                found[names.ATTEMPTS] = record.attempts
+                if record.finish_reason:
+                    found[names.FINISH_REASONS] = (record.finish_reason[:LONGEST],)
+                if isinstance(record, Answered) and record.policy_version:
                     found[names.POLICY_VERSION] = record.policy_version[:LONGEST]
-            case ModelCalled():
-                found |= _response_attributes(record, record.usage)
             case DriftFound(drift=drift):
                 found |= {names.DRIFT_INDEX: drift.index, names.DRIFT_KIND: drift.kind.value}
             case SegmentOpened(segment_id=segment):
                 found[names.SEGMENT] = segment
-    return found
-
-
-def _response_attributes(record: Answered | ModelCalled, usage: tuple[int, int] | None) -> Attributes:
-    found: Attributes = {names.ATTEMPTS: record.attempts}
-    if record.finish_reason:
-        found[names.FINISH_REASONS] = (record.finish_reason[:LONGEST],)
-    if usage is not None:
-        found |= {names.INPUT_TOKENS: usage[0], names.OUTPUT_TOKENS: usage[1]}
     return found
 
 

@@ -11,9 +11,10 @@ from opentelemetry.metrics import Histogram as ApiHistogram
 
 from rollout_server.core.outcome import failure_class_of
 from rollout_server.core.record import Ended
+from rollout_server.core.spec import Target
 from rollout_server.edge.metrics.observer import ToolNames, Watched, end_labels
 from rollout_server.edge.tracing import conventions as names
-from rollout_server.edge.tracing.attributes import OTHER, Attribute, Attributes
+from rollout_server.edge.tracing.attributes import OTHER, Attribute, target_attributes
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.rollout import Rollout
 
@@ -24,14 +25,6 @@ _Record: TypeAlias = Callable[[float], None]
 _RecorderOf: TypeAlias = Callable[[Mapping[str, Attribute]], _Record]
 """Returns the function that adds a value to those of a histogram with these attributes."""
 
-_OF_COMPLETIONS: Final = (
-    names.OPERATION,
-    names.PROVIDER,
-    names.MODEL,
-    names.SERVER_ADDRESS,
-    names.SERVER_PORT,
-    names.ERROR,
-)
 _MOST: Final = 1024
 """Sets of attributes whose recorders are kept: to find one again takes several times as long as to record a value."""
 
@@ -74,16 +67,15 @@ class Meters:
 
             self._meter.create_observable_gauge(name, [observe], unit="{rollout}", description=text)
 
-    def completion(self, seconds: float, attributes: Attributes) -> None:
-        """Count a completion, by the attributes of its span."""
-        duration, prompt, generated = self._of_completion(*map(attributes.get, _OF_COMPLETIONS))
+    def completion(self, seconds: float, target: Target, usage: tuple[int, int] | None, error: str | None) -> None:
+        """Count a completion. `usage`: lengths of prompt and completion in tokens, if they are known."""
+        duration, prompt, generated = self._of_completion(target, error)
         duration(seconds)
-        for record, name in ((prompt, names.INPUT_TOKENS), (generated, names.OUTPUT_TOKENS)):
-            tokens = attributes.get(name)
-            if isinstance(tokens, int):
-                record(tokens)
+        if usage is not None:
+            prompt(usage[0])
+            generated(usage[1])
 
-    def tool(self, seconds: float, agent: AgentProtocol, name: str, error: Attribute | None) -> None:
+    def tool(self, seconds: float, agent: AgentProtocol, name: str, error: str | None) -> None:
         """Count a call of the tool that the model has named, which may not exist."""
         self._of_tool(name if self._tool_names.include(agent, name) else OTHER, error)(seconds)
 
@@ -95,15 +87,14 @@ class Meters:
         shown[names.END_REASON] = reason
         self._rollouts.add(1, {**shown, names.FAILURE_CLASS: failed.value} if failed is not None else shown)
 
-    def _completion_recorders(self, *values: Attribute | None) -> tuple[_Record, _Record, _Record]:
-        """Return the recorders of durations, prompts and completions for these values of `_OF_COMPLETIONS`."""
-        shown = {name: value for name, value in zip(_OF_COMPLETIONS, values, strict=True) if value is not None}
-        durations = self._completions({**shown})
-        shown.pop(names.ERROR, None)
+    def _completion_recorders(self, target: Target, error: str | None) -> tuple[_Record, _Record, _Record]:
+        """Return the recorders of durations, prompts and completions."""
+        shown = {names.OPERATION: names.CHAT, **target_attributes(target)}
+        durations = self._completions({**shown, **({names.ERROR: error} if error else {})})
         prompts, generated = (self._tokens({**shown, names.TOKEN_TYPE: kind}) for kind in ("input", "output"))
         return durations, prompts, generated
 
-    def _tool_recorder(self, name: str, error: Attribute | None) -> _Record:
+    def _tool_recorder(self, name: str, error: str | None) -> _Record:
         return self._tools({names.TOOL_NAME: name, **({names.ERROR: error} if error else {})})
 
     def _histogram(self, name: str, unit: str, description: str, boundaries: Sequence[float]) -> _RecorderOf:

@@ -46,8 +46,8 @@ def current_tracing(version: str = "") -> Tracing | None:
         return None
     from opentelemetry import metrics, trace
 
-    counts = _is_sdk(metrics.get_meter_provider())
-    if not (counts or _is_sdk(trace.get_tracer_provider())):
+    counts, records = _is_sdk(metrics.get_meter_provider()), _is_sdk(trace.get_tracer_provider())
+    if not (counts or records):
         return None
     from rollout_server.edge.tracing.contents import captures_content
     from rollout_server.edge.tracing.meters import Meters
@@ -58,7 +58,7 @@ def current_tracing(version: str = "") -> Tracing | None:
     tracer = own or provider.get_tracer(SCOPE, version, SCHEMA_URL)
     histograms = _HISTOGRAMS.get(metrics.get_meter_provider())
     meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL), histograms) if counts else None
-    return Tracing(tracer, meters, own=own, captures=captures_content())
+    return Tracing(tracer, meters, own=own, records=records, captures=captures_content())
 
 
 @contextmanager

@@ -83,17 +83,24 @@ class Tracing:
         tracer: of the process's provider; it may do nothing.
         meters: the metrics; None if they are not exported.
         own: the tracer, if it is this server's own. Below a span that it does not sample, nothing is sampled.
+        records: whether there are spans at all, not only metrics.
         captures: whether messages, arguments and results are exported.
     """
 
     def __init__(
-        self, tracer: trace.Tracer, meters: Meters | None, *, own: ChildTracer | None = None, captures: bool
+        self,
+        tracer: trace.Tracer,
+        meters: Meters | None,
+        *,
+        own: ChildTracer | None = None,
+        records: bool = True,
+        captures: bool,
     ) -> None:
         self.tracer = tracer
         self.meters = meters
         self.captures = captures
         self._own = own
-        self._skips = own is not None and meters is None
+        self._records = records
         self.guard = Guard()
         self._spans: WeakKeyDictionary[Rollout, RolloutSpan] = WeakKeyDictionary()
         self._open: dict[str, Rollout] = {}
@@ -105,11 +112,11 @@ class Tracing:
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
         parent = self._next_parent(rollout)
+        scope = _CompletionScope(self, rollout, target)
         if parent is None:
-            return UNTRACED
-        given = made.completion_attributes(rollout, request, target, model)
+            return UNTRACED if self.meters is None else scope
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
-        scope = _CompletionScope(self, rollout, parent, (name, SpanKind.CLIENT, given))
+        scope.start(parent, name, SpanKind.CLIENT, made.completion_attributes(rollout, request, target, model))
         sent = request.asked.messages
         scope.capture(lambda: {names.INPUT_MESSAGES: contents.input_messages(request.messages[:sent])})
         return scope
@@ -117,9 +124,11 @@ class Tracing:
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
         parent = self._next_parent(rollout)
+        scope = _ToolScope(self, rollout, started.call.name)
         if parent is None:
-            return UNTRACED
-        scope = _ToolScope(self, rollout, parent, started)
+            return UNTRACED if self.meters is None else scope
+        given = made.tool_attributes(rollout, started)
+        scope.start(parent, f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}", SpanKind.INTERNAL, given)
         scope.capture(lambda: {names.TOOL_ARGUMENTS: contents.tool_text(started.call.arguments)})
         return scope
 
@@ -128,8 +137,9 @@ class Tracing:
         parent = self._next_parent(rollout)
         if parent is None:
             return UNTRACED
-        given = made.delivery_attributes(rollout, target, attempt)
-        return _DeliveryScope(self, rollout, parent, (names.DELIVER, SpanKind.CLIENT, given))
+        scope = _DeliveryScope(self, rollout)
+        scope.start(parent, names.DELIVER, SpanKind.CLIENT, made.delivery_attributes(rollout, target, attempt))
+        return scope
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """End the span of a rollout with its outcome. One that never had a slot gets its span now."""
@@ -211,7 +221,7 @@ class Tracing:
             self._end(rollout, found)
 
     def _next_parent(self, rollout: Rollout) -> _Parent | None:
-        """Return where a rollout's next span begins. None if the current span stands for it, as nothing below is exported.
+        """Return where a rollout's next span begins. None if there is no need for it: below the current span nothing is exported.
 
         It is the current context if that belongs to the rollout: of a tool that calls the model, or of a client that an agent's
         program has traced in the same trace.
@@ -219,7 +229,8 @@ class Tracing:
         current = contexts.get_current()
         above, owner = trace.get_current_span(current), current.get(_UID)
         if owner == rollout.uid:
-            return None if self._skips and is_dropped(above) else (current, above)
+            skips = is_dropped(above) if self._own is not None else not self._records
+            return None if skips else (current, above)
         found = self._spans.get(rollout)
         if found is None:
             context = remote_context(rollout.trace)
@@ -245,23 +256,25 @@ class _RolloutScope:
         self._left()
 
 
-class SpanScope:
-    """An open span of a rollout, with its attributes. It is called with the result.
+class _OperationScope:
+    """A part of a rollout that is under way: its span, if it has one, and what its metrics need. It is called with the result.
 
     A span of this server's own shares the dict of attributes with its scope (`_shares`); any other gets each addition.
     """
 
-    __slots__ = ("_began", "_context", "_shares", "_span", "_token", "attributes", "error", "rollout", "tracing")
+    __slots__ = ("_attributes", "_began", "_context", "_shares", "_span", "_token", "error", "rollout", "tracing")
 
-    def __init__(
-        self, tracing: Tracing, rollout: Rollout, parent: _Parent, begin: tuple[str, SpanKind, made.Attributes]
-    ) -> None:
+    def __init__(self, tracing: Tracing, rollout: Rollout) -> None:
         self.tracing = tracing
         self.rollout = rollout
-        self.attributes = begin[2]
-        self.error: made.Attribute | None = None
-        self._span = tracing.start(parent, *begin)
-        self._shares = getattr(self._span, "kept", None) is self.attributes
+        self.error: str | None = None
+        self._span: Span | None = None
+
+    def start(self, parent: _Parent, name: str, kind: SpanKind, attributes: made.Attributes) -> None:
+        """Start a span, which is the current one within the scope."""
+        self._attributes = attributes
+        self._span = self.tracing.start(parent, name, kind, attributes)
+        self._shares = getattr(self._span, "kept", None) is attributes
         self._context = trace.set_span_in_context(self._span, parent[0])
 
     def __call__(self, result: Traced) -> None:
@@ -275,41 +288,45 @@ class SpanScope:
         raise NotImplementedError
 
     def capture(self, contents: Callable[[], made.Attributes]) -> None:
-        """Add messages, arguments or results, if they are exported."""
-        if self.tracing.captures and self._span.is_recording():
+        """Add messages, arguments or results to the span, if they are exported."""
+        if self.tracing.captures and self._span is not None and self._span.is_recording():
             with self.tracing.guard:
                 self.add(contents())
 
     def count(self, meters: Meters, seconds: float) -> None:
-        """Count the span with the metrics."""
+        """Count it with the metrics, after its end."""
 
     def add(self, attributes: made.Attributes) -> None:
-        """Add attributes."""
-        self.attributes |= attributes
-        if not self._shares:
-            self._span.set_attributes(attributes)
+        """Add attributes to the span."""
+        if self._span is not None:
+            self._attributes |= attributes
+            if not self._shares:
+                self._span.set_attributes(attributes)
 
-    def fail(self, attributes: made.Attributes) -> None:
-        """Mark the span as an error."""
-        self.error = attributes[names.ERROR]
-        self.add(attributes)
-        self._span.set_status(StatusCode.ERROR)
+    def fail(self, error: str, failure: made.Attributes | None = None) -> None:
+        """Mark it as failed, with its `error.type`."""
+        self.error = error
+        if self._span is not None:
+            self.add({names.ERROR: error, **(failure or {})})
+            self._span.set_status(StatusCode.ERROR)
 
     def __enter__(self) -> Callable[[Traced], None]:
-        self._token = contexts.attach(self._context)
+        if self._span is not None:
+            self._token = contexts.attach(self._context)
         self._began = perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        contexts.detach(self._token)
         seconds, meters = perf_counter() - self._began, self.tracing.meters
         if error is not None:
             with self.tracing.guard:
                 self._fail_with(error)
-        try:
-            self._span.end()
-        except Exception as failed:
-            self.tracing.guard.log(failed)
+        if self._span is not None:
+            contexts.detach(self._token)
+            try:
+                self._span.end()
+            except Exception as failed:
+                self.tracing.guard.log(failed)
         if meters is not None:
             try:
                 self.count(meters, seconds)
@@ -323,47 +340,50 @@ class SpanScope:
                 return
             failure = error.end
         if failure is not None:
-            self.fail(made.failure_attributes(failure))
+            self.fail(failure.category.value, made.failure_attributes(failure))
         else:
-            cancelled = isinstance(error, asyncio.CancelledError)
-            self.fail({names.ERROR: "cancelled" if cancelled else type(error).__name__})
+            self.fail("cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__)
 
 
-class _CompletionScope(SpanScope):
-    __slots__ = ()
+class _CompletionScope(_OperationScope):
+    __slots__ = ("_target", "_usage")
+
+    def __init__(self, tracing: Tracing, rollout: Rollout, target: Target) -> None:
+        super().__init__(tracing, rollout)
+        self._target = target
+        self._usage: tuple[int, int] | None = None
 
     def take(self, result: Traced) -> None:
         if isinstance(result, tuple | list):
-            self.add(made.completed_attributes(self.rollout, result))
-            self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
+            self._usage = made.usage_of(self.rollout, result)
+            if self._span is not None:
+                self.add(made.completed_attributes(result, self._usage))
+                self.capture(lambda: {names.OUTPUT_MESSAGES: contents.output_messages(result)})
 
     def count(self, meters: Meters, seconds: float) -> None:
-        meters.completion(seconds, self.attributes)
+        meters.completion(seconds, self._target, self._usage, self.error)
 
 
-class _ToolScope(SpanScope):
+class _ToolScope(_OperationScope):
     __slots__ = ("_name",)
 
-    def __init__(self, tracing: Tracing, rollout: Rollout, parent: _Parent, started: ToolStarted) -> None:
-        given = made.tool_attributes(rollout, started)
-        name = f"{names.EXECUTE_TOOL} {given[names.TOOL_NAME]}"
-        super().__init__(tracing, rollout, parent, (name, SpanKind.INTERNAL, given))
-        self._name = started.call.name
+    def __init__(self, tracing: Tracing, rollout: Rollout, name: str) -> None:
+        super().__init__(tracing, rollout)
+        self._name = name
 
     def take(self, result: Traced) -> None:
         if isinstance(result, ToolResult):
             if result.failed:
-                self.fail({names.ERROR: "tool_error"})
+                self.fail("tool_error")
             self.capture(lambda: {names.TOOL_RESULT: contents.tool_text(result.content)})
 
     def count(self, meters: Meters, seconds: float) -> None:
-        # Not by its attributes: a tool may set others on its span, with any number of values.
         meters.tool(seconds, self.rollout.agent, self._name, self.error)
 
 
-class _DeliveryScope(SpanScope):
+class _DeliveryScope(_OperationScope):
     __slots__ = ()
 
     def take(self, result: Traced) -> None:
         if not isinstance(result, Sequence | ToolResult) and (error := made.delivery_error(result)):
-            self.fail({names.ERROR: error})
+            self.fail(error)
