@@ -16,7 +16,7 @@ from rollout_server.app import Server
 
 from tests.support.agents import Gated, Idle
 from tests.support.server_client import Caller, first, refusal, serving, until
-from tests.support.start_requests import seconds, settings, start
+from tests.support.start_requests import seconds, settings, start, target
 
 
 @contextmanager
@@ -84,6 +84,21 @@ async def test_an_acknowledgement_is_answered_once_it_is_stored(tmp_path: Path) 
         with closing(sqlite3.connect(tmp_path / "j" / "journal.sqlite3")) as connection:
             assert connection.execute("SELECT received FROM rollouts").fetchall() == [(1,)]
         assert not (await caller.start(request)).attached
+
+
+async def test_a_redelivery_is_answered_once_it_is_stored(tmp_path: Path) -> None:
+    async with serving(Idle(), journal=str(tmp_path / "j"), delivery_retries=0) as caller:
+        uid = (await caller.start(start("id", agent="idle", outcome=target()))).rollout.uid
+        await until(lambda: _is_expired(caller, uid))
+        again = pb.RedeliverOutcomesRequest(selection=pb.Selection(uids=[uid]))
+        with locked(tmp_path / "j"):
+            refused = await refusal(caller.stub.RedeliverOutcomes(again))
+        assert (refused.code, refused.reason) == (grpc.StatusCode.UNAVAILABLE, "JOURNAL_UNAVAILABLE")
+
+
+async def _is_expired(caller: Caller, uid: str) -> bool:
+    shown = await caller.stub.GetRollout(pb.GetRolloutRequest(uid=uid))
+    return bool(shown.rollout.delivery.state == pb.DELIVERY_STATE_EXPIRED)
 
 
 async def _is_acknowledged(caller: Caller, acknowledge: pb.AcknowledgeOutcomeRequest) -> bool:

@@ -159,7 +159,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         selection = wire.selection(request.selection, caller())
         for uid in selection.uids:
             self._registry.get(uid, caller())
-        return pb.RedeliverOutcomesResponse(uids=self._registry.redeliver(selection))
+        uids = self._registry.redeliver(selection)
+        if uids:
+            await self._registry.accept(())  # after a restart, nothing else would send them
+        return pb.RedeliverOutcomesResponse(uids=uids)
 
     async def StartGroup(self, request: group_pb2.StartGroupRequest, context: _Context) -> group_pb2.StartGroupResponse:
         """Start the rollouts of a group, or find it. A large request is converted in a thread, as in `_start`."""
