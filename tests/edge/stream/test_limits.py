@@ -115,6 +115,7 @@ async def test_a_last_item_that_cannot_be_is_invalid(place: StreamServer, last_s
         (pb.TrainStart(rollout=rpb.StartRolloutRequest(request_id="r")), "INVALID_ARGUMENT", "spec: is missing"),
         (start("r", count=1025), "INVALID_ARGUMENT", "start.count"),
         (start("r" * 255, count=3), "INVALID_ARGUMENT", "spec.rollout_id"),
+        (start("r", count=3, request_id="r" * 255), "INVALID_ARGUMENT", "request_id: has 257 characters, at most 256"),
         (start("r", agent="nobody"), "NOT_FOUND", "nobody"),
         (start("r", on_interrupt=spec_pb2.INTERRUPT_POLICY_RESUME), "FAILED_PRECONDITION", "on_interrupt"),
     ],

@@ -61,8 +61,6 @@ def start_request(
     if completes is not None and request.spec.HasField("completions"):
         text = "must be unset on TrainerService.Train, where the trainer on the stream generates completions"
         wrong.append(Violation("spec.completions", text))
-    if len(request.request_id) > 256:
-        wrong.append(Violation("request_id", "has at most 256 characters"))
     wrong += _unknown_enum_values(request)
     if wrong:
         raise InvalidRequest(*wrong)

@@ -14,7 +14,7 @@ from rollout_server.core.error import Draining, InvalidRequest, NotFound, NotPos
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
-from rollout_server.core.spec_validation import Bounds, settle, violations
+from rollout_server.core.spec_validation import ID_LENGTH, Bounds, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.event_loop import until_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
@@ -338,10 +338,11 @@ class RolloutRegistry:
         most one per field.
         """
         wrong = [*violations(request.spec, self.bounds)]
+        if len(request.request_id) > ID_LENGTH:
+            text = f"has {len(request.request_id)} characters, at most {ID_LENGTH} are allowed"
+            wrong.append(Violation("request_id", text))
         named = {violation.field for violation in wrong}
         wrong += [violation for violation in also_wrong if violation.field not in named]
-        if len(request.request_id) > 256:
-            raise NotPossible("request_id has more than 256 characters", reason="REQUEST_ID_TOO_LONG")
         if wrong:
             raise InvalidRequest(*wrong)
         agent = self.agent(request.spec.agent)
