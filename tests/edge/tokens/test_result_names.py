@@ -85,6 +85,25 @@ async def test_a_template_that_is_content_without_a_name_gets_none(ours, style) 
     assert whole == naive.prompt(messages, TOOLS)
 
 
+@pytest.mark.parametrize("style", ["not printed", *NEEDED])
+async def test_a_call_without_content_has_an_empty_one_if_the_template_needs_it(ours, style) -> None:
+    """As APIs write calls: their content is null. Qwen3's template refuses that."""
+    text = template((NEEDED | CONTENT)[style]).replace("~ message.content -}}{%- for", "+ message.content -}}{%- for")
+    loaded, naive = ours("toy", text), Plain(tokenizer_of(TOY_TOKENIZER, text))
+    assert loaded.probed.needs_content
+    assert not ours("toy", template(NEEDED["joined"])).probed.needs_content
+    renderer, sampled = Renderer(loaded, TOOLS, {}), naive.ids("add({})<|im_end|>")
+    messages, accepted, ids = [ASKED], [ASKED], naive.prompt([ASKED], TOOLS)
+    for number, content in enumerate(({"content": None}, {}, {"content": None})):
+        asked, empty = len(messages), called("add", number=number)
+        completion = {"role": "assistant", **content, "tool_calls": empty["tool_calls"]}
+        messages += [completion, result(number)]
+        accepted += [empty, result(number, name="add")]
+        rendered = await renderer.append(packed(*messages), answered(completion, pack_tokens(sampled)), asked)
+        ids += [*sampled, *rendered.predicted.environment]
+        assert ids == naive.prompt(accepted, TOOLS)
+
+
 async def test_trainers_that_get_messages_render_them_without_a_name(ours) -> None:
     loaded = ours("toy", template(NEEDED["printed"]))
     naive = Plain(tokenizer_of(TOY_TOKENIZER, template(NEEDED["printed"])))

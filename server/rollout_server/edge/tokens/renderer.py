@@ -15,7 +15,7 @@ rendered after a short history, while `ShortFormProof` finds both results equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -35,6 +35,7 @@ from rollout_server.edge.tokens.rendering_form import (
     RenderingForm,
     has_calls,
     parsed,
+    with_content,
     with_names,
 )
 from rollout_server.edge.tokens.short_form import ShortFormProof, shortened
@@ -380,18 +381,21 @@ class Renderer:
         return fields
 
     def _named_fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
-        """Return the parsed messages, with the names of tools in tool results if the template needs them.
+        """Return the parsed messages, with the names of tools in tool results and empty content if the template needs them.
 
         Only token mode does this: there the server alone decides what the model sees. Other trainers render the messages that they
         were sent, and those of the server's tools have no name.
         """
-        fields = self._fields(messages)
-        if not self.loaded.probed.needs_names:
+        fields, traits = self._fields(messages), self.loaded.probed
+        if not (traits.needs_names or traits.needs_content):
             return fields
         known, named = self._named
         if messages[: len(known)] != known:
             named = ()
-        named = (*named, *with_names(fields[len(named) :], named))
+        more: Iterable[Fields] = fields[len(named) :]
+        more = map(with_content, more) if traits.needs_content else more
+        more = with_names(more, named) if traits.needs_names else more
+        named = (*named, *more)
         self._named = messages, named
         return named
 

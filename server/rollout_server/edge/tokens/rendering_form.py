@@ -127,6 +127,12 @@ def with_names(messages: Iterable[Fields], before: Sequence[Fields] = ()) -> Ite
         yield message
 
 
+def with_content(message: Fields) -> Fields:
+    """Return a completion without content with an empty one. Other messages stay as they are."""
+    needed = message.get("role") == "assistant" and message.get("content") is None
+    return {**message, "content": ""} if needed else message
+
+
 def strings(value: JSON) -> Iterator[str]:
     """Yield all strings in a JSON value, at any depth."""
     if isinstance(value, str):

@@ -57,6 +57,7 @@ class TemplateTraits:
         refusal: why the template cannot be used, with an example; empty if it can.
         later_system: True if a system message behind other messages is rendered there.
         needs_names: True if tool results need the name of their tool, see `_needs_names`.
+        needs_content: True if completions with tool calls need content, see `_needs_content`.
     """
 
     final: StopToken | None
@@ -67,6 +68,7 @@ class TemplateTraits:
     inside: frozenset[int] = frozenset()
     later_system: bool = False
     needs_names: bool = False
+    needs_content: bool = False
 
     @property
     def stops(self) -> tuple[StopToken, ...]:
@@ -119,7 +121,8 @@ def probe(
     short = literals is not None and all(_short_form_holds(each, first, literals) for each in {render, tooled})
     inside = frozenset(index for each in {render, tooled} for index in _inside(each, first, special))
     later_system = _renders_later_system(render, final)
-    return replace(first, short_form=short, inside=inside, later_system=later_system)
+    content = _needs_content(tooled, named=named)
+    return replace(first, short_form=short, inside=inside, later_system=later_system, needs_content=content)
 
 
 class _Closers:
@@ -286,6 +289,18 @@ def _needs_names(render: Render) -> bool:
             empty = (text.replace(name, ""), text.replace(name, "None"), text.replace(f'"{name}"', "null"))
             if bare is None or (name in text and bare in empty):
                 return True
+    return False
+
+
+def _needs_content(render: Render, *, named: bool) -> bool:
+    """Return whether the template refuses a tool call without content, and accepts one whose content is empty.
+
+    APIs write `null` as the content of a completion that has only tool calls.
+    """
+    for call, result in (_round(1, form, named=named) for form in Arguments):
+        bare = {**call, "content": None}
+        if _try(render, [_USER, call, result]) is not None and _try(render, [_USER, bare, result]) is None:
+            return True
     return False
 
 
