@@ -99,7 +99,7 @@ def refusing(found: Sequence[Rollout | None]) -> None:
         ([*group(3), StartRequest(a_spec(rollout_id=" "), "me")], InvalidRequest),
         ([*group(3), StartRequest(a_spec(rollout_id="other"), "me", "known")], Conflict),
         ([*group(3), StartRequest(a_spec(rollout_id="other"), "me", "g/0")], Conflict),
-        ([*group(3), StartRequest(a_spec(rollout_id="x"), "me", "k" * 257)], NotPossible),
+        ([*group(3), StartRequest(a_spec(rollout_id="x"), "me", "k" * 257)], InvalidRequest),
         (group(4, agent="choosing"), RolloutError),
     ],
     ids=["no room", "invalid", "known otherwise", "twice in itself", "too long", "its agent fails"],
