@@ -116,6 +116,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"extra": "min_p"}, "sample: extra='min_p' is invalid; pass a dict that can be serialized as JSON"),
     ({"extra": {"min_p": float("inf")}}, "sample: extra=.* is invalid; pass a dict that can be serialized as JSON"),
     ({"extra": {"min_p": {1}}}, "sample: extra=.* is invalid; pass a dict that can be serialized as JSON"),
+    ({"extra": {"bias": [0] * 100_000}}, "sample: extra=.*: holds more than 100000 JSON values"),
     ({"extra": {1: 2}}, "sample: extra={1: 2} is invalid; pass a dict that can be serialized as JSON"),
     ({"extra": {"stop": "a"}}, r"sample: extra contains stop, which is an option: use sample\(stop=...\)"),
     ({"extra": {"penalty": 1}}, "the request's extra parameters contain a number that JSON cannot"),

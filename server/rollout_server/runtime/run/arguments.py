@@ -85,7 +85,7 @@ def turn_sampling(sampling: Sampling, options: Mapping[str, object], dialect: Di
     if extra:
         found = replace(found, extra_json=_merge(sampling.extra_json, extra))
     for violation in sampling_violations(found, dialect):
-        name = violation.field.rpartition(".")[2]
+        name = violation.field.rpartition(".")[2].removesuffix("_json")  # `extra` is `extra_json` in a request
         if name in given:
             raise AgentMistake(f"sample: {name}={given[name]!r:.100}: {violation.description}")
     return found
