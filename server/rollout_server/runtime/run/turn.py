@@ -40,22 +40,10 @@ async def take_turn(parts: RunParts, options: TurnOptions) -> Reply:
     context, conversation, model = parts.context, parts.conversation, parts.model
     rollout, spec = context.rollout, context.rollout.spec
     defaults, target = (spec.sampling, spec.completions) if model is None else (Sampling(), model.target)
-    effective = turn_sampling(defaults, options.sampling, target.dialect) if options.sampling else defaults
-
-    def ends() -> bool:
-        if model is not None:
-            model.check_limits()
-        return isinstance(context.machine.request_completion(conversation), LimitReached)
-
-    replayed = await context.ready(conversation, ends=ends)
+    sampling = turn_sampling(defaults, options.sampling, target.dialect) if options.sampling else defaults
     gate = rollout.gate if model is None else SamplingGate()
-    if not (replayed or gate.is_open):
-        with context.waiting():
-            await gate.wait()
-        await context.check(conversation)
-    if model is not None:
-        model.check_limits()
-    asked = context.machine.request_completion(conversation, None if effective == spec.sampling else effective)
+    await _ready(parts, gate)
+    asked = context.machine.request_completion(conversation, None if sampling == spec.sampling else sampling)
     if isinstance(asked, LimitReached):
         context.end(asked.stop)
     # Read these before `asked` is recorded, which updates `turn_messages` for the new turn.
@@ -65,34 +53,51 @@ async def take_turn(parts: RunParts, options: TurnOptions) -> Reply:
         asked = step.record
     else:
         context.record(asked)
-
-    def request() -> CompletionRequest:
-        return CompletionRequest(
-            asked,
-            conversation.messages,
-            *last,
-            conversation.line,
-            rollout.deadline,
-            rollout.credentials,
-            lambda code, text: options.note(asked.turn, code, text),
-            effective,
-            options.fits_context,
-            gate,
-            rollout.created,
-        )
-
+    warnings: Sequence[tuple[str, str]] = ()
     try:
         with context.waiting():
             logged = () if step is None else await _replayed(parts, asked, step)
             if not logged:
                 if step is None:
                     await rollout.stored()
-                warnings = () if step is None else _warn_of_repetition(parts, asked, target, options)
-                logged = await _sampled(parts, request(), target, warnings)
+                else:  # an earlier process has stored the request, and may have sent it
+                    warnings = _warn_of_repetition(parts, asked, target, options)
+                request = CompletionRequest(
+                    asked,
+                    conversation.messages,
+                    *last,
+                    conversation.line,
+                    deadline=rollout.deadline,
+                    credentials=rollout.credentials,
+                    note=lambda code, text: options.note(asked.turn, code, text),
+                    sampling=sampling,
+                    fits_context=options.fits_context,
+                    gate=gate,
+                    created=rollout.created,
+                )
+                logged = await _sampled(parts, request, target, warnings)
     except asyncio.CancelledError:
         options.abandon(asked.turn)
         raise
     return _reply(logged, target, drift_fails=spec.on_drift is DriftPolicy.FAIL)
+
+
+async def _ready(parts: RunParts, gate: SamplingGate) -> None:
+    """Wait until the next turn of a conversation may be requested. Raise what `Run.sample` raises."""
+    context, conversation, model = parts.context, parts.conversation, parts.model
+
+    def ends() -> bool:
+        if model is not None:
+            model.check_limits()
+        return isinstance(context.machine.request_completion(conversation), LimitReached)
+
+    replayed = await context.ready(conversation, ends=ends)
+    if not (replayed or gate.is_open):
+        with context.waiting():
+            await gate.wait()
+        await context.check(conversation)
+    if model is not None:
+        model.check_limits()
 
 
 async def _sampled(
