@@ -16,6 +16,7 @@ from rollout_server import app
 from rollout_server.core.error import Unauthenticated
 from rollout_server.edge import api_keys
 from rollout_server.edge.api_keys import BURST, DELAY_SECONDS, WrongKeys, entry_of
+from rollout_server.edge.rpc.caller import wrong_model_key
 from rollout_server.edge.rpc.open_calls import OpenCalls
 
 from tests.keys.test_callers import bearing
@@ -153,3 +154,18 @@ def test_many_wrong_keys_are_slowed_down_and_logged_together(caplog: pytest.LogC
     now += 1000
     assert wrong.record("Bearer later", "peer") == 0.0
     assert "500 more were refused before it" in caplog.records[-1].getMessage()
+
+
+async def test_the_key_of_a_forgotten_rollout_keeps_no_other_call_open() -> None:
+    def forgotten() -> None:
+        raise wrong_model_key()
+
+    def revoked() -> None:
+        raise Unauthenticated("revoked")
+
+    calls = OpenCalls()
+    with calls.entered(forgotten) as first, calls.entered(revoked) as second:
+        calls.end_revoked()
+        await first.wait(asyncio.sleep(0))
+        with pytest.raises(Unauthenticated):
+            await second.wait(asyncio.sleep(1))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rollout_server.core.error import Unauthenticated
+from rollout_server.core.error import Forbidden, Unauthenticated
 
 _T = TypeVar("_T")
 
@@ -65,3 +65,5 @@ class OpenCalls:
                 check()
             except Unauthenticated:
                 call.revoke()
+            except Forbidden:
+                pass  # the key of a rollout that this process does not know any more: such a call ends with its rollout
