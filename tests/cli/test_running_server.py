@@ -243,7 +243,10 @@ async def test_conditions_select_rollouts(beside: Beside) -> None:
         assert ("there are more than 2" in told.stderr) == ("--limit" in flags)
 
 
-@pytest.mark.parametrize("flags", [("--state", "asleep"), ("--label", "run"), ("--label", "=7"), ("--limit", "0")])
+WRONG_CONDITIONS = [("--state", "asleep"), ("--label", "run"), ("--label", "=7"), ("--limit", "0")]
+
+
+@pytest.mark.parametrize("flags", [*WRONG_CONDITIONS, ("--label", "run=7", "--label", "run=8")])
 def test_a_wrong_condition_is_a_wrong_command_line(invoke: Invoke, flags: tuple[str, ...]) -> None:
     told = invoke("ps", *flags, "--json")
     assert (told.exit_code, document(told)["error"]["kind"]) == (2, "usage")

@@ -60,13 +60,14 @@ class SelectionFlags:
 
 
 def parse_labels(pairs: Sequence[str]) -> dict[str, str]:
-    """Return labels that were given as KEY=VALUE. Raises `typer.BadParameter` for another form."""
-    labels = {}
+    """Return labels that were given as KEY=VALUE. Raises `typer.BadParameter` for another form, and for a key with two values."""
+    labels: dict[str, str] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
             raise typer.BadParameter(f"{pair!r} is not KEY=VALUE", param_hint="--label")
-        labels[key] = value
+        if labels.setdefault(key, value) != value:
+            raise typer.BadParameter(f"{key!r} has two values; a label has one", param_hint="--label")
     return labels
 
 
