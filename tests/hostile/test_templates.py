@@ -185,19 +185,20 @@ def test_every_trait_makes_a_template_that_says_something_else() -> None:
 class Planted:
     """A renderer that is correct except for its fault."""
 
-    def __init__(self, oracle: Oracle, fault: str = "") -> None:
+    def __init__(self, oracle: Oracle, fault: str = "", naming: Oracle | None = None) -> None:
         self._oracle, self._fault = oracle, fault
+        self._naming = naming or oracle
         self._before = 0
 
     async def append(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
-        predicted = self._expected([message.text for message in messages], last, last_messages)
+        predicted = self._expected(self._naming, [message.text for message in messages], last, last_messages)
         if predicted is None:
             raise RolloutFailed(Failure(Category.TOKENIZER, "no place to cut"))
         return Rendered(predicted)
 
     async def predict(self, messages: Sequence[Message], last: Answered | None, last_messages: int) -> Rendered:
         texts = [message.text for message in messages]
-        predicted = self._expected(texts, last, last_messages)
+        predicted = self._expected(self._oracle, texts, last, last_messages)
         try:
             length = len(self._oracle.prompt(texts))
         except Refused:
@@ -209,30 +210,30 @@ class Planted:
             longer += 1
         return Rendered(predicted or Prediction(pack_tokens(), pack_tokens()), longer, exact=predicted is not None)
 
-    def _expected(self, texts: list[str], last: Answered | None, asked: int) -> Prediction | None:
+    def _expected(self, oracle: Oracle, texts: list[str], last: Answered | None, asked: int) -> Prediction | None:
         if self._fault == "declines":
             return None
         try:
             if last is None:
-                return Prediction(pack_tokens(), pack_tokens(self._oracle.prompt(texts)))
-            split = self._oracle.split(texts, asked)
+                return Prediction(pack_tokens(), pack_tokens(oracle.prompt(texts)))
+            split = oracle.split(texts, asked)
         except Refused as error:
             if self._fault == "goes on" and last is not None:
                 return Prediction(pack_tokens(), pack_tokens([1]))
             raise RolloutFailed(Failure(Category.TOKENIZER, str(error))) from error
         if self._fault == "forgets the history" and asked > 1:
-            split = self._oracle.split(texts[asked - 1 :], 1)
+            split = oracle.split(texts[asked - 1 :], 1)
         ids = None if last.token_ids is None or self._fault == "never closes" else list(last.token_ids)
-        truth = self._oracle.truth(split, ids, cut=last.finish_reason == "length")
+        truth = oracle.truth(split, ids, cut=last.finish_reason == "length")
         too_much = self._fault == "says too much"
         if isinstance(truth, Undecidable):
             return Prediction(pack_tokens(), pack_tokens([1])) if too_much else None
-        added = self._oracle.encode("Yes.") if too_much else ()
+        added = oracle.encode("Yes.") if too_much else ()
         return Prediction(pack_tokens(), pack_tokens((*added, *truth.ids)))
 
 
 def planted(fault: str = "") -> Opens:
-    return lambda case, loaded: Planted(case.oracle(), fault)
+    return lambda case, loaded: Planted(case.oracle(), fault, case.oracle(path="append"))
 
 
 def verdicts(all_of_them: Sequence[Case], fault: str = "") -> Counter[Verdict]:

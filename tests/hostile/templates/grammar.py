@@ -38,6 +38,7 @@ class Traits:
     tools_at: Style = "system"
     calls: Style = "json"
     results: Style = "own_role"
+    result_names: Style = "unread"
     reasoning: Style = "none"
     prompt: Style = "plain"
     switch: Style = "none"
@@ -69,8 +70,20 @@ OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "bos": ("none", "first"),
     "default_system": ("none", "written"),
     "tools_at": ("system", "nowhere", "block", "first_user", "last_user"),
-    "calls": ("json", "text", "text_only", "pythonic", "special_closer", "wrapped", "numbered", "unseen"),
+    "calls": (
+        "json",
+        "text",
+        "text_only",
+        "pythonic",
+        "special_closer",
+        "wrapped",
+        "numbered",
+        "unseen",
+        "own_message",
+        "first_only",
+    ),
     "results": ("own_role", "user_turn", "merged", "named_by_id", "numbered", "listed", "of_calls"),
+    "result_names": ("unread", "written", "as_json", "required", "or_default", "if_any"),
     "reasoning": ("none", "shown", "dropped", "stripped"),
     "prompt": (
         "plain",
@@ -149,6 +162,11 @@ class Template:
         return frozenset({*calls, *(text for text in self.words.special if text in written)})
 
     @property
+    def needs_names(self) -> bool:
+        """Whether a result needs the name of its tool: without it the template refuses, or leaves the place empty."""
+        return self.traits.result_names in ("written", "as_json", "required")
+
+    @property
     def vocabulary(self) -> Any:
         """Its tokenizer, without the template."""
         return tokenizer(self.traits.vocabulary, self.words)
@@ -174,6 +192,10 @@ def settle(traits: Traits) -> Traits:
         traits = replace(traits, calls="json")  # otherwise only the closer of a call would end a completion
     if framing.part[0] and traits.calls == "unseen":
         traits = replace(traits, calls="json")  # an empty part for calls would not show them
+    if traits.calls in ("own_message", "first_only") and (
+        framing.next_begins or not framing.stop or framing.stop != framing.calls_stop
+    ):
+        traits = replace(traits, calls="json")  # content and calls would be closed by different tokens, or by none
     if framing.next_begins:
         # The stop token is the first token of the next message. A model would also have learned any other token that can
         # stand there.
@@ -426,7 +448,7 @@ class _Writer:
         if self._framing.part[0]:
             parts = _if(_CALLING, _if("text(m)", self._inner(_say(content))) + calling, said)
         else:
-            parts = _say(content) + _if(_CALLING, self._calls())
+            parts = _say(content) + _if(_CALLING, self._calls_head() + self._calls())
         body = self._head("assistant") + "⟦A⟧" + self._thought() + parts + self._closed()
         if self._is.merges == "answers":
             glued = f"i > 0 and {_BEFORE}.role == 'assistant'"
@@ -452,6 +474,12 @@ class _Writer:
         if self._is.last == "open" and framing.stop:
             return _if("loop.last and not add_generation_prompt", "⟦S⟧⟦E⟧{{- '' -}}", closed)
         return closed
+
+    def _calls_head(self) -> str:
+        """Close the content, and begin another message for the calls."""
+        if self._is.calls not in ("own_message", "first_only"):
+            return ""
+        return _put(self._framing.stop + self._framing.after) + self._head("assistant")
 
     def _part(self, channel: str, inside: str) -> str:
         return _put(self._framing.part[0].format(channel)) + inside
@@ -492,6 +520,8 @@ class _Writer:
                 _say("key ~ '=' ~ (value | tojson)") + _if("not loop.last", _put(", ")),
             )
             + _put(")"),
+            "own_message": json_call + _put("}"),
+            "first_only": json_call + _put("}"),
             "special_closer": _put("<|call_begin|>") + json_call + _put("}<|call_end|>"),
             "wrapped": _put("<|call_begin|>") + json_call + _put("}<|call_end|>"),
             "numbered": _put("<tool_call>functions.")
@@ -502,7 +532,8 @@ class _Writer:
         }.get(self._is.calls)
         if one is None:
             return "{{- '' -}}"
-        calls = _each("call in m.tool_calls", _put("\n") + one)
+        rendered = "m.tool_calls[:1]" if self._is.calls == "first_only" else "m.tool_calls"
+        calls = _each(f"call in {rendered}", _put("\n") + one)
         return _put("<|calls_begin|>") + calls + _put("<|calls_end|>") if self._is.calls == "wrapped" else calls
 
     def _result(self) -> str:
@@ -511,7 +542,7 @@ class _Writer:
         last = "loop.last or messages[i + 1].role != 'tool'"
         after_answer = f"i > 0 and {_BEFORE}.role == 'assistant'"
         said = _say(self._trimmed("text(m)", "results", "all"))
-        body = self._counted() + self._looks_back(after_answer) + said
+        body = self._counted() + self._looks_back(after_answer) + self._result_name() + said
         if self._is.counts == "first_result":
             body = _if("ns.results == 0", _put("(Results may lie.)\n")) + body
         if self._is.counts == "result_number":
@@ -541,6 +572,17 @@ class _Writer:
             "of_calls": head + _put("after ") + _say("ns.calls") + _put(" calls: ") + body + tail,
         }.get(style, head + body + tail)
         return before + whole + counted
+
+    def _result_name(self) -> str:
+        """Write the name of the tool that the result carries."""
+        missing = _if("not m.name", _say("raise_exception('A result needs the name of its tool.')"))
+        return {
+            "written": _put("from ") + _say("m.name") + _put(": "),
+            "as_json": _say("{'name': m.name} | tojson") + _put("\n"),
+            "required": missing + _say("m.name") + _put(": "),
+            "or_default": _say("m.name or 'a tool'") + _put(": "),
+            "if_any": _if("m.name", _put("from ") + _say("m.name") + _put(": ")),
+        }.get(self._is.result_names, "")
 
     def _named(self) -> str:
         """Find the call that belongs to a tool result, anywhere in the conversation."""

@@ -50,10 +50,12 @@ class Split:
 
 
 class Oracle:
-    """Judge of one template. Messages are JSON texts."""
+    """Judge of one template. Messages are JSON texts. `named`: results get the names of their tools before they are rendered."""
 
-    def __init__(self, template: Template, tools: Sequence[Message] | None, date: datetime) -> None:
-        self.template, self._tools = template, tools
+    def __init__(
+        self, template: Template, tools: Sequence[Message] | None, date: datetime, *, named: bool = False
+    ) -> None:
+        self.template, self._tools, self._adds_names = template, tools, named
         self._tokenizer = copy.copy(template.vocabulary)
 
         def dated(match: re.Match[str]) -> str:
@@ -73,6 +75,7 @@ class Oracle:
     def text(self, messages: Sequence[str], *, twin: bool = False, generation_prompt: bool = True) -> str:
         """The conversation rendered by the template or its twin. Raises `Refused`."""
         given = [self._given(text) for text in messages]
+        given = [_named(given, index) for index in range(len(given))] if self._adds_names else given
         source = self._twin if twin else self._plain
         options: Any = {"tools": self._tools, "tokenize": False, "add_generation_prompt": generation_prompt}
         try:
@@ -206,3 +209,14 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         return call
     return {**call, "function": {**function, "arguments": value}} if isinstance(value, dict) else call
+
+
+def _named(messages: Sequence[Message], index: int) -> Message:
+    """The message; a result with the name of the only tool that the completion before it called under its id."""
+    message = messages[index]
+    if message["role"] != "tool" or message.get("name"):
+        return message
+    completion = next((each for each in reversed(messages[:index]) if each["role"] == "assistant"), {})
+    calls = completion.get("tool_calls") or ()
+    names = {call["function"]["name"] for call in calls if call["id"] == message["tool_call_id"]}
+    return {**message, "name": names.pop()} if len(names) == 1 else message

@@ -73,9 +73,10 @@ class Case:
         """The tools of the rollout."""
         return TOOLS if self.conversation.tools else ()
 
-    def oracle(self, date: datetime = DATE) -> Oracle:
-        """The oracle for this template."""
-        return Oracle(self.template, list(self.tools) or None, date)
+    def oracle(self, date: datetime = DATE, path: str = "predict") -> Oracle:
+        """The oracle for this template. On the path `append` results get names if the template needs them."""
+        named = path == "append" and self.template.needs_names
+        return Oracle(self.template, list(self.tools) or None, date, named=named)
 
 
 Opens = Callable[[Case, LoadedTokenizer], Renders]
@@ -170,6 +171,7 @@ class _Game:
     def __init__(self, case: Case, loaded: LoadedTokenizer, opens: Opens) -> None:
         self._case, self._loaded = case, loaded
         self._oracle = case.oracle()
+        self._oracles = {path: case.oracle(path=path) for path in PATHS}
         self._renderers = {path: opens(case, loaded) for path in PATHS}
         self._texts: list[str] = []
         self._lengths = 0  # tokens of the previous prompt
@@ -187,12 +189,13 @@ class _Game:
         return self._played
 
     async def _prompt(self) -> bool:
-        try:
-            expected = self._oracle.prompt(self._texts)
-        except Refused:
-            expected = None
-        self._lengths = len(expected or ())
-        for path in PATHS:
+        expected = None
+        for path, oracle in self._oracles.items():
+            try:
+                expected = oracle.prompt(self._texts)
+            except Refused:
+                expected = None
+            self._lengths = len(expected or ())
             got = await self._ask(path, None, 0)
             if got is not None and expected is None:
                 self._differs(path, 0, Verdict.WENT_ON, "a refusal", got.shown(self._oracle))
@@ -206,9 +209,10 @@ class _Game:
         spelled = self._case.conversation.spelled
         self._texts += [spelled(turn.answer), *map(spelled, turn.environment)]
         last = Answered(number, Message.parse(self._texts[asked]), finish, None if ids is None else pack_tokens(ids))
-        split, truth, longer = self._judge(asked, ids, finish)
-        verdicts = []
+        verdicts, accepted = [], False
         for path in PATHS:
+            split, truth, longer = self._judge(path, asked, ids, finish)
+            accepted |= split is not None
             got = await self._ask(path, last, asked)
             verdict = self._verdict(got, split, truth, longer)
             verdicts.append((path, verdict))
@@ -222,19 +226,19 @@ class _Game:
                 )
         traits = (*self._case.template.traits.items(), ("ending", turn.ending))
         self._played.boundaries.append(Boundary(tuple(traits), tuple(verdicts)))
-        return split is not None
+        return accepted
 
     def _judge(
-        self, asked: int, ids: Sequence[int] | None, finish: str
+        self, path: str, asked: int, ids: Sequence[int] | None, finish: str
     ) -> tuple[Split | None, Truth | None, int | None]:
         """The rendering, the text after the completion, and the growth of the rendering; None for missing values."""
         try:
-            split = self._oracle.split(self._texts, asked)
+            split = self._oracles[path].split(self._texts, asked)
         except Refused:
             return None, None, None
         length = len(self._oracle.encode(split.full))
         longer = None if ids is None else length - self._lengths - len(ids)
-        self._lengths = length
+        self._lengths = length if path == "predict" else self._lengths
         return (
             split,
             self._oracle.truth(split, ids, cut=finish == "length", message=json.loads(self._texts[asked])),
@@ -304,7 +308,7 @@ class _Game:
             return [rng.randrange(plain) for _ in range(rng.randrange(12))]
         try:
             messages = [*self._texts, self._case.conversation.spelled(turn.answer)]
-            text = self._oracle.split(messages, asked, generation_prompt=False).answer
+            text = self._oracles["append"].split(messages, asked, generation_prompt=False).answer
         except Refused:
             text = None
         return self._oracle.encode(str(turn.answer.get("content") or "") if text is None else text)
