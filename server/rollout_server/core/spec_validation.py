@@ -17,6 +17,8 @@ from rollout_server.core.segment import MAX_STEP
 from rollout_server.core.spec import ENGINES, Dialect, DriftPolicy, Sampling, Spec, Target
 
 ID_LENGTH = 256
+MOST_MASKED_TOKENS = 32_768
+"""Largest `max_tokens` in the synchronous HTTP API."""
 MAX_SECONDS = 10**9
 MOST_MODELS = 16
 MODEL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -111,10 +113,8 @@ def _engines(spec: Spec) -> Iterator[Violation]:
             yield Violation(f"spec.{name}.dialect", "is that of an inference engine, which only generates completions")
         elif not target.model.strip():
             yield Violation(f"spec.{name}.model", "is needed: the name under which the engine serves the model")
-        elif len(target.model) > ID_LENGTH:
-            yield Violation(
-                f"spec.{name}.model", f"has {len(target.model)} characters, at most {ID_LENGTH} are allowed"
-            )
+        else:
+            yield from length_violations(target.model, f"spec.{name}.model")
 
 
 def _toolset(spec: Spec) -> Iterator[Violation]:
@@ -163,12 +163,11 @@ def _identity(spec: Spec) -> Iterator[Violation]:
     if not spec.rollout_id.strip():
         yield Violation("spec.rollout_id", "must not be blank")
     for name, value in (("rollout_id", spec.rollout_id), ("group_id", spec.group_id), ("agent", spec.agent)):
-        if len(value) > ID_LENGTH:
-            yield Violation(f"spec.{name}", f"has {len(value)} characters, at most {ID_LENGTH} are allowed")
+        yield from length_violations(value, f"spec.{name}")
     if len(spec.labels) > 64:
         yield Violation("spec.labels", f"has {len(spec.labels)} entries, at most 64 are allowed")
     if any(len(text) > ID_LENGTH for item in spec.labels.items() for text in item):
-        yield Violation("spec.labels", f"keys and values have at most {ID_LENGTH} characters")
+        yield Violation("spec.labels", f"keys and values must have at most {ID_LENGTH} characters")
 
 
 def _conversation(spec: Spec) -> Iterator[Violation]:
@@ -187,7 +186,7 @@ def sampling_violations(sampling: Sampling, dialect: Dialect) -> Iterator[Violat
         yield Violation("spec.sampling.temperature", "must be from 0 to 2")
     if sampling.top_p is not None and not 0 <= sampling.top_p <= 1:
         yield Violation("spec.sampling.top_p", "must be from 0 to 1")
-    most = 32_768 if dialect is Dialect.HTTP_MASKED else 2**31 - 1
+    most = MOST_MASKED_TOKENS if dialect is Dialect.HTTP_MASKED else 2**31 - 1
     if sampling.max_tokens is not None and not 1 <= sampling.max_tokens <= most:
         yield Violation("spec.sampling.max_tokens", f"must be from 1 to {most}")
     if len(sampling.stop) > 64:
@@ -212,8 +211,7 @@ def _tokenizer(spec: Spec) -> Iterator[Violation]:
     if not spec.tokenizer.name.strip():
         yield Violation("spec.tokenizer.name", "must not be blank")
     for name, value in (("name", spec.tokenizer.name), ("revision", spec.tokenizer.revision)):
-        if len(value) > ID_LENGTH:
-            yield Violation(f"spec.tokenizer.{name}", f"has at most {ID_LENGTH} characters")
+        yield from length_violations(value, f"spec.tokenizer.{name}")
     yield from json_object_violations(spec.tokenizer.template_kwargs_json, "spec.tokenizer.template_kwargs_json")
 
 
@@ -226,6 +224,12 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
     yield from json_object_violations(spec.source_json, "spec.source_json")
     if spec.cancel_after_detach is not None and not 0 <= spec.cancel_after_detach <= MAX_SECONDS:
         yield Violation("spec.cancel_after_detach", f"must be from 0 to {MAX_SECONDS} s; unset is never")
+
+
+def length_violations(text: str, where: str, most: int = ID_LENGTH) -> Iterator[Violation]:
+    """Check that a text has at most `most` characters."""
+    if len(text) > most:
+        yield Violation(where, f"has {len(text)} characters, at most {most} are allowed")
 
 
 def json_object_violations(text: str, where: str) -> Iterator[Violation]:

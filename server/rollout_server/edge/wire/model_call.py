@@ -28,7 +28,12 @@ from rollout_server.core.message import (
 )
 from rollout_server.core.outcome import Category, Failure, FailureClass, RewardResult
 from rollout_server.core.spec import Dialect
-from rollout_server.core.spec_validation import ID_LENGTH, json_object_violations, sampling_violations
+from rollout_server.core.spec_validation import (
+    ID_LENGTH,
+    json_object_violations,
+    length_violations,
+    sampling_violations,
+)
 from rollout_server.edge.wire.message import MAX_VIOLATIONS, part_to_proto, tool_to_proto, utf8
 from rollout_server.edge.wire.spec import sampling_from_proto
 from rollout_server.runtime.capture.endpoint import EndpointCall, FinishedWork, RolloutTools
@@ -148,10 +153,8 @@ def _result_violations(request: pb.FinishRolloutRequest) -> Iterator[Violation]:
         yield Violation("scores", f"has {len(request.scores)} entries, at most {_MOST_SCORES} are allowed")
     elif not all(len(name) <= ID_LENGTH and math.isfinite(value) for name, value in request.scores.items()):
         yield Violation("scores", f"must be finite numbers with names of at most {ID_LENGTH} characters")
-    if len(request.extra_json) > _LONGEST_EXTRA:
-        yield Violation("extra_json", f"has at most {_LONGEST_EXTRA} characters")
-    else:
-        yield from json_object_violations(request.extra_json, "extra_json")
+    too_long = [*length_violations(request.extra_json, "extra_json", _LONGEST_EXTRA)]
+    yield from too_long or json_object_violations(request.extra_json, "extra_json")
     if request.failure.failure_class not in _FAILURES:
         known = ", ".join(sorted(source.name for _, source in set(_FAILURES.values())))
         yield Violation("failure.failure_class", f"must be one of {known}: an agent can report no other")
@@ -159,8 +162,7 @@ def _result_violations(request: pb.FinishRolloutRequest) -> Iterator[Violation]:
 
 def _identity(request: pb.CallModelRequest) -> Iterator[Violation]:
     for name in ("repeat_key", "model", "client_agent"):
-        if len(getattr(request, name)) > ID_LENGTH:
-            yield Violation(name, f"has at most {ID_LENGTH} characters")
+        yield from length_violations(getattr(request, name), name)
     if request.api not in _APIS:
         yield Violation("api", f"{request.api} is unknown to this server")
 
@@ -200,10 +202,9 @@ def tool_call(request: pb.CallRolloutToolRequest) -> EndpointCall:
 
 
 def _tool_call_violations(request: pb.CallRolloutToolRequest) -> Iterator[Violation]:
-    if len(request.repeat_key) > ID_LENGTH:
-        yield Violation("repeat_key", f"has at most {ID_LENGTH} characters")
-    if len(request.arguments_json) > MOST_ARGUMENTS:
-        yield Violation("arguments_json", f"has at most {MOST_ARGUMENTS:,} characters")
+    yield from length_violations(request.repeat_key, "repeat_key")
+    if too_long := [*length_violations(request.arguments_json, "arguments_json", MOST_ARGUMENTS)]:
+        yield from too_long
     elif first_too_many([request.arguments_json]) is not None:
         yield Violation("arguments_json", f"has more than {MAX_VALUES} JSON values")
 

@@ -9,13 +9,12 @@ from typing import Any, Final
 from rollout_server.core.error import CallRefused
 from rollout_server.core.message import JSON, MalformedMessage, parse_object
 from rollout_server.core.spec import ENGINES, Dialect, Sampling, Spec
-from rollout_server.core.spec_validation import sampling_violations
+from rollout_server.core.spec_validation import MOST_MASKED_TOKENS, sampling_violations
 from rollout_server.runtime.run.arguments import SamplingOptions
 
 TOKEN_MODE: Final = 2
 """`Spec.token_mode` of a rollout whose prompts this server renders: `TOKEN_MODE_TOKENS` in the proto file."""
 _EXTRAS: Final = ("tool_choice", "parallel_tool_calls", "response_format")
-_LONGEST_MASKED: Final = 32_768
 
 
 def call_sampling(asked: Sampling, spec: Spec, *, client: bool) -> tuple[SamplingOptions, tuple[str, ...]]:
@@ -54,7 +53,7 @@ def call_sampling(asked: Sampling, spec: Spec, *, client: bool) -> tuple[Samplin
 def _lower(own: int | None, asked: int | None, dialect: Dialect) -> int | None:
     """Return the lower of two limits. Clients ask for more than the synchronous HTTP API allows, so theirs is reduced to that."""
     if asked is not None and dialect is Dialect.HTTP_MASKED:
-        asked = min(asked, _LONGEST_MASKED)
+        asked = min(asked, MOST_MASKED_TOKENS)
     return min((each for each in (own, asked) if each is not None), default=None)
 
 

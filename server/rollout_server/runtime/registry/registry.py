@@ -14,7 +14,7 @@ from rollout_server.core.error import Draining, InvalidRequest, NotFound, NotPos
 from rollout_server.core.fingerprint import fingerprint
 from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
-from rollout_server.core.spec_validation import ID_LENGTH, Bounds, settle, violations
+from rollout_server.core.spec_validation import Bounds, length_violations, settle, violations
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.event_loop import until_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
@@ -337,10 +337,7 @@ class RolloutRegistry:
         `also_wrong` are violations that the caller of this method found. They are reported together with those found here, at
         most one per field.
         """
-        wrong = [*violations(request.spec, self.bounds)]
-        if len(request.request_id) > ID_LENGTH:
-            text = f"has {len(request.request_id)} characters, at most {ID_LENGTH} are allowed"
-            wrong.append(Violation("request_id", text))
+        wrong = [*violations(request.spec, self.bounds), *length_violations(request.request_id, "request_id")]
         named = {violation.field for violation in wrong}
         wrong += [violation for violation in also_wrong if violation.field not in named]
         if wrong:
