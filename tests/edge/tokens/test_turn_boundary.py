@@ -611,6 +611,19 @@ def test_a_template_that_renders_only_the_first_calls(shown: int, argument: str)
     assert environment(template(each), ASKED, called, HEARD) == f"\ntool:8{STOP}\nassistant:"
 
 
+def test_a_thousand_calls_of_which_one_is_rendered_take_few_renderings() -> None:
+    renderings: list[int] = []
+
+    def each(message: Fields) -> str:
+        renderings.append(1)
+        calls = [each["function"]["arguments"] for each in message.get("tool_calls") or ()][:1]
+        return f"{message['role']}:{message['content']}{STOP}\n" + "".join(f"call:{one}{STOP}\n" for one in calls)
+
+    called = {"role": "assistant", "content": "Let me add.", "tool_calls": [call('{"a": 5}')] * 1000}
+    assert environment(template(each), ASKED, called, HEARD) == f"\ntool:8{STOP}\nassistant:"
+    assert len(renderings) < 100
+
+
 def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is_not() -> None:
     spelled = rendered(template(lambda m: f"{m['content'].replace(' ', '_')}{STOP}\n"), [ASKED, SAID, MORE], 1)
     assert unseen_messages(spelled, f"\nAnd_twice_that?{STOP}\nassistant:") == []

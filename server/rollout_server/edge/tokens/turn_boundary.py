@@ -42,6 +42,8 @@ Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
 
 _NEAR = 64
 """Maximum number of characters of syntax that a template may write between two arguments of a tool call."""
+_FIRST_CALLS = 8
+"""Calls that a template may be limited to. Each is tried with a rendering, and a completion may have a thousand calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +250,13 @@ def _completion_end(turn: RenderedTurn, *, calls_only: bool) -> int | None:
 def _marked_completions(completion: Fields, mark: str) -> Iterator[tuple[Fields, int]]:
     """Yield the completion with the mark at the end of a part that a template may write last: a call, content or reasoning.
 
-    The calls come in reverse order, because a template may render only the first ones. The number is the maximum length of template
-    syntax that may be added in front of the mark.
+    The calls are the last one and the first ones in reverse order, because a template may render only the first ones. The number is
+    the maximum length of template syntax that may be added in front of the mark.
     """
     calls = completion.get("tool_calls")
     calls = calls if isinstance(calls, list) else []
-    for index, call in reversed(list(enumerate(calls))):
+    numbered = list(enumerate(calls))
+    for index, call in reversed([*numbered[:_FIRST_CALLS], *numbered[_FIRST_CALLS:][-1:]]):
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(call, Mapping) and isinstance(function, Mapping):
             changed: JSON = {**call, "function": {**function, "arguments": _with_mark(function.get("arguments"), mark)}}
