@@ -17,7 +17,8 @@ from playwright.async_api import Page, expect
 from rollout_server.testing.script import Script
 
 from tests.page.rollouts import TOUR, Tour, finished, play, slow
-from tests.support.processes import COMMAND, command, environment
+from tests.support.forking import forker
+from tests.support.processes import command, environment
 from tests.system.conftest import Open, open_world
 
 KEY = "a-key-of-at-least-32-characters-1234"
@@ -26,9 +27,7 @@ KEY = "a-key-of-at-least-32-characters-1234"
 @asynccontextmanager
 async def viewing(*arguments: str, cwd: Path, **env: str) -> AsyncIterator[str]:
     """Run `rollout view`, and yield the URL that it prints. Ctrl-C must end it."""
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND, "view", *arguments, cwd=cwd, env=environment(**env), stdout=asyncio.subprocess.PIPE
-    )
+    process = await forker().fork("view", *arguments, cwd=cwd, env=environment(**env), has_stdout=True)
     try:
         assert process.stdout is not None
         yield (await process.stdout.readline()).decode().strip()

@@ -46,9 +46,12 @@ _LONGEST_JOB = 1 << 20
 class Forked:
     """A forked process, with the part of the interface of `asyncio.subprocess.Process` that tests use."""
 
-    def __init__(self, pid: int, stderr: asyncio.StreamReader, status: asyncio.StreamReader) -> None:
+    def __init__(
+        self, pid: int, stderr: asyncio.StreamReader, status: asyncio.StreamReader, stdout: asyncio.StreamReader | None
+    ) -> None:
         self.pid = pid
         self.stderr = stderr
+        self.stdout = stdout
         self.returncode: int | None = None
         self._ending = asyncio.create_task(self._ended(status))
 
@@ -88,17 +91,21 @@ class Forker:
                 stdin=subprocess.DEVNULL,
             )
 
-    async def fork(self, *arguments: str, cwd: Path, env: Mapping[str, str], module: str = COMMAND) -> Forked:
+    async def fork(
+        self, *arguments: str, cwd: Path, env: Mapping[str, str], module: str = COMMAND, has_stdout: bool = False
+    ) -> Forked:
         """Fork `python -m MODULE ARGUMENTS`; by default `rollout ARGUMENTS`.
 
-        Its stdin is empty. Its stdout is that of this process for a command, otherwise its stderr.
+        Its stdin is empty. Its stdout is a pipe with `has_stdout`; otherwise that of this process for a command, and its stderr
+        for another module.
         """
         job = json.dumps({"module": module, "arguments": arguments, "directory": str(cwd), "environment": dict(env)})
-        (stderr, write_stderr), (status, write_status) = os.pipe(), os.pipe()
-        pid = await asyncio.to_thread(self._request, job, [write_stderr, write_status])
-        os.close(write_stderr)
-        os.close(write_status)
-        return Forked(pid, await _reader(stderr), await _reader(status))
+        pipes = [os.pipe() for _ in range(3 if has_stdout else 2)]
+        pid = await asyncio.to_thread(self._request, job, [write for _, write in pipes])
+        for _, write in pipes:
+            os.close(write)
+        stderr, status, *stdout = [await _reader(read) for read, _ in pipes]
+        return Forked(pid, stderr, status, stdout[0] if stdout else None)
 
     def _request(self, job: str, descriptors: Sequence[int]) -> int:
         with self._lock:
@@ -136,18 +143,21 @@ def _next_job(requests: socket.socket) -> dict[str, Any] | None:
                 _report_exits(statuses)
             if requests.fileno() not in ready:
                 continue
-            data, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_JOB, 2)
+            data, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_JOB, 3)
             if not data:
                 return None
-            stderr, status = descriptors
+            stderr, status, *stdout = descriptors
             pid = os.fork()
             if pid == 0:
                 os.dup2(stderr, 2)
-                for each in (stderr, status, wakeup, wake, *statuses.values()):
+                for each in stdout:
+                    os.dup2(each, 1)
+                for each in (stderr, status, *stdout, wakeup, wake, *statuses.values()):
                     os.close(each)
                 return dict(json.loads(data))
             statuses[pid] = status
-            os.close(stderr)
+            for each in (stderr, *stdout):
+                os.close(each)
             requests.send(str(pid).encode())
 
 
@@ -168,6 +178,8 @@ def _run(module: str, arguments: Sequence[str], directory: str, environment: Map
     os.environ.clear()
     os.environ.update(environment)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    # The forker's stdout may be a file, and its buffer would seek in the pipe.
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.path[0] = directory
     sys.argv = [module, *arguments]
     if module != COMMAND:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -38,22 +38,31 @@ class Finished:
 
 async def command(*arguments: str, cwd: Path, env: Mapping[str, str] | None = None) -> Finished:
     """Run `rollout ARGUMENTS` until it exits."""
-    process = await asyncio.create_subprocess_exec(
+    process = await _begun(arguments, cwd, env or environment())
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        out, err = await asyncio.gather(process.stdout.read(), process.stderr.read())
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    return Finished(code, out.decode(), err.decode())
+
+
+async def _begun(arguments: Sequence[str], cwd: Path, env: Mapping[str, str]) -> asyncio.subprocess.Process | Forked:
+    """A forked process, or a new one if the environment changes what Python itself reads at its start."""
+    if all(os.environ.get(name) == value for name, value in env.items() if name.startswith("PYTHON")):
+        return await forker().fork(*arguments, cwd=cwd, env=env, has_stdout=True)
+    return await asyncio.create_subprocess_exec(
         *COMMAND,
         *arguments,
         cwd=cwd,
-        env=env or environment(),
+        env=env,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    try:
-        out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-    assert process.returncode is not None
-    return Finished(process.returncode, out.decode(), err.decode())
 
 
 @dataclass
