@@ -72,6 +72,8 @@ async def test_deliveries_and_attempts(open_here: Open, page: Page) -> None:
     await bars(page, "delivery").hover()
     await expect(page.locator(".timeline-told")).to_contain_text("delivery pending")
     await expect(page.locator(".timeline-told")).to_contain_text("attempts")
+    # A server that stops tries for five seconds to deliver what it still owes.
+    await world.http.post(f"/v1/rollouts/{uid}/acknowledge")
 
 
 async def test_a_queued_rollout_waits_and_is_cancelled(open_here: Open, page: Page) -> None:
