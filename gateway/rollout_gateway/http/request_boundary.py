@@ -54,7 +54,7 @@ class HttpMetrics:
 
     def count(self, scope: Scope, status: int | None, seconds: float) -> None:
         """Count a finished request by its route template, because paths contain ids. `status` None: it had no response."""
-        route = getattr(scope.get("route"), "path", _NOWHERE)
+        route = getattr(scope.get("route"), "path_format", _NOWHERE)
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self._requests.labels(route, method, str(status or _NO_ANSWER)).inc()
         self._seconds.labels(route, method).observe(seconds)

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from osmosis.rollout.v1 import agent_service_pb2 as pb
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -27,8 +28,7 @@ from rollout_gateway.rest.rollout_routes import Uid
 
 _JSON: Final = "application/json"
 _BASE: Final = "/r/{uid}/v1"
-# OpenAI clients have a base with "/v1", Anthropic clients add it to any. Calls below "/aux" are beside the task.
-_OTHER_BASES: Final = ("/r/{uid}", "/r/{uid}/v1/v1", "/r/{uid}/aux", "/r/{uid}/v1/aux", "/r/{uid}/aux/v1")
+_OTHER_BASES: Final = "/r/{uid}{base:model_base}"
 # Clients' own ids of the agent that calls, such as a sub-agent.
 _AGENT_IDS: Final = ("x-rollout-agent", "x-claude-code-agent-id", "x-session-id")
 _ANY: Final = {"type": "object", "additionalProperties": True}
@@ -44,8 +44,6 @@ _MODELS: Final[dict[str, Any]] = {
     "responses": {200: {"description": "The model.", "content": {_JSON: {"schema": _ANY}}}, **_errors(CHAT)},
     "openapi_extra": _SECURITY,
 }
-
-
 _FINISH: Final[dict[str, Any]] = {
     "responses": {200: shown.json_response("FinishedModel"), **shown.errors(404, 409)},
     "openapi_extra": shown.raw_body(FinishRollout) | _SECURITY,
@@ -81,16 +79,21 @@ class _MessagesRoute(_ModelRoute):
     shape = MESSAGES
 
 
-_ROUTES: Final = ((CHAT, _ModelRoute), (RESPONSES, _ResponsesRoute), (MESSAGES, _MessagesRoute))
+class _ModelBase(StringConvertor):
+    # OpenAI clients have a base with "/v1", Anthropic clients add it to any. Calls below "/aux" are beside the task.
+    regex = "(?:/v1/v1|/aux|/v1/aux|/aux/v1)?"
+
+
+register_url_convertor("model_base", _ModelBase())
 
 
 def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     """Return the routes of the model endpoints of all rollouts."""
     router = APIRouter()
-    for base in (_BASE, *_OTHER_BASES):
+    for base in (_BASE, _OTHER_BASES):
         options: dict[str, Any] = {"prefix": base, "include_in_schema": base == _BASE, "tags": ["model endpoint"]}
         options["default_response_class"] = Response
-        for shape, route in _ROUTES:
+        for shape, route in ((CHAT, _ModelRoute), (RESPONSES, _ResponsesRoute), (MESSAGES, _MessagesRoute)):
             part = APIRouter(route_class=route, **options)
             _add_completions(part, shape, rollouts, intake)
             if shape is MESSAGES:
@@ -106,12 +109,10 @@ def model_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
 
 
 def _add_completions(router: APIRouter, shape: ModelShape, rollouts: Rollouts, intake: RequestBodies) -> None:
-    auxiliary = "aux" in router.prefix.split("/")
-
     async def complete(request: Request, uid: Uid) -> Response:
         calls = rollouts.calls(request, uid=uid)
         call = await _read(request, calls, shape, intake)
-        message = _with_headers(call.request, request, auxiliary=auxiliary)
+        message = _with_headers(call.request, request)
         exchange = Exchange(shape, call, calls, request.state.request_id, rollouts.confirmations)
         if call.stream:
             return await _stream(request, exchange, message, rollouts.settings.heartbeat_seconds)
@@ -155,9 +156,7 @@ def _add_finish(router: APIRouter, rollouts: Rollouts, intake: RequestBodies) ->
     async def finish_rollout(request: Request, uid: Uid) -> Response:
         """End the work of an agent that runs elsewhere: the rollout is rewarded and ends. Retries with the same body are safe."""
         calls = rollouts.calls(request, uid=uid)
-        message = await intake.read(
-            request, calls, lambda content: finish_request(uid, read_body(content, FinishRollout))
-        )
+        message = await intake.read(request, calls, lambda body: finish_request(uid, read_body(body, FinishRollout)))
         finished = await agent_rpcs(calls).FinishRollout(message, timeout=None)
         return _json({"repeated": finished.repeated})
 
@@ -179,15 +178,15 @@ async def _read(request: Request, calls: Calls, shape: ModelShape, intake: Reque
     return call
 
 
-def _with_headers(message: pb.CallModelRequest, request: Request, *, auxiliary: bool) -> pb.CallModelRequest:
-    """Add what the headers say about a call."""
+def _with_headers(message: pb.CallModelRequest, request: Request) -> pb.CallModelRequest:
+    """Add what the headers and the base say about a call."""
     headers = request.headers
     repeat_key = headers.get("idempotency-key", "")
     if len(repeat_key) > MAX_WORD:
         raise InvalidCall("Idempotency-Key", f"at most {MAX_WORD} characters")
     message.repeat_key = repeat_key
     message.repeated = headers.get("x-stainless-retry-count", "0") not in ("", "0")
-    message.auxiliary = auxiliary or headers.get("x-rollout-auxiliary", "") == "1"
+    message.auxiliary = "aux" in request.path_params.get("base", "") or headers.get("x-rollout-auxiliary", "") == "1"
     message.client_agent = next(filter(None, map(headers.get, _AGENT_IDS)), "")[:MAX_WORD]
     return message
 
