@@ -226,9 +226,9 @@ async def quick_heart(stand: Stand) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def beating(stand: Stand, lines: AsyncIterator[str], api: str) -> list[str]:
-    """Read a stream until it has had three heartbeats, and open the engine's gate."""
+    """Read a stream until it has had three heartbeats and the engine has its request, and open the engine's gate."""
     read: list[str] = []
-    while sum(line.startswith(HEARTBEATS[api]) for line in read) < 3:
+    while sum(line.startswith(HEARTBEATS[api]) for line in read) < 3 or not stand.engine.waiting:
         read.append(await anext(lines))
     assert stand.engine.waiting == 1
     stand.engine.gate.set()

@@ -229,7 +229,7 @@ def _metadata(spec: Spec, bounds: Bounds) -> Iterator[Violation]:
 def length_violations(text: str, where: str, most: int = ID_LENGTH) -> Iterator[Violation]:
     """Check that a text has at most `most` characters."""
     if len(text) > most:
-        yield Violation(where, f"has {len(text)} characters, at most {most} are allowed")
+        yield Violation(where, f"has {len(text):,} characters, at most {most:,} are allowed")
 
 
 def json_object_violations(text: str, where: str) -> Iterator[Violation]:

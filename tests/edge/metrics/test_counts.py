@@ -87,7 +87,7 @@ async def test_every_end_is_counted_once_and_in_words_of_ours() -> None:
     await world.play(done, agent="wordy", metadata_json='{"word": "my own word"}')
     for category in Category:
         await world.play(failing(Failure(category, "it went wrong")))
-    for reason in ("the user's own words", "shutdown"):
+    for reason in ("the user's own words", "stale: policy version 3"):
         rollout = world.start(calling([ADD]))
         world.roster.cancel(Selection(Caller("me"), uids=(rollout.uid,)), reason)
         await outcome_of(rollout)
@@ -100,7 +100,7 @@ async def test_every_end_is_counted_once_and_in_words_of_ours() -> None:
         ("stop", "max_bytes"): 1,
         ("stop", "other"): 1,
         ("cancellation", "other"): 1,
-        ("cancellation", "shutdown"): 1,
+        ("cancellation", "stale"): 1,
         ("cancellation", "detached"): 1,
     }
     assert exposed.by("rollout_finished_total", "end", "reason") == expected

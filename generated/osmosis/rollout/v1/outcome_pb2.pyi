@@ -247,7 +247,7 @@ class Cancellation(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """The reason that the caller gave, or one that the server sets, such as "detached", "shutdown" or one that begins with "stale"."""
+    """The reason that the caller gave, or one that the server sets, such as "detached" or one that begins with "stale"."""
     def __init__(
         self,
         *,

@@ -36,7 +36,7 @@ STOPS = frozenset({"stop", "max_turns", "max_tokens", "max_bytes", "length", "to
 # Results of a call at a model endpoint.
 MODEL_CALLS = ("completed", "replayed", "refused", "over", "busy", "failed", "disconnected")
 # The words before the colon in reasons of cancellations that the server sets.
-CANCELLATIONS = frozenset({"detached", "shutdown", "stale"})
+CANCELLATIONS = frozenset({"detached", "stale"})
 # Warning codes of the contract (Warning.code).
 RESAMPLED = "resampled"
 WARNINGS = frozenset(

@@ -259,10 +259,10 @@ class _RolloutScope:
 class _OperationScope:
     """A part of a rollout that is under way: its span, if it has one, and what its metrics need. It is called with the result.
 
-    A span of this server's own shares the dict of attributes with its scope (`_shares`); any other gets each addition.
+    A span of this server's own shares its dict of attributes with its scope (`_kept`); any other gets each addition.
     """
 
-    __slots__ = ("_attributes", "_began", "_context", "_shares", "_span", "_token", "error", "rollout", "tracing")
+    __slots__ = ("_began", "_context", "_kept", "_span", "_token", "error", "rollout", "tracing")
 
     def __init__(self, tracing: Tracing, rollout: Rollout) -> None:
         self.tracing = tracing
@@ -272,9 +272,8 @@ class _OperationScope:
 
     def start(self, parent: _Parent, name: str, kind: SpanKind, attributes: made.Attributes) -> None:
         """Start a span, which is the current one within the scope."""
-        self._attributes = attributes
         self._span = self.tracing.start(parent, name, kind, attributes)
-        self._shares = getattr(self._span, "kept", None) is attributes
+        self._kept: made.Attributes | None = getattr(self._span, "kept", None)
         self._context = trace.set_span_in_context(self._span, parent[0])
 
     def __call__(self, result: Traced) -> None:
@@ -299,8 +298,9 @@ class _OperationScope:
     def add(self, attributes: made.Attributes) -> None:
         """Add attributes to the span."""
         if self._span is not None:
-            self._attributes |= attributes
-            if not self._shares:
+            if self._kept is not None:
+                self._kept |= attributes
+            else:
                 self._span.set_attributes(attributes)
 
     def fail(self, error: str, failure: made.Attributes | None = None) -> None:
