@@ -18,7 +18,7 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
-from tests.support.start_costs import share_authorities
+from tests.support.authorities import share_authorities
 
 # Collection creates objects that stay. Scanning them again and again would take a quarter of its time.
 gc.disable()
@@ -103,8 +103,8 @@ def toy_is_probed_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def starts_are_cheap() -> Iterator[None]:
-    """What does not differ between the servers and clients of tests is read and built once per process."""
+def authorities_are_shared() -> Iterator[None]:
+    """HTTP clients read the certificates of TLS authorities once per process."""
     with pytest.MonkeyPatch.context() as patch:
         share_authorities(patch)
         yield

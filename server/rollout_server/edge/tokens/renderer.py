@@ -149,7 +149,7 @@ class Renderer:
         self._frame = Frame(None, template_kwargs, date or datetime.now())
         self._seen = _RenderedPrompt()
         self._parsed: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
-        self._named: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
+        self._amended: tuple[tuple[Message, ...], tuple[Fields, ...]] = (), ()
         self._text: tuple[tuple[Message, ...], str] = (), ""
         self._short_prompt: tuple[tuple[RenderingForm, Sequence[Fields]] | None, str] = None, ""
         self._proof = ShortFormProof(self.loaded.literals or Literals())
@@ -234,7 +234,7 @@ class Renderer:
             self._seconds = thread_time() - started
 
     def _forget(self) -> None:
-        self._seen, self._parsed, self._named, self._text = _RenderedPrompt(), ((), ()), ((), ()), ((), "")
+        self._seen, self._parsed, self._amended, self._text = _RenderedPrompt(), ((), ()), ((), ()), ((), "")
 
     def _predict(self, turn: TurnToRender) -> Rendered:
         before, last = self._seen, turn.last
@@ -258,7 +258,7 @@ class Renderer:
         return Rendered(truth.tokens, longer, exact=truth.exact, unseen=unseen_messages(full, found.text))
 
     def _append(self, turn: TurnToRender) -> Rendered:
-        last, answered, fields = turn.last, turn.answered, self._named_fields(turn.messages)
+        last, answered, fields = turn.last, turn.answered, self._amended_fields(turn.messages)
         if last is None:
             self._text = turn.messages, self._render(fields, True)
             return Rendered(Prediction(pack_tokens(), self.loaded.open(self._text[1]).ids))
@@ -380,8 +380,8 @@ class Renderer:
         self._parsed = messages, fields
         return fields
 
-    def _named_fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
-        """Return the parsed messages, with the names of tools in tool results and empty content if the template needs them.
+    def _amended_fields(self, messages: tuple[Message, ...]) -> tuple[Fields, ...]:
+        """Return the parsed messages, with what the template needs and they lack: names in tool results, and empty content (R9).
 
         Only token mode does this: there the server alone decides what the model sees. Other trainers render the messages that they
         were sent, and those of the server's tools have no name.
@@ -389,15 +389,16 @@ class Renderer:
         fields, traits = self._fields(messages), self.loaded.probed
         if not (traits.needs_names or traits.needs_content):
             return fields
-        known, named = self._named
+        known, amended = self._amended
         if messages[: len(known)] != known:
-            named = ()
-        more: Iterable[Fields] = fields[len(named) :]
-        more = map(with_content, more) if traits.needs_content else more
-        more = with_names(more, named) if traits.needs_names else more
-        named = (*named, *more)
-        self._named = messages, named
-        return named
+            amended = ()
+        more: Iterable[Fields] = fields[len(amended) :]
+        if traits.needs_content:
+            more = map(with_content, more)
+        if traits.needs_names:
+            more = with_names(more, amended)
+        self._amended = messages, (*amended, *more)
+        return self._amended[1]
 
     def _framed(self, form: RenderingForm) -> Frame:
         return replace(self._frame, tools=form.convert_tools(self._tools))

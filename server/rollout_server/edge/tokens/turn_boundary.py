@@ -43,7 +43,7 @@ Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
 _NEAR = 64
 """Maximum number of characters of syntax that a template may write between two arguments of a tool call."""
 _FIRST_CALLS = 8
-"""Calls that a template may be limited to. Each is tried with a rendering, and a completion may have a thousand calls."""
+"""First calls of which each is tried as the last one that a template renders. A completion may have a thousand calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Work that thousands of tests would repeat when they start a client, done once per process instead."""
+"""The certificates of TLS authorities, which thousands of tests would read when they start a client."""
 
 from __future__ import annotations
 
