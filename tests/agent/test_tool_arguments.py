@@ -68,6 +68,12 @@ async def test_wrong_arguments_are_told_field_by_field(arguments: Mapping[str, J
     assert str(refused.value) == complaint
 
 
+async def test_very_many_errors_are_only_counted() -> None:
+    with pytest.raises(ArgumentError) as refused:
+        await numbers.run({"a": 1, **{str(number): 1 for number in range(1001)}})
+    assert str(refused.value) == "1,001 errors: unknown parameters, or values of the wrong type"
+
+
 @tool
 async def nested(
     point: Point, points: Sequence[Point] = (), either: str | int | dict[str, int] = "", colour: Colour = Colour.RED

@@ -103,6 +103,7 @@ async def test_of_the_calls_in_one_turn_the_first_run(new_world: type[RuntimeHar
         ("", "Error: Invalid arguments for linger: seconds: missing"),
         ('{"seconds": NaN}', "Error: Invalid JSON arguments: NaN is not JSON"),
         ("[" * 100_000, "Error: Invalid JSON arguments: nested "),
+        ("[" + "1," * 100_000 + "1]", "Error: Invalid JSON arguments: more than 100,000 values"),
         ('{"seconds": ' + "1" * 5000 + "}", "Error: Invalid JSON arguments: "),
         ("[1]", "Error: Invalid arguments for linger: a JSON object is needed, not list"),
         ('"1"', "Error: Invalid arguments for linger: a JSON object is needed, not str"),

@@ -11,14 +11,18 @@ from pydantic_core import ErrorDetails
 from rollout_server.core.message import JSON
 
 _MOST_ERRORS, _LONGEST = 5, 60
+_MOST_DETAILS = 1000
+"""Pydantic returns the details of all errors or of none, and needs seconds for very many, in which no other rollout runs."""
 _SHOULD_BE = "Input should be "
 
 
 def argument_errors(error: ValidationError, arguments: Mapping[str, JSON], of: str | None = None) -> str:
     """Describe a validation error in one line that names each parameter; at most five errors are listed.
 
-    With `of`, only errors of that parameter are reported.
+    With `of`, only errors of that parameter are reported. More than a thousand errors are only counted.
     """
+    if error.error_count() > _MOST_DETAILS:
+        return f"{error.error_count():,} errors: unknown parameters, or values of the wrong type"
     details_by_path: dict[str, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False, include_context=False):
         if of is not None and detail["loc"][:1] != (of,):

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from secrets import token_hex
 from typing import Any
 
-from rollout_server.core.message import ARGUMENTS, JSON, MalformedMessage, Message, ToolCall, parse_json
+from rollout_server.core.message import (
+    ARGUMENTS,
+    JSON,
+    MAX_VALUES,
+    MalformedMessage,
+    Message,
+    ToolCall,
+    first_too_many,
+    parse_json,
+)
 from rollout_server.core.outcome import Category, Failure
 from rollout_server.core.spec import TokenizerName
 from rollout_server.runtime.aio.event_loop import first_done
@@ -316,6 +325,8 @@ def _arguments(call: ToolCall) -> JSON:
     """Return the parsed arguments. Engines write the arguments of a call without any as an empty text or null, too."""
     if not isinstance(call.arguments, str):
         return call.arguments
+    if first_too_many([call.arguments]) is not None:
+        raise ToolError(f"Invalid JSON arguments: more than {MAX_VALUES:,} values")
     try:
         value = parse_json(call.arguments, ARGUMENTS) if call.arguments.strip() else {}
     except MalformedMessage as error:
