@@ -34,7 +34,6 @@ class TestDrift:
         ledger = begun()
         first = shown_segment(ledger.segments[0])
         assert ledger.main.commit(Turn(2, ids(30), None, predicts(20, closing=[8]), ids(*reported))) == drift
-        assert drift.opens_segment
         assert ledger.main.id == "1"
         segment = ledger.segments[1]
         assert segment is ledger.main.segment
@@ -58,7 +57,6 @@ class TestDrift:
         ledger = begun()
         drift = ledger.main.commit(Turn(2, ids(30), None, predicts(20, closing=[8]), ids(1, 2, 3, 10, 11, *added)))
         assert drift == Drift(DriftKind.ENVIRONMENT, index, 7, 5 + len(added))
-        assert not drift.opens_segment
         assert len(ledger.segments) == 1
         environment = [("environment", 2, 5, 5 + len(added))] if added else []
         assert spans_of(ledger)[2:] == [*environment, ("model", 2, 5 + len(added), 6 + len(added))]
@@ -67,7 +65,6 @@ class TestDrift:
         ledger = Ledger()
         drift = ledger.main.commit(Turn(1, ids(30), None, predicts(1, 2, 3), ids(1, 9)))
         assert drift == Drift(DriftKind.PROMPT, 1, 3, 2)
-        assert not drift.opens_segment
         assert ledger.segments[0].origin == Origin(SegmentKind.MAIN)
         assert ledger.segments[0].sample().prompt_ids == ids(1, 9)
 

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from rollout_server.core.ledger import (
+    DriftKind,
     Ledger,
     Span,
     Turn,
@@ -42,7 +43,8 @@ class RandomTurns(RuleBasedStateMachine):
         self._assert_laws()
         self._only_added_to(before)
         opened = len(self.ledger.segments) - len(before)
-        assert opened == (1 if not before or after_gap or (drift is not None and drift.opens_segment) else 0)
+        extends = drift is None or drift.kind in (DriftKind.ENVIRONMENT, DriftKind.PROMPT)
+        assert opened == (1 if not before or after_gap or not extends else 0)
 
     @rule()
     def skip(self) -> None:

@@ -116,11 +116,6 @@ class Drift:
     expected: int
     reported: int
 
-    @property
-    def opens_segment(self) -> bool:
-        """Whether the prompt does not extend the segment, so that a new one opens."""
-        return self.kind not in (DriftKind.ENVIRONMENT, DriftKind.PROMPT)
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
