@@ -118,6 +118,12 @@ async def test_retry_after_makes_a_wait_longer_and_never_shorter(new_world: type
     assert receiver.waits == [1, 7, 7, 8, 16, 30]
 
 
+async def test_a_retry_after_beyond_the_time_limit_ends_no_delivery(new_world: type[RuntimeHarness]) -> None:
+    receiver = Receiver(replace(BUSY, retry_after=100.0), YES)
+    delivery = await delivered(new_world(reporter=receiver, patience=DeliveryRetryPolicy(expiry=100)))
+    assert (receiver.waits, delivery.state) == ([1], DeliveryState.ACKNOWLEDGED)
+
+
 async def test_between_attempts_it_is_told_when_the_next_one_is(new_world: type[RuntimeHarness]) -> None:
     receiver = Receiver(BUSY, YES, seconds=0.5)
     world = new_world(reporter=receiver)

@@ -180,9 +180,12 @@ class Outbox:
                 return self._end(rollout, DeliveryState.ACKNOWLEDGED, "")
             if isinstance(receipt, DeliveryRefused):
                 return self._end(rollout, DeliveryState.REFUSED, receipt.text)
-            pause = max(policy.backoff(attempts), receipt.retry_after or 0.0)
+            pause, left = policy.backoff(attempts), expires - self._clock.monotonic()
+            demanded = receipt.retry_after or 0.0
+            if demanded < left:  # a longer pause would end the delivery before its time
+                pause = max(pause, demanded)
             exhausted = policy.retries is not None and attempts > policy.retries
-            if exhausted or self._clock.monotonic() + pause >= expires:
+            if exhausted or pause >= left:
                 return self._end(rollout, DeliveryState.EXPIRED, receipt.text)
             next_attempt = self._clock.wall() + pause
             self._update(rollout, Delivery(attempts=earlier + attempts, error=receipt.text, next_attempt=next_attempt))
