@@ -114,3 +114,40 @@ async def test_a_rollout_is_cancelled_and_a_long_text_opened_with_the_keyboard(o
     await page.keyboard.type("by keyboard")
     await page.keyboard.press("Enter")
     await expect(page.locator(".rollout-why")).to_contain_text("by keyboard")
+
+
+#: The least contrast of a token's text with its background (WCAG 2.2, 1.4.3), by the classes of the token.
+CONTRASTS = """(classes) => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const luminance = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((part) => part / 255);
+    const [red, green, blue] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  const contrast = (names) => {
+    const cell = document.createElement("span");
+    cell.className = `tokens-cell ${names}`;
+    document.querySelector(".tokens-cells").append(cell);
+    const { color, backgroundColor } = getComputedStyle(cell);
+    const [dark, light] = [luminance(color), luminance(backgroundColor)].sort((a, b) => a - b);
+    cell.remove();
+    return (light + 0.05) / (dark + 0.05);
+  };
+  return Object.fromEntries(classes.map((names) => [names, contrast(names)]));
+}"""
+
+
+async def test_tokens_have_enough_contrast(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    kinds = ("model", "prompt", "environment", "closing", "masked", "stale")
+    colours = [f"tokens-by-author tokens-{kind}" for kind in kinds]
+    colours += [f"tokens-hue-{hue}" for hue in range(6)] + [f"tokens-heat-{heat}" for heat in range(10)]
+    await page.goto(link(world, uid))
+    await expect(page.locator(".tokens-cells").first).to_be_visible()
+    for scheme in ("light", "dark"):
+        await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        found = await page.evaluate(CONTRASTS, [*colours, *(f"{each} tokens-id" for each in colours)])
+        assert {names: round(contrast, 2) for names, contrast in found.items() if contrast < 4.5} == {}, scheme

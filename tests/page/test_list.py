@@ -222,6 +222,38 @@ async def _slowly(route: Route) -> None:
     await route.continue_()
 
 
+async def test_nothing_is_said_of_a_list_before_it_was_read(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Idle()])
+    answer = asyncio.Event()
+
+    async def away(route: Route) -> None:
+        await answer.wait()
+        await route.abort()
+
+    await page.route("**/v1/rollouts?*", away)
+    async with page.expect_request("**/v1/rollouts?*"):
+        await show(page, world)
+    buttons = {name: page.get_by_role("button", name=name, exact=True) for name in ("← Newer", "Older →", "Clear")}
+    for button in buttons.values():
+        await expect(button).to_be_disabled()
+    for name in ("Stop", "Search on"):
+        await expect(page.get_by_role("button", name=name)).to_be_hidden()
+    await expect(page.get_by_role("table")).to_be_hidden()
+    answer.set()
+    await expect(page.get_by_role("alert")).to_have_text("The server cannot be reached.")
+    await expect(page.get_by_text("Page 1")).to_have_count(0)
+
+
+async def test_numbers_keep_their_whole_part(open_here: Open, page: Page) -> None:
+    world = await open_here()
+    await show(page, world)
+    numbers = [0.75, 1 / 3, 1e-17, 12.3456, 12345.67, -123456789.123, 12345678]
+    shown = await page.evaluate(
+        "async (numbers) => { const { decimal } = await import('page/dom.js'); return numbers.map(decimal) }", numbers
+    )
+    assert shown == ["0.75", "0.3333", "1e-17", "12.35", "12,346", "-123,456,789", "12,345,678"]
+
+
 async def test_it_goes_on_when_the_server_is_back(page: Page) -> None:
     settings: dict[str, Any] = {"_env_file": None, "host": "127.0.0.1", "grpc_port": 0, "drain_seconds": 0}
     async with Server([Idle()], Settings(http_port=0, **settings)) as server:
@@ -286,13 +318,15 @@ async def test_hostile_texts_stay_text(open_here: Open, page: Page) -> None:
     await finished(world, await start(world, hostile, metadata={"by": "finish"}, **changes))
     reply = await world.http.post("/v1/rollouts", json=body("x", world.trainer.url, agent=MARKUP))
     assert reply.status_code == 404
-    for width in (1400, 700, 400, 380):
+    for width in (1400, 1280, 1024, 700, 400, 380):
         await page.set_viewport_size({"width": width, "height": 900})
         await show(page, world, "#/?agent=%3Cimg%20src%3Dx%3E" if width == 400 else "#/")
         await expect(page.get_by_text("No rollout matches") if width == 400 else rows(page).first).to_be_visible()
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         heights = await rows(page).evaluate_all("rows => rows.map(row => row.offsetHeight)")
         assert not heights or max(heights) - min(heights) <= 1
+        for reason in await rows(page).locator("td.live-end").all():
+            assert await reason.evaluate("cell => cell.clientWidth") >= 60
         assert await page.locator("main img").count() == 0
     await page.set_viewport_size({"width": 1400, "height": 900})
     await show(page, world)

@@ -92,6 +92,14 @@ async def test_long_texts_are_folded(open_here: Open, page: Page) -> None:
     await expect(card).to_contain_text("line 499")
 
 
+async def test_a_long_line_is_folded(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "long", Script(lines=(ScriptedReply(content="ok"),)), question="x" * 7000)
+    await page.goto(link(world, uid))
+    await page.get_by_role("button", name="Show all 7,000 characters").click()
+    await expect(page.locator(".messages-card").nth(1)).to_contain_text("x" * 7000)
+
+
 async def test_arguments_are_indented_only_if_that_is_the_same(open_here: Open, page: Page) -> None:
     world = await open_here(agents=[Tour()])
     long = json.dumps({"fruit": "apple", "notes": ["a" * 30, "b" * 30]})

@@ -313,6 +313,17 @@ async def test_a_page_without_a_server(open_here: Open, page: Page, tmp_path: Pa
     assert {url.split(":")[0] for url in requested} <= {"file", "data"}
 
 
+async def test_narrow_windows_cut_nothing_off(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=TOUR))
+    await page.goto(link(world, uid))
+    await expect(state(page)).to_have_text("completed")
+    wide = "(all) => all.filter((each) => each.scrollWidth > each.clientWidth).map((each) => each.className)"
+    for width in (1024, 720, 390):
+        await page.set_viewport_size({"width": width, "height": 844})
+        assert await page.locator("html, .rollout-column, .rollout-panel, .tokens").evaluate_all(wide) == []
+
+
 async def test_without_events_the_outcome_is_shown(open_here: Open, page: Page) -> None:
     world = await open_here(agents=[Tour()])
     uid = await play(world, "tour", Script(lines=TOUR))
@@ -331,7 +342,8 @@ async def test_without_events_the_outcome_is_shown(open_here: Open, page: Page) 
 async def test_a_rollout_that_does_not_exist(open_here: Open, page: Page) -> None:
     world = await open_here(agents=[Tour()])
     await page.goto(link(world, "nowhere-1"))
-    await expect(page.get_by_role("alert")).to_be_visible()
+    await expect(page.get_by_role("alert")).to_contain_text("there is no rollout 'nowhere-1'")
+    await expect(page.get_by_text("Loading")).to_have_count(0)
 
 
 HIDE = """(hidden) => {

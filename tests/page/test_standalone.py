@@ -17,6 +17,12 @@ from rollout_server.testing.script import Script
 from tests.page.rollouts import TOUR, Tour, events, finished, play
 from tests.system.conftest import Open, Service
 
+#: The number of lines of an element's text.
+LINES = """(element) => {
+  const range = document.createRange();
+  range.selectNodeContents(element);
+  return range.getClientRects().length;
+}"""
 HOSTILE = "</script><script>document.title='run'</script><!--<script>\u2028\u2029\ud800 \"ROLLOUTS-DATA\""
 
 
@@ -123,7 +129,8 @@ async def test_the_report_of_an_evaluation_opens_its_rollouts(page: Page, tmp_pa
     fields: dict[str, Any] = {"end": "stop", "reason": "stop", "turns": 1, "prompt": prompt, "ground_truth": "42"}
     messages = [*prompt, {"role": "assistant", "content": "42"}]
     results = [RowResult(f"row-{row}-1", row=row, reward=row / 2, messages=messages, **fields) for row in (1, 2)]
-    failed = RowResult("row-3-1", "failure", "engine_server", "503", row=3, prompt=prompt, failure_class="engine")
+    message = "503 " + "a long reason " * 30
+    failed = RowResult("row-3-1", "failure", "engine_server", message, row=3, prompt=prompt, failure_class="engine")
     path = tmp_path / "report.html"
     path.write_bytes(report({"agent": "tour"}, summary_of([*results, failed], 1.0, {}), [*results, failed]))
     await page.goto(path.as_uri())
@@ -131,9 +138,14 @@ async def test_the_report_of_an_evaluation_opens_its_rollouts(page: Page, tmp_pa
     rows = page.locator("main").get_by_role("row")
     await expect(rows).to_have_count(4)
     await expect(rows.nth(1)).to_contain_text("engine: 503")
+    await expect(rows.locator("td.live-uid")).to_have_text(["row-3-1", "row-1-1", "row-2-1"])
     await rows.nth(3).get_by_role("link").first.click()
     await expect(page.get_by_role("heading", name="Evaluation of tour")).to_be_hidden()
     await expect(page.locator('.messages-card[data-kind="completion"]')).to_contain_text("42")
     await expect(page.locator("main")).to_contain_text("ground truth=42")
     await page.get_by_role("link", name="Rollouts", exact=True).click()
     await expect(page.get_by_role("heading", name="Evaluation of tour")).to_be_visible()
+    await page.set_viewport_size({"width": 390, "height": 844})
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    category = page.get_by_role("cell", name="engine_server")
+    assert await category.evaluate(LINES) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 from playwright.async_api import Locator, Page, expect
 from rollout_server.calculator import Calculator
@@ -87,3 +88,17 @@ async def test_a_queued_rollout_waits_and_is_cancelled(open_here: Open, page: Pa
     await page.get_by_role("dialog").get_by_role("button", name="Cancel the rollout").click()
     await expect(page.locator(".rollout-state")).to_have_text("cancelled")
     await expect(bars(page, "queue")).to_have_accessible_name(re.compile("in the queue for "))
+
+
+async def test_times_do_not_overlap(open_here: Open, page: Page) -> None:
+    world = await open_here(agents=[Tour()])
+    uid = await play(world, "tour", Script(lines=slow(0.1, *TOUR)))
+    await finished(world, uid)
+    for width in (1400, 720, 390):
+        await page.set_viewport_size({"width": width, "height": 900})
+        await page.goto(link(world, uid))
+        await expect(page.locator(".rollout-state")).to_have_text("completed")
+        boxes = [await each.bounding_box() for each in await page.locator(".timeline g > text").all()]
+        shown = [(box["x"], box["x"] + box["width"]) for box in boxes if box]
+        assert len(shown) > 1
+        assert all(end < start for (_, end), (start, _) in pairwise(shown)), (width, shown)

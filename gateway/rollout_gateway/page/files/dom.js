@@ -81,9 +81,9 @@ export function count(value) {
   return WHOLE.format(value);
 }
 
-/** @param {number} value @returns {string} with at most 4 significant digits */
+/** @param {number} value @returns {string} with 4 significant digits, or all of its whole part */
 export function decimal(value) {
-  return Number.isInteger(value) ? String(value) : String(Number(value.toPrecision(4)));
+  return Math.abs(value) >= 1000 ? count(Math.round(value)) : String(Number(value.toPrecision(4)));
 }
 
 /** @param {number} ms - milliseconds @returns {string} such as "85 ms", "2.4 s", "3 min 20 s" */

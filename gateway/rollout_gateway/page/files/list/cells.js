@@ -61,9 +61,9 @@ function stateCell({ state, outcome }) {
   return { text, kind: `live-${text}` };
 }
 
-/** The part after the last hyphen: the part before it is that of the server. */
+/** A uid without the id of its server. Uids of rows of an evaluation have none. */
 function uidCell({ uid }) {
-  return { text: uid.split("-").at(-1), title: uid, href: linkTo(uid) };
+  return { text: uid.replace(/^[0-9a-f]{10}-/, ""), title: uid, href: linkTo(uid) };
 }
 
 function groupCell({ spec: { group_id: id } }) {

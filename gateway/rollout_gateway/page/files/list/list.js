@@ -40,6 +40,7 @@ class List {
     this.filters = new Filters(source, parameters, () => this._toPage([""]));
     this.error = errorLine();
     this.table = new LiveTable("Rollouts, newest first", COLUMNS, (rollout) => rollout.uid);
+    this.table.element.hidden = true;
     this.empty = h("div.list-empty");
     this.search = searchLine({ stop: () => (this.page.isStopped = true), searchOn: () => this._searchOn() });
     const newer = () => this._toPage(this.tokens.slice(0, -1));
@@ -219,8 +220,8 @@ function button(text, onClick, properties = {}) {
 /** How a search that takes several requests goes on, and buttons to stop it and to continue it. */
 function searchLine({ stop, searchOn }) {
   const text = h("span", {});
-  const stopping = button("Stop", stop);
-  const going = button("Search on", searchOn);
+  const stopping = button("Stop", stop, { hidden: true });
+  const going = button("Search on", searchOn, { hidden: true });
   const show = (page, isReading) => {
     const isStopped = page.isStopped && !page.isRead;
     const isSearching = isReading && !isStopped && page.requests > 0;
@@ -234,11 +235,12 @@ function searchLine({ stop, searchOn }) {
 
 function pager({ newer, older }) {
   const text = h("span.quiet", { role: "status" });
-  const back = button("← Newer", newer);
-  const on = button("Older →", older);
+  const back = button("← Newer", newer, { disabled: true });
+  const on = button("Older →", older, { disabled: true });
   const show = (page, number, isReading) => {
     const found = page.rows.length;
-    if (!isReading) setText(text, `Page ${number}: ${found} ${found === 1 ? "rollout" : "rollouts"}`);
+    const told = page.requests ? `Page ${number}: ${found} ${found === 1 ? "rollout" : "rollouts"}` : "";
+    if (!isReading) setText(text, told);
     back.disabled = number === 1;
     on.disabled = !(page.isFull && page.next);
   };

@@ -23,7 +23,8 @@ export function blockOf(value) {
   const block = h("pre.content-text", {}, head);
   if (head.length === text.length) return block;
   const isWhole = text.length <= MOST;
-  const label = isWhole ? `Show all ${count(lines.length)} lines, ${count(text.length)} characters`
+  const height = lines.length > 1 ? `${count(lines.length)} lines, ` : "";
+  const label = isWhole ? `Show all ${height}${count(text.length)} characters`
     : `Show ${count(MOST)} of ${count(text.length)} characters`;
   const rest = h("button.content-more", { on: { click: () => copy(text, rest) } }, "Copy the whole text");
   const click = () => {

@@ -63,6 +63,7 @@ class RolloutPage {
     } catch (error) {
       if (this._signal.aborted) return;
       this._setConnection("lost");
+      if (!this.view.model) fill(this.element);
       this.element.prepend(this._problem.element);
       this._problem.show(error);
     }
