@@ -4,9 +4,12 @@ BIN := $(VENV)/bin
 MANIFESTS := $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml deploy/kubernetes/*/*.yaml))
 PROTOS := $(wildcard protos/osmosis/*/v1/*.proto)
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-# Installs exactly what the lock lists. Without bytecode: few modules are ever imported, and the import below compiles those.
-LOCKED := install --no-compile --no-deps --require-hashes -r
-UV := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
+# Exactly what the lock lists. Without bytecode: few modules are ever imported, and the import below compiles those.
+LOCKED := --no-deps --require-hashes -r
+# Installs a lock file: $(call install,PYTHON,LOCK). uv takes a tenth of pip's time, but does not read pip's configuration: where only
+# that knows the package index, pip installs the same.
+install = $(BIN)/uv pip install --quiet --python $(1) $(LOCKED) $(2) || $(PIP) --python $(1) install --no-compile $(LOCKED) $(2)
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate
 
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -20,21 +23,25 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/python
-	$(PIP) $(LOCKED) requirements/dev.lock
+$(BIN)/uv: requirements/uv.lock | $(BIN)/python
+	$(PIP) install --no-compile $(LOCKED) $<
+	@touch $@
+
+$(VENV)/.ready: requirements/dev.lock pyproject.toml | $(BIN)/uv
+	$(call install,$(BIN)/python,$<)
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@TRANSFORMERS_VERBOSITY=error $(BIN)/python -c "import rollout_server.cli.commands, rollout_gateway.app; from transformers import AutoTokenizer, GenerationConfig"
 	@touch $@
 
-.venv-%/.ready: requirements/%.lock | $(BIN)/python
+.venv-%/.ready: requirements/%.lock | $(BIN)/uv
 	$(PYTHON) -m venv --without-pip .venv-$*
-	$(PIP) --python .venv-$*/bin/python $(LOCKED) $<
+	$(call install,.venv-$*/bin/python,$<)
 	@touch $@
 
 # Frameworks of trainers. torch comes last and without hashes: which build it is, for the CPU or with CUDA, depends on pip's index.
-.venv-trl/.ready .venv-verl/.ready: .venv-%/.ready: requirements/%.lock requirements/torch.in | $(BIN)/python
+.venv-trl/.ready .venv-verl/.ready: .venv-%/.ready: requirements/%.lock requirements/torch.in | $(BIN)/uv
 	$(PYTHON) -m venv --without-pip .venv-$*
-	$(PIP) --python .venv-$*/bin/python $(LOCKED) $<
+	$(call install,.venv-$*/bin/python,$<)
 	$(PIP) --python .venv-$*/bin/python install --no-compile -r requirements/torch.in
 	@touch $@
 
@@ -51,18 +58,18 @@ sync-client: setup ## Generate the synchronous client from the async client
 release-protos: setup ## Replace the baseline of `buf breaking` (only for a release, or before the first one)
 	$(BIN)/buf build -o protos/released.binpb
 
-lock: ## Update the lock files
-	$(PIP) install uv
-	$(UV) pyproject.toml --extra dev -o requirements/dev.lock
-	$(UV) requirements/protos.in -o requirements/protos.lock
-	$(UV) requirements/oldest.in -o requirements/oldest.lock
-	$(UV) requirements/transformers4.in -o requirements/transformers4.lock
-	$(UV) --no-deps requirements/templates.in -o requirements/templates.lock
-	$(UV) --overrides requirements/without-torch.txt requirements/trl.in -o requirements/trl.lock
-	$(UV) --overrides requirements/without-torch.txt requirements/verl.in -o requirements/verl.lock
-	$(UV) requirements/clients.in -o requirements/clients.lock
-	$(UV) pyproject.toml --extra server --extra otel -c requirements/dev.lock -o deploy/server.lock
-	echo hatchling | $(UV) - -c requirements/dev.lock -o deploy/build.lock
+lock: $(BIN)/uv ## Update the lock files
+	echo uv | $(COMPILE) - -o requirements/uv.lock
+	$(COMPILE) pyproject.toml --extra dev -o requirements/dev.lock
+	$(COMPILE) requirements/protos.in -o requirements/protos.lock
+	$(COMPILE) requirements/oldest.in -o requirements/oldest.lock
+	$(COMPILE) requirements/transformers4.in -o requirements/transformers4.lock
+	$(COMPILE) --no-deps requirements/templates.in -o requirements/templates.lock
+	$(COMPILE) --overrides requirements/without-torch.txt requirements/trl.in -o requirements/trl.lock
+	$(COMPILE) --overrides requirements/without-torch.txt requirements/verl.in -o requirements/verl.lock
+	$(COMPILE) requirements/clients.in -o requirements/clients.lock
+	$(COMPILE) pyproject.toml --extra server --extra otel -c requirements/dev.lock -o deploy/server.lock
+	echo hatchling | $(COMPILE) - -c requirements/dev.lock -o deploy/build.lock
 
 demo: setup ## Run rollouts over gRPC and HTTP with a strict trainer; show the author of every token
 	$(BIN)/rollout demo
