@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,23 @@ TOUR = (
     ScriptedReply(content="The answer does not name the pear."),
     ScriptedReply(content="An apple costs 5 and a pear 4 cents.", cut=True),
 )
+
+
+class Stepped:
+    """A model with a list of replies, each of which waits for a step of the test. Only the trainer's thread waits."""
+
+    def __init__(self, replies: Sequence[ScriptedReply]) -> None:
+        self._replies = iter(replies)
+        self._steps = threading.Semaphore(0)
+
+    def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:
+        """Return the next reply."""
+        self._steps.acquire()
+        return next(self._replies)
+
+    def step(self, count: int = 1) -> None:
+        """Permit so many replies."""
+        self._steps.release(count)
 
 
 @asynccontextmanager

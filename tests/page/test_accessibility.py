@@ -148,6 +148,6 @@ async def test_tokens_have_enough_contrast(open_here: Open, page: Page) -> None:
     await page.goto(link(world, uid))
     await expect(page.locator(".tokens-cells").first).to_be_visible()
     for scheme in ("light", "dark"):
-        await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        await page.emulate_media(color_scheme=scheme)
         found = await page.evaluate(CONTRASTS, [*colours, *(f"{each} tokens-id" for each in colours)])
         assert {names: round(contrast, 2) for names, contrast in found.items() if contrast < 4.5} == {}, scheme

@@ -17,7 +17,7 @@ from rollout_server.testing.script import Fault, FaultKind, Script
 from rollout_server.testing.trainer import StrictTrainer
 
 from bench.programs.child import free_port
-from tests.page.rollouts import HOSTILE, SHOWN, TOUR, Long, Tour, begin, events, finished, link, play, slow
+from tests.page.rollouts import HOSTILE, SHOWN, TOUR, Long, Stepped, Tour, begin, events, finished, link, play, slow
 from tests.support.bodies import QUESTION, TOKENIZER
 from tests.system.conftest import Open, Service
 
@@ -47,12 +47,20 @@ async def query_of(page: Page) -> dict[str, str]:
 
 
 async def test_it_follows_a_rollout_turn_by_turn(open_here: Open, page: Page) -> None:
-    world = await open_here(agents=[Tour()])
-    uid = await play(world, "slow", Script(lines=slow(0.4, *TOUR)))
-    await page.goto(link(world, uid))
-    await expect(state(page)).to_have_text("running · live")
-    await expect(cards(page, "completion").first).to_contain_text("Let me look up both prices.")
-    assert await cards(page, "completion").count() < len(TOUR)
+    model = Stepped(TOUR)
+    world = await open_here(agents=[Tour()], model=model)
+    try:
+        await page.goto(link(world, await begin(world, "slow", "tour")))
+        await expect(state(page)).to_have_text("running · live")
+        await expect(page.get_by_text("waiting for turn 1 …")).to_be_visible()
+        assert await cards(page, "completion").count() == 0
+        model.step()
+        await expect(cards(page, "completion")).to_have_count(1)
+        await expect(cards(page, "completion").first).to_contain_text("Let me look up both prices.")
+        await expect(page.get_by_text("waiting for turn 2 …")).to_be_visible()
+        assert await cards(page, "completion").count() == 1
+    finally:
+        model.step(len(TOUR))
     await expect(state(page)).to_have_text("completed")
     await expect(cards(page, "completion")).to_have_count(len(TOUR))
     await expect(cards(page, "tool")).to_have_count(4)
@@ -159,6 +167,27 @@ async def test_a_failure_comes_first(open_here: Open, page: Page) -> None:
     await expect(page.locator(".rollout-results")).to_contain_text("0 of 1 trainable (failure_trainer)")
     await why.get_by_role("link", name="turn 2").click()
     assert (await query_of(page))["turn"] == "2"
+
+
+async def test_a_turn_is_selected_before_its_completion_is_there(open_here: Open, page: Page) -> None:
+    """By its link and in the timeline. Its messages are marked when they arrive."""
+    model = Stepped(TOUR)
+    world = await open_here(agents=[Tour()], model=model)
+    marked = page.locator(".messages-card[aria-current]")
+    try:
+        model.step()
+        await page.goto(link(world, await begin(world, "slow", "tour"), "?turn=2"))
+        await expect(page.get_by_text("waiting for turn 2 …")).to_be_visible()
+        model.step()
+        await expect(marked).to_have_count(3)
+        await expect(marked.last).to_have_attribute("aria-label", "assistant, turn 2")
+        await page.get_by_role("button", name="turn 3, engine").click()
+        await expect(marked).to_have_count(0)
+        model.step()
+        await expect(marked).to_have_count(3)
+        await expect(marked.last).to_have_attribute("aria-label", "assistant, turn 3")
+    finally:
+        model.step(len(TOUR))
 
 
 async def test_links_to_turns_and_tokens(open_here: Open, page: Page) -> None:

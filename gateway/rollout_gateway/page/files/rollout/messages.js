@@ -22,7 +22,7 @@ export function messagesPart(view) {
   const entries = new WeakMap();
   let shown = 0;
   let last;
-  let highlighted = [];
+  let current = new Set();
 
   function update() {
     const { items } = view.model;
@@ -34,6 +34,7 @@ export function messagesPart(view) {
     last = items[shown - 1];
     list.append(...added);
     for (const mark of marks) mark();
+    markCurrent();
     fill(waiting, waitingFor(view.model));
     if (added.length && isFollowing) element.parentElement.scrollTop = element.parentElement.scrollHeight;
   }
@@ -79,11 +80,18 @@ export function messagesPart(view) {
     to.focus();
   }
 
+  /** Mark the selected messages. Those of a turn that is still running arrive after the selection. */
+  function markCurrent() {
+    const marked = new Set(selectedMessages(view).map((entry) => cards.get(entry)).filter(Boolean));
+    for (const each of current) if (!marked.has(each)) each.ariaCurrent = null;
+    for (const each of marked) each.ariaCurrent = "true";
+    current = marked;
+  }
+
   function selected() {
-    for (const each of highlighted) each.ariaCurrent = null;
-    highlighted = selectedMessages(view).map((entry) => cards.get(entry)).filter(Boolean);
-    for (const each of highlighted) each.ariaCurrent = "true";
-    if (highlighted.length) reveal(highlighted[0], element.parentElement);
+    markCurrent();
+    const [first] = current;
+    if (first) reveal(first, element.parentElement);
   }
 
   return { element, update, selected };

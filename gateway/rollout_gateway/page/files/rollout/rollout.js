@@ -160,7 +160,9 @@ class RolloutPage {
   _seek() {
     const { model, selection } = this.view;
     const wanted = completed(model, selection);
-    const isThere = wanted.token === null ? model.turns.has(wanted.turn) : model.spanAt(wanted.segment, wanted.token);
+    const turn = model.turns.get(wanted.turn);
+    const isThere = wanted.token === null ? turn && (turn.answered || turn.ended || model.outcome)
+      : model.spanAt(wanted.segment, wanted.token);
     if (!isThere) return;
     this._isSought = false;
     this.element.querySelector(".rollout-columns").scrollIntoView();
