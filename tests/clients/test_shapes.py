@@ -1,4 +1,4 @@
-"""Recorded shapes of what the command-line agents send, replayed: each completion is in one sample, as the model wrote it."""
+"""Recorded shapes of what agents and their libraries send, replayed: each completion is in one sample, as the model wrote it."""
 
 from __future__ import annotations
 

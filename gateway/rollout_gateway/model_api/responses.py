@@ -64,31 +64,32 @@ def _add_item(history: History, place: str, item: Object) -> None:
     match item.get("type", "message"):
         case "message":
             role = fields.need(item, "role", str, place)
-            given = item.get("content")
-            content = (
-                given if isinstance(given, str) else [_part(*each) for each in fields.items(item, "content", place)]
-            )
             known = _completion_id(item) if role == "assistant" else ""
-            history.add(place, {"role": role, "content": content}, known)
+            history.add(place, {"role": role, "content": _content(item, "content", place)}, known)
         case "function_call":
             name = _joined(item.get("namespace"), fields.need(item, "name", str, place))
             call_id, arguments = (fields.need(item, key, str, place) for key in ("call_id", "arguments"))
             message = {"role": "assistant", "content": None, "tool_calls": [call_json(call_id, name, arguments)]}
             history.add(place, message, _completion_id(item).rpartition("_")[0])
         case "function_call_output":
-            given = item.get("output")
-            content = (
-                given if isinstance(given, str) else [_part(*each) for each in fields.items(item, "output", place)]
-            )
             call_id = fields.need(item, "call_id", str, place)
-            history.add(place, {"role": "tool", "tool_call_id": call_id, "content": content})
+            history.add(place, {"role": "tool", "tool_call_id": call_id, "content": _content(item, "output", place)})
         case "reasoning":
             thoughts = fields.items(item, "content", place) or fields.items(item, "summary", place)
             text = "".join(_part(*each)["text"] for each in thoughts)
             thought = {"role": "assistant", "content": None} | ({"reasoning_content": text} if text else {})
             history.add(place, thought, fields.read(item, "encrypted_content", str, place) or _completion_id(item))
+        case "item_reference":
+            kind, known, index = (*fields.need(item, "id", str, place).split("_", 2), "", "")[:3]
+            field = {"rs": "reasoning_content", "msg": "content", "fc": f"tool_calls[{index}]"}.get(kind, kind)
+            history.add(place, {"role": "assistant", "repeated_field": field}, known)
         case other:
             raise InvalidCall(f"{place}.type", f"items of type {str(other)[:64]!r} are not supported")
+
+
+def _content(item: Object, key: str, place: str) -> Any:
+    given = item.get(key)
+    return given if isinstance(given, str) else [_part(*each) for each in fields.items(item, key, place)]
 
 
 def _part(place: str, part: Object) -> Object:

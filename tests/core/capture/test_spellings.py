@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from rollout_server.core.capture.call import ModelCall
-from rollout_server.core.capture.decision import Branch, Continue, Open, Refuse
+from rollout_server.core.capture.decision import UNKNOWN_COMPLETION, Branch, Continue, Open, Refuse
 from rollout_server.core.capture.history import InvalidHistory
 from rollout_server.core.capture.rules import CaptureOptions
 from rollout_server.core.segment import SegmentKind
@@ -408,3 +408,32 @@ def test_an_invalid_message_is_refused_by_its_path(messages: list[Fields], field
     first = captured.decide(call_of(TASK))
     assert isinstance(first, Open)
     assert first.kind is SegmentKind.MAIN, "a refused call leaves nothing behind"
+
+
+@pytest.mark.parametrize("names", [["reasoning_content", "content", "tool_calls[0]"], ["content", "tool_calls[0]"]])
+def test_a_history_that_names_fields_of_a_completion_continues(names: list[str]) -> None:
+    sampled = called({"a": 3}, reasoning="Easy.") | {"content": "Adding."}
+    captured = after_one_call(sampled)
+    named = [{"role": "assistant", "repeated_field": name} for name in names]
+    ids = dict.fromkeys(range(2, 2 + len(names)), "completion-1")
+    call = call_of(SYSTEM, TASK, *named, result("8"), ids=ids, tools=(ADD,))
+    assert isinstance(captured.sample(call, says("8")), Continue)
+    assert captured.conversations == {0: [SYSTEM, TASK, sampled, result("8"), says("8")]}
+
+
+@pytest.mark.parametrize(
+    ("name", "completion"),
+    [
+        ("content", "completion-9"),
+        ("content", ""),
+        ("tool_calls[1]", "completion-1"),
+        ("reasoning_content", "completion-1"),
+        ("audio", "completion-1"),
+    ],
+)
+def test_a_field_that_no_completion_has_is_refused(name: str, completion: str) -> None:
+    captured = after_one_call(called({"a": 3}))
+    named = {"role": "assistant", "repeated_field": name}
+    refused = captured.decide(call_of(SYSTEM, TASK, named, result("8"), ids={2: completion}, tools=(ADD,)))
+    assert isinstance(refused, Refuse)
+    assert (refused.reason, refused.field) == (UNKNOWN_COMPLETION, "messages[2]")

@@ -88,6 +88,16 @@ async def test_a_response_is_named_by_its_id(endpoint: ModelGateway) -> None:
     assert endpoint.history == [{"role": "user", "content": "Hi."}]
 
 
+async def test_items_are_named_by_their_ids(endpoint: ModelGateway) -> None:
+    """The AI SDK sends them so, as OpenAI stores responses."""
+    ids = ("rs_cmp1", "msg_cmp1", "fc_cmp1_0", "fc_cmp1_12", "other")
+    items = [{"type": "item_reference", "id": each} for each in ids]
+    await endpoint.post(PATH, BODY | {"input": [*items, {"role": "user", "content": "On."}]})
+    fields = ["reasoning_content", "content", "tool_calls[0]", "tool_calls[12]", "other"]
+    assert endpoint.history[:-1] == [{"role": "assistant", "repeated_field": field} for field in fields]
+    assert [each.completion_id for each in endpoint.call.prompt.messages] == ["cmp1"] * 4 + ["", ""]
+
+
 async def test_a_completion_becomes_items(endpoint: ModelGateway) -> None:
     calls = [function_call("add", '{"a": 1}', "c1"), function_call("files__read", "{broken", "c2")]
     endpoint.server.reply = said("Text.", reasoning_content="Thought.", tool_calls=calls)
@@ -193,7 +203,7 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway) -> None:
         ({"input": []}, "input"),
         ({"input": None}, "input"),
         ({"input": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, "input[1]"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input[0].arguments"),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         (

@@ -62,6 +62,8 @@ class HistoryMessage(_message.Message):
     json: _builtins.str
     """One JSON object in the shape of OpenAI chat completions: `role`, `content`, `tool_calls`, `tool_call_id`, `name`, and
     `reasoning_content` for reasoning. Parts of one answer may come as several assistant messages in a row.
+    A message `{"role": "assistant", "repeated_field": NAME}` has that field of the completion `completion_id`: "content",
+    "reasoning_content", or "tool_calls[INDEX]".
     """
     completion_id: _builtins.str
     """The id of the completion that the message, or a part of it, repeats, if the client sent one; else empty."""

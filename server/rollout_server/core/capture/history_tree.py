@@ -8,7 +8,7 @@ message that was sent, however many conversations there are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollout_server.core.capture.history import ASSISTANT, CanonicalMessage, join_messages
 
@@ -155,6 +155,16 @@ class CapturedTurn:
         self.continued = 0
         self.delivered = False
         self.completed_at = completed_at
+
+    def field(self, name: str) -> CanonicalMessage | None:
+        """Return a message with only "content", "reasoning_content" or "tool_calls[INDEX]" of the completion; None: it has none."""
+        whole = replace(self.message, completion_ids=frozenset([self.id]))
+        if name == "content":
+            return replace(whole, reasoning="", calls=())
+        if name == "reasoning_content":
+            return replace(whole, parts=(), calls=()) if whole.reasoning else None
+        named = {f"tool_calls[{index}]": call for index, call in enumerate(whole.calls)}.get(name)
+        return None if named is None else replace(whole, parts=(), reasoning="", calls=(named,))
 
     def lineage(self) -> Iterator[CapturedTurn]:
         """Yield the turn and those before it, the latest first."""

@@ -249,7 +249,7 @@ class CallTree:
         same = True
         for index, message in enumerate(call.messages):
             same = same and index < len(known) and message.repeats(known[index][0])
-            read = known[index][1] if same else None
+            read = known[index][1] if same else self._repeated_field(message, f"messages[{index}]")
             if read is None or read.role == "system":
                 read = reader.read(message, f"messages[{index}]")
             else:
@@ -258,6 +258,18 @@ class CallTree:
         if not call.previous:
             self._known = tuple(zip(call.messages, messages, strict=True))
         return messages
+
+    def _repeated_field(self, message: HistoryMessage, path: str) -> CanonicalMessage | None:
+        """Return the field of a completion that a message names; None if it names none."""
+        name = message.fields.get("repeated_field")
+        if name is None:
+            return None
+        turn = self._turns.get(message.completion_id)
+        found = turn.field(str(name)) if turn else None
+        if found is None:
+            text = "this rollout has no completion with this id and field; send the message itself instead"
+            raise _Refused(Refuse(UNKNOWN_COMPLETION, path, text))
+        return found
 
     def _previous(self, call: ModelCall) -> CapturedTurn | None:
         if not call.previous:
