@@ -226,6 +226,17 @@ async def test_a_damaged_rollout(written: Path, statement: str, text: str) -> No
     assert "restore it from a backup" in found
 
 
+async def test_a_text_that_is_not_utf8(written: Path) -> None:
+    execute(written, "INSERT INTO deliveries VALUES (2, 'refused', 1, CAST(x'736b2dff' AS TEXT), NULL, NULL, 1.0)")
+    async with SqliteJournal(written) as journal:
+        with pytest.raises(JournalUnusable) as caught:
+            await journal.load()
+    assert str(caught.value).startswith(
+        f"{written}/{DATABASE} is damaged (it has a value that cannot be read): restore it"
+    )
+    assert caught.value.__cause__ is None
+
+
 async def test_a_log_that_lacks_its_middle(directory: Path) -> None:
     async with SqliteJournal(directory) as journal:
         await journal.load()

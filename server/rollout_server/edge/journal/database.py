@@ -276,9 +276,11 @@ def _unusable(path: Path) -> Iterator[None]:
         yield
     except SQLAlchemyError as error:
         code = _primary_code(error)
+        if code is None:  # the driver cannot read a text that is not UTF-8, and shows it in its error
+            raise JournalUnusable(f"{path} is damaged (it has a value that cannot be read): {RESTORE}") from None
         if code in _DAMAGED:
             raise JournalUnusable(f"{path} is damaged ({_cause(error)}): {RESTORE}") from error
-        advice = _ADVICE.get(code or 0, f"make it usable for the server's user, {ELSEWHERE}")
+        advice = _ADVICE.get(code, f"make it usable for the server's user, {ELSEWHERE}")
         raise JournalUnusable(f"the journal {path} cannot be used ({_cause(error)}): {advice}") from error
     except OSError as error:
         text = f"the journal {path} cannot be used ({error})"
