@@ -23,6 +23,19 @@ TIMEOUT_MS = 30_000
 expect.set_options(timeout=TIMEOUT_MS)
 
 
+#: Counts the requests of the page: `asked` are their paths, `pending` is how many have no response yet.
+FETCHES = """
+  globalThis.asked = [];
+  globalThis.pending = 0;
+  const real = fetch;
+  globalThis.fetch = async (path, options) => {
+    asked.push(path);
+    pending += 1;
+    return real(path, options).finally(() => (pending -= 1));
+  };
+"""
+
+
 def _chromium() -> str | None:
     return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -77,3 +90,15 @@ async def open_here() -> AsyncIterator[Open]:
             return await open_world(stack, **options)
 
         yield opened
+
+
+async def asked_in(page: Page, seconds: int) -> list[str]:
+    """The paths that the page requests in the next seconds. The page has `page.clock` installed, and the script `FETCHES`."""
+    await page.wait_for_function("pending === 0")
+    await page.evaluate("asked.length = 0")
+    for _ in range(seconds):
+        await page.clock.run_for(1000)
+        # What is requested again at once, as soon as it is refused, is requested now.
+        await page.wait_for_timeout(50)
+    found: list[str] = await page.evaluate("asked")
+    return found

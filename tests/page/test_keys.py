@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
-from playwright.async_api import Locator, Page, Request, Route, expect
+from playwright.async_api import Locator, Page, Response, Route, expect
 from rollout_server.app import Server
 from rollout_server.calculator import Calculator
 from rollout_server.edge.api_keys import entry_of
@@ -16,9 +17,11 @@ from rollout_server.testing.trainer import StrictTrainer
 
 from bench.programs.child import free_port
 from tests.gateway.rest.test_real_server import start
+from tests.page.conftest import FETCHES, asked_in
 from tests.page.rollouts import TOUR, Tour, begin, link, play
 from tests.support.agents import Idle
 from tests.support.bodies import QUESTION, TOKENIZER
+from tests.support.toy_model import until
 from tests.system.conftest import Open, Service
 
 OLD, NEW = "the-old-key-of-at-least-32-characters", "the-new-key-of-at-least-32-characters"
@@ -57,15 +60,18 @@ async def give(page: Page, key: str) -> None:
     await page.keyboard.press("Enter")
 
 
-def counted(page: Page) -> list[str]:
-    """The paths that the page requests from now on."""
-    found = list[str]()
+async def watch(page: Page) -> set[str]:
+    """Count the requests of the page from now on, and let the test move its clock. Return the paths that are refused."""
+    refused = set[str]()
 
-    def note(request: Request) -> None:
-        found.append(request.url)
+    def note(response: Response) -> None:
+        if response.status == 401:
+            refused.add(urlsplit(response.url).path.rpartition("/")[2])
 
-    page.on("request", note)
-    return found
+    page.on("response", note)
+    await page.add_init_script(FETCHES)
+    await page.clock.install()
+    return refused
 
 
 async def test_one_question_answers_all_requests_that_were_refused(open_here: Open, page: Page) -> None:
@@ -81,17 +87,17 @@ async def test_a_list_whose_key_is_revoked_stays_and_asks_once(open_here: Open, 
     world: Service = await open_here(agents=[Idle()], api_keys_file=file)
     world.http.headers["authorization"] = f"Bearer {OLD}"
     await start(world, "seen")
+    refused = await watch(page)
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     await give(page, OLD)
     await expect(page.locator("td.live-id")).to_have_text(["seen"])
+    refused.clear()
     file.write_text(entry_of("alice", NEW) + "\n")
     await expect(fields(page)).to_be_focused()
     await expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("key")
     await expect(page.locator("td.live-id")).to_have_text(["seen"])
-    await page.wait_for_timeout(3000)  # the list and the counts are read independently: each may be refused once
-    requests = counted(page)
-    await page.wait_for_timeout(3000)
-    assert requests == []
+    await until(lambda: refused == {"rollouts", "server"})  # each is read independently, and refused once
+    assert await asked_in(page, 10) == []
     await expect(fields(page)).to_have_count(1)
     world.http.headers["authorization"] = f"Bearer {NEW}"
     await start(world, "later")
@@ -115,18 +121,18 @@ async def test_a_server_that_restarts_with_another_key(page: Page, tmp_path: Pat
             await trainer.put_script("resumed", Script(then_model=True, lines=(Fault(kind=FaultKind.SILENCE),)))
             target = {"url": f"grpc://{trainer.grpc_target}", "replays_turn_keys": True}
             uid = await begin(world, "resumed", "calculator", QUESTION, completions=target)
+            refused = await watch(page)
             await page.goto(link(world, uid))
             await give(page, OLD)
             await expect(page.locator(".rollout-state")).to_have_text("running · live")
         await expect(page.locator(".rollout-state")).to_have_text("running · reconnecting …")
+        refused.clear()
         async with Server([Calculator()], after):
             await expect(fields(page)).to_be_focused()
             await expect(page.locator(".messages-card").first).to_be_visible()
             # The rollout and its events are read independently, and each is refused once.
-            await page.wait_for_timeout(3000)
-            requests = counted(page)
-            await page.wait_for_timeout(2500)
-            assert requests == []
+            await until(lambda: refused == {uid, "events"})
+            assert await asked_in(page, 10) == []
             await give(page, NEW)
             await expect(page.locator(".rollout-state")).to_have_text("completed")
             await expect(page.locator(".messages-remark")).to_contain_text(["resumed after a restart"])
@@ -140,14 +146,13 @@ async def test_what_the_key_may_not_do_is_said_and_not_tried_in_a_loop(open_here
     world = await open_here(agents=[Tour(), Idle()])
     stuck = Script(lines=(TOUR[0], Fault(kind=FaultKind.SILENCE)))
     uid = await play(world, "stuck", stuck)
+    await watch(page)
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     await expect(page.locator("td.live-id")).to_have_text(["stuck"])
     await page.route("**/v1/**", forbid)
     await expect(page.get_by_role("alert")).to_have_text("this key may not read rollouts")
     await expect(page.locator("td.live-id")).to_have_text(["stuck"])
-    requests = counted(page)
-    await page.wait_for_timeout(4000)
-    assert 1 <= len(requests) <= 6  # two polls, each every two seconds
+    assert 4 <= len(await asked_in(page, 10)) <= 12  # two polls, each every two seconds
     await page.unroute_all()
     await expect(page.get_by_role("alert")).to_have_count(0)
     # A stream that is opened again is refused.
@@ -165,7 +170,7 @@ async def test_what_the_key_may_not_do_is_said_and_not_tried_in_a_loop(open_here
     await expect(page.get_by_role("alert").first).to_have_text("this key may not read rollouts")
     await expect(page.locator(".rollout-state")).to_have_text("running · not followed any more")
     await expect(page.locator('.messages-card[data-kind="tool"]')).to_have_count(2)
-    requests = counted(page)
-    await page.wait_for_timeout(4000)
-    assert len(requests) <= 3
+    polled = await asked_in(page, 10)
+    assert 1 <= len(polled) <= 6
+    assert set(polled) == {f"v1/rollouts/{uid}?view=basic"}
     await expect(fields(page)).to_have_count(0)

@@ -41,6 +41,14 @@ ALL_CELLS = """async () => {
 }"""
 
 
+#: Whether all tokens in view are drawn, with their texts.
+FILLED = """() => {
+  const view = document.querySelector(".tokens-strip").getBoundingClientRect();
+  const isSeen = (piece) => piece.getBoundingClientRect().bottom > view.top && piece.getBoundingClientRect().top < view.bottom;
+  return !document.querySelector(".tokens-wait") && ![...document.querySelectorAll(".tokens-empty")].some(isSeen);
+}"""
+
+
 class Masking(Calculator):
     """Masks its second completion, and continues in a shorter context and a branch of it."""
 
@@ -215,6 +223,7 @@ async def test_what_a_token_is_and_copies_of_ids(open_here: Open, page: Page) ->
     await page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     spans, starts = shown.outcome["segments"][0]["spans"], shown.starts()
     masked = next(index for index, span in enumerate(spans) if span["mask_reason"] == "author")
+    await page.clock.install()
     await shown.go(f"?segment=0&token={starts[masked] + 1}")
     detail, span = page.locator(".tokens-detail"), spans[masked]
     logprob = span["logprobs"][1]
@@ -235,7 +244,7 @@ async def test_what_a_token_is_and_copies_of_ids(open_here: Open, page: Page) ->
     await page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as without HTTPS
     await detail.get_by_role("button", name="copy ids", exact=True).click()
     await detail.get_by_role("button", name="copied").click()
-    await page.wait_for_timeout(1500)  # both confirmations are over
+    await page.clock.run_for(1500)  # both confirmations are over
     await expect(detail.get_by_role("button", name="copy ids", exact=True)).to_be_visible()
     await page.locator(f"[data-start='{starts[masked] + 4}']").click(modifiers=["Shift"])
     await expect(detail).to_contain_text(f"sum {sum(span['logprobs'][1:5]):.4f} of 4 model tokens")
@@ -309,11 +318,13 @@ async def test_new_turns_are_appended_and_followed(open_here: Open, page: Page) 
     uid = await begin(world, "r", "calculator", sampling={"max_tokens": 4096})
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/#/rollouts/{uid}")
     strip = page.locator(".tokens-strip")
-    at_end = "(strip) => strip.scrollTop > 100 && strip.scrollHeight - strip.scrollTop - strip.clientHeight < 60"
+    at_end = """() => {
+      const { scrollTop, scrollHeight, clientHeight } = document.querySelector(".tokens-strip");
+      return scrollTop > 100 && scrollHeight - scrollTop - clientHeight < 60;
+    }"""
     for turn in (2, 3):
         await expect(strip.get_by_role("group", name=f"model, turn {turn},").first).to_be_visible()
-        await page.wait_for_timeout(150)
-        assert await strip.evaluate(at_end)
+        await page.wait_for_function(at_end)
     await strip.evaluate("(strip) => { strip.scrollTop = 0 }")
     await expect(strip.get_by_role("group", name="model, turn 5,").first).to_be_attached()
     assert await strip.evaluate("(strip) => strip.scrollTop") == 0
@@ -332,8 +343,7 @@ async def test_a_long_segment_keeps_the_document_small(
     most = 0
     for part in range(11):
         await shown.strip.evaluate("(strip, part) => { strip.scrollTop = strip.scrollHeight * part / 10 }", part)
-        await page.wait_for_timeout(50)
-        await expect(page.locator(".tokens-wait")).to_have_count(0)
+        await page.wait_for_function(FILLED)
         most = max(most, await page.locator(".tokens *").count())
     with capsys.disabled():
         print(f"\n{length} tokens: loaded and drawn in {drawn:.2f} s, at most {most} elements")  # noqa: T201
