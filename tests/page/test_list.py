@@ -211,7 +211,7 @@ async def test_a_long_search_goes_on_and_can_be_stopped(
     await page.get_by_role("button", name="Stop").click()
     await expect(page.get_by_text("Stopped before the end; found 0.")).to_be_visible()
     await page.unroute_all()
-    await page.get_by_role("button", name="Search on").click()
+    await page.get_by_role("button", name="Continue").click()
     await expect(page.get_by_text("No rollout matches these filters.")).to_be_visible()
 
 
@@ -234,7 +234,7 @@ async def test_nothing_is_said_of_a_list_before_it_was_read(open_here: Open, pag
     buttons = {name: page.get_by_role("button", name=name, exact=True) for name in ("← Newer", "Older →", "Clear")}
     for button in buttons.values():
         await expect(button).to_be_disabled()
-    for name in ("Stop", "Search on"):
+    for name in ("Stop", "Continue"):
         await expect(page.get_by_role("button", name=name)).to_be_hidden()
     await expect(page.get_by_role("table")).to_be_hidden()
     answer.set()

@@ -17,7 +17,7 @@ from rollout_server.testing.script import Fault, FaultKind, Script
 from rollout_server.testing.trainer import StrictTrainer
 
 from bench.programs.child import free_port
-from tests.page.rollouts import HOSTILE, SHOWN, TOUR, Long, Stepped, Tour, begin, events, finished, link, play, slow
+from tests.page.rollouts import HOSTILE, SHOWN, TOUR, Long, Stepped, Tour, begin, events, finished, link, play
 from tests.support.bodies import QUESTION, TOKENIZER
 from tests.system.conftest import Open, Service
 
@@ -383,15 +383,20 @@ HIDE = """(hidden) => {
 
 async def test_a_hidden_tab_keeps_no_connection(open_here: Open, page: Page) -> None:
     """It goes on with the events after those it has seen once it is visible again."""
-    world = await open_here(agents=[Tour()])
-    uid = await play(world, "hidden", Script(lines=(*slow(0.2, TOUR[0]), *slow(1.5, TOUR[1]), *TOUR[2:])))
+    model = Stepped(TOUR)
+    world = await open_here(agents=[Tour()], model=model)
     requests, ended = list[str](), list[str]()
     page.on("request", lambda request: requests.append(request.url) if "/events?" in request.url else None)
     page.on("requestfailed", lambda request: ended.append(request.url) if "/events?" in request.url else None)
-    await page.goto(link(world, uid))
-    await expect(cards(page, "completion")).to_have_count(1)
-    async with page.expect_event("requestfailed", lambda request: "/events?" in request.url):
-        await page.evaluate(HIDE, True)
+    try:
+        model.step()
+        uid = await begin(world, "hidden", "tour")
+        await page.goto(link(world, uid))
+        await expect(cards(page, "completion")).to_have_count(1)
+        async with page.expect_event("requestfailed", lambda request: "/events?" in request.url):
+            await page.evaluate(HIDE, True)
+    finally:
+        model.step(len(TOUR))
     await finished(world, uid)
     assert (len(requests), len(ended)) == (1, 1)
     assert await cards(page, "completion").count() == 1

@@ -100,5 +100,7 @@ async def test_it_says_where_the_calls_of_an_agent_parted(open_here: Open, page:
     partings = [each["origin"]["parting"] for each in shown.outcome["segments"] if "parting" in each["origin"]]
     assert partings
     for parting in partings:
-        await expect(found).to_contain_text(f"a chat call parted at message {parting['message']} ({parting['field']})")
+        await expect(found).to_contain_text(
+            f"a chat call diverged at message {parting['message']} ({parting['field']})"
+        )
     await expect(found).to_contain_text("⟨U+202E⟩lanosrep")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from importlib import resources
 from typing import Any, Final
@@ -14,7 +12,7 @@ from fastapi.staticfiles import StaticFiles
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from rollout_gateway.page.standalone import standalone_page
+from rollout_gateway.page.standalone import source_hash, standalone_page
 
 _PAGE: Final = "/page"
 _DOCS: Final = "/docs/files"
@@ -58,8 +56,9 @@ def add_pages(app: FastAPI) -> None:
 
 def _add_page(app: FastAPI, path: str, html: str, more: str) -> None:
     """Add a page. Its Content-Security-Policy allows its inline scripts, this origin's files, and `more`."""
+    scripts = " ".join(map(source_hash, _INLINE.findall(html)))
     policy = (
-        f"default-src 'none'; script-src 'self' {_hashes(html)}; style-src 'self'; connect-src 'self'; {more}; "
+        f"default-src 'none'; script-src 'self' {scripts}; style-src 'self'; connect-src 'self'; {more}; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
@@ -72,9 +71,3 @@ def _add_page(app: FastAPI, path: str, html: str, more: str) -> None:
 def _standalone(_: Request) -> HTMLResponse:
     """Return the document into which the page exports rollouts. It has its own policy."""
     return HTMLResponse(standalone_page(), headers={"content-security-policy": "frame-ancestors 'none'", **_HEADERS})
-
-
-def _hashes(html: str) -> str:
-    """Return CSP source expressions for the inline scripts of a page."""
-    digests = (hashlib.sha256(text.encode()).digest() for text in _INLINE.findall(html))
-    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)

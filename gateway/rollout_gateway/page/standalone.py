@@ -41,7 +41,7 @@ def standalone_page(title: str = "Rollouts", intro: str = "", style: str = "") -
     imported = msgspec.json.encode({"imports": imports}).decode()
     sheets = re.findall(r'rel="stylesheet" href="page/(.*?)"', index)
     css = "".join((files / sheet).read_text(encoding="utf-8") for sheet in sheets) + style
-    policy = _POLICY.format(scripts=f"{_source(imported)} {_source(_ENTRY)}", styles=_source(css))
+    policy = _POLICY.format(scripts=f"{source_hash(imported)} {source_hash(_ENTRY)}", styles=source_hash(css))
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<title>{escape(title)}</title>\n'
         f'<link rel="icon" href="{_data_url("image/svg+xml", (files / "icon.svg").read_bytes())}">\n<style>{css}</style>\n'
@@ -88,6 +88,6 @@ def _data_url(media_type: str, content: bytes) -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
-def _source(text: str) -> str:
-    """Return the CSP source expression of an inline script or style."""
+def source_hash(text: str) -> str:
+    """Return the source expression of an inline script or style in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -44,7 +44,7 @@ export class ApiSource {
 
   /** @param {string} uid @param {string} view - "basic", "messages", "samples" or "full" */
   rollout(uid, view = "messages") {
-    return this._json(`v1/rollouts/${encodeURIComponent(uid)}?${parameters({ view })}`);
+    return this._json(`${pathOf(uid)}?${parameters({ view })}`);
   }
 
   /** @param {string} id */
@@ -56,12 +56,12 @@ export class ApiSource {
   cancel(uid, reason) {
     const body = JSON.stringify({ reason });
     const headers = { "content-type": "application/json" };
-    return this._json(`v1/rollouts/${encodeURIComponent(uid)}/cancel`, { method: "POST", body, headers });
+    return this._json(`${pathOf(uid)}/cancel`, { method: "POST", body, headers });
   }
 
   /** @returns {Promise<import("page/tokens/texts.js").TokenText[]>} the texts of a range of tokens */
   async texts(uid, segment, start, stop) {
-    const path = `v1/rollouts/${encodeURIComponent(uid)}/segments/${encodeURIComponent(segment)}/tokens`;
+    const path = `${pathOf(uid)}/segments/${encodeURIComponent(segment)}/tokens`;
     const found = [];
     for (let from = start; from < stop; from += MAX_TEXTS) {
       const range = parameters({ start: from, stop: Math.min(stop, from + MAX_TEXTS) });
@@ -78,7 +78,6 @@ export class ApiSource {
    * @param {(connected: boolean) => void} [onConnection] - called when the connection changes
    */
   async *events(uid, after, signal, onConnection = () => {}) {
-    const path = `v1/rollouts/${encodeURIComponent(uid)}/events`;
     while (!signal.aborted) {
       await untilVisible(signal);
       const connection = new AbortController();
@@ -86,7 +85,7 @@ export class ApiSource {
       // Browsers open only six connections to a host: a tab that nobody sees must not keep one.
       document.addEventListener("visibilitychange", () => document.hidden && connection.abort(), ends);
       try {
-        const response = await this._fetch(`${path}?${parameters({ detail: "full", after })}`, ends);
+        const response = await this._fetch(`${pathOf(uid)}/events?${parameters({ detail: "full", after })}`, ends);
         if (response.status === 204) return;
         onConnection(true);
         for await (const event of serverSentEvents(response.body)) {
@@ -139,6 +138,10 @@ export class ApiSource {
   }
 }
 
+function pathOf(uid) {
+  return `v1/rollouts/${encodeURIComponent(uid)}`;
+}
+
 /** Whether a request may succeed later: the server is away, restarts, or has too much to do. @param {Error} error */
 export function isTransient({ name, status }) {
   return name === "TypeError" || status >= 500 || status === 408 || status === 429;
@@ -164,7 +167,7 @@ async function errorOf(response) {
     const { error } = await response.json();
     return new ApiError(response.status, error.code, error.message);
   } catch {
-    return new ApiError(response.status, "", `The gateway answered ${response.status} ${response.statusText}`);
+    return new ApiError(response.status, "", `The gateway returned ${response.status} ${response.statusText}`);
   }
 }
 

@@ -74,6 +74,11 @@ export function codeOf(character) {
   return `⟨U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 }
 
+/** @template T @param {T[]} items @param {(item: T) => number} valueOf @returns {number} */
+export function sum(items, valueOf) {
+  return items.reduce((total, item) => total + valueOf(item), 0);
+}
+
 const WHOLE = new Intl.NumberFormat("en");
 
 /** @param {number} value @returns {string} such as "12,345" */

@@ -6,7 +6,8 @@ import { linkTo, linkToGroup } from "page/rollout/selection.js";
 export const ENDS = { __proto__: null, stop: "completed", failure: "failed", cancellation: "cancelled" };
 // The classes whose samples train if the request names none (docs/failures.md).
 const TRAIN_BY_DEFAULT = ["policy", "deadline"];
-const NOTHING = { text: "" };
+/** @type {Cell} */
+export const EMPTY = { text: "" };
 
 /** @typedef {import("page/list/live.js").Cell} Cell */
 
@@ -39,7 +40,7 @@ export function isUsable({ outcome, spec }) {
 
 /** Time since the rollout was accepted, or the server started. @returns {Cell} */
 export function ageCell({ create_time }) {
-  if (!create_time) return NOTHING;
+  if (!create_time) return EMPTY;
   const seconds = Math.max(0, (Date.now() - Date.parse(create_time)) / 1000);
   const [unit, length] = [["d", 86_400], ["h", 3600], ["min", 60]].find((each) => seconds >= each[1]) ?? ["s", 1];
   return { text: `${Math.floor(seconds / length)} ${unit}`, title: new Date(create_time).toLocaleString() };
@@ -67,7 +68,7 @@ function uidCell({ uid }) {
 }
 
 function groupCell({ spec: { group_id: id } }) {
-  return id ? { ...textCell(id), href: linkToGroup(id) } : NOTHING;
+  return id ? { ...textCell(id), href: linkToGroup(id) } : EMPTY;
 }
 
 function tokensCell({ metrics }) {
@@ -77,13 +78,13 @@ function tokensCell({ metrics }) {
 function rewardCell({ outcome }) {
   const reward = outcome?.reward ?? null;
   if (reward !== null) return { text: decimal(reward), title: String(reward) };
-  if (outcome?.end !== "stop") return NOTHING;
+  if (outcome?.end !== "stop") return EMPTY;
   return { text: "none", title: "The rollout completed without a reward.", kind: "warn" };
 }
 
 /** How it ended: the reason, or the class and the message of a failure. */
 function endCell({ outcome }) {
-  if (!outcome) return NOTHING;
+  if (!outcome) return EMPTY;
   if (outcome.end === "failure") return textCell(`${outcome.failure_class}: ${outcome.message}`);
   const reason = outcome.truncated ? `${outcome.reason}, truncated` : outcome.reason;
   return { ...textCell(reason), kind: outcome.end === "stop" ? "quiet" : "" };

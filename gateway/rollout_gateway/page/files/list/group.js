@@ -1,6 +1,6 @@
 /** A group of rollouts of one prompt, side by side: rewards, how they ended, and whether they can teach anything. */
-import { columnsOf, isUsable } from "page/list/cells.js";
-import { clock, count, decimal, fill, h } from "page/dom.js";
+import { columnsOf, EMPTY, isUsable } from "page/list/cells.js";
+import { clock, count, decimal, fill, h, sum } from "page/dom.js";
 import { errorLine, figures, LiveTable, poll, TITLE_CHARACTERS } from "page/list/live.js";
 import { contentOf } from "page/rollout/content.js";
 
@@ -126,7 +126,7 @@ class Group {
 
   _trainedCell({ rollout }) {
     const found = this.samples.get(rollout.uid);
-    if (!found) return { text: "" };
+    if (!found) return EMPTY;
     if (found.trained === null) return { text: "–", title: "The rollout has no samples." };
     return { text: count(found.trained), title: found.versions && `Policy ${found.versions}` };
   }
@@ -160,15 +160,15 @@ function membersOf(rollouts, group) {
 /** Mean, sample standard deviation (divided by n - 1) and bounds of the rewards. NaN if there are too few. */
 function statisticsOf(members) {
   const rewards = members.map((member) => member.rollout.outcome?.reward ?? null).filter((each) => each !== null);
-  const mean = rewards.reduce((sum, each) => sum + each, 0) / rewards.length;
-  const variance = rewards.reduce((sum, each) => sum + (each - mean) ** 2, 0) / (rewards.length - 1);
+  const mean = sum(rewards, (each) => each) / rewards.length;
+  const variance = sum(rewards, (each) => (each - mean) ** 2) / (rewards.length - 1);
   const [min, max] = rewards.length ? [Math.min(...rewards), Math.max(...rewards)] : [NaN, NaN];
   return { number: rewards.length, mean, std: rewards.length > 1 ? Math.sqrt(variance) : NaN, min, max };
 }
 
 function showFigures({ show }, members, { mean, std, min, max }, group) {
   const finished = members.filter((member) => member.rollout.outcome);
-  const generated = finished.reduce((sum, { rollout }) => sum + rollout.metrics.generated_tokens, 0);
+  const generated = sum(finished, ({ rollout }) => rollout.metrics.generated_tokens);
   const shown = (value) => (Number.isNaN(value) ? "–" : decimal(value));
   show("finished", count(finished.length), `of ${count(members.length)}`);
   const needed = group?.min_usable ? `of ${group.min_usable} needed` : "";
@@ -204,14 +204,14 @@ function aboutText(group, members, hasMore) {
 
 /** @returns {import("page/list/live.js").Cell} */
 function advantageCell({ advantage }) {
-  if (advantage === null) return { text: "" };
+  if (advantage === null) return EMPTY;
   const kind = advantage > 0 ? "good" : advantage < 0 ? "bad" : "quiet";
   return { text: `${advantage > 0 ? "+" : advantage < 0 ? "−" : ""}${decimal(Math.abs(advantage))}`, kind };
 }
 
 function usableCell({ usable, isReplaced }) {
   if (isReplaced) return { text: "replaced", title: "Another rollout was started in its place.", kind: "warn" };
-  return usable === null ? { text: "" } : { text: usable ? "yes" : "no", kind: usable ? "" : "bad" };
+  return usable === null ? EMPTY : { text: usable ? "yes" : "no", kind: usable ? "" : "bad" };
 }
 
 function trainedOf({ outcome }) {
@@ -219,6 +219,5 @@ function trainedOf({ outcome }) {
   const samples = outcome.samples.filter((sample) => sample.trainable !== false);
   const trained = samples.flatMap((sample) => sample.spans).filter((span) => (span.mask_reason ?? null) === null);
   const versions = new Set(trained.map((span) => span.policy_version).filter(Boolean));
-  const tokens = trained.reduce((sum, span) => sum + span.stop - span.start, 0);
-  return { trained: tokens, versions: [...versions].join(", ") };
+  return { trained: sum(trained, (span) => span.stop - span.start), versions: [...versions].join(", ") };
 }

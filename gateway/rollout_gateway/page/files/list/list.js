@@ -42,7 +42,7 @@ class List {
     this.table = new LiveTable("Rollouts, newest first", COLUMNS, (rollout) => rollout.uid);
     this.table.element.hidden = true;
     this.empty = h("div.list-empty");
-    this.search = searchLine({ stop: () => (this.page.isStopped = true), searchOn: () => this._searchOn() });
+    this.search = searchLine({ stop: () => (this.page.isStopped = true), goOn: () => this._goOn() });
     const newer = () => this._toPage(this.tokens.slice(0, -1));
     this.pager = pager({ newer, older: () => this._toPage([...this.tokens, this.page.next]) });
     const parts = [this.filters, this.error, this.table, { element: this.empty }, this.search, this.pager];
@@ -77,7 +77,7 @@ class List {
     if (this.page) this.page.isStopped = true;
   }
 
-  _searchOn() {
+  _goOn() {
     this.page.isStopped = false;
     this._follow();
   }
@@ -218,19 +218,19 @@ function button(text, onClick, properties = {}) {
 }
 
 /** How a search that takes several requests goes on, and buttons to stop it and to continue it. */
-function searchLine({ stop, searchOn }) {
+function searchLine({ stop, goOn }) {
   const text = h("span", {});
   const stopping = button("Stop", stop, { hidden: true });
-  const going = button("Search on", searchOn, { hidden: true });
+  const continuing = button("Continue", goOn, { hidden: true });
   const show = (page, isReading) => {
     const isStopped = page.isStopped && !page.isRead;
     const isSearching = isReading && !isStopped && page.requests > 0;
     const searching = `Searching older rollouts; found ${page.rows.length} so far.`;
     setText(text, isSearching ? searching : isStopped ? `Stopped before the end; found ${page.rows.length}.` : "");
     stopping.hidden = !isSearching;
-    going.hidden = !isStopped;
+    continuing.hidden = !isStopped;
   };
-  return { element: h("p.list-search.quiet", {}, text, " ", stopping, going), show };
+  return { element: h("p.list-search.quiet", {}, text, " ", stopping, continuing), show };
 }
 
 function pager({ newer, older }) {

@@ -6,18 +6,18 @@ const SLOT = '"ROLLOUTS-DATA"';
 
 /** @param {import("page/rollout/rollout.js").View} view @returns {HTMLElement} */
 export function exportMenu(view) {
-  const save = async (ending, type, text) => download(`rollout-${view.uid}${ending}`, await text, type);
-  const entries = {
-    "Samples (JSON lines)": () => save("-samples.jsonl", "application/jsonl", samplesOf(view)),
-    "Events (JSON lines)": () => save("-events.jsonl", "application/jsonl", eventsOf(view).then(lines)),
-    "Rollout (JSON)": () => save(".json", "application/json", jsonOf(view)),
-    "Page (one HTML file)": () => save(".html", "text/html", documentOf(view)),
-  };
-  if (view.source.isEmbedded) delete entries["Page (one HTML file)"]; // This is one already.
+  const entries = [
+    ["Samples (JSON lines)", "-samples.jsonl", "application/jsonl", async () => lines(await samplesOf(view))],
+    ["Events (JSON lines)", "-events.jsonl", "application/jsonl", async () => lines(await eventsOf(view))],
+    ["Rollout (JSON)", ".json", "application/json", async () => JSON.stringify(await whole(view), null, 1)],
+  ];
+  // A saved page is one already.
+  if (!view.source.isEmbedded) entries.push(["Page (one HTML file)", ".html", "text/html", () => documentOf(view)]);
   const problem = errorLine();
-  const items = Object.entries(entries).map(([label, act]) => {
+  const items = entries.map(([label, ending, type, textOf]) => {
+    const save = async () => download(`rollout-${view.uid}${ending}`, await textOf(), type);
     const click = async () => {
-      const error = await act().then(() => null, (reason) => reason);
+      const error = await save().then(() => null, (reason) => reason);
       problem.show(error);
       menu.open = Boolean(error);
     };
@@ -36,11 +36,7 @@ export function exportMenu(view) {
 }
 
 async function samplesOf(view) {
-  return lines((await whole(view)).outcome?.samples ?? []);
-}
-
-async function jsonOf(view) {
-  return JSON.stringify(await whole(view), null, 1);
+  return (await whole(view)).outcome?.samples ?? [];
 }
 
 function lines(values) {

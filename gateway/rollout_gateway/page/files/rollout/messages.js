@@ -147,14 +147,10 @@ function cardOf(view, entry) {
     before = now;
     element.classList.toggle("messages-aside", view.model.isAside(segment));
     const made = isCompletion ? turn && turnMarks(turn) : marks;
-    fill(head, role(message.role), segmentLabel(view.model, segment), made);
+    fill(head, h("strong", {}, message.role), segmentLabel(view.model, segment), made);
     turn?.tools.forEach((each) => states[each.index] && fill(states[each.index], callState(each)));
   };
   return { element, refresh };
-}
-
-function role(name) {
-  return h("strong", {}, name);
 }
 
 function mark(kind, ...children) {
@@ -240,7 +236,7 @@ function remarkOf(view, event) {
 
 function judgeOf({ model, message, finish_reason, generated_tokens, attempts, elapsed_ms }) {
   const head = h("header.messages-head", {},
-    role(`model ${model}`),
+    h("strong", {}, `model ${model}`),
     mark("", `${count(generated_tokens)} tokens`),
     mark("", duration(elapsed_ms)),
     attempts > 1 && mark("warn", `${attempts} requests`),

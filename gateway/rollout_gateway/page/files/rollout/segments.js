@@ -1,5 +1,7 @@
 /** What the parts of a rollout share about segments: which one is shown, its drift, and its samples. */
 
+import { h, sum } from "page/dom.js";
+
 /** @typedef {import("page/rollout/model.js").Segment} Segment */
 
 /** The selected segment; without a selection the last main one. @returns {Segment|null} */
@@ -43,6 +45,12 @@ export function whyNotTrained(model, segment) {
   return [...reasons].join(", ");
 }
 
+/** Whether the token ids are the trainer's own. */
+export function verifiedMark(isVerified) {
+  if (isVerified) return h("span.good", { title: "The trainer reported its prompts: every token is its own." }, "✓ verified");
+  return h("span.warn", { title: "The trainer reported no prompts: they are the server's own rendering." }, "not verified");
+}
+
 /** Why there is no segment. @returns {string} */
 export function whyNoTokens({ outcome }) {
   if (!outcome) return "No tokens yet: no completion with token ids has arrived.";
@@ -69,5 +77,5 @@ export function idsOf(segment, start, stop) {
 /** The number of tokens with mask 1. */
 export function trainedTokens(segment) {
   const trained = segment.spans.filter((span) => span.author === "model" && span.reason === null);
-  return trained.reduce((sum, span) => sum + span.ids.length, 0);
+  return sum(trained, (span) => span.ids.length);
 }

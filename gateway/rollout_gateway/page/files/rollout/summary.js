@@ -1,15 +1,16 @@
 /** What a rollout is and why it ended, first of all: reward, warnings, samples, resources. */
-import { clock, copy, count, decimal, duration, fill, h, terms } from "page/dom.js";
+import { clock, copy, count, decimal, duration, fill, h, sum, terms } from "page/dom.js";
 import { ENDS, scoresOf } from "page/list/cells.js";
 import { setText } from "page/list/live.js";
+import { verifiedMark } from "page/rollout/segments.js";
 import { linkToGroup, selectionLink } from "page/rollout/selection.js";
 
 const STOPPED = {
   __proto__: null,
-  stop: "The agent's loop came to its end.",
-  max_turns: "It met its limit of turns.",
-  max_tokens: "It met its limit of generated tokens.",
-  max_bytes: "It met its limit of the size of its messages.",
+  stop: "The agent's loop completed.",
+  max_turns: "It reached its turn limit.",
+  max_tokens: "It reached its limit of generated tokens.",
+  max_bytes: "Its messages reached their size limit.",
 };
 // Who has to act, as docs/failures.md says.
 const ADVICE = {
@@ -94,7 +95,7 @@ function policies({ segments }) {
 function resourcesOf({ rollout, outcome, turns }) {
   const used = outcome?.metrics ?? rollout.metrics ?? {};
   const seen = [...turns.values()];
-  const total = (field) => seen.reduce((sum, turn) => sum + turn[field], 0);
+  const generated = sum(seen, (turn) => turn.generatedTokens);
   const returned = seen.flatMap(({ tools }) => tools).filter((tool) => tool.returned).length;
   // While it runs, what was followed is newer than what was asked for.
   const calls = Math.max(used.tool_calls ?? 0, returned);
@@ -103,7 +104,7 @@ function resourcesOf({ rollout, outcome, turns }) {
     ["turns", count(Math.max(used.turns ?? 0, seen.filter((turn) => turn.answered).length))],
     requests > (used.turns ?? 0) && ["requests", count(requests)],
     ["tool calls", `${count(calls)}${used.tool_failures ? ` (${used.tool_failures} failed)` : ""}`],
-    ["generated", `${count(Math.max(used.generated_tokens ?? 0, total("generatedTokens")))} tokens`],
+    ["generated", `${count(Math.max(used.generated_tokens ?? 0, generated))} tokens`],
     ["longest context", `${count(used.max_context_tokens ?? 0)} tokens`],
     ["queued", duration(used.queued_ms ?? 0)],
     ["completions", duration(used.completion_ms ?? 0)],
@@ -142,12 +143,12 @@ function resultsOf(view, outcome) {
     ["reward", outcome.reward === null ? "none" : h("strong", {}, decimal(outcome.reward))],
     ["scores", scoresOf(outcome)],
     ["turn rewards", turns.length ? turns : null],
-    ["samples", samplesOf(outcome)],
+    ["samples", trainableText(outcome)],
     ["tokens", verified(view.model)],
   ]));
 }
 
-function samplesOf({ samples }) {
+function trainableText({ samples }) {
   if (!samples?.length) return "none";
   const left = samples.filter((sample) => sample.trainable === false);
   const reasons = [...new Set(left.map((sample) => sample.untrainable_reason).filter(Boolean))].join(", ");
@@ -157,12 +158,7 @@ function samplesOf({ samples }) {
 function verified({ segmentList, turns }) {
   if (!turns.size && !segmentList.length) return "none";
   if (!segmentList.length) return h("span.quiet", {}, "the trainer sent no token ids");
-  if (segmentList.every((segment) => segment.verified)) {
-    const title = "The trainer reported its prompts, so every token is the trainer's own";
-    return h("span.good", { title }, "✓ verified");
-  }
-  const title = "The trainer never reported its prompts. They are the server's own rendering.";
-  return h("span.warn", { title }, "not verified");
+  return verifiedMark(segmentList.every((segment) => segment.verified));
 }
 
 function warningsOf(view, { warnings }) {

@@ -147,7 +147,7 @@ function deliveryBar({ state, attempts, error, end_time, next_attempt_time }, st
 /** Give each bar the first row of its lane that is free at its start. */
 function stacked(bars) {
   const free = {};
-  const least = ((bars.reduce((latest, bar) => Math.max(latest, bar.stop), 0) - bars[0]?.start) * LEAST) / 100;
+  const least = ((latest(bars) - bars[0]?.start) * LEAST) / 100;
   for (const bar of bars) {
     const ends = (free[bar.lane] ??= []);
     const at = ends.findIndex((end) => end <= bar.start);
@@ -157,9 +157,13 @@ function stacked(bars) {
   return bars;
 }
 
+function latest(bars) {
+  return bars.reduce((time, bar) => Math.max(time, bar.stop), 0);
+}
+
 function draw({ names, chart, ruler, boxes }, bars, marks) {
-  const start = Math.min(...bars.slice(0, 1).map((bar) => bar.start));
-  const stop = bars.reduce((latest, bar) => Math.max(latest, bar.stop), start + 1);
+  const start = bars[0]?.start ?? 0;
+  const stop = Math.max(latest(bars), start + 1);
   const percent = (time) => `${(((time - start) / (stop - start)) * 100).toFixed(3)}%`;
   const tops = {};
   let height = ROW;

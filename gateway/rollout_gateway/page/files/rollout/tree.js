@@ -1,7 +1,7 @@
 /** The tree of segments: why each was opened, what it trains, and drift at its index with the tokens of both sides. */
 import { count, decimal, fill, h } from "page/dom.js";
 import {
-  driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, whyNoTokens, whyNotTrained,
+  driftsOf, idsOf, samplesOf, shownSegment, trainedTokens, verifiedMark, whyNoTokens, whyNotTrained,
 } from "page/rollout/segments.js";
 import { TokenTexts, visible } from "page/tokens/texts.js";
 
@@ -12,7 +12,7 @@ const AFTER = 12;
 const WHY = {
   __proto__: null,
   main: "the rollout's first segment",
-  drift: "the trainer's prompt did not extend the segment before",
+  drift: "the trainer's prompt did not extend the previous segment",
   compaction: "the agent replaced its context by a shorter one",
   subagent: "the agent opened a separate conversation",
   branch: "the agent continued the same prefix a second time",
@@ -84,8 +84,7 @@ function row(view, segment) {
     h("span.tree-number", {}, `${count(trainedTokens(segment))} with mask 1`),
     h("span.tree-number", {}, reward === null ? h("span.quiet", {}, "no reward") : `reward ${decimal(reward)}`),
     h("span", {}, refused ? h("span.warn", {}, `does not train: ${refused}`) : trains),
-    h("span", {}, verified ? h("span.good", {}, "✓ verified")
-      : h("span.warn", { title: "The trainer reported no prompts." }, "not verified")));
+    verifiedMark(verified));
 }
 
 /** How a segment began. For an agent that owns its loop: where and why its call left its other conversations. */
@@ -99,9 +98,9 @@ function originText({ parentId, parentTokens, parting }) {
   const quoted = (text) => `“${text}”`;
   if (field !== "history") {
     const texts = expected || found ? `: ${quoted(expected)}, now ${quoted(found)}` : "";
-    return `${call} parted at message ${message} (${field})${texts}`;
+    return `${call} diverged at message ${message} (${field})${texts}`;
   }
-  const went = expected ? `, where the conversation went on with ${quoted(expected)}` : "";
+  const went = expected ? `, where the conversation continued with ${quoted(expected)}` : "";
   return `${call} had only ${message} messages${went}`;
 }
 

@@ -1,5 +1,5 @@
 /** All that is known of the token under the pointer or of the selected tokens. */
-import { count, decimal, h, terms } from "page/dom.js";
+import { count, decimal, h, sum, terms } from "page/dom.js";
 import { idsOf, promptLength, samplesOf } from "page/rollout/segments.js";
 import { KINDS, kindOf, visible } from "page/tokens/texts.js";
 
@@ -7,7 +7,7 @@ const MAX_IDS = 12;
 
 /**
  * @param {{view: import("page/rollout/rollout.js").View, segment: import("page/rollout/model.js").Segment,
- *   texts: import("page/tokens/texts.js").TokenTexts}} strip
+ *   texts: import("page/tokens/texts.js").TokenTexts, drifts: {index: number, left: string?}[]}} strip
  * @param {{start: number, stop: number}|null} range - of one text, or several tokens
  * @returns {HTMLElement}
  */
@@ -33,17 +33,17 @@ function tokenRows(view, segment, { start, stop }, found, drifts) {
   const drift = drifts.find((each) => each.index === start);
   return [
     ["text", found ? h("code", {}, edged(visible(found.text)) || "∅") : "not available"],
-    [stop - start > 1 ? "ids" : "id", h("code", {}, some(idsOf(segment, start, stop)))],
+    [stop - start > 1 ? "ids" : "id", h("code", {}, shortened(idsOf(segment, start, stop)))],
     ["index", `${count(start)}; ${response < 0 ? "in the prompt" : `${count(response)} in the response`}`],
     ["author", `${isModel ? "model" : KINDS[kind].name}, turn ${span.turn}`],
     isModel && ["logprob", logprobText(span, start, stop)],
     isModel && ["policy", policy || "unknown"],
-    ["mask", [letter, why(view, segment, span, kind, start)], "tokens-wide"],
+    ["mask", [letter, maskText(view, segment, span, kind, start)], "tokens-wide"],
     drift && ["drift", h("span.bad", {}, driftText(drift)), "tokens-wide"],
   ];
 }
 
-function why(view, segment, span, kind, index) {
+function maskText(view, segment, span, kind, index) {
   const reason = kind === "A" && view.model.turns.get(span.turn)?.masked;
   const sample = samplesOf(view.model, segment).findLast((each) => each.part === 0 || each.prompt_ids.length <= index);
   const refused = kind === "M" && sample?.trainable === false;
@@ -68,16 +68,16 @@ function rangeRows(segment, { start, stop }, texts) {
   const sampled = spans.filter((span) => span.author === "model");
   const logprobs = (span) => span.logprobs?.slice(Math.max(0, start - span.start), stop - span.start) ?? [];
   const known = sampled.flatMap(logprobs);
-  const tokens = (list) => count(list.reduce((sum, span) => sum + overlap(span), 0));
+  const tokens = (list) => count(sum(list, overlap));
   const trained = spans.filter((span) => kindOf(span) === "M");
-  const sum = known.reduce((total, value) => total + value, 0).toFixed(4);
+  const total = sum(known, (logprob) => logprob).toFixed(4);
   const none = sampled.length ? "none: the trainer sent no logprobs" : "no model tokens";
   return [
     ["tokens", `${count(stop - start)}, index ${count(start)} to ${count(stop - 1)}`],
     ["mask", `${tokens(trained)} with mask 1, ${tokens(sampled)} by the model`],
-    ["logprob", known.length ? `sum ${sum} of ${count(known.length)} model tokens` : none, "tokens-wide"],
+    ["logprob", known.length ? `sum ${total} of ${count(known.length)} model tokens` : none, "tokens-wide"],
     ["text", h("code", {}, rangeText(segment, start, stop, texts)), "tokens-wide"],
-    ["ids", h("code", {}, some(idsOf(segment, start, stop))), "tokens-wide"],
+    ["ids", h("code", {}, shortened(idsOf(segment, start, stop))), "tokens-wide"],
   ];
 }
 
@@ -96,6 +96,6 @@ function edged(text) {
   return text.replace(/^ +| +$/g, (spaces) => "·".repeat(spaces.length));
 }
 
-function some(ids) {
+function shortened(ids) {
   return ids.length > MAX_IDS ? `${ids.slice(0, MAX_IDS).join(" ")} … ${count(ids.length)} ids` : ids.join(" ");
 }

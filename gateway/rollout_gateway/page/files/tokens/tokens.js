@@ -303,10 +303,10 @@ class TokenStrip {
   }
 
   /** Select a token, or extend the selection to it. */
-  _go(token, extends_ = false) {
+  _go(token, isExtending = false) {
     if (!this.segment?.length) return;
     const at = Math.max(0, Math.min(this.segment.length - 1, token));
-    this.anchor = extends_ ? this.anchor ?? this._token() ?? at : null;
+    this.anchor = isExtending ? this.anchor ?? this._token() ?? at : null;
     const span = this.view.model.spanAt(this.segment.id, at);
     this.view.select({ segment: this.segment.id, turn: span.turn, token: at });
   }
