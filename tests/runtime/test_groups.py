@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from rollout_server import Agent, tool
+from rollout_server.core import fingerprint
 from rollout_server.core.error import (
     Busy,
     Conflict,
@@ -113,6 +115,30 @@ async def test_of_a_group_that_cannot_be_taken_whole_nothing_is_taken(
         await world.begin(wishes)
     assert (world.names, world.taken) == (["there"], 1)
     await world.begin(group(3))
+    await world.close()
+
+
+async def test_a_large_group_is_admitted_with_the_work_of_one_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, parsed = Groups(), list[str]()
+    parse = fingerprint._json
+    monkeypatch.setattr(fingerprint, "_json", lambda text: parsed.append(text) or parse(text))
+    (one,) = group(1, metadata_json='{"a": 1}')
+    wishes = [replace(one, spec=replace(one.spec, group_index=k), request_id=f"g/{k}") for k in range(50)]
+    one_by_one = [world.roster.admit(wish) for wish in wishes]
+    parsed.clear()
+    assert world.roster.admission.admit_alike(wishes) == one_by_one
+    assert len(parsed) < 10
+    await world.close()
+
+
+async def test_a_group_for_which_there_is_never_room_takes_no_work() -> None:
+    world = Groups(capacity=Capacity(active_bytes=1000))
+    with pytest.raises(
+        Busy, match=r"50 rollouts need .* bytes, at most 1,000 are allowed .*; start fewer at once"
+    ) as busy:
+        world.roster.admission.admit_alike(group(50))
+    assert busy.value.reason == "TOO_MANY_BYTES"
+    assert len(world.roster.admission.admit_alike(group(1))) == 1
     await world.close()
 
 

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
-from rollout_server.core.message import JSON, MalformedMessage, json_decoder, parse_json
+from rollout_server.core.message import JSON, MalformedMessage, Message, json_decoder, parse_json
 from rollout_server.core.spec import Dialect, Spec, Target
 
 VERSION = "3"
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode
 
 
-def fingerprint(requested: Spec, settled: Spec) -> str:
+def fingerprint(requested: Spec, settled: Spec, encoder: SpecEncoder | None = None) -> str:
     """Return "3:REQUESTED:SETTLED", with the SHA-256, in hexadecimal, of a normalised spec without and with the server's defaults.
 
     JSON is compared by value: order of keys and white space do not matter. The fingerprint leaves out credentials and tracing,
     which are not in a spec, `cancel_after_detach`, which does not change the rollout, and `source_json`, which repeats other
     fields. For the asynchronous HTTP API it also leaves out the rollout id: there, a repeated idempotency key finds its rollout
     under any rollout id (docs/design.md, B).
+
+    `encoder`: that of other specs with the same messages and metadata.
     """
-    parsed = cache(_json)  # both specs have the same texts
-    digests = (hashlib.sha256(_encode(_canonical_spec(spec, parsed)).encode("ascii")) for spec in (requested, settled))
-    return ":".join((VERSION, *(digest.hexdigest() for digest in digests)))
+    encoder = encoder or SpecEncoder()
+    return ":".join((VERSION, encoder.digest(requested), encoder.digest(settled)))
 
 
 def is_same_payload(first: str, second: str) -> bool:
@@ -38,8 +39,48 @@ def is_same_payload(first: str, second: str) -> bool:
     return first_settled == second_settled or (":" in first_requested and first_requested == second_requested)
 
 
-def _canonical_spec(spec: Spec, parsed: Callable[[str], JSON]) -> JSON:
-    limits, sampling, tokenizer = spec.limits, spec.sampling, spec.tokenizer
+class SpecEncoder:
+    """Encodes specs as canonical JSON, with sorted keys. What the specs share, as those of a group do, is encoded once."""
+
+    def __init__(self) -> None:
+        self._text = cache(_encoded_text)
+        self._messages: tuple[Sequence[Message], bytes] = ((), b"[]")
+
+    def digest(self, spec: Spec) -> str:
+        """Return the SHA-256 of a spec, in hexadecimal."""
+        digest = hashlib.sha256()
+        for number, (name, encoded) in enumerate(sorted(self._members(spec).items())):
+            digest.update(b'%s"%s":' % (b"," if number else b"{", name.encode("ascii")))
+            digest.update(encoded)
+        digest.update(b"}")
+        return digest.hexdigest()
+
+    def _members(self, spec: Spec) -> Mapping[str, bytes]:
+        sampling, tokenizer = spec.sampling, spec.tokenizer
+        numbers = _number(sampling.temperature), _number(sampling.top_p), sampling.max_tokens
+        options = _with_last([*numbers, list(sampling.stop), sampling.logprobs], self._text(sampling.extra_json))
+        named = b"null"
+        if tokenizer is not None:
+            named = _with_last([tokenizer.name, tokenizer.revision], self._text(tokenizer.template_kwargs_json))
+        return {
+            **{name: _encoded(value) for name, value in _plain_members(spec).items()},
+            "messages": self._encoded_messages(spec.messages),
+            "metadata": self._text(spec.metadata_json),
+            "sampling": options,
+            "tokenizer": named,
+        }
+
+    def _encoded_messages(self, messages: Sequence[Message]) -> bytes:
+        known, encoded = self._messages
+        if known is not messages:
+            encoded = b"[%s]" % b",".join(_encoded_text(message.text) for message in messages)
+            self._messages = messages, encoded
+        return encoded
+
+
+def _plain_members(spec: Spec) -> Mapping[str, JSON]:
+    """Return the members of a spec without JSON texts."""
+    limits = spec.limits
     indexed: dict[str, JSON] = {} if spec.group_index is None else {"group_index": spec.group_index}
     trained = {} if spec.train_on is None else {"train_on": sorted(each.value for each in spec.train_on)}
     models = {name: _target(target) for name, target in spec.models.items()}
@@ -51,16 +92,7 @@ def _canonical_spec(spec: Spec, parsed: Callable[[str], JSON]) -> JSON:
         "rollout_id": None if spec.completions.dialect is Dialect.HTTP_PLAIN else spec.rollout_id,
         "group_id": spec.group_id,
         "agent": spec.agent,
-        "messages": [parsed(message.text) for message in spec.messages],
         "targets": [_target(t) for t in (spec.completions, spec.outcome, spec.tools)],
-        "sampling": [
-            _number(sampling.temperature),
-            _number(sampling.top_p),
-            sampling.max_tokens,
-            list(sampling.stop),
-            sampling.logprobs,
-            parsed(sampling.extra_json),
-        ],
         "limits": [
             limits.turns,
             limits.generated_tokens,
@@ -69,14 +101,23 @@ def _canonical_spec(spec: Spec, parsed: Callable[[str], JSON]) -> JSON:
             limits.tool_turns,
             limits.bytes,
         ],
-        "tokenizer": None
-        if tokenizer is None
-        else [tokenizer.name, tokenizer.revision, parsed(tokenizer.template_kwargs_json)],
         "modes": [spec.typed, spec.on_drift and spec.on_drift.value, spec.on_interrupt, spec.token_mode, spec.priority],
-        "metadata": parsed(spec.metadata_json),
         "labels": dict(spec.labels),
         **({"models": models} if models else {}),
     }
+
+
+def _encoded(value: JSON) -> bytes:
+    return _encode(value).encode("ascii")
+
+
+def _encoded_text(text: str) -> bytes:
+    return _encoded(_json(text))
+
+
+def _with_last(values: Sequence[JSON], last: bytes) -> bytes:
+    """Return a JSON list of values and one that is encoded already."""
+    return b"%s,%s]" % (_encoded([*values])[:-1], last)
 
 
 def _number(value: float | None) -> JSON:

@@ -190,8 +190,7 @@ class Dispatcher:
 
     def _admit(self, start: wire.Start, caller: Caller) -> Sequence[AdmittedStart]:
         start_requests = wire.start_requests(start, caller)
-        wrong = self._violations(start_requests[0])
-        return [self.registry.admit(start_request, wrong) for start_request in start_requests]
+        return self.registry.admission.admit_alike(start_requests, self._violations(start_requests[0]))
 
     def _check(self, stream: TrainerStream, found: Sequence[Rollout | None]) -> None:
         """Raise `NotPossible` or `Busy` if these rollouts cannot be added to the stream."""

@@ -7,14 +7,12 @@ import logging
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeAlias
 
-from rollout_server.core.error import Draining, InvalidRequest, NotFound, NotPossible, RolloutError, Violation
-from rollout_server.core.fingerprint import fingerprint
+from rollout_server.core.error import Draining, NotPossible, RolloutError, Violation
 from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
-from rollout_server.core.spec_validation import Bounds, length_violations, settle, violations
+from rollout_server.core.spec_validation import Bounds
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.aio.event_loop import until_done
 from rollout_server.runtime.capture.endpoint import CapturePorts
@@ -27,10 +25,10 @@ from rollout_server.runtime.journal import (
 )
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import OpenSampler, Tool
+from rollout_server.runtime.registry.admission import StartAdmission
 from rollout_server.runtime.registry.admission_queue import RolloutQueue
 from rollout_server.runtime.registry.dependencies import RegistryDependencies, RestoreGroups, by_name, log_finished
 from rollout_server.runtime.registry.interruption import (
-    check_resumable,
     end_without_slot,
     interrupt,
     restored,
@@ -75,6 +73,10 @@ class RolloutRegistry:
         self.default_agent = agents[0].name
         self.capacity = capacity
         self.bounds = bounds
+        durable = dependencies.journal.is_durable
+        self.admission = StartAdmission(
+            agents=self.agents, default_agent=self.default_agent, bounds=bounds, capacity=capacity, durable=durable
+        )
         self.totals = Totals()
         self.draining = False
         self.policies = AnnouncedPolicies()
@@ -120,11 +122,8 @@ class RolloutRegistry:
         return self._outbox.pending
 
     def agent(self, name: str) -> AgentProtocol:
-        """Return the agent of that name, or the default agent for an empty name. Raise `NotFound`."""
-        agent = self.agents.get(name or self.default_agent)
-        if agent is None:
-            raise NotFound(f"there is no agent {name!r}; there are {sorted(self.agents)}", reason="AGENT_NOT_FOUND")
-        return agent
+        """See `StartAdmission.agent`."""
+        return self.admission.agent(name)
 
     def start(self, admitted: AdmittedStart) -> tuple[Rollout, bool]:
         """Start an admitted rollout, or find the one that was started under the same request id.
@@ -332,21 +331,8 @@ class RolloutRegistry:
             rollout.group.on_dropped()
 
     def admit(self, request: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
-        """Validate a request and fill in defaults. Changes no state, so any thread may call it. Raise `RolloutError`.
-
-        `also_wrong` are violations that the caller of this method found. They are reported together with those found here, at
-        most one per field.
-        """
-        wrong = [*violations(request.spec, self.bounds), *length_violations(request.request_id, "request_id")]
-        named = {violation.field for violation in wrong}
-        wrong += [violation for violation in also_wrong if violation.field not in named]
-        if wrong:
-            raise InvalidRequest(*wrong)
-        agent = self.agent(request.spec.agent)
-        check_resumable(request.spec, agent, durable=self.journal.is_durable, request_id=request.request_id)
-        spec = settle(request.spec, agent.name, agent.limits, self.bounds)
-        known_by = fingerprint(request.spec, spec) if request.request_id else ""
-        return AdmittedStart(replace(request, spec=spec), agent, known_by)
+        """See `StartAdmission.admit`."""
+        return self.admission.admit(request, also_wrong)
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raise `Draining`, or `Busy` if there is no room for all of these requests, which have the same caller."""
