@@ -30,6 +30,10 @@ async def test_it_asks_until_the_key_can_be_sent(open_here: Open, page: Page) ->
     world = await open_here(api_keys=(entry_of("alice", KEY),))
     await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
     field = page.get_by_label("API key")
+    await page.set_viewport_size({"width": 390, "height": 844})
+    box = await page.get_by_role("dialog").bounding_box()
+    assert box
+    assert box["x"] >= 8
     await field.fill("ключ")
     for _ in range(4):
         await page.keyboard.press("Escape")
