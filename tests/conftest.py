@@ -59,7 +59,7 @@ THOROUGH = re.compile(
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
     | system/test_rollout_tools\.py::test_a_tool_call_keeps\w*                # a pause of the agent
-    | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 50 rollouts each
+    | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 20 rollouts each
     | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S*  # a process each
     | system/test_toolset_pages\.py::test_served_tools\w*                     # four commands
     | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events

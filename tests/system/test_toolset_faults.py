@@ -260,7 +260,7 @@ PROGRAM: Mapping[str, str] = {
 async def test_programs_that_misbehave(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """They end with all that they have started, as soon as their rollouts end."""
     mark = str(tmp_path)
-    async with standing(Caught("programs", program(mark, timeout=6.0))) as stand:
+    async with standing(Caught("programs", program(mark, timeout=10.0))) as stand:
 
         async def one(fault: str) -> list[str]:
             calls = [[("count", {"number": 1})], [("do", {"fault": fault}), ("own", {"number": 5})], *ONCE]

@@ -140,6 +140,21 @@ def test_a_tokenizer_whose_tokens_have_names_that_no_template_could_say_is_left_
     )
 
 
+def test_a_comparison_asks_transformers_once(plain) -> None:
+    rendered = []
+
+    class Counted(type(plain("toy").tokenizer)):
+        def apply_chat_template(self, *arguments: Any, **options: Any) -> str:
+            rendered.append(options)
+            return super().apply_chat_template(*arguments, **options)
+
+    tokenizer = own(plain("toy").tokenizer)
+    templates, options = Templates(tokenizer), {"tools": None, "chat_template": "{{ messages[0].content }}"}
+    tokenizer.__class__ = Counted
+    assert templates.compared([ASKED], options, DATE) == "What is 5 + 3?"
+    assert len(rendered) == 1
+
+
 def test_the_direct_way_is_given_up_once_it_comes_to_something_else(plain) -> None:
     tokens = {"eos_token": "<a>"}
     tokenizer = own(plain("toy").tokenizer, special_tokens_map=property(lambda _: tokens))

@@ -290,15 +290,16 @@ async def test_a_switch_may_change_what_closes_an_answer(ours, plain) -> None:
         assert ended.predicted.closing == pack_tokens()
 
 
-def test_so_many_switches_are_remembered_and_no_more(ours) -> None:
+def test_so_many_switches_are_remembered_and_no_more(ours, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.edge.tokens.tokenizer._SWITCHES", 8)
     loaded = ours("toy", "{{ messages | map(attribute='content') | join('<|im_end|>') }}")
     assert loaded.switched({}) is loaded
     assert loaded.switched({"b": 1, "a": 2}) is loaded.switched({"a": 2, "b": 1})
-    known = [loaded.switched({"number": number}) for number in range(64)]
-    assert len(set(map(id, known))) == 64
+    known = [loaded.switched({"number": number}) for number in range(8)]
+    assert len(set(map(id, known))) == 8
     assert all(loaded.switched({"number": number}) is each for number, each in enumerate(known))
-    new = loaded.switched({"number": 64})
-    assert loaded.switched({"number": 64}) is new
+    new = loaded.switched({"number": 8})
+    assert loaded.switched({"number": 8}) is new
     assert loaded.switched({"number": 1}) is known[1]
     assert loaded.switched({"number": 0}) is not known[0]  # the least recently used one was dropped
 

@@ -1,5 +1,6 @@
 """The end of a completion, in templates that are plain functions, each with one property of a real template."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from math import isnan
 from typing import Any
@@ -348,6 +349,20 @@ def test_the_stop_of_an_earlier_message_is_not_that_of_the_answer() -> None:
     assert (
         environment(nothing, ASKED, {**SAID, "content": ""}, MORE) == f"\nuser:{MORE['content']}{STOP}\nassistant:<st>"
     )
+
+
+def test_a_probe_renders_each_conversation_once() -> None:
+    seen = []
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        seen.append(json.dumps([messages, generation_prompt]))
+        if messages[-1]["role"] == "tool":
+            raise RolloutFailed(Failure(Category.TOKENIZER, "no results"))
+        return template()(messages, generation_prompt)
+
+    assert probe(render, {8: STOP}).final == StopToken(STOP, 8)
+    assert any('"tool"' in conversation for conversation in seen)
+    assert len(seen) == len(set(seen))
 
 
 def test_a_template_for_conversations_with_tools_only() -> None:

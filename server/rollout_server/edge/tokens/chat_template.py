@@ -149,8 +149,12 @@ class Templates:
     def compared(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:
         """Return the text that transformers renders. If the direct rendering differs, disable direct rendering."""
         given = messages, options, date
-        if self.direct and _outcome(self.text, *given) != _outcome(self._by_library, *given):
-            self._direct = None
+        if self.direct:
+            text, error = _outcome(self._by_library, *given)
+            if _outcome(self.text, *given) != (text, error):
+                self._direct = None
+            if not error:
+                return text
         return self._by_library(*given)
 
     def _by_library(self, messages: Sequence[Fields], options: Options, date: datetime) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -101,7 +102,8 @@ def probe(
         tooled: renders with `TOOL`; None: use `render`.
         literals: literals of the template; None if unknown, in which case the short form is not used.
     """
-    tooled = tooled or render
+    render = _remembering(render)
+    tooled = render if tooled is None else _remembering(tooled)
     refusal = _refusal(render)
     if refusal and not _refusal(tooled):  # the template works only with tools
         render, refusal = tooled, ""
@@ -361,6 +363,25 @@ def _refusal(render: Render) -> str:
         return ""
     shown = text[-_LONGEST_EXAMPLE:]
     return f"the chat template drops earlier messages: the completion {_CONTENT!r} is missing in {shown!r}"
+
+
+def _remembering(render: Render) -> Render:
+    """Return `render` with a memory. A probe renders half of its conversations more than once, and each takes milliseconds."""
+    known: dict[str, str | RolloutFailed] = {}
+
+    def remembered(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        key = json.dumps([messages, generation_prompt])
+        if key not in known:
+            try:
+                known[key] = render(messages, generation_prompt)
+            except RolloutFailed as failed:
+                known[key] = failed
+        found = known[key]
+        if isinstance(found, RolloutFailed):
+            raise found
+        return found
+
+    return remembered
 
 
 def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:
