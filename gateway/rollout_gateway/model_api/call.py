@@ -1,7 +1,5 @@
 """What the APIs have in common: a parsed request and a completion."""
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,7 +10,7 @@ from osmosis.rollout.v1.message_pb2 import Tool
 
 from rollout_gateway.http.request_body import MAX_DEPTH, demand_bounded
 from rollout_gateway.json_body import InvalidBody
-from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, Object, text_of_json
+from rollout_gateway.model_api.fields import MAX_WORD, InvalidCall, Object, parse_json, text_of_json
 
 #: A frame of server-sent events: the event's name (empty: none) and its data.
 Frame = tuple[str, Any]
@@ -22,7 +20,6 @@ DEFAULT_MODEL: Final = "rollout"
 _RAW: Final = "__raw_arguments"
 # Arguments come back within a message within a body, whose depth is limited.
 _MAX_DEPTH: Final = MAX_DEPTH - 16
-_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class UnreadableReply(Exception):
@@ -78,19 +75,10 @@ class Reply:
 def reply_of(completion: ModelCompletion) -> Reply:
     """Take a completion apart. Raises UnreadableReply."""
     try:
-        return _taken_apart(completion, _message(completion.message_json))
+        return _taken_apart(completion, parse_json(completion.message_json))
     except (ValueError, RecursionError, TypeError, AttributeError) as error:
         text = "a field has the wrong type" if isinstance(error, TypeError | AttributeError) else str(error)
         raise UnreadableReply(text) from None
-
-
-def _message(text: str) -> Any:
-    """Parse a message. msgspec refuses numbers that are too large, and lone surrogates, which become U+FFFD."""
-    try:
-        return msgspec.json.decode(text)
-    except msgspec.DecodeError:
-        found = json.dumps(json.loads(text), ensure_ascii=False)
-        return json.loads(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", found))
 
 
 def _taken_apart(completion: ModelCompletion, message: Any) -> Reply:

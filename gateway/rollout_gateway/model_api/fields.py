@@ -1,5 +1,7 @@
 """Readers of the fields of a request. Errors name the field."""
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ Object = Mapping[str, Any]
 #: Most characters of a name or an id that a client sends.
 MAX_WORD: Final = 256
 _MAX_UINT32: Final = 2**32 - 1
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 _KINDS: Final = {str: "a string", bool: "true or false", dict: "an object", list: "a list", int: "an integer"}
 
 
@@ -29,11 +32,20 @@ def text_of_json(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON, also too large numbers and, as U+FFFD, lone surrogates of texts that were cut. ValueError, RecursionError."""
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        found = json.dumps(json.loads(text), ensure_ascii=False)
+        return json.loads(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", found))
+
+
 def decode(content: bytes) -> Object:
     """Parse a body. Raises InvalidCall."""
     try:
-        found = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = parse_json(content)
+    except (ValueError, RecursionError) as error:
         raise InvalidCall("body", f"not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise InvalidCall("body", "must be a JSON object")

@@ -342,6 +342,16 @@ async def test_a_message_is_read_whatever_its_texts_and_numbers(
 
 
 @APIS
+async def test_a_text_that_a_client_has_cut_within_a_character_is_accepted(endpoint: ModelGateway, path: str) -> None:
+    body = json.dumps(BODIES[path] | {"model": "m \ud83d, \ud83d\ude00"})
+    assert "\\ud83d," in body
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    response = await endpoint.http.post(f"/r/{UID}/{path}", content=body, headers=headers)
+    assert response.status_code == 200, response.text
+    assert endpoint.call.model == "m \ufffd, \U0001f600"
+
+
+@APIS
 async def test_a_message_that_cannot_be_read_is_an_error_that_stays(
     endpoint: ModelGateway, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
