@@ -272,10 +272,9 @@ ENDS: tuple[End, ...] = (
 )
 def test_random_ends_keep_the_counts(plan: GroupPlan, ends: list[tuple[int, End, bool]]) -> None:
     state = GroupState.of(plan)
-    for index, end, wanted in ends:
+    for index, end, may_refill in ends:
         if index >= plan.count:
             continue
-        may_refill = wanted and state.ends[index] is None  # an end may change, but it is not started anew then
         before, state = state, state.after(index, end, may_refill=may_refill)
         refilled = state.refilled > before.refilled
         assert refilled <= (

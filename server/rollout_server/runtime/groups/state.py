@@ -114,18 +114,21 @@ class GroupState:
         If `refilled` has increased, the caller starts the rollout of this index anew. If `early_stop` has become true, it cancels
         the rollouts that have not ended.
         """
-        failed = isinstance(end, Failure) and not self.plan.is_usable(end)
-        if may_refill and failed and not self.early_stop and self.refilled < self.plan.refill:
-            return replace(self, refilled=self.refilled + 1)
-        former = self.ends[index]
-        running = self.running - (former is None)
-        usable = self.usable + self.plan.is_usable(end) - (former is not None and self.plan.is_usable(former))
-        enough = 0 < self.plan.min_usable <= usable
+        plan, former = self.plan, self.ends[index]
+        failed = isinstance(end, Failure) and not plan.is_usable(end)
+        refills = may_refill and failed and not self.early_stop and self.refilled < plan.refill
+        now = None if refills else end
+        running = self.running - (former is None) + (now is None)
+        usable = (
+            self.usable - (former is not None and plan.is_usable(former)) + (now is not None and plan.is_usable(now))
+        )
+        enough = 0 < plan.min_usable <= usable
         return replace(
             self,
-            ends=(*self.ends[:index], end, *self.ends[index + 1 :]),
+            ends=(*self.ends[:index], now, *self.ends[index + 1 :]),
             running=running,
             usable=usable,
+            refilled=self.refilled + refills,
             early_stop=self.early_stop or (enough and running > 0),
         )
 
