@@ -279,9 +279,10 @@ def test_wrong_use_is_told(address: str) -> None:
 
 
 PROGRAM = f"""
-import sys, time
+import signal, sys, time
 from rollout_client.trainer import Generated, Prompt, SyncTrainer
 address, ending = sys.argv[1:]
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let their background jobs ignore it
 
 def generate(turn):
     if ending == "wait":
