@@ -50,8 +50,8 @@ def next_messages(draw: Any, message: Fields) -> list[Entry]:
     return [*entries, *map(Entry, others)]
 
 
-def spelled(draw: Any, history: Sequence[Entry], **others: Any) -> ModelCall:
-    """A call with a random spelling of a history."""
+def spelled(draw: Any, history: Sequence[Entry], *, drops_texts: bool = False, **others: Any) -> ModelCall:
+    """A call with a random spelling of a history. With `drops_texts`, answers may come back without the text beside their calls."""
     ids = draw(st.sampled_from(["same", "renamed", "none"]))
     sent: list[HistoryMessage] = []
     renamed: list[str] = []
@@ -66,7 +66,11 @@ def spelled(draw: Any, history: Sequence[Entry], **others: Any) -> ModelCall:
                 _spelled_call(draw, call, new if ids == "renamed" else call["id"])
                 for call, new in zip(calls, renamed, strict=True)
             ]
-        messages = _spelled_answer(draw, fields) if entry.completion else [_noise(draw, fields)]
+        messages = (
+            _spelled_answer(draw, fields, drops_texts and ids != "renamed")
+            if entry.completion
+            else [_noise(draw, fields)]
+        )
         repeated = f"completion-{entry.completion}" if entry.completion and draw(st.booleans()) else ""
         sent += [HistoryMessage(each, repeated, json.dumps(each)) for each in messages]
     return ModelCall(tuple(sent), **others)
@@ -89,14 +93,14 @@ def _spelled_call(draw: Any, call: Any, call_id: str) -> dict[str, Any]:
     }
 
 
-def _spelled_answer(draw: Any, fields: dict[str, Any]) -> list[dict[str, Any]]:
+def _spelled_answer(draw: Any, fields: dict[str, Any], drops_text: bool) -> list[dict[str, Any]]:
     """An answer with its reasoning, without it, or with it elsewhere, as one message or several."""
     text, thought = fields["content"], fields.get("reasoning_content", "")
     if text.startswith("<think>"):
         thought, _, text = text.removeprefix("<think>").partition("</think>")
         thought = thought.strip()
     calls = fields.get("tool_calls", [])
-    text = draw(st.sampled_from([text, text.strip(), f" {text}\n"]))
+    text = draw(st.sampled_from([text, text.strip(), f" {text}\n", *([""] if calls and drops_text else [])]))
     pieces: list[dict[str, Any]] = []
     if thought:
         pieces.append(

@@ -410,6 +410,35 @@ def test_an_invalid_message_is_refused_by_its_path(messages: list[Fields], field
     assert first.kind is SegmentKind.MAIN, "a refused call leaves nothing behind"
 
 
+WITH_TEXT = called({"a": 3}, {"a": 5}, reasoning="Easy.") | {"content": "Adding."}
+
+
+def test_an_answer_whose_text_was_dropped_is_put_back_as_sampled() -> None:
+    """Several frameworks send nothing but the tool calls of an answer that has some."""
+    captured = after_one_call(WITH_TEXT)
+    sent = WITH_TEXT | {"content": None, "reasoning_content": None}
+    call = call_of(SYSTEM, TASK, sent, result("8", "id1"), result("7", "id0"), user("On."), tools=(ADD,))
+    assert isinstance(captured.sample(call, says("ok")), Continue)
+    results = [result("8", "id1"), result("7", "id0")]
+    assert captured.conversations == {0: [SYSTEM, TASK, WITH_TEXT, *results, user("On."), says("ok")]}
+    assert captured.tree.settle().report.restored == 1
+
+
+@pytest.mark.parametrize("text", ["Multiplying.", None])
+def test_an_answer_with_another_text_or_other_ids_is_not_the_sampled_one(text: str | None) -> None:
+    captured = after_one_call(WITH_TEXT)
+    sent = WITH_TEXT if text else called({"a": 3}, {"a": 5}, ids=["x", "y"])
+    decision = captured.decide(call_of(SYSTEM, TASK, sent | {"content": text}, user("On."), tools=(ADD,)))
+    assert isinstance(decision, Open)
+
+
+def test_with_the_history_as_the_template_has_it_an_answer_needs_its_text() -> None:
+    captured = after_one_call(WITH_TEXT, CaptureOptions(history="as_template"))
+    sent = WITH_TEXT | {"content": None}
+    decision = captured.decide(call_of(SYSTEM, TASK, sent, result("8"), tools=(ADD,)))
+    assert isinstance(decision, Open)
+
+
 @pytest.mark.parametrize("names", [["reasoning_content", "content", "tool_calls[0]"], ["content", "tool_calls[0]"]])
 def test_a_history_that_names_fields_of_a_completion_continues(names: list[str]) -> None:
     sampled = called({"a": 3}, reasoning="Easy.") | {"content": "Adding."}

@@ -109,6 +109,12 @@ class CanonicalMessage:
         calls = tuple((call.name, call.arguments) for call in self.calls)
         return digest(("completion", self.spoken, calls))
 
+    @cached_property
+    def calls_key(self) -> bytes:
+        """Equal for two messages with the same tool calls and ids, whatever their texts. 32 bytes; empty without calls or ids."""
+        calls = tuple((call.id, call.name, call.arguments) for call in self.calls)
+        return digest(("calls", calls)) if calls and all(call.id for call in self.calls) else b""
+
     @property
     def spoken(self) -> str:
         """The text without outer white space and without leading `<think>` reasoning."""

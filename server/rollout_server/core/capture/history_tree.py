@@ -24,10 +24,11 @@ class Node:
         depth: the number of messages up to here.
         children: the messages that followed it, the newest last.
         turns: the turns whose completion it is.
+        by_calls: the completions that followed it, by the key of their tool calls.
         attempts: the calls that ended with this message, by digest of what else they said.
     """
 
-    __slots__ = ("attempts", "children", "depth", "message", "parent", "turns")
+    __slots__ = ("attempts", "by_calls", "children", "depth", "message", "parent", "turns")
 
     def __init__(self, message: CanonicalMessage | None = None, parent: Node | None = None) -> None:
         self.message = message
@@ -35,6 +36,7 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, Node] = {}
         self.turns: list[CapturedTurn] = []
+        self.by_calls: dict[bytes, Node] = {}
         self.attempts: dict[bytes, list[Pending]] = {}
 
     def child(self, key: bytes, message: CanonicalMessage) -> Node:
@@ -150,6 +152,8 @@ class CapturedTurn:
         self.conversation = pending.conversation
         self.parent = pending.plan.parent
         self.node = pending.node.child(message.completion_key, message)
+        if message.calls_key:
+            pending.node.by_calls[message.calls_key] = self.node
         self.message = message
         self.first_call = pending.plan.calls
         self.continued = 0
@@ -254,7 +258,8 @@ def walk(root: Node, sent: Sequence[CanonicalMessage], as_template: bool) -> Wal
     Args:
         root: the root of the call's tools.
         sent: the messages; parts of one answer may be several assistant messages.
-        as_template: a completion with reasoning is found only if the reasoning was sent back, and no user message follows.
+        as_template: a completion with reasoning is found only if the reasoning was sent back, and no user message follows; one with
+            tool calls, only with its text.
     """
     stops = _ends_of_runs(sent)
     last_user = max((index for index, message in enumerate(sent) if message.role == "user"), default=-1)
@@ -264,6 +269,8 @@ def walk(root: Node, sent: Sequence[CanonicalMessage], as_template: bool) -> Wal
         child = None
         for joined, pieces in _spellings(sent, start, stop):
             known = found.node.children.get(joined.completion_key)
+            if known is None and not (joined.spoken or as_template):
+                known = found.node.by_calls.get(joined.calls_key)
             strict = as_template, start < last_user
             ends = {} if known is None else _matching(known.turns, joined, scores, strict)
             if known is not None and ends:

@@ -77,9 +77,9 @@ class CaptureOptions:
     """What an agent's author decides about its captured model calls.
 
     Args:
-        history: "restored": an answer that the agent sends back without its reasoning continues its conversation, and the model
-            sees it as it was sampled. "as_template": the conversation is cut wherever an ordinary server would show the model
-            another prompt (`CallTree` says where).
+        history: "restored": an answer that the agent sends back without its reasoning, or without the text beside its tool calls,
+            continues its conversation, and the model sees it as it was sampled. "as_template": the conversation is cut wherever an
+            ordinary server would show the model another prompt (`CallTree` says where).
         sampling: whose sampling parameters hold where both give one: those of the rollout, or the client's.
         model: the name of the model that clients are shown. At most 256 characters.
         dropped_instructions: regular expressions, searched in the first 500 characters of each text of the system prompt; a text

@@ -96,8 +96,8 @@ class CallTree:
 
     With `history="as_template"` a completion that was sampled with reasoning is continued only if the call sends that reasoning
     back and no user message follows the completion, because chat templates drop the reasoning before the last user message. Where
-    that does not hold, the call branches after an earlier completion or opens a conversation, with the messages as they were sent.
-    All else is as with "restored".
+    that does not hold, or the text beside its tool calls is missing, the call branches after an earlier completion or opens a
+    conversation, with the messages as they were sent. All else is as with "restored".
 
     Args:
         options: the rules of the agent's author.
