@@ -32,19 +32,22 @@ def text_of_json(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse JSON, also too large numbers and, as U+FFFD, lone surrogates of texts that were cut. ValueError, RecursionError."""
+def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
+    """Parse JSON, also lone surrogates of texts that were cut, as U+FFFD, and unless `finite` too large numbers.
+
+    Raises ValueError, RecursionError.
+    """
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        found = json.dumps(json.loads(text), ensure_ascii=False)
+        found = json.dumps(json.loads(text), ensure_ascii=False, allow_nan=not finite)
         return json.loads(_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", found))
 
 
 def decode(content: bytes) -> Object:
     """Parse a body. Raises InvalidCall."""
     try:
-        found = parse_json(content)
+        found = parse_json(content, finite=True)
     except (ValueError, RecursionError) as error:
         raise InvalidCall("body", f"not valid JSON: {error}") from None
     if not isinstance(found, dict):

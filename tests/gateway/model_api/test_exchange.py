@@ -352,6 +352,16 @@ async def test_a_text_that_a_client_has_cut_within_a_character_is_accepted(endpo
 
 
 @APIS
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+async def test_a_number_that_json_cannot_have_is_refused(endpoint: ModelGateway, path: str, number: str) -> None:
+    body = json.dumps(BODIES[path] | {"x": 7, "y": "\ud83d"}).replace('"x": 7', f'"x": {number}')
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    response = await endpoint.http.post(f"/r/{UID}/{path}", content=body, headers=headers)
+    assert response.status_code == 400
+    assert "not valid JSON: Out of range float values" in error_of(response)["message"]
+
+
+@APIS
 async def test_a_message_that_cannot_be_read_is_an_error_that_stays(
     endpoint: ModelGateway, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
