@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+import signal
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +23,10 @@ from tests.support.authorities import share_authorities
 
 # Collection creates objects that stay. Scanning them again and again would take a quarter of its time.
 gc.disable()
+
+# Shells let their background jobs ignore SIGINT. Programs that tests start would inherit that, and Ctrl-C would not end them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Silence library warnings on stderr that are unrelated to test failures: PyTorch is not installed, a connection was closed.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -279,10 +279,9 @@ def test_wrong_use_is_told(address: str) -> None:
 
 
 PROGRAM = f"""
-import signal, sys, time
+import sys, time
 from rollout_client.trainer import Generated, Prompt, SyncTrainer
 address, ending = sys.argv[1:]
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let their background jobs ignore it
 
 def generate(turn):
     if ending == "wait":
