@@ -15,6 +15,7 @@ from rollout_server.core.message import (
     parse_json,
     parse_object,
     tool_calls,
+    utf8_length,
 )
 
 values = st.recursive(
@@ -211,3 +212,8 @@ class TestToolCalls:
         with pytest.raises(MalformedMessage) as caught:
             calls_in(tool_calls=calls)
         assert str(caught.value).split(" ")[0] == where
+
+
+@given(st.lists(st.text("aé€😀\ud83d\ude00")))
+def test_the_length_of_texts_is_the_sum_of_their_lengths(texts: list[str]) -> None:
+    assert utf8_length(*texts) == sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)

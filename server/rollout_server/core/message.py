@@ -123,8 +123,9 @@ def parse_json(text: str, decoder: json.JSONDecoder | None = None) -> JSON:
     return value
 
 
-def utf8_length(text: str) -> int:
-    """Return the length of a text in UTF-8 bytes. A lone surrogate counts as three bytes."""
+def utf8_length(*texts: str) -> int:
+    """Return the length of texts in UTF-8 bytes. A lone surrogate counts as three bytes."""
+    text = "".join(texts)
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 

@@ -180,4 +180,4 @@ class Spec:
     @property
     def attached_bytes(self) -> int:
         """Size of what the rollout carries beside its messages, in bytes of UTF-8."""
-        return sum(map(utf8_length, (self.metadata_json, self.source_json, self.sampling.extra_json)))
+        return utf8_length(self.metadata_json, self.source_json, self.sampling.extra_json)

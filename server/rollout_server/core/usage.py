@@ -76,7 +76,7 @@ class Usage:
 
     def add_messages(self, messages: Iterable[Message]) -> None:
         """Count messages that were added to a conversation."""
-        self.bytes += sum(utf8_length(message.text) for message in messages)
+        self.bytes += utf8_length(*[message.text for message in messages])
 
     def add_completion(self, record: Answered, line: ConversationLedger) -> None:
         """Count the completion of a turn that the ledger already contains."""

@@ -147,7 +147,7 @@ class AdmittedStart:
     def size(self) -> int:
         """Approximate initial size of the rollout in bytes, counted as in `Rollout.size`."""
         spec = self.request.spec
-        return 2 * sum(utf8_length(message.text) for message in spec.messages) + spec.attached_bytes
+        return 2 * utf8_length(*[message.text for message in spec.messages]) + spec.attached_bytes
 
     def tools(self) -> Sequence[Tool]:
         """Return the tools that the agent chooses for this rollout. Raise `RolloutError` as `chosen_tools` does."""
