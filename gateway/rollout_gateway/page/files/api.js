@@ -5,16 +5,6 @@ const RECONNECT_MS = 1000;
 /** The largest range of tokens whose texts are in one response. */
 export const MAX_TEXTS = 4096;
 
-/** An error that the API returned, with a text for people. */
-class ApiError extends Error {
-  /** @param {number} status @param {string} code @param {string} message */
-  constructor(status, code, message) {
-    super(message);
-    this.status = status;
-    this.code = code;
-  }
-}
-
 /** A source that reads a running gateway. `askForKey(reason)` resolves to an API key. */
 export class ApiSource {
   constructor(askForKey) {
@@ -47,7 +37,6 @@ export class ApiSource {
     return this._json(`${pathOf(uid)}?${parameters({ view })}`);
   }
 
-  /** @param {string} id */
   group(id) {
     return this._json(`v1/groups/${encodeURIComponent(id)}`);
   }
@@ -95,7 +84,8 @@ export class ApiSource {
         }
       } catch (error) {
         if (signal.aborted) return;
-        if (error instanceof ApiError && !isTransient(error)) throw error;
+        // Without a status: the connection broke, or the tab was hidden.
+        if (error.status && !isTransient(error)) throw error;
       } finally {
         connection.abort();
       }
@@ -162,12 +152,17 @@ async function untilVisible(signal) {
   }
 }
 
+/** An error as the API returns it. @param {string} message - for people */
+export function apiError(message, status, code = "") {
+  return Object.assign(new Error(message), { status, code });
+}
+
 async function errorOf(response) {
   try {
     const { error } = await response.json();
-    return new ApiError(response.status, error.code, error.message);
+    return apiError(error.message, response.status, error.code);
   } catch {
-    return new ApiError(response.status, "", `The gateway returned ${response.status} ${response.statusText}`);
+    return apiError(`The gateway returned ${response.status} ${response.statusText}`, response.status);
   }
 }
 

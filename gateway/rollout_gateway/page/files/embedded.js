@@ -1,4 +1,5 @@
 /** Rollouts that the document itself contains, as a source with the methods of ApiSource; none can be cancelled. */
+import { apiError } from "page/api.js";
 
 const PAGE = 100;
 
@@ -43,7 +44,7 @@ export class EmbeddedSource {
 
   async group(id) {
     const rollouts = (await this.list({ group_id: id, page_size: this._saved.size })).rollouts;
-    if (!rollouts.length) throw Object.assign(new Error(`No rollout of group ${id}.`), { status: 404 });
+    if (!rollouts.length) throw apiError(`No rollout of group ${id}.`, 404);
     const members = rollouts.map(({ uid, state, spec }) => {
       return { index: spec.group_index ?? 0, uid, rollout_id: spec.rollout_id, finished: state === "finished" };
     });
@@ -53,7 +54,7 @@ export class EmbeddedSource {
 
   async texts(uid, segment, start, stop) {
     const texts = this._find(uid).texts?.[segment];
-    if (!texts) throw Object.assign(new Error("The texts of the tokens were not saved."), { code: "NO_TOKENIZER" });
+    if (!texts) throw apiError("The texts of the tokens were not saved.", 404, "NO_TOKENIZER");
     return texts.filter((each) => each.stop > start && each.start < stop);
   }
 
@@ -64,7 +65,7 @@ export class EmbeddedSource {
 
   _find(uid) {
     const saved = this._saved.get(uid);
-    if (!saved) throw new Error(`This document has no rollout ${uid}.`);
+    if (!saved) throw apiError(`This document has no rollout ${uid}.`, 404);
     return saved;
   }
 }

@@ -46,7 +46,6 @@ export function ageCell({ create_time }) {
   return { text: `${Math.floor(seconds / length)} ${unit}`, title: new Date(create_time).toLocaleString() };
 }
 
-/** @returns {string} the scores of an outcome */
 export function scoresOf(outcome) {
   return Object.entries(outcome?.scores ?? {}).map(([name, value]) => `${name} ${decimal(value)}`).join(", ");
 }

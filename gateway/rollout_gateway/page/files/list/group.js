@@ -132,7 +132,6 @@ class Group {
   }
 }
 
-/** The columns of rollouts for members. */
 function memberColumns(...names) {
   return columnsOf(...names).map((column) => ({ ...column, show: (member) => column.show(member.rollout) }));
 }
@@ -202,7 +201,6 @@ function aboutText(group, members, hasMore) {
   return [parts.join(" · "), " · started at ", clock(members[0].rollout.create_time)];
 }
 
-/** @returns {import("page/list/live.js").Cell} */
 function advantageCell({ advantage }) {
   if (advantage === null) return EMPTY;
   const kind = advantage > 0 ? "good" : advantage < 0 ? "bad" : "quiet";

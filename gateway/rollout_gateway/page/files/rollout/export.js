@@ -7,7 +7,7 @@ const SLOT = '"ROLLOUTS-DATA"';
 /** @param {import("page/rollout/rollout.js").View} view @returns {HTMLElement} */
 export function exportMenu(view) {
   const entries = [
-    ["Samples (JSON lines)", "-samples.jsonl", "application/jsonl", async () => lines(await samplesOf(view))],
+    ["Samples (JSON lines)", "-samples.jsonl", "application/jsonl", async () => lines((await whole(view)).outcome?.samples ?? [])],
     ["Events (JSON lines)", "-events.jsonl", "application/jsonl", async () => lines(await eventsOf(view))],
     ["Rollout (JSON)", ".json", "application/json", async () => JSON.stringify(await whole(view), null, 1)],
   ];
@@ -33,10 +33,6 @@ export function exportMenu(view) {
   const menu = h("details.rollout-export", { on: { keydown } }, h("summary", {}, "Export"),
     h("div", {}, items, problem.element));
   return menu;
-}
-
-async function samplesOf(view) {
-  return (await whole(view)).outcome?.samples ?? [];
 }
 
 function lines(values) {

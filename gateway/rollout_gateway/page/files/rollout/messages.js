@@ -19,7 +19,6 @@ export function messagesPart(view) {
   /** @type {Map<ModelMessage, HTMLElement>} */
   const cards = new Map();
   const marks = [];
-  const entries = new WeakMap();
   let shown = 0;
   let last;
   let current = new Set();
@@ -50,7 +49,7 @@ export function messagesPart(view) {
     const { element: made, refresh } = cardOf(view, entry);
     made.tabIndex = cards.size ? -1 : 0;
     cards.set(entry, made);
-    entries.set(made, entry);
+    made.entry = entry;
     marks.push(refresh);
     return made;
   }
@@ -58,14 +57,14 @@ export function messagesPart(view) {
   function click(event) {
     const made = event.target.closest(".messages-card");
     if (!made || event.target.closest("button, a, summary") || String(getSelection())) return;
-    selectMessage(view, entries.get(made));
+    selectMessage(view, made.entry);
   }
 
   function keydown(event) {
     const made = event.target;
     if (!made.matches(".messages-card")) return;
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (event.key === "Enter") selectMessage(view, entries.get(made));
+    if (event.key === "Enter") selectMessage(view, made.entry);
     else if (step) move(made, step);
     else return;
     event.preventDefault();

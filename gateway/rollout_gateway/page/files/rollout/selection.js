@@ -28,7 +28,6 @@ export function linkTo(uid, { segment, turn, token } = NOTHING) {
   return `#/rollouts/${encodeURIComponent(uid)}${query.size ? "?" : ""}${query}`;
 }
 
-/** @returns {string} the link to a group of rollouts */
 export function linkToGroup(id) {
   return `#/groups/${encodeURIComponent(id)}`;
 }

@@ -86,8 +86,8 @@ function agentName({ rollout, accepted }) {
   return [rollout.spec.agent, accepted?.agent_version].filter(Boolean).join(" ");
 }
 
-function policies({ segments }) {
-  const spans = [...segments.values()].flatMap((segment) => segment.spans).sort((a, b) => a.turn - b.turn);
+function policies({ segmentList }) {
+  const spans = segmentList.flatMap((segment) => segment.spans).sort((a, b) => a.turn - b.turn);
   const all = [...new Set(spans.map((span) => span.policyVersion).filter(Boolean))];
   return all.length > 2 ? `${all[0]} … ${all.at(-1)}` : all.join(", ");
 }

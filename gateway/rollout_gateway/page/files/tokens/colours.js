@@ -39,31 +39,32 @@ function policyOf(span) {
 }
 
 function policyShader(segment) {
-  const order = [...sums(segment, policyOf).keys()];
+  const order = [...sums(sampled(segment), policyOf).keys()];
   return (span) => (span.author === "model" ? hue(order.indexOf(policyOf(span))) : null);
 }
 
-/** The numbers of the model's tokens by a property of their spans, in the order of the first tokens. */
-function sums(segment, property) {
+/** The numbers of tokens by a property of their spans, in the order of the first tokens. */
+function sums(spans, property) {
   const found = new Map();
-  for (const span of segment.spans) {
-    if (span.author === "model") found.set(property(span), (found.get(property(span)) ?? 0) + span.ids.length);
-  }
+  for (const span of spans) found.set(property(span), (found.get(property(span)) ?? 0) + span.ids.length);
   return found;
 }
 
+function sampled({ spans }) {
+  return spans.filter((span) => span.author === "model");
+}
+
 function authorRows(segment) {
-  const found = {};
-  for (const span of segment.spans) found[kindOf(span)] = (found[kindOf(span)] ?? 0) + span.ids.length;
-  const shown = Object.entries(KINDS).filter(([kind]) => kind === "M" || found[kind]);
+  const found = sums(segment.spans, kindOf);
+  const shown = Object.entries(KINDS).filter(([kind]) => kind === "M" || found.get(kind));
   return shown.map(([kind, { name, why }]) => {
-    const text = `${name}${kind === "M" ? ", trains" : ""} ${count(found[kind] ?? 0)}`;
+    const text = `${name}${kind === "M" ? ", trains" : ""} ${count(found.get(kind) ?? 0)}`;
     return { name: `tokens-${name}`, key: kind, text, why };
   });
 }
 
 function logprobRows(segment) {
-  const known = sums(segment, (span) => span.logprobs !== null);
+  const known = sums(sampled(segment), (span) => span.logprobs !== null);
   if (!known.get(true)) return [{ name: null, text: "The trainer sent no logprobs for this segment." }];
   const text = (bound) => (bound ? `p ≥ ${decimal(bound)}` : "less");
   const rows = HEAT.map((bound, index) => ({ name: `tokens-heat-${index}`, text: text(bound) }));
@@ -72,9 +73,8 @@ function logprobRows(segment) {
 }
 
 function policyRows(segment) {
-  const policies = [...sums(segment, policyOf)];
-  const text = ([policy, tokens]) => `${policy}: ${count(tokens)}`;
-  return policies.map((each, index) => ({ name: hue(index), text: text(each) }));
+  const row = ([policy, tokens], index) => ({ name: hue(index), text: `${policy}: ${count(tokens)}` });
+  return [...sums(sampled(segment), policyOf)].map(row);
 }
 
 function turnRows(segment) {
