@@ -89,3 +89,13 @@ def test_a_tokenizer_that_is_not_there(invoke: Invoke) -> None:
     result = invoke("tokens", "check", "--tokenizer", EVIL.replace("\n", " "))
     assert result.exit_code == 2
     check(result.output)
+
+
+def test_the_collector_has_nothing_to_look_at_when_a_command_exits() -> None:
+    """A server has hundreds of thousands of objects at its end. Functions for the exit run in reverse order."""
+    program = (
+        "import atexit, gc, sys; from rollout_server.cli import main; sys.argv = ['rollout', 'version']; {}; main()"
+    )
+    last = "atexit.register(lambda: print(gc.get_freeze_count() > 10_000, len(gc.get_objects()) < 1_000))"
+    done = subprocess.run([sys.executable, "-c", program.format(last)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True True"
