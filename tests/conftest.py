@@ -45,6 +45,8 @@ HEAVY = re.compile(
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
+    | (?:exact/test_trl_templates|edge/tokens/test_later_system)\.py::\w+\[\w+_training\]  # variants of templates
+    | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | test_bench\.py::test_(?:a_quick_run|a_small_crowd|two_workers)\w*  # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
     | workers/test_(?:processes\.py::test_a_worker_that_hangs|trainers\.py::)\w*  # a minute of timeouts, and two deaths
@@ -58,10 +60,8 @@ THOROUGH = re.compile(
     r"""tests/(?:
       exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
     | exact/test_first_prompts\.py::test_(?:tokenizers\w+\[(?!toy\])|templates_of\w+)    # large tokenizers
-    | exact/test_trl_templates\.py::\w+\[\w+_training\]                          # variants of templates
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
     | simulator/test_worlds\.py::\w+\[[1-3]\]                                     # 250 simulated worlds each
-    | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
     | system/test_rollout_tools\.py::test_a_tool_call_keeps\w*                # a pause of the agent
     | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 20 rollouts each

@@ -241,10 +241,11 @@ async def test_what_a_token_is_and_copies_of_ids(open_here: Open, page: Page) ->
     assert json.loads(await page.evaluate("navigator.clipboard.readText()")) == span["token_ids"][1:2]
     await detail.get_by_role("button", name="copy ids of the span").click()
     assert json.loads(await page.evaluate("navigator.clipboard.readText()")) == span["token_ids"]
+    await page.clock.run_for(1500)  # the confirmation is over
     await page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as without HTTPS
     await detail.get_by_role("button", name="copy ids", exact=True).click()
     await detail.get_by_role("button", name="copied").click()
-    await page.clock.run_for(1500)  # both confirmations are over
+    await page.clock.run_for(1500)
     await expect(detail.get_by_role("button", name="copy ids", exact=True)).to_be_visible()
     await page.locator(f"[data-start='{starts[masked] + 4}']").click(modifiers=["Shift"])
     await expect(detail).to_contain_text(f"sum {sum(span['logprobs'][1:5]):.4f} of 4 model tokens")
