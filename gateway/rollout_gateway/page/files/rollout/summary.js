@@ -83,7 +83,7 @@ function identity(view, agent, policy) {
 }
 
 function agentName({ rollout, accepted }) {
-  return [rollout.spec.agent, accepted?.agent_version].filter(Boolean).join(" ");
+  return [rollout.spec.agent, accepted?.agent_version].filter(Boolean).join(", version ");
 }
 
 function policies({ segmentList }) {
