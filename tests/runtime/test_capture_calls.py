@@ -73,7 +73,7 @@ def test_what_every_trainer_does_anyway_is_no_parameter(extra: dict[str, Any]) -
 
 def test_a_call_without_tools_may_say_that_no_tool_is_to_be_called() -> None:
     asked = Sampling(extra_json='{"tool_choice": "none", "parallel_tool_calls": false}')
-    assert call_sampling(asked, a_spec(), client=False, tools=False) == ({}, ())
+    assert call_sampling(asked, a_spec(), client=False, has_tools=False) == ({}, ())
     with pytest.raises(CallRefused, match="tool_choice"):
         call_sampling(asked, a_spec(), client=False)
 

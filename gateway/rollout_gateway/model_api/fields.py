@@ -33,7 +33,7 @@ def text_of_json(value: Any) -> str:
 
 
 def parse_json(text: str | bytes, *, finite: bool = False) -> Any:
-    """Parse JSON, also lone surrogates of texts that were cut, as U+FFFD, and unless `finite` too large numbers.
+    """Parse JSON. Lone surrogates, where a client has cut a text, become U+FFFD. `finite`: refuse NaN and too large numbers.
 
     Raises ValueError, RecursionError.
     """

@@ -80,8 +80,11 @@ def _add_item(history: History, place: str, item: Object) -> None:
             thought = {"role": "assistant", "content": None} | ({"reasoning_content": text} if text else {})
             history.add(place, thought, fields.read(item, "encrypted_content", str, place) or _completion_id(item))
         case "item_reference":
-            kind, known, index = (*fields.need(item, "id", str, place).split("_", 2), "", "")[:3]
-            field = {"rs": "reasoning_content", "msg": "content", "fc": f"tool_calls[{index}]"}.get(kind, kind)
+            prefix, _, known = fields.need(item, "id", str, place).partition("_")
+            field = {"rs": "reasoning_content", "msg": "content"}.get(prefix, prefix)
+            if prefix == "fc":
+                known, _, index = known.rpartition("_")
+                field = f"tool_calls[{index}]"
             history.add(place, {"role": "assistant", "repeated_field": field}, known)
         case other:
             raise InvalidCall(f"{place}.type", f"items of type {str(other)[:64]!r} are not supported")

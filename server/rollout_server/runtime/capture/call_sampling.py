@@ -18,19 +18,19 @@ _EXTRAS: Final = ("tool_choice", "parallel_tool_calls", "response_format")
 
 
 def call_sampling(
-    asked: Sampling, spec: Spec, *, client: bool, tools: bool = True
+    asked: Sampling, spec: Spec, *, client: bool, has_tools: bool = True
 ) -> tuple[SamplingOptions, tuple[str, ...]]:
     """Return the options with which a call is sampled, and the names of its parameters that have no effect.
 
     Temperature and top_p are the rollout's where it sets them, so that the logprobs of its turns can be compared; with `client`
     they are the agent's. The lower `max_tokens` applies. The rollout's stop strings and the agent's both apply; with `client`
     only the agent's, if it has some. Whether logprobs are requested is never up to the agent. Tool choice and response format
-    need an inference engine that renders; `tools` says whether the call offers tools.
+    need an inference engine that renders; `has_tools`: the call offers tools.
 
     Raises:
         CallRefused: for an invalid parameter, and for one that the rollout's trainer does not support.
     """
-    own, extra = spec.sampling, _extra(asked, spec, tools)
+    own, extra = spec.sampling, _extra(asked, spec, has_tools)
     first, second = (asked, own) if client else (own, asked)
     chosen = replace(
         own,
@@ -59,14 +59,14 @@ def _lower(own: int | None, asked: int | None, dialect: Dialect) -> int | None:
     return min((each for each in (own, asked) if each is not None), default=None)
 
 
-def _extra(asked: Sampling, spec: Spec, tools: bool) -> Mapping[str, JSON]:
+def _extra(asked: Sampling, spec: Spec, has_tools: bool) -> Mapping[str, JSON]:
     """Return the agent's further parameters, without those that ask for the default behaviour."""
     given = {name: value for name, value in _extra_of(asked).items() if value is not None}
     unknown = sorted(given.keys() - set(_EXTRAS))
     if unknown:
         text = f"is not supported; extra_json may have {', '.join(_EXTRAS)}"
         raise CallRefused("INVALID_CALL", f"sampling.extra_json.{unknown[0]:.100}", text)
-    wanted = {name: value for name, value in given.items() if not _is_default(name, value, tools)}
+    wanted = {name: value for name, value in given.items() if not _is_default(name, value, has_tools)}
     if wanted and (spec.completions.dialect not in ENGINES or spec.token_mode == TOKEN_MODE):
         name = next(iter(wanted))
         text = (
@@ -77,13 +77,13 @@ def _extra(asked: Sampling, spec: Spec, tools: bool) -> Mapping[str, JSON]:
     return wanted
 
 
-def _is_default(name: str, value: JSON, tools: bool) -> bool:
+def _is_default(name: str, value: JSON, has_tools: bool) -> bool:
     """Return whether a parameter asks for what happens without it. Without tools, the model cannot call one in any case."""
     if name == "response_format":
         return isinstance(value, Mapping) and value.get("type") == "text"
     if name == "tool_choice":
-        return value == "auto" or (value == "none" and not tools)
-    return value is True or not tools
+        return value == "auto" or (value == "none" and not has_tools)
+    return value is True or not has_tools
 
 
 def _extra_of(sampling: Sampling) -> Mapping[str, JSON]:

@@ -337,7 +337,7 @@ class Capture:
 
     def _sampling(self, call: ModelCall) -> SamplingOptions:
         spec, client = self._context.rollout.spec, self.options.sampling == "client"
-        options, unused = call_sampling(call.sampling, spec, client=client, tools=bool(call.tools))
+        options, unused = call_sampling(call.sampling, spec, client=client, has_tools=bool(call.tools))
         if unused:
             names = ", ".join(unused)
             self._note("sampling_overridden", f"the agent's {names} are not used: the rollout's values apply")

@@ -42,7 +42,7 @@ class List {
     this.table = new LiveTable("Rollouts, newest first", COLUMNS, (rollout) => rollout.uid);
     this.table.element.hidden = true;
     this.empty = h("div.list-empty");
-    this.search = searchLine({ stop: () => (this.page.isStopped = true), goOn: () => this._goOn() });
+    this.search = searchLine({ stop: () => (this.page.isStopped = true), resume: () => this._continue() });
     const newer = () => this._toPage(this.tokens.slice(0, -1));
     this.pager = pager({ newer, older: () => this._toPage([...this.tokens, this.page.next]) });
     const parts = [this.filters, this.error, this.table, { element: this.empty }, this.search, this.pager];
@@ -77,7 +77,7 @@ class List {
     if (this.page) this.page.isStopped = true;
   }
 
-  _goOn() {
+  _continue() {
     this.page.isStopped = false;
     this._follow();
   }
@@ -218,10 +218,10 @@ function button(text, onClick, properties = {}) {
 }
 
 /** How a search that takes several requests goes on, and buttons to stop it and to continue it. */
-function searchLine({ stop, goOn }) {
+function searchLine({ stop, resume }) {
   const text = h("span", {});
   const stopping = button("Stop", stop, { hidden: true });
-  const continuing = button("Continue", goOn, { hidden: true });
+  const continuing = button("Continue", resume, { hidden: true });
   const show = (page, isReading) => {
     const isStopped = page.isStopped && !page.isRead;
     const isSearching = isReading && !isStopped && page.requests > 0;
