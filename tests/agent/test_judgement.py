@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 from rollout_server import Agent, RewardResult, Run
 
@@ -31,6 +33,9 @@ class Judge(Agent):
         (0.5, RewardResult(0.5)),
         (-1, RewardResult(-1.0)),
         (Fraction(1, 4), RewardResult(0.25)),
+        (Decimal("0.5"), RewardResult(0.5)),
+        (np.float32(0.25), RewardResult(0.25)),
+        (np.array(2), RewardResult(2.0)),
         (RewardResult(), RewardResult()),
         (RewardResult(1, {"style": 2}, '{"why": "so"}'), RewardResult(1.0, {"style": 2.0}, '{"why": "so"}')),
     ],
@@ -47,7 +52,8 @@ async def test_what_is_a_judgement(judgement: object, verdict: RewardResult) -> 
         (True, TypeError, "returned True; convert it to a number with float()"),
         (RewardResult(scores={"short": False}), TypeError, "score 'short', returned False; convert it"),
         ("1", TypeError, "returned '1'"),
-        (Decimal(1), TypeError, "returned Decimal('1')"),
+        (Decimal("NaN"), ValueError, "returned Decimal('NaN')"),
+        (np.array([1.0, 2.0]), TypeError, "returned array([1., 2.])"),
         ([1.0], TypeError, "returned [1.0]"),
         (1j, TypeError, "returned 1j"),
         (float("nan"), ValueError, "returned nan"),
@@ -72,3 +78,21 @@ async def test_what_is_none_is_refused_with_agent_and_value(
 
 async def test_without_a_reward_there_is_no_judgement() -> None:
     assert await Plain().judge(None) == RewardResult()
+
+
+class Ranking(Judge):
+    """Return a given value for a group."""
+
+    name = "ranking"
+
+    async def reward_group(self, runs: Sequence[Run]) -> Any:
+        return self.judgement
+
+
+async def test_the_rewards_of_a_group_may_be_an_array() -> None:
+    runs = [None, None]
+    assert await Ranking(np.array([0.5, 1])).judge_group(runs) == [RewardResult(0.5), RewardResult(1.0)]
+    with pytest.raises(ValueError, match="returned 3 rewards for 2 runs"):
+        await Ranking(np.zeros(3)).judge_group(runs)
+    with pytest.raises(TypeError, match="it must return a list with one reward for each run"):
+        await Ranking(np.array(0.5)).judge_group(runs)

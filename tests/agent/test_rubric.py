@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from rollout_server import Agent, Judge, ModelFailed, RewardResult, Rubric, Run, json_field, number_from, yes_or_no
 from rollout_server.core.message import Message
@@ -282,6 +283,8 @@ async def test_functions_of_a_group_add_to_the_rewards(new_world: NewWorld) -> N
         (2.0, {"ranking": 0.5}),
     ]
     assert await rubric.score_group([], []) == []
+    array = await Rubric().add(lambda runs: np.array([0, 1, 2]), name="array").score_group(agent.runs, before)
+    assert [each.reward for each in array] == [0.5, 1.0, 3.0]
     wrong = Rubric().add(lambda runs: [1.0], name="one")
     with pytest.raises(RewardFailed, match="it must return a list of 3 numbers, one per rollout"):
         await wrong.score_group(agent.runs, before)

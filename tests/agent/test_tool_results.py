@@ -10,6 +10,7 @@ from datetime import date
 from decimal import Decimal
 from itertools import count
 
+import numpy as np
 import pytest
 from rollout_server import ToolError, tool
 from rollout_server.tool import Image
@@ -42,6 +43,10 @@ from tests.agent.shapes import Colour, Level, Point, Size
         (Level.LOW, "1"),
         (date(2024, 5, 6), '"2024-05-06"'),
         (Decimal("1.10"), '"1.10"'),
+        (np.int64(3), "3"),
+        (np.float32(1.5), "1.5"),
+        (np.bool_(True), "true"),
+        ({"mean": np.float32(0.5), "grid": np.arange(4).reshape(2, 2)}, '{"mean": 0.5, "grid": [[0, 1], [2, 3]]}'),
     ],
 )
 async def test_how_results_are_written(result: object, content: str) -> None:
@@ -80,6 +85,8 @@ CIRCLE.append(CIRCLE)
         (math.inf, "inf is not a finite number"),
         (math.nan, "nan is not a finite number"),
         ([math.inf], "not JSON compliant"),
+        (np.array([1.0, math.nan]), "not JSON compliant"),
+        pytest.param(np.zeros(2**20), "it has an array of 8,388,608 bytes", id="array"),
         (object(), "Unable to serialize unknown type"),
         ({"a": threading.Lock()}, "Unable to serialize unknown type"),
         (CIRCLE, "Circular reference: a list contains itself"),

@@ -18,7 +18,7 @@ from rollout_server.runtime.agent_protocol import END, Request
 from rollout_server.runtime.aio.source_location import written_at
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
-from rollout_server.runtime.run.reward import GroupRewards, RewardValue, checked_reward
+from rollout_server.runtime.run.reward import GroupRewards, RewardValue, as_list, checked_reward
 from rollout_server.runtime.run.run import Run
 from rollout_server.runtime.tools.listing import check_names
 from rollout_server.runtime.tools.toolset import McpServer
@@ -287,7 +287,7 @@ class Agent(metaclass=_AgentClass):
         Raises TypeError or ValueError if the result is not one reward for each run.
         """
         own_runs = cast("Sequence[Run]", runs)
-        values = await call_method(self.reward_group, f"reward_group() of agent {self.name}", own_runs)
+        values = as_list(await call_method(self.reward_group, f"reward_group() of agent {self.name}", own_runs))
         where = f"agent {self.name!r}: reward_group"
         with with_location(self.reward_group):
             if not isinstance(values, Sequence) or isinstance(values, str):

@@ -16,6 +16,7 @@ from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import authors_frames, raised_at, written_at
 from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.messages import text_of
+from rollout_server.runtime.run.reward import as_list, real_number
 from rollout_server.runtime.run.run import Run
 
 ARGUMENTS: Final = ("run", "prompt", "completion", "response", "answer", "state", "metadata")
@@ -260,7 +261,7 @@ async def _score(function: RewardFunction, arguments: Mapping[str, Any], run: Ru
 
 async def _group_scores(function: RewardFunction, runs: Sequence[Run]) -> Sequence[float] | None:
     try:
-        values = await _result(function, {_GROUP: runs}, runs[0])
+        values = as_list(await _result(function, {_GROUP: runs}, runs[0]))
         if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(runs):
             text = f"{function.label} returned {values!r:.100}; it must return a list of {len(runs)} numbers, one per rollout"
             raise RewardFailed(Failure(Category.INTERNAL, text, source=FailureClass.ENVIRONMENT))
@@ -301,8 +302,8 @@ async def _result(function: RewardFunction, arguments: Mapping[str, Any], run: R
 def _number(function: RewardFunction, value: object) -> float:
     """Return a score as a float; True is 1.0. Raises `RewardFailed`."""
     try:
-        number = float(value) if isinstance(value, int | float) or hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError, OverflowError):
+        number = float(value) if isinstance(value, bool) else real_number(value)
+    except TypeError:
         number = math.nan
     if not math.isfinite(number):
         text = f"{function.label} returned {value!r:.100}; it must return a finite number"

@@ -107,7 +107,7 @@ def result_text(result: object) -> str:
             return float.__repr__(result)
         case _:
             _check_size(result)
-            return json.dumps(to_jsonable_python(result, fallback=_refuse), ensure_ascii=False, allow_nan=False)
+            return json.dumps(to_jsonable_python(result, fallback=_convert), ensure_ascii=False, allow_nan=False)
 
 
 def _check_size(value: object) -> None:
@@ -150,13 +150,26 @@ def _parts(value: object) -> Collection[object]:
         raise ValueError(f"a {type(value).__name__} may be infinite; return a list of its items")
     if isinstance(value, type):
         return ()
+    if callable(getattr(value, "tolist", None)):
+        return _items(value)
     if is_dataclass(value):  # one with slots has no __dict__
         return [getattr(value, field.name, None) for field in fields(value)]
     further = getattr(value, "__pydantic_extra__", None)
     return [*getattr(value, "__dict__", {}).values(), *(further.values() if isinstance(further, dict) else ())]
 
 
-def _refuse(value: Any) -> Any:
+def _items(array: Any) -> Collection[object]:
+    """Return the items of an array of NumPy, torch and others; none for one of their scalars."""
+    if (size := getattr(array, "nbytes", 0)) > LARGEST:  # before millions of objects are made of it
+        raise ValueError(f"it has an array of {size:,} bytes; return less")
+    items = array.tolist()
+    return items if isinstance(items, list) else ()
+
+
+def _convert(value: Any) -> Any:
+    """Return an array as a list, and a scalar of NumPy or torch as a number. Raises TypeError for other values."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
     if _image(value) is not None:
         raise TypeError("an image must be the result itself or an item of a list, not inside another value")
     raise TypeError(f"Unable to serialize unknown type: {type(value)}")

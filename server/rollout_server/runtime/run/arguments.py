@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from types import MappingProxyType
 from typing import Any, Literal, TypedDict
 
@@ -20,6 +20,7 @@ from rollout_server.core.spec_validation import ID_LENGTH, sampling_violations
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.messages import Reply
+from rollout_server.runtime.run.reward import real_number
 
 _KINDS = {kind.value: kind for kind in (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)}
 LONGEST_REASON = 1000
@@ -104,12 +105,6 @@ def _read(name: str, value: object) -> Any:
         raise AgentMistake(f"sample: {name}={value!r:.100} is invalid; pass {expected}") from None
 
 
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    return float(value)
-
-
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError
@@ -157,8 +152,8 @@ def _merge(request_json: str, extra: Mapping[str, JSON]) -> str:
 
 _READERS: Mapping[str, tuple[Callable[[object], Any], str]] = MappingProxyType(
     {
-        "temperature": (_number, "a number"),
-        "top_p": (_number, "a number"),
+        "temperature": (real_number, "a number"),
+        "top_p": (real_number, "a number"),
         "max_tokens": (_whole, "an integer"),
         "stop": (_texts, "a string or a list of strings"),
         "logprobs": (_flag, "True or False"),
@@ -231,8 +226,8 @@ def checked_turn_reward(value: object, machine: Machine, conversation: Conversat
     if last is None:
         raise AgentMistake("give_reward: the conversation has no completion yet; call it after `await run.sample()`")
     try:
-        number = _number(value)
-    except (TypeError, OverflowError):
+        number = real_number(value)
+    except TypeError:
         number = math.nan
     if not abs(number) <= LARGEST_TURN_REWARD:
         most = f"{LARGEST_TURN_REWARD:,.0f}"

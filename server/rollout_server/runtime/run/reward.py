@@ -6,8 +6,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
-from typing import TypeAlias, cast
+from typing import SupportsFloat, TypeAlias
 
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import RewardResult
@@ -75,12 +74,32 @@ def _number(value: object, where: str) -> float:
         raise TypeError(f"{where} returned a coroutine: an `await` is missing before the call")
     if isinstance(value, bool):
         raise TypeError(f"{where} returned {value!r}; convert it to a number with float()")
-    if not isinstance(value, Real):
-        raise TypeError(f"{where} returned {value!r}; it must return a finite number, a RewardResult or None")
     try:
-        number = float(cast("float", value))
-    except OverflowError:
-        number = math.inf
+        number = real_number(value)
+    except TypeError:
+        text = f"{where} returned {value!r:.1000}; it must return a finite number, a RewardResult or None"
+        raise TypeError(text) from None
     if not math.isfinite(number):
         raise ValueError(f"{where} returned {value!r}, which is not a finite number")
     return number
+
+
+def real_number(value: object) -> float:
+    """Return a number as a float: any that `float` converts, such as one of NumPy, a Decimal or a tensor of one element.
+
+    A number that is too large is infinite. Raise TypeError for everything else, also for a text and a bool.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several elements
+        raise TypeError from None
+
+
+def as_list(values: object) -> object:
+    """Return an array of NumPy, torch and others as a list. Any other value stays as it is."""
+    convert = getattr(values, "tolist", None)
+    return convert() if callable(convert) else values
