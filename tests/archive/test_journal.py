@@ -19,6 +19,7 @@ from rollout_server.archive.journal import SavedJournal
 from rollout_server.edge.journal.files import JournalDirectory
 
 from tests.archive.conftest import TOKEN, OpenSaved, Recorded
+from tests.support.journal_versions import TO_VERSION_1
 from tests.support.processes import ANY_PORTS, Serving, environment, started
 
 
@@ -146,10 +147,8 @@ def test_a_server_that_starts_while_a_journal_is_copied_is_not_kept_out(
 
 async def test_older_tables_are_read_from_a_copy(recorded: Recorded, open_saved: OpenSaved) -> None:
     with sqlite3.connect(recorded.journal / "journal.sqlite3") as database:
-        for statement in ("DROP TABLE groups", "DROP TABLE refills", "PRAGMA user_version = 1"):
+        for statement in TO_VERSION_1:
             database.execute(statement)
-        for column in ("cancelled", "key_digest"):
-            database.execute(f"ALTER TABLE rollouts DROP COLUMN {column}")
     database.close()
     before = contents(recorded.journal)
     client = await open_saved(recorded.journal)

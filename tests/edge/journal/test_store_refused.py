@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import sqlite3
 import tempfile
@@ -21,12 +22,21 @@ from rollout_server.edge.journal import SqliteJournal
 from rollout_server.edge.journal.records import encode_entries
 from rollout_server.edge.journal.schema import MIGRATIONS
 from rollout_server.edge.journal.values import encode_tokens
-from rollout_server.runtime.journal import CancelRequested, JournalUnusable
+from rollout_server.runtime.journal import (
+    CancelRequested,
+    DeliveryChanged,
+    FormedGroup,
+    GroupFormed,
+    JournalUnusable,
+    StoredDelivery,
+)
 from rollout_server.runtime.log import Entry
+from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
 from rollout_server.runtime.ports import Credentials
 from sqlalchemy import Connection
 
 from tests.edge.journal.store import accepted, appended, files, query, stored
+from tests.support.journal_versions import TO_VERSION_1, TO_VERSION_3
 
 NOBODY = 65534
 DATABASE = "journal.sqlite3"
@@ -180,7 +190,7 @@ async def test_a_database_of_another_application(directory: Path) -> None:
 async def test_a_newer_server_wrote_it(written: Path) -> None:
     execute(written, "PRAGMA user_version = 7")
     text = await refused(written)
-    assert "was written by a newer server: it has version 7, and this server knows versions up to 3" in text
+    assert "was written by a newer server: it has version 7, and this server knows versions up to 4" in text
     assert "Run the newer server" in text
 
 
@@ -202,18 +212,28 @@ async def test_tables_that_no_server_leaves(written: Path, statement: str, text:
 @pytest.mark.parametrize(
     ("statement", "text"),
     [
-        ("UPDATE entries SET payload = x'ff' WHERE rollout = 2", "rollout b cannot be decoded (ValueError"),
-        ("UPDATE rollouts SET start = x'ff' WHERE number = 2", "rollout b cannot be decoded (ValueError"),
+        (
+            "UPDATE entries SET payload = x'ff', payload_crc32 = NULL WHERE rollout = 2",
+            "rollout b cannot be read (ValueError: these bytes are not log entries",
+        ),
+        (
+            "UPDATE rollouts SET start = x'ff', start_crc32 = NULL WHERE number = 2",
+            "rollout b cannot be read (ValueError: these bytes are not an accepted start",
+        ),
+        (
+            "UPDATE rollouts SET uid = 'c' WHERE number = 2",
+            "rollout c cannot be read (ValueError: it was accepted as b)",
+        ),
         (
             "INSERT INTO deliveries VALUES (2, 'lost', 1, '', NULL, NULL, 1.0)",
-            "rollout b cannot be decoded (ValueError",
+            "rollout b cannot be read (ValueError",
         ),
         (
             "INSERT INTO deliveries VALUES (2, 'pending', 1, '', NULL, NULL, 1.0)",
-            "rollout b cannot be decoded (TypeError",
+            "rollout b cannot be read (TypeError",
         ),
         (
-            "INSERT INTO entries SELECT 2, 31, 60, payload FROM entries WHERE rollout = 2",
+            "INSERT INTO entries SELECT 2, 31, 60, payload, payload_crc32 FROM entries WHERE rollout = 2",
             "record 1 where 31 is expected",
         ),
     ],
@@ -224,6 +244,50 @@ async def test_a_damaged_rollout(written: Path, statement: str, text: str) -> No
     assert found.startswith(f"{written}/{DATABASE} is damaged: ")
     assert text in found
     assert "restore it from a backup" in found
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "text"),
+    [
+        ("rollouts", "start", "rollout b cannot be read (ValueError: start: "),
+        ("entries", "payload", "rollout b cannot be read (ValueError: records 1 to 30: "),
+        ("outcomes", "body", "rollout b cannot be read (ValueError: outcome: "),
+    ],
+)
+async def test_one_changed_bit(written: Path, table: str, column: str, text: str) -> None:
+    async with SqliteJournal(written) as journal:
+        await journal.load()
+        journal.write(
+            DeliveryChanged("b", StoredDelivery(Delivery(DeliveryState.PENDING), "key of b", 1e10, b"outcome"))
+        )
+    assert len(await stored(written)) == 2
+    number = "number" if table == "rollouts" else "rollout"
+    [(whole,)] = query(written, f"SELECT {column} FROM {table} WHERE {number} = 2")
+    for bit in random.Random(table).sample(range(8 * len(whole)), 4):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        execute(written, f"UPDATE {table} SET {column} = x'{changed.hex()}' WHERE {number} = 2")
+        found = await refused_load(written)
+        assert found.startswith(
+            f"{written}/{DATABASE} is damaged: {text}the bytes on the disk do not match their checksum"
+        )
+        assert "restore it from a backup" in found
+
+
+async def test_records_of_another_rollout(written: Path) -> None:
+    execute(written, "DELETE FROM entries WHERE rollout = 2", "UPDATE entries SET rollout = 2")
+    assert "rollout b cannot be read (ValueError: records 1 to 30: the bytes" in await refused_load(written)
+
+
+async def test_a_changed_bit_of_a_group(directory: Path) -> None:
+    group = FormedGroup("g", "group", "request", "rollout", 2, 1, True, ("a", "b"))
+    async with SqliteJournal(directory) as journal:
+        await journal.load()
+        journal.write(GroupFormed(group))
+    execute(directory, "UPDATE groups SET payload = CAST(replace(payload, 'group', 'grouq') AS BLOB)")
+    async with SqliteJournal(directory) as journal:
+        with pytest.raises(JournalUnusable, match=r"group 1 cannot be read .*do not match their checksum"):
+            await journal.load_groups()
 
 
 async def test_a_text_that_is_not_utf8(written: Path) -> None:
@@ -292,27 +356,33 @@ async def test_migrations_run_once_and_in_order(written: Path) -> None:
     for migrations in ((add_notes,), (add_notes, rename), (add_notes, rename)):
         async with SqliteJournal(written, migrations=[*MIGRATIONS, *migrations]) as journal:
             assert len(await journal.load()) == 2
-    assert query(written, "PRAGMA user_version") == [(5,)]
+    assert query(written, "PRAGMA user_version") == [(6,)]
     assert query(written, "SELECT remarks FROM rollouts") == [("from a",), ("from b",)]
-    assert "knows versions up to 3" in await refused(written)
+    assert "knows versions up to 4" in await refused(written)
+
+
+async def test_a_journal_of_version_3_is_migrated(written: Path) -> None:
+    before = await stored(written)
+    columns = query(written, "SELECT m.name, p.name FROM sqlite_master m JOIN pragma_table_info(m.name) p")
+    execute(written, *TO_VERSION_3)
+    async with SqliteJournal(written) as journal:
+        assert await journal.load() == before
+        journal.write(appended("a", 31, 31))
+    assert query(written, "SELECT payload_crc32 IS NULL FROM entries WHERE rollout = 1") == [(1,), (0,)]
+    assert len((await stored(written))[0].entries) == 31
+    found = query(written, "SELECT m.name, p.name FROM sqlite_master m JOIN pragma_table_info(m.name) p")
+    assert sorted(found) == sorted(columns)
 
 
 async def test_a_journal_of_version_1_is_migrated(written: Path) -> None:
     before = await stored(written)
-    version_1 = (
-        "DROP TABLE groups",
-        "DROP TABLE refills",
-        "ALTER TABLE rollouts DROP COLUMN cancelled",
-        "ALTER TABLE rollouts DROP COLUMN key_digest",
-        "PRAGMA user_version = 1",
-    )
-    execute(written, *version_1)
+    execute(written, *TO_VERSION_1)
     async with SqliteJournal(written) as journal:
         assert await journal.load() == before
         assert await journal.load_groups() == []
         journal.write(CancelRequested("a", "enough"))
     assert [each.cancelled for each in await stored(written)] == ["enough", None]
-    assert query(written, "PRAGMA user_version") == [(3,)]
+    assert query(written, "PRAGMA user_version") == [(4,)]
 
 
 async def test_prompts_that_version_2_stored_twice_are_read(written: Path) -> None:
@@ -326,15 +396,15 @@ async def test_prompts_that_version_2_stored_twice_are_read(written: Path) -> No
     answered.reported_as_predicted = False
     answered.reported = encode_tokens(prompt)
     change = f"UPDATE entries SET first_sequence = 1, last_sequence = 1, payload = x'{batch.SerializeToString().hex()}'"
-    execute(written, f"{change} WHERE rollout = 2", "PRAGMA user_version = 2")
+    execute(written, *TO_VERSION_3, f"{change} WHERE rollout = 2", "PRAGMA user_version = 2")
     assert list((await stored(written))[1].entries) == [entry]
-    assert query(written, "PRAGMA user_version") == [(3,)]
+    assert query(written, "PRAGMA user_version") == [(4,)]
 
 
 async def test_a_migration_that_fails_changes_nothing(written: Path) -> None:
     with pytest.raises(JournalUnusable, match="no such table: missing"):
         await SqliteJournal(written, migrations=[*MIGRATIONS, add_notes, fail]).start()
-    assert query(written, "PRAGMA user_version") == [(3,)]
+    assert query(written, "PRAGMA user_version") == [(4,)]
     assert query(written, "SELECT name FROM sqlite_master WHERE name = 'half'") == []
     assert len(await stored(written)) == 2
 

@@ -14,7 +14,7 @@ from sqlalchemy.dialects import sqlite
 from rollout_server.edge.journal.records import encode_entries
 from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, GROUPS, OUTCOMES, REFILLS, ROLLOUTS
 from rollout_server.edge.journal.starts import encode_credentials, encode_group, encode_start
-from rollout_server.edge.journal.values import encode_text
+from rollout_server.edge.journal.values import checksum, encode_text
 from rollout_server.runtime.journal import (
     AcceptedStart,
     CancelRequested,
@@ -57,7 +57,7 @@ def _set(**values: Any) -> str:
 
 
 _DELETE: Final = tuple(map(_delete, (ROLLOUTS.c.number, ENTRIES.c.rollout, DELIVERIES.c.rollout, OUTCOMES.c.rollout)))
-_ACCEPT: Final = _text(insert(ROLLOUTS), ("number", "uid", "start", "credentials", "received"))
+_ACCEPT: Final = _text(insert(ROLLOUTS), ("number", "uid", "start", "start_crc32", "credentials", "received"))
 _APPEND: Final = _text(insert(ENTRIES))
 _CREDENTIALS: Final = _set(credentials=bindparam("encrypted"))
 _CANCELLED: Final = _set(cancelled=bindparam("reason"))
@@ -192,7 +192,7 @@ class Batch:
     def _encode_groups(self) -> Sequence[tuple[str, Sequence[Row]]]:
         """Return the statements of groups. A group may be formed and dropped in the same commit."""
         return (
-            (_FORM, [{"number": number, "payload": encode_group(group)} for number, group in self._formed.items()]),
+            (_FORM, [_group_row(number, group) for number, group in self._formed.items()]),
             (_REFILL, [_refill_row(number, grew) for number, grew in self._refills]),
             *((statement, [{_NUMBER: number} for number in self._dropped_groups]) for statement in _DROP_GROUP),
         )
@@ -201,17 +201,30 @@ class Batch:
         start = self._accepted.get(number)
         if start is None:
             return ()
-        encrypted = self._encrypted(start.request.credentials)
         payload = encode_start(start)
-        return ({"number": number, "uid": start.uid, "start": payload, "credentials": encrypted, "received": False},)
+        row = {
+            "number": number,
+            "uid": start.uid,
+            "start": payload,
+            "start_crc32": checksum(number, payload),
+            "credentials": self._encrypted(start.request.credentials),
+            "received": False,
+        }
+        return (row,)
 
     def _entry_rows(self, number: int) -> Sequence[Row]:
         entries = self._entries.get(number)
         if not entries:
             return ()
         payload = encode_entries(entries)
-        first, last = entries[0].sequence, entries[-1].sequence
-        return ({"rollout": number, "first_sequence": first, "last_sequence": last, "payload": payload},)
+        row = {
+            "rollout": number,
+            "first_sequence": entries[0].sequence,
+            "last_sequence": entries[-1].sequence,
+            "payload": payload,
+            "payload_crc32": checksum(number, payload),
+        }
+        return (row,)
 
     def _credential_rows(self, number: int) -> Sequence[Row]:
         credentials = self._credentials.get(number)
@@ -238,7 +251,12 @@ def _delivery_row(number: int, stored: StoredDelivery) -> Row:
 
 
 def _outcome_row(number: int, stored: StoredDelivery) -> Row:
-    return {"rollout": number, "key": stored.key, "body": stored.body}
+    return {"rollout": number, "key": stored.key, "body": stored.body, "body_crc32": checksum(number, stored.body)}
+
+
+def _group_row(number: int, group: FormedGroup) -> Row:
+    payload = encode_group(group)
+    return {"number": number, "payload": payload, "payload_crc32": checksum(number, payload)}
 
 
 def _refill_row(number: int, grew: GroupGrew) -> Row:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
@@ -47,12 +47,16 @@ ROLLOUTS: Final = Table(
     Column("received", Boolean, nullable=False),
     Column("cancelled", LargeBinary),
     Column("key_digest", LargeBinary),
+    Column("start_crc32", _Number),
 )
 """Accepted rollouts.
 
 `credentials` are encrypted, NULL if there are none. `received`: the outcome was acknowledged. `cancelled` is the reason of a caller
 that has cancelled the rollout, in UTF-8. `key_digest` has those of the keys of its model endpoint:
 at most 16 SHA-256 digests in a row.
+
+`start_crc32` and its like in other tables are `values.checksum` of these bytes, NULL in rows of version 3 and older. SQLite notices
+damage to its own structure, but not a changed bit in a token or a text.
 """
 
 ENTRIES: Final = Table(
@@ -62,6 +66,7 @@ ENTRIES: Final = Table(
     Column("first_sequence", _Number, nullable=False),
     Column("last_sequence", _Number, nullable=False),
     Column("payload", LargeBinary, nullable=False),
+    Column("payload_crc32", _Number),
     PrimaryKeyConstraint("rollout", "first_sequence"),
 )
 """Logs. A row has all records that one rollout added in one commit, `rollout` is its number."""
@@ -85,6 +90,7 @@ OUTCOMES: Final = Table(
     Column("rollout", _Number, primary_key=True, autoincrement=False),
     Column("key", Text, nullable=False),
     Column("body", LargeBinary, nullable=False),
+    Column("body_crc32", _Number),
 )
 """What the deliveries send. Apart from `deliveries`, so that an attempt does not write a large body again."""
 
@@ -94,6 +100,7 @@ GROUPS: Final = Table(
     # From the same count as the numbers of rollouts.
     Column("number", _Number, primary_key=True, autoincrement=False),
     Column("payload", LargeBinary, nullable=False),
+    Column("payload_crc32", _Number),
 )
 """Groups of rollouts as they were formed."""
 
@@ -113,21 +120,32 @@ Migration = Callable[[Connection], None]
 
 def _add_groups(connection: Connection) -> None:
     """Version 2: groups, cancels that were answered, and keys of model endpoints."""
-    for table in (GROUPS, REFILLS):
-        table.create(connection)
-    for column in ("cancelled", "key_digest"):
-        connection.exec_driver_sql(f"ALTER TABLE rollouts ADD COLUMN {column} {_bytes(connection)}")
+    number, payload = GROUPS.c.number.type, GROUPS.c.payload.type
+    # As it was then: a later migration adds the other columns.
+    Table(
+        "groups", MetaData(), Column("number", number, primary_key=True), Column("payload", payload, nullable=False)
+    ).create(connection)
+    REFILLS.create(connection)
+    _add_columns(connection, ROLLOUTS.c.cancelled, ROLLOUTS.c.key_digest)
 
 
-def _bytes(connection: Connection) -> str:
-    return str(LargeBinary().compile(connection.dialect))
+def _add_columns(connection: Connection, *columns: Column[Any]) -> None:
+    for column in columns:
+        kind = column.type.compile(connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {column.name} {kind}")
 
 
 def _store_prompts_once(_: Connection) -> None:
     """Version 3: `Answered.reported_as_predicted`. Older rows stay as they are; a server of version 2 would not see the prompt."""
 
 
-MIGRATIONS: Final[Sequence[Migration]] = (_add_groups, _store_prompts_once)
+def _add_checksums(connection: Connection) -> None:
+    """Version 4: checksums. Older rows have none."""
+    columns = (ROLLOUTS.c.start_crc32, ENTRIES.c.payload_crc32, OUTCOMES.c.body_crc32, GROUPS.c.payload_crc32)
+    _add_columns(connection, *columns)
+
+
+MIGRATIONS: Final[Sequence[Migration]] = (_add_groups, _store_prompts_once, _add_checksums)
 """Migrations in order. The first one turns version 1 into version 2."""
 
 

@@ -16,7 +16,7 @@ from rollout_server.edge.journal.files import RESTORE
 from rollout_server.edge.journal.records import decode_entries
 from rollout_server.edge.journal.schema import DELIVERIES, ENTRIES, GROUPS, OUTCOMES, REFILLS, ROLLOUTS
 from rollout_server.edge.journal.starts import decode_credentials, decode_group, decode_start
-from rollout_server.edge.journal.values import decode_text
+from rollout_server.edge.journal.values import checksum, decode_text
 from rollout_server.runtime.journal import AcceptedStart, JournalUnusable, StoredDelivery, StoredGroup, StoredRollout
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.outcome_delivery import Delivery, DeliveryState
@@ -53,7 +53,7 @@ class StoredReader:
         chosen = _ROLLOUTS if numbers is None else _ROLLOUTS.where(ROLLOUTS.c.number.between(*numbers))
         rows = connection.execute(chosen.execution_options(yield_per=_CHUNK))
         for chunk in rows.partitions():
-            logs = _payloads(connection, chunk[0].number, chunk[-1].number)
+            logs = _logs(connection, chunk[0].number, chunk[-1].number)
             for row in chunk:
                 yield row.number, self._rollout(row, logs[row.number])
 
@@ -64,17 +64,19 @@ class StoredReader:
             refills[row.group_number].append((row.group_index, row.member))
         for row in connection.execute(select(GROUPS).order_by(GROUPS.c.number)):
             try:
-                group = decode_group(row.payload)
+                group = decode_group(_checked(row.number, row.payload, row.payload_crc32, "payload"))
             except ValueError as error:
-                text = f"{self.path} is damaged: group {row.number} cannot be decoded ({error}). Please {RESTORE}"
+                text = f"{self.path} is damaged: group {row.number} cannot be read ({error}). Please {RESTORE}"
                 raise JournalUnusable(text) from error
             yield row.number, StoredGroup(group, refills[row.number])
 
-    def _rollout(self, row: Row[Any], payloads: Sequence[bytes]) -> StoredRollout:
+    def _rollout(self, row: Row[Any], log: Sequence[Row[Any]]) -> StoredRollout:
         try:
-            entries = [*chain.from_iterable(map(decode_entries, payloads))]
+            entries = [*chain.from_iterable(map(_entries, log))]
             start = self._start(row)
             delivery = _delivery(row)
+            if start.uid != row.uid:
+                raise ValueError(f"it was accepted as {start.uid}")
             cancelled = None if row.cancelled is None else decode_text(row.cancelled)
         except InvalidToken:
             text = (
@@ -83,14 +85,14 @@ class StoredReader:
             )
             raise JournalUnusable(text) from None
         except Exception as error:  # whatever the bytes of a damaged file make the decoder raise
-            text = f"{self.path} is damaged: rollout {row.uid} cannot be decoded ({type(error).__name__}: {error})"
+            text = f"{self.path} is damaged: rollout {row.uid} cannot be read ({type(error).__name__}: {error})"
             raise JournalUnusable(f"{text}. Please {RESTORE}") from error
         self._check_log(row.uid, entries)
         digest = row.key_digest or b""
         return StoredRollout(start, entries, bool(row.received), delivery, cancelled, digest)
 
     def _start(self, row: Row[Any]) -> AcceptedStart:
-        start = decode_start(row.start)
+        start = decode_start(_checked(row.number, row.start, row.start_crc32, "start"))
         if row.credentials is None or self.key is None:
             return start
         credentials = decode_credentials(self.key.decrypt(row.credentials))
@@ -104,17 +106,31 @@ class StoredReader:
                 raise JournalUnusable(f"{self.path} is damaged: {text}. Please {RESTORE}")
 
 
-def _payloads(connection: Connection, first: int, last: int) -> dict[int, list[bytes]]:
-    """Return the encoded logs of the rollouts with these numbers, by number."""
-    rows = select(ENTRIES.c.rollout, ENTRIES.c.payload).where(ENTRIES.c.rollout.between(first, last))
-    logs: dict[int, list[bytes]] = defaultdict(list)
+def _logs(connection: Connection, first: int, last: int) -> dict[int, list[Row[Any]]]:
+    """Return the rows with the logs of the rollouts with these numbers, by number."""
+    rows = select(ENTRIES).where(ENTRIES.c.rollout.between(first, last))
+    logs: dict[int, list[Row[Any]]] = defaultdict(list)
     for row in connection.execute(rows.order_by(ENTRIES.c.rollout, ENTRIES.c.first_sequence)):
-        logs[row.rollout].append(row.payload)
+        logs[row.rollout].append(row)
     return logs
+
+
+def _entries(row: Row[Any]) -> list[Entry]:
+    text = f"records {row.first_sequence} to {row.last_sequence}"
+    return decode_entries(_checked(row.rollout, row.payload, row.payload_crc32, text))
+
+
+def _checked(number: int, data: bytes, crc32: int | None, what: str) -> bytes:
+    """Return the bytes as they were written. Raises ValueError if they were changed since, if they have a checksum."""
+    if crc32 is not None and checksum(number, data) != crc32:
+        raise ValueError(f"{what}: the bytes on the disk do not match their checksum")
+    return data
 
 
 def _delivery(row: Row[Any]) -> StoredDelivery | None:
     if row.state is None:
         return None
     delivery = Delivery(DeliveryState(row.state), row.attempts, row.error, row.next_attempt, row.ended)
-    return StoredDelivery(delivery, row.key, row.expires, bytes(row.body))
+    return StoredDelivery(
+        delivery, row.key, row.expires, bytes(_checked(row.number, row.body, row.body_crc32, "outcome"))
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -37,6 +38,11 @@ def encode_text(text: str) -> bytes:
 def decode_text(data: bytes) -> str:
     """Return the text of `encode_text`."""
     return data.decode("utf-8", "surrogatepass")
+
+
+def checksum(number: int, data: bytes) -> int:
+    """Return the CRC-32 of bytes of the rollout or group with this number. With another number it differs, too."""
+    return zlib.crc32(data, number & 0xFFFFFFFF)
 
 
 def encode_tokens(tokens: Tokens) -> bytes:
