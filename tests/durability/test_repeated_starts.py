@@ -14,6 +14,7 @@ from tests.durability.aims import Aim, Moment
 from tests.durability.stage import Stage
 from tests.durability.test_groups import request_of
 from tests.durability.trials import trial
+from tests.support.journal_versions import TO_VERSION_3
 from tests.support.server_client import refusal
 
 OTHER_SETTINGS = {"ROLLOUT_MAX_SECONDS": "5000", "ROLLOUT_TIMEOUT_SECONDS": "500", "ROLLOUT_ON_DRIFT": "fail"}
@@ -74,6 +75,8 @@ async def test_fingerprints_of_an_earlier_version_are_compared_with_all_defaults
 def write_version_2(here: Stage) -> None:
     """Give all starts in the journal the fingerprints of version 2, which had only the second of the two digests."""
     with closing(sqlite3.connect(here.server.journal / "journal.sqlite3")) as connection, connection:
+        for statement in TO_VERSION_3:  # without checksums
+            connection.execute(statement)
         for number, payload in connection.execute("SELECT number, start FROM rollouts").fetchall():
             start = journal_pb2.AcceptedStart.FromString(payload)
             start.fingerprint = "2:" + start.fingerprint.rpartition(":")[2]
