@@ -67,7 +67,7 @@ SHAPES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any], st
         {"prompt": '[{"role": "user"}]'},
         [{"role": "user", "content": '[{"role": "user"}]'}],
         {},
-        "prompt from 'prompt', no ground truth",
+        "prompt from 'prompt' (as text; if it is a list of messages as JSON, use --column messages=prompt), no ground truth",
     ),
 }
 
@@ -110,6 +110,17 @@ def test_json_texts_are_messages_if_they_are_mapped_as_messages(tmp_path: Path) 
         path = json_lines(tmp_path / "wrong.jsonl", [{"chat": text}])
         with pytest.raises(AuthorError, match=r"wrong\.jsonl:1: chat "):
             read_dataset(path, options("messages=chat"))
+
+
+def test_texts_of_the_column_messages_are_parsed_if_the_first_one_is_a_list_of_messages(tmp_path: Path) -> None:
+    chat, others = '[{"role": "user", "content": "What is 1 plus 1?"}]', ["[1, 2] is a list?", "[]", "[" * 9999]
+    path = json_lines(tmp_path / "d.jsonl", [{"messages": chat}])
+    assert [row.messages for row in read_dataset(path, options()).rows] == [QUESTION]
+    [row] = read_dataset(path, options("prompt=messages")).rows
+    assert row.messages == [{"role": "user", "content": chat}]
+    for other in others:
+        path = json_lines(tmp_path / "texts.jsonl", [{"messages": other}, {"messages": chat}])
+        assert read_dataset(path, options()).rows[1].messages == [{"role": "user", "content": chat}]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final
 
 from rollout_server.authoring.author_traceback import AuthorError
@@ -32,6 +33,7 @@ class DatasetColumns:
     system_prompt: str = ""
     ground_truth: str = ""
     parsed: bool = False
+    doubtful: bool = False
 
     @classmethod
     def detect(cls, row: Mapping[str, Any], names: Mapping[str, str]) -> DatasetColumns:
@@ -63,12 +65,17 @@ class DatasetColumns:
         if not found["prompt"]:
             wanted = f"{', '.join(_PROMPTS[:-1])} or {_PROMPTS[-1]}"
             raise AuthorError(f"there is no prompt: no column {wanted} ({_listed(row)}); use --column prompt=NAME")
-        return cls(**found, parsed="messages" in names)
+        chat = "prompt" not in mapped and _is_chat_text(value_at(row, found["prompt"]))
+        parsed = "messages" in names or (chat and found["prompt"] == "messages")
+        return cls(**found, parsed=parsed, doubtful=chat and not parsed)
 
     def description(self) -> str:
         """Describe which column each part of a row comes from."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parsed"}
-        return ", ".join(f"{part} from {name!r}" for part, name in parts.items() if name)
+        parts = ((part, getattr(self, part)) for part in ("prompt", "images", "system_prompt", "ground_truth"))
+        named = {part: f"{part} from {name!r}" for part, name in parts if name}
+        if self.doubtful:
+            named["prompt"] += f" (as text; if it is a list of messages as JSON, use --column messages={self.prompt})"
+        return ", ".join(named.values())
 
 
 def column_names(pairs: Iterable[str]) -> dict[str, str]:
@@ -107,6 +114,17 @@ def _find(row: Mapping[str, Any], name: str) -> object:
             return _MISSING
         value = value[key]
     return value
+
+
+def _is_chat_text(value: object) -> bool:
+    """Return whether a text is a list of messages as JSON, which a CSV file cannot have in another form."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return False
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return False
+    return bool(found) and all(isinstance(each, dict) and "role" in each for each in found)
 
 
 def _listed(row: Mapping[str, Any]) -> str:
