@@ -20,6 +20,7 @@ from rollout_server.runtime.aio.collector import collector_paused
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.support.authorities import share_authorities
+from tests.support.routes import share_signatures
 
 # Collection creates objects that stay. Scanning them again and again would take a quarter of its time.
 gc.disable()
@@ -112,6 +113,14 @@ def authorities_are_shared() -> Iterator[None]:
     """HTTP clients read the certificates of TLS authorities once per process."""
     with pytest.MonkeyPatch.context() as patch:
         share_authorities(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def routes_are_analysed_once() -> Iterator[None]:
+    """The routes of the gateway, which each server creates, are analysed once per process."""
+    with pytest.MonkeyPatch.context() as patch:
+        share_signatures(patch)
         yield
 
 
