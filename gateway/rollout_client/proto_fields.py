@@ -153,7 +153,7 @@ def text(value: object, where: str) -> str:
 
 
 def json_text(value: object, where: str) -> str:
-    """Return the text of a JSON object: a mapping is serialized, a str is returned unchanged.
+    """Return the text of a JSON object: a mapping is serialized, also with values of NumPy; a str is returned unchanged.
 
     Raises TypeError for other types, ValueError for NaN, infinities, cycles and excessive nesting.
     """
@@ -162,7 +162,7 @@ def json_text(value: object, where: str) -> str:
     if not isinstance(value, Mapping):
         raise TypeError(f"{where} must be a mapping or a str with a JSON object, not {_kind(value)}")
     try:
-        written = json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
+        written = json.dumps(dict(value), ensure_ascii=False, allow_nan=False, default=_plain)
     except TypeError as error:
         raise TypeError(f"{where}: {error}") from None
     except RecursionError:
@@ -171,6 +171,13 @@ def json_text(value: object, where: str) -> str:
         # The messages of json.dumps name NaN, infinities and circular references, never the content.
         raise ValueError(f"{where}: {error}") from None
     return text(written, where)
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's value for a number or an array of NumPy, which rows of datasets contain. Raises TypeError for others."""
+    if not callable(getattr(value, "tolist", None)):
+        raise TypeError(f"a value of type {type(value).__name__} cannot be written as JSON")
+    return value.tolist()
 
 
 def number(value: object, where: str) -> float:

@@ -10,6 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import pytest
 from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message as AnyMessage
@@ -215,6 +216,12 @@ for _ in range(100_000):
 HALF = "half \ud83d"
 
 
+def test_metadata_may_have_the_values_of_a_row_of_a_data_frame() -> None:
+    row = {"answer": np.int64(5), "scale": np.float32(0.5), "digits": np.arange(2), "deep": [{"true": np.bool_(True)}]}
+    metadata = build(spec_pb2.RolloutSpec, {"metadata": row}).metadata_json
+    assert json.loads(metadata) == {"answer": 5, "scale": 0.5, "digits": [0, 1], "deep": [{"true": True}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "named"),
     [
@@ -265,7 +272,8 @@ HALF = "half \ud83d"
         ({"completions": {"url": "http://t", "dialect": 2}}, TypeError, "completions.dialect"),
         ({"tokenizer": ["toy"]}, TypeError, "tokenizer must be a str, a mapping of its fields or a Tokenizer"),
         ({"on_drift": "unspecified"}, ValueError, "on_drift must be one of warn, fail"),
-        ({"metadata": {"x": object()}}, TypeError, "metadata: "),
+        ({"metadata": {"x": object()}}, TypeError, "metadata: a value of type object cannot be written as JSON"),
+        ({"metadata": {"x": np.array([math.nan])}}, ValueError, "metadata: "),
         ({"metadata": [1]}, TypeError, "metadata"),
         ({"train_on": 7}, TypeError, "train_on must be a list"),
         ({"train_on": ["policy", "unspecified"]}, ValueError, r"train_on\[1\] must be one of policy"),
