@@ -208,6 +208,7 @@ async def test_the_time_limit_holds_wherever_the_rollout_is(new_world: type[Runt
     assert outcome.end.category is Category.TIMEOUT
     assert "timeout" in outcome.end.message
     assert "30 s" in outcome.end.message
+    assert ("The agent's reward had not returned" in outcome.end.message) == (where == "reward")
     assert outcome.metrics.total_ms == pytest.approx(30_000)
     assert outcome.reward_result.reward is None
     assert len(contents(outcome, "assistant")) == (where in ("tools", "reward"))

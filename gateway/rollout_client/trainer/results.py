@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
@@ -13,6 +14,8 @@ from rollout_client.samples import MODEL, TrainingSample, failure_class_of, rais
 from rollout_client.spec import MessageLike
 from rollout_client.trainer.rollout_records import Record
 from rollout_client.trainer.verify import Mismatch, find_mismatch
+
+_LOG: Final = logging.getLogger("rollout_client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,29 @@ class RecordMismatch(Exception):
     def __reduce__(self) -> tuple[object, ...]:
         """Support pickling, so that worker processes can raise this error in their parent."""
         return RecordMismatch, (self.finished,)
+
+
+class FailureLog:
+    """Logs failed rollouts, because a training loop may not look at them, and would only see fewer samples.
+
+    It logs the first one of each cause, which is the class and the category of the failure.
+    """
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, int]] = set()
+
+    def add(self, finished: Finished) -> None:
+        """Log a finished rollout if it failed for a cause that no earlier one had."""
+        cause = (finished.failure_class, finished.rollout.outcome.failure.category)
+        if finished.end != "failure" or cause in self._logged:
+            return
+        self._logged.add(cause)
+        _LOG.warning(
+            "rollout %s failed (class %s): %s; further failures of this kind are not logged, see Finished.error",
+            finished.uid,
+            finished.failure_class,
+            finished.error,
+        )
 
 
 def verify_rollout(rollout: Rollout, record: Record | None) -> Finished:

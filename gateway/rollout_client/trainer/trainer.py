@@ -29,6 +29,7 @@ from rollout_client.trainer.generation import (
 from rollout_client.trainer.policy import AnnouncedPolicy
 from rollout_client.trainer.prompts import Render
 from rollout_client.trainer.results import (
+    FailureLog,
     Finished,
     Group,
     Prompt,
@@ -143,6 +144,7 @@ class Trainer:
         )
         self._renders = model.get("render") is not None
         self._raises = on_mismatch == "raise"
+        self._failures = FailureLog()
         self._server = server
         self._serving = serving
         self._transport: Transport | None = None
@@ -317,6 +319,7 @@ class Trainer:
         # Another one if a server without a journal was restarted: it has started the rollout anew.
         self._records.forget(uid)
         finished = verify_rollout(rollout, record)
+        self._failures.add(finished)
         if finished.mismatch is not None and self._raises:
             raise RecordMismatch(finished)
         return finished

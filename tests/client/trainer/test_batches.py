@@ -521,7 +521,7 @@ class Short(BatchModel):
 async def test_a_batch_that_fails_fails_its_rollouts(wrong: Any, text: str, caplog: pytest.LogCaptureFixture) -> None:
     assert await failing(Short(wrong=wrong)) == [FAILED] * 4
     assert text in caplog.text
-    assert caplog.text.count("generate_batch failed") == 1
+    assert caplog.text.count("generate_batch failed; ") == 1
 
 
 @dataclass

@@ -194,6 +194,17 @@ async def test_a_group_keeps_its_members_when_one_fails(address: str, train_on: 
             assert [len(well.samples), len(well.untrainable), well.failure_class] == [1, 0, ""]
 
 
+async def test_the_first_failed_rollout_of_a_cause_is_logged(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with trainer_of(address, ToyModel()) as trainer:
+        groups = [each async for each in trainer.rollouts([QUESTION] * 2, n=2, tokenizer="misspelled")]
+    errors = {rollout.uid: rollout.error for group in groups for rollout in group.rollouts}
+    assert len(errors) == 4
+    (logged,) = (record for record in caplog.records if record.levelname == "WARNING")
+    uid = logged.getMessage().split()[1]
+    assert logged.getMessage().startswith(f"rollout {uid} failed (class server): {errors[uid]}; further failures")
+    assert "misspelled" in errors[uid]
+
+
 async def test_thinking_and_parallel_calls_agree(address: str) -> None:
     calls = "\n".join([CALL, CALL.replace('"a": 5', '"a": 7'), "Two."])
     model = ToyModel(

@@ -231,12 +231,14 @@ async def _run_part(
 
 
 def _early_end(rollout: Rollout, part: str, task: asyncio.Task[Any]) -> End:
-    """Return the requested end. On a timeout, log what the agent was waiting for."""
+    """Return the requested end. On a timeout, log what the agent was waiting for, and name the method if no turn was running."""
     end = rollout.ending.requested.result()
     if isinstance(end, Failure) and end.category is Category.TIMEOUT:
         text = "agent %s: %s()%s had not returned at the time limit of its rollout; it was waiting%s"
         waited = _calls_under_way(rollout) or waits_at(task)
         _log.warning(text, rollout.agent.name, part, _location(rollout, part), waited, extra=_log_fields(rollout))
+        if part != "play":
+            return replace(end, message=f"{end.message}. The agent's {part} had not returned")
     return end
 
 
