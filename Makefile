@@ -197,9 +197,11 @@ deploy-checks: setup ## Lint the Dockerfile and validate the compose file and th
 	$(BIN)/kubernetes-validate --strict --quiet $(MANIFESTS)
 
 # The example in Node is left out where npm is missing: its tests skip and say so.
+ENVIRONMENTS = $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl) \
+	$(if $(shell command -v npm),$(NODE_EXAMPLE))
+
 environments: ## Create all environments that `make check` needs, in parallel
-	@$(MAKE) --no-print-directory -j5 $(addsuffix /.ready,$(VENV) .venv-protos .venv-oldest .venv-transformers4 .venv-templates .venv-clients .venv-trl .venv-verl) \
-		$(if $(shell command -v npm),$(NODE_EXAMPLE))
+	@$(MAKE) --no-print-directory -j5 $(ENVIRONMENTS)
 
 # As root on Debian: its package. Elsewhere Playwright downloads a browser of its own.
 browser: setup ## Install Chromium for the tests of the live page, if there is none
@@ -213,7 +215,9 @@ page-pictures: browser ## Take the pictures of the live page in docs/images
 # Hundreds of tests wait for programs that they start. A machine that stalls for half a minute fails a few of them; a defect fails twice.
 AGAIN := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3
 
-check: environments browser ## Run the tests and checks that a change must pass (25 minutes on two cores)
+# The browser comes over the network, so that it is installed beside the environments.
+check: ## Run the tests and checks that a change must pass (25 minutes on two cores)
+	@$(MAKE) --no-print-directory -j6 $(ENVIRONMENTS) browser
 	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks
 	@$(MAKE) --no-print-directory test-thorough || $(AGAIN)
 	@$(MAKE) --no-print-directory bench-quick

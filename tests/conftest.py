@@ -46,7 +46,11 @@ HEAVY = re.compile(
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
     | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
-    | (?:exact/test_trl_templates|edge/tokens/test_later_system)\.py::\w+\[\w+_training\]  # variants of templates
+    | (?:exact/test_trl_templates|edge/tokens/test_later_system)\.py::\w+\[(?:\w+-)?\w+_training\]  # variants of templates
+    | exact/test_trl_templates\.py::\w+\[apart-\w+\]                          # the mixed conversation has turns of both kinds
+    | exact/test_fifty_turns\.py::\w+\[[\w.-]+/\S+\]     # variants of templates, whose ledger `make check` tests
+    | exact/test_first_prompts\.py::test_templates_of\w+                       # random templates reach the same
+    | page/test_rollout\.py::test_a_long_rollout\[10000\]                      # as one of 2,000 events
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | test_bench\.py::test_(?:a_quick_run|a_small_crowd|two_workers)\w*  # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
@@ -60,7 +64,7 @@ HEAVY = re.compile(
 THOROUGH = re.compile(
     r"""tests/(?:
       exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
-    | exact/test_first_prompts\.py::test_(?:tokenizers\w+\[(?!toy\])|templates_of\w+)    # large tokenizers
+    | exact/test_first_prompts\.py::test_tokenizers\w+\[(?!toy\])              # large tokenizers
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
     | simulator/test_worlds\.py::\w+\[[1-3]\]                                     # 250 simulated worlds each
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
@@ -68,7 +72,7 @@ THOROUGH = re.compile(
     | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 20 rollouts each
     | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S*  # a process each
     | system/test_toolset_pages\.py::test_served_tools\w*                     # four commands
-    | page/test_rollout\.py::test_ten_thousand\w*                             # a rollout of 10,000 events
+    | page/test_rollout\.py::test_a_long_rollout\[2000\]                       # a rollout of 2,000 events
     | workers/test_(?:(?:access|processes|supervisor)\.py::\w+|service\.py::test_(?!every_rpc)\w+)  # servers of processes
     | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
     | tool_server/test_mcp\.py::test_(?:a_message_over|a_signal_lets|standard_input\w+\[legacy\])\w*  # a process each
@@ -133,7 +137,11 @@ def state_of_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests."""
+    """Mark slow tests, and begin with servers of several processes.
+
+    Their longest test takes a minute, for most of which it waits: at the end, the other processes of the run would be idle.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/workers/"))
     for item in items:
         if HEAVY.match(item.nodeid):
             item.add_marker(pytest.mark.heavy)

@@ -34,7 +34,7 @@ class Family:
     @property
     def turns(self) -> int:
         """The turns of a conversation: fewer for large tokenizers, because judging all of them takes the square of their number."""
-        return TURNS if EVERYTHING or self.directory == TOY_TOKENIZER else TURNS // 2
+        return TURNS if EVERYTHING or self.directory == TOY_TOKENIZER else TURNS // 3
 
     def tokenizer(self) -> Any:
         """The tokenizer with this template."""

@@ -1,4 +1,4 @@
-"""Fifty turns over HTTP with the toy tokenizer, and 25 with every other tokenizer and template.
+"""Fifty turns over HTTP with the toy tokenizer, and 16 with every other tokenizer and template.
 
 A counting trainer accepts every mask, or the rollout explains why it cannot. The strict trainer imports nothing of the
 renderer. This module accumulates the trainer's prompts and completions in plain lists, and compares them with the server's

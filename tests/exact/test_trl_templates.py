@@ -21,7 +21,7 @@ from rollout_server.testing.checks.renderer import PlainRenderer, UnrenderableEr
 from rollout_server.testing.checks.token_mode_check import PromptSpan, TokenModeCheck, TokenPrompt
 from rollout_server.testing.script import tool_call
 
-from tests.exact.conversations import KINDS, Conversation, Look, written
+from tests.exact.conversations import Conversation, Look, written
 from tests.hostile.templates.run import Inline
 from tests.support.trl_templates import trl_templates, trl_tokenizer
 
@@ -46,7 +46,9 @@ def packed(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 @pytest.mark.parametrize("path", trl_templates())
-async def test_no_token_is_wrong(path: Path) -> None:
+@pytest.mark.parametrize("kinds", [("mixed",), ("calls", "talk")], ids=["mixed", "apart"])
+async def test_no_token_is_wrong(path: Path, kinds: Sequence[str]) -> None:
+    """A conversation of both kinds of turns, or, before a release, a conversation of each kind."""
     tokenizer = trl_tokenizer(path)
     loaded = LoadedTokenizer(path.stem, tokenizer, Inline())
     if path.stem.removesuffix("_training") in IMAGES:
@@ -54,7 +56,7 @@ async def test_no_token_is_wrong(path: Path) -> None:
         return
     assert loaded.probed.refusal == ""
     plain, boundaries = PlainRenderer(tokenizer), 0
-    for kind in KINDS if writes_calls(plain) else ["talk"]:
+    for kind in kinds if writes_calls(plain) else ["talk"]:
         boundaries += await play(loaded, plain, written(kind, plain, TOOLS, TURNS))
     assert boundaries > 0
 

@@ -75,20 +75,21 @@ async def test_it_follows_a_rollout_turn_by_turn(open_here: Open, page: Page) ->
     await expect(page.locator(".messages-aside").first).to_contain_text("critic")
 
 
-async def test_ten_thousand_events(open_here: Open, page: Page) -> None:
+@pytest.mark.parametrize("count", [2_000, 10_000])
+async def test_a_long_rollout(open_here: Open, page: Page, count: int) -> None:
     world = await open_here(agents=[Long()])
-    uid = await begin(world, "long", "long", metadata={"events": 10_000})
+    uid = await begin(world, "long", "long", metadata={"events": count})
     last = (await finished(world, uid))["last_sequence"]
-    assert last > 10_000
+    assert last > count
     await page.goto(link(world, uid))
     await expect(state(page)).to_have_text("completed", timeout=60_000)
-    await expect(cards(page)).to_have_count(10_004)
+    await expect(cards(page)).to_have_count(count + 4)
     await page.evaluate(
         """() => new MutationObserver((found) => { globalThis.drawn = (globalThis.drawn ?? 0) + found.length; })
           .observe(document.querySelector("main"), { childList: true, subtree: true })"""
     )
-    await cards(page).nth(5000).click()
-    await expect(cards(page).nth(5000)).to_have_attribute("aria-current", "true")
+    await cards(page).nth(count // 2).click()
+    await expect(cards(page).nth(count // 2)).to_have_attribute("aria-current", "true")
     assert await page.evaluate("() => globalThis.drawn ?? 0") < 1000  # a selection draws no card again
 
 
