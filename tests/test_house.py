@@ -215,7 +215,6 @@ def offenders(found: Mapping[str, set[str]]) -> dict[str, list[str]]:
     return {name: sorted(each) for name, each in found.items() if each}
 
 
-@cache
 def tree(name: str) -> ast.Module:
     return syntax_tree(MODULES[name])
 
