@@ -68,6 +68,28 @@ def test_tools_run_only_when_that_is_asked_for(here: Path, invoke: Invoke) -> No
     assert Path("touched").read_text() == "a"
 
 
+UNWRITABLE = """
+from rollout_server import Agent, tool
+
+@tool
+def odd() -> object:
+    "Odd."
+    return object()
+
+class A(Agent):
+    name = "a"
+    tools = (odd,)
+"""
+
+
+def test_a_tool_whose_result_cannot_be_written_is_not_valid(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text(UNWRITABLE)
+    (found,) = document(invoke("validate", "agent.py", "--call-tools", "--json"))["agents"]
+    (error,) = found["tools"][0]["errors"]
+    assert error.startswith("a call gave the model an error: The result of odd cannot be written: Unable to serialize")
+    assert found["dry_run"]["end"] == "stop"
+
+
 EARLIER = """
 from rollout_server import Agent, Run
 

@@ -16,6 +16,7 @@ from rollout_server.authoring.endpoint import Endpoint
 from rollout_server.authoring.schema import advice, example_arguments, faults
 from rollout_server.authoring.single_rollout import RolloutStart, run_rollout
 from rollout_server.runtime.run.driver import CLEANUP_FAILED
+from rollout_server.runtime.tools.protocols import unwritable
 from rollout_server.testing.script import ScriptedReply, tool_call
 
 _NO_COMPLETION = "it requested no completion: is the `await` of a run.sample() missing?"
@@ -132,7 +133,9 @@ def _tool(tool: Tool, results: Mapping[str, str] | None) -> ToolReport:
     if wrong:
         return ToolReport(tool.name, {}, wrong)
     called = None if results is None else results.get(tool.name, "the agent did not run the call")
-    return ToolReport(tool.name, json.loads(tool.parameters_json_schema), (), tuple(advice(tool)), called)
+    if called is not None and called.startswith(f"Error: {unwritable(tool.name)}"):
+        wrong = (f"a call gave the model an error: {called.removeprefix('Error: ')}",)
+    return ToolReport(tool.name, json.loads(tool.parameters_json_schema), wrong, tuple(advice(tool)), called)
 
 
 def _tool_results(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:

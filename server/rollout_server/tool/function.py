@@ -16,7 +16,7 @@ from rollout_server.core.message import JSON
 from rollout_server.runtime.ports import Content
 from rollout_server.runtime.tools.policy import ToolPolicy
 from rollout_server.runtime.tools.process_context import context_json
-from rollout_server.runtime.tools.protocols import ToolContext, ToolDefinition, ToolRunner, Unwritable
+from rollout_server.runtime.tools.protocols import ToolContext, ToolDefinition, ToolRunner, Unwritable, unwritable
 from rollout_server.runtime.tools.task import ToolTask
 from rollout_server.tool.argument_errors import one_line
 from rollout_server.tool.docstring import read_docstring
@@ -123,7 +123,7 @@ class FunctionTool(Generic[P, R]):
             return content_of(result)
         except (ValueError, TypeError, RecursionError) as error:
             why = "too many digits" if isinstance(result, int) else one_line(str(error))
-            raise Unwritable(f"The result of {self.name} cannot be written: {why}") from None
+            raise Unwritable(f"{unwritable(self.name)}: {why}") from None
 
 
 @overload

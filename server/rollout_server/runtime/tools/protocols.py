@@ -22,7 +22,15 @@ _T = TypeVar("_T", bound=JSON)
 
 
 class Unwritable(ToolError):
-    """A result that cannot be converted to text. A mistake of the tool's author, so it is logged."""
+    """A result that cannot be converted to text. A mistake of the tool's author, so it is logged.
+
+    Its text begins with that of `unwritable`.
+    """
+
+
+def unwritable(tool: str) -> str:
+    """Return the text about a result of a tool that cannot be converted to text, without the reason."""
+    return f"The result of {tool} cannot be written"
 
 
 class ToolFailed(Exception):
