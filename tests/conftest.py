@@ -50,7 +50,7 @@ HEAVY = re.compile(
     | exact/test_trl_templates\.py::\w+\[apart-\w+\]                          # the mixed conversation has turns of both kinds
     | exact/test_fifty_turns\.py::\w+\[[\w.-]+/\S+\]     # variants of templates, whose ledger `make check` tests
     | exact/test_first_prompts\.py::test_templates_of\w+                       # random templates reach the same
-    | page/test_rollout\.py::test_a_long_rollout\[10000\]                      # as one of 2,000 events
+    | page/test_rollout\.py::test_a_long_rollout\[10000\] | page/test_many\.py::\w+\[200\]  # as 2,000 events, 60 rollouts
     | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
     | test_bench\.py::test_(?:a_quick_run|a_small_crowd|two_workers)\w*  # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts

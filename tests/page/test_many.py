@@ -6,13 +6,12 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import pytest
 from playwright.async_api import Page, expect
 
 from tests.support.bodies import body
 from tests.support.gated_model import GatedModel
 from tests.system.conftest import Open, Service
-
-ROLLOUTS = 60  # more than a page of the list has
 
 
 def entry(name: str, key: str) -> str:
@@ -34,13 +33,14 @@ async def start(world: Service, rollout_id: str, **headers: str) -> str:
     return str(reply.json()["rollout"]["uid"])
 
 
-async def test_one_of_many_running_rollouts_is_followed(open_here: Open, page: Page) -> None:
+@pytest.mark.parametrize("count", [60, 200])  # more than a page of the list has
+async def test_one_of_many_running_rollouts_is_followed(open_here: Open, page: Page, count: int) -> None:
     model = GatedModel()
-    world: Service = await open_here(model=model, max_running=ROLLOUTS)
+    world: Service = await open_here(model=model, max_running=count)
     try:
-        uids = await asyncio.gather(*(start(world, f"task-{number}") for number in range(ROLLOUTS)))
+        uids = await asyncio.gather(*(start(world, f"task-{number}") for number in range(count)))
         await page.goto(f"http://127.0.0.1:{world.server.http_port}/")
-        await expect(page.get_by_text(f"{ROLLOUTS} of {ROLLOUTS}")).to_be_visible()
+        await expect(page.get_by_text(f"{count} of {count}")).to_be_visible()
         await page.get_by_label("Search").fill("task-7")
         await page.get_by_role("link", name=uids[7].rpartition("-")[2][:10]).click()
         await expect(page.get_by_role("heading", name="task-7")).to_be_visible()
@@ -53,7 +53,7 @@ async def test_one_of_many_running_rollouts_is_followed(open_here: Open, page: P
     trained, tokens = sum(found["response_mask"]), len(found["prompt_ids"]) + len(found["response_ids"])
     await expect(page.get_by_text(f"{trained} of {tokens} tokens train")).to_be_visible()
     await page.get_by_role("link", name="Rollouts", exact=True).click()
-    await expect(page.get_by_text(f"0 of {ROLLOUTS}")).to_be_visible()
+    await expect(page.get_by_text(f"0 of {count}")).to_be_visible()
 
 
 async def test_a_caller_sees_its_own_rollouts(open_here: Open, page: Page) -> None:
