@@ -173,8 +173,6 @@ class Server:
         groups = GroupRegistry(self._registry)
         with naming_journal(), collector_paused():
             await groups.load(self._streams.restore)
-        # The embedded gateway uses a Unix socket: a TCP port that several workers share could lead to another process,
-        # and under mTLS the gateway would need a certificate (D9).
         facts = server_facts(settings, rules, keys, self._registry.journal)
         service = RolloutService(self._registry, groups, facts, self._tokenizers)
         dispatcher = Dispatcher(self._registry, self._streams, facts.violations, self._metrics.families.ignored.inc)
@@ -324,7 +322,7 @@ class Server:
         listening = Listening(
             settings.host, settings.http_port, tls, settings.tls_client_ca, limits, shares_port=worker is not None
         )
-        target, page = (self.address, None) if worker is None else (worker.fleet, worker.page)
+        target, page = (self._rpcs[0].local_channel, None) if worker is None else (worker.fleet, worker.page)
         self._http = EmbeddedGateway(target, listening, gateway, self._metrics.exposition, page)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)

@@ -1,21 +1,26 @@
-"""The HTTP gateway inside the server's process: it shares the event loop and calls the server over its Unix socket."""
+"""The HTTP gateway inside the server's process: it shares the event loop and calls the server directly (D9)."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import cast
 
+import grpc
 from rollout_gateway.app import create_app
 from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet
 from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 
+from rollout_server.edge.rpc.local_channel import LocalChannel
+
 
 class EmbeddedGateway:
     """Listens on the HTTP port and translates requests to gRPC.
 
     Args:
-        target: the server's address, as `open_channel` takes it, or a fleet of servers, whose channels the caller closes.
+        target: a channel to the server of this process, the address of a server, as `open_channel` takes it, or a fleet of
+            servers, whose channels the caller closes.
         listening: host, port, certificates and connection limits. Raises ValueError for certificates that cannot be used.
         gateway: the settings of the gateway application.
         metrics: returns this process's metrics for `GET /metrics`.
@@ -24,7 +29,7 @@ class EmbeddedGateway:
 
     def __init__(
         self,
-        target: str | Fleet,
+        target: LocalChannel | str | Fleet,
         listening: Listening,
         gateway: GatewaySettings,
         metrics: Callable[[], bytes] | None = None,
@@ -32,7 +37,8 @@ class EmbeddedGateway:
     ) -> None:
         servers = open_channel(target) if isinstance(target, str) else target
         self._channel = None if isinstance(servers, Fleet) else servers
-        app = create_app(servers, gateway, metrics=metrics, page=page)
+        called = servers if isinstance(servers, Fleet) else [cast(grpc.aio.Channel, servers)]
+        app = create_app(called, gateway, metrics=metrics, page=page)
         self.http_metrics: Callable[[], bytes] = app.state.meters.text
         """Returns the gateway's own metrics, as Prometheus text."""
         self._listener = HttpListener(app, listening)
