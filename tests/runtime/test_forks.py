@@ -74,6 +74,20 @@ async def test_tools_run_in_each_conversation_for_itself(new_world: type[Runtime
     assert contents(outcome, "assistant") == ["", "done"]
 
 
+async def test_a_run_that_a_compaction_replaced_can_end_the_rollout(new_world: type[RuntimeHarness]) -> None:
+    class Finishing(Agent):
+        name = "finishing"
+
+        async def play(self, run: Run) -> None:
+            await run.sample()
+            await (await run.fork([HELP], kind="compaction")).sample()
+            await run.finish("enough")
+
+    world = new_world(Finishing())
+    outcome = await outcome_of(world.start(Say("a"), Say("b")))
+    assert outcome.end == Stop("enough")
+
+
 async def test_after_a_compaction_the_rollout_goes_on_with_it(new_world: type[RuntimeHarness]) -> None:
     told: list[str] = []
     judged: list[object] = []

@@ -393,7 +393,9 @@ class Run:
     async def finish(self, reason: str = "stop") -> NoReturn:
         """End the rollout with a reason that the agent chooses. Raise `AgentMistake` for an invalid reason."""
         await self._context.finish_replay(self._conversation)
-        await self._context.check(self._conversation)
+        # It ends the whole rollout, so the run of a conversation that a compaction has replaced will do, too.
+        closed = () if self._conversation is self._machine.main else (State.CLOSED,)
+        await self._context.check(self._conversation, State.OPEN, *closed)
         stop = self._machine.natural_stop()
         self._context.end(Stop(checked_reason(reason, "finish"), stop.truncated))
 
