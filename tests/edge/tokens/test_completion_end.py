@@ -14,6 +14,7 @@ from tests.support.tokenizers import tokenizer_of
 
 NEXT = f"\n<|im_start|>user\n{MORE['content']}"
 TWICE = CHATML.replace("<|im_end|>\n", "<|im_end|><|endoftext|>\n")
+AGAIN = CHATML.replace("<|im_end|>\n", "<|im_end|>\n<|im_end|>\n")
 PLAIN = (
     "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
@@ -37,6 +38,9 @@ async def rendered(loaded: Any, ids: Any, said: Any = SAID, finish_reason: str =
         pytest.param(TWICE, "<|im_end|>", id="the first of two tokens"),
         pytest.param(TWICE, "<|im_end|><|endoftext|>", id="two tokens"),
         pytest.param(TWICE, "<|im_end|><|endoftext|>\n", id="two tokens and a line break"),
+        pytest.param(AGAIN, "<|im_end|>", id="one of two equal tokens"),
+        pytest.param(AGAIN, "<|im_end|>\n<|im_end|>", id="two equal tokens"),
+        pytest.param(AGAIN, "<|im_end|>\n<|im_end|>\n", id="two equal tokens and a line break"),
     ],
 )
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])
@@ -64,6 +68,13 @@ async def test_a_turn_that_the_model_made_up_is_not_taken_for_the_next_message(o
     found = await rendered(ours("toy", CHATML), plain("toy").ids(f"Eight.{made_up}"), said)
     behind = pack_tokens(plain("toy").ids(f"{NEXT}<|im_end|>\n<|im_start|>assistant\n"))
     assert found.predicted == Prediction(pack_tokens(), behind)
+
+
+async def test_a_stop_token_in_the_message_is_not_the_first_of_two_equal_ones(ours, plain) -> None:
+    naive, said = plain("toy"), {**SAID, "content": "Eight.<|im_end|>\n"}
+    found = await rendered(ours("toy", AGAIN), naive.ids("Eight.<|im_end|>\n<|im_end|>"), said)
+    behind = naive.ids(f"\n<|im_end|>{NEXT}<|im_end|>\n<|im_end|>\n<|im_start|>assistant\n")
+    assert found.predicted == Prediction(pack_tokens(), pack_tokens(behind))
 
 
 @pytest.mark.parametrize("more", ["\n", "\n\n", "<|im_start|>"])

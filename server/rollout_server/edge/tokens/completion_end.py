@@ -78,13 +78,15 @@ def _after_stop(
     message ends with them, they are a part of the message, which the template writes in front of its stop token.
     """
     written, (text, ids) = last.token_ids, environment
+    if again := _closed_again(loaded, stop, ids, last):
+        return PredictedTokens(Prediction(pack_tokens(), ids[again:]))
     if written is None or written[-1:] == pack_tokens([stop.id]):
         return PredictedTokens(Prediction(pack_tokens(), ids))
     tail = written[-_MOST:]
     more = next((tail[at + 1 :] for at in reversed(range(len(tail))) if tail[at] == stop.id), None)
     if more is not None and _is_text(last.message, stop.text + loaded.decode_exactly(more)):
         more = None
-    is_syntax = more is not None and all(_is_syntax(loaded, each) for each in more)
+    is_syntax = more is not None and _are_syntax(loaded, more)
     if more is not None and is_syntax and more == ids[: len(more)]:
         return PredictedTokens(Prediction(pack_tokens(), ids[len(more) :]))
     space = "" if more is None else loaded.decode_exactly(more)
@@ -93,6 +95,19 @@ def _after_stop(
     if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
         return PredictedTokens(Prediction(pack_tokens([stop.id]), ids), not is_syntax)
     return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+
+
+def _closed_again(loaded: LoadedTokenizer, stop: StopToken, ids: Tokens, last: Answered) -> int:
+    """Return the number of the first `ids` that a completion has if the template closes it with the same token twice.
+
+    Apriel's template closes messages with `<|end|>`, a line break, and its `eos_token`, which is `<|end|>` too.
+    """
+    tail = (last.token_ids or pack_tokens())[-_MOST:]
+    stops = [at for at, each in enumerate(tail) if each == stop.id]
+    if len(stops) < 2 or any(stop.text in text for text in strings(last.message.fields())):
+        return 0
+    found = (tail[at + 1 :] for at in stops[:-1])
+    return next((len(more) for more in found if more == ids[: len(more)] and _are_syntax(loaded, more)), 0)
 
 
 def _without_stop(loaded: LoadedTokenizer, found: EnvironmentText, last: Answered) -> PredictedTokens:
@@ -127,6 +142,10 @@ def _repeated(loaded: LoadedTokenizer, written: Tokens, ids: Tokens) -> int:
 def _is_text(message: Message, end: str) -> bool:
     """Return whether a text of the message ends like this, apart from white space."""
     return any(text.rstrip().endswith(end.rstrip()) for text in strings(message.fields()))
+
+
+def _are_syntax(loaded: LoadedTokenizer, ids: Tokens) -> bool:
+    return all(_is_syntax(loaded, each) for each in ids)
 
 
 def _is_syntax(loaded: LoadedTokenizer, token_id: int) -> bool:
