@@ -351,6 +351,20 @@ def test_the_stop_of_an_earlier_message_is_not_that_of_the_answer() -> None:
     )
 
 
+@pytest.mark.parametrize("end", ["", "\n", "[end]\n", "\n\n"])
+@pytest.mark.parametrize("asked", ["user", "\nUser: "])
+def test_a_token_behind_the_name_of_the_next_role_closes_no_completion(end: str, asked: str) -> None:
+    """The end of a message is plain text, or a token that is not special, and headers begin with the name of a role."""
+    names = {"user": asked, "assistant": "bot", "tool": "result", "system": "system"}
+    texts = template(lambda m: f"{names[m['role']]}<sep>{m['content'] or m['tool_calls']}{end}", prompt="bot<sep>")
+    probed = probe(texts, {8: "<sep>"})
+    assert (probed.final, probed.calls) == (None, None)
+    closed = template(
+        lambda m: f"{names[m['role']]}<sep>{m['content'] or m['tool_calls']}{STOP}{end}", prompt="bot<sep>"
+    )
+    assert probe(closed, {7: STOP, 8: "<sep>"}).stops == (StopToken(STOP, 7), StopToken(STOP, 7))
+
+
 def test_a_probe_renders_each_conversation_once() -> None:
     seen = []
 

@@ -159,6 +159,8 @@ class _Closers:
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
         if not own or left_open:
             opening = self._opening(text, following, len(own))
+            if opening is not None and not own and self._is_in_header(text, alone, opening):
+                return None
             if opening is not None:
                 only_before_next = left_open or not ends
                 opens_next = only_before_next and self._names_role(render, conversation, following, opening, len(own))
@@ -186,6 +188,16 @@ class _Closers:
         begins = text.find(str(following["content"]))
         behind = (self._stops[match[0]] for match in self._any.finditer(text) if match.end() <= begins)
         return next(islice(behind, start, None), None)
+
+    @staticmethod
+    def _is_in_header(text: str, alone: str, opening: StopToken) -> bool:
+        """Return whether text of the next message stands between the completion and its first special token.
+
+        The end of a completion may be plain text, and a header may begin with the name of a role: `user<|role_sep|>`. What the
+        template writes behind a completion that nothing follows is not text of the next message.
+        """
+        between, own = text[: text.find(opening.text)], _behind(alone)
+        return own is not None and bool(between[common_prefix(own, between) :].strip())
 
     def _names_role(
         self, render: Render, conversation: Sequence[Fields], following: Fields, opening: StopToken, start: int
