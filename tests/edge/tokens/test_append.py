@@ -138,6 +138,23 @@ async def test_questions_that_resemble_each_other_prove_nothing(ours, plain, fir
         assert found.predicted == (await Renderer(loaded, [], {}).predict(messages, last, asked)).predicted
 
 
+async def test_what_the_template_writes_again_is_named(ours, plain) -> None:
+    """It writes results in front of the content of the completion that made the calls."""
+    again = "{%- for message in messages -%}{%- set said = messages[loop.index0 - 1].content -%}" + (
+        "{{- '<|im_start|>' ~ message.role ~ '\n' ~ message.content ~ '<|im_end|>\n' -}}"
+        "{{- said ~ '<|im_end|>\n' if message.role == 'tool' and said -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+    )
+    loaded, naive = ours("toy", again), plain("toy")
+    renderer, messages = Renderer(loaded, [], {}), packed(ASKED)
+    for content in ("Let me look.", "", "8"):
+        asked, said = len(messages), {**CALLED, "content": content}
+        messages += packed(said, HEARD)
+        turn = messages, answered(said, naive.ids("<|im_end|>")), asked
+        for rendered in (await renderer.append(*turn), await Renderer(loaded, [], {}).predict(*turn)):
+            assert rendered.repeated is bool(content)
+
+
 async def test_what_the_template_leaves_out_is_named(ours, plain) -> None:
     silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'system'")
     loaded, naive = ours("toy", silent), plain("toy")

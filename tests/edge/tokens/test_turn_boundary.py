@@ -16,6 +16,7 @@ from rollout_server.edge.tokens.turn_boundary import (
     RenderedTurn,
     environment_text,
     likely_environment,
+    repeats_completion,
     text_after_completion,
     unseen_messages,
 )
@@ -663,6 +664,48 @@ def test_a_message_in_another_spelling_is_seen_and_one_in_front_of_everything_is
     )
     turn = rendered(in_front, [ASKED, SAID, kind, MORE], 1)
     assert unseen_messages(turn, f"\nAnd twice that?{STOP}\nassistant:") == [2]
+
+
+def behind_results(messages: Sequence[Fields], generation_prompt: bool) -> str:
+    """A template that writes results in front of the content of the completion that made the calls (Gemma 4)."""
+    texts, content = "", ""
+    for message in messages:
+        if message["role"] != "tool":
+            texts, content = f"{texts}{content}", ""
+        if message.get("tool_calls"):
+            texts, content = f"{texts}call{STOP}", f"{message['content']}{STOP}\n" if message["content"] else ""
+        else:
+            texts += f"{message['role']}:{message['content']}{STOP}\n"
+    return f"{texts}{content}{'assistant:' if generation_prompt else ''}"
+
+
+@pytest.mark.parametrize(
+    ("said", "heard", "repeats"),
+    [
+        ("Let me look.", "8", True),
+        ("First.\nLet me look.\n", "8", True),
+        ("8", "8", True),
+        ("Let me look.", "Let me look.", True),
+        ("", "8", False),
+        (" \n", "8", False),
+        (None, "8", False),
+    ],
+)
+def test_a_completion_that_the_template_writes_again_behind_its_end(
+    said: str | None, heard: str, repeats: bool
+) -> None:
+    called = {"role": "assistant", "content": said, "tool_calls": [call("{}")]}
+    turn = rendered(behind_results, [ASKED, called, {**HEARD, "content": heard}], 1)
+    text = environment_text(turn, STOP)
+    assert text is not None
+    assert repeats_completion(turn, text) is repeats
+
+
+def test_a_message_with_the_words_of_the_completion_is_no_repetition() -> None:
+    render = template()
+    for said in ("Eight.", "assistant", "8"):
+        turn = rendered(render, [ASKED, {**SAID, "content": said}, {**MORE, "content": f"{said}\n8"}], 1)
+        assert not repeats_completion(turn, f"\nuser:{said}\n8{STOP}\nassistant:")
 
 
 @pytest.mark.parametrize("more", [[], [HEARD]])

@@ -275,7 +275,7 @@ class Warning(_message.Message):
     """A stable code, explained in docs/masks.md: "token_drift", "resampled", "logprobs_missing", "unverified", "tokens_unknown",
     "length_exceeded", "rendering_inexact", "policy_stale", "conversation_unnamed", "environment_unseen", "short_form_dropped",
     "logprobs_positive", "token_unknown", "cleanup_failed", "group_reward_missing", "policy_step_missing",
-    "planes_dropped", "stale_masked".
+    "planes_dropped", "stale_masked", "completion_repeated".
     """
     message: _builtins.str
     """For humans."""

@@ -54,6 +54,7 @@ WARNINGS = frozenset(
         "stale_masked",
         "conversation_unnamed",
         "environment_unseen",
+        "completion_repeated",
         "short_form_dropped",
         "logprobs_positive",
         "token_unknown",

@@ -45,6 +45,7 @@ from rollout_server.edge.tokens.turn_boundary import (
     environment_text,
     likely_environment,
     new_mark,
+    repeats_completion,
     text_after_completion,
     unseen_messages,
 )
@@ -78,6 +79,7 @@ class Rendered:
         exact: False if no turn boundary was found. `predicted` is then the tail of the full encoding, a guess. Also False if the
             completion may have a part of these tokens already, see `PredictedTokens`.
         unseen: indices of messages after the completion whose text the template does not show.
+        repeated: the template writes text of the completion again behind its end, so the model sees it twice.
         short_form_dropped: in this turn the short form differed from the full rendering, so the rollout stops using it.
     """
 
@@ -85,6 +87,7 @@ class Rendered:
     mask_length: int | None = None
     exact: bool = True
     unseen: Sequence[int] = ()
+    repeated: bool = False
     short_form_dropped: bool = False
 
 
@@ -255,7 +258,8 @@ class Renderer:
             return Rendered(added, longer, exact=False)
         if longer is not None and self.form.measure is CountingMethod.APPENDED:
             longer = len(truth.tokens.closing) + len(truth.tokens.environment)
-        return Rendered(truth.tokens, longer, exact=truth.exact, unseen=unseen_messages(full, found.text))
+        unseen, repeated = unseen_messages(full, found.text), repeats_completion(full, found.text)
+        return Rendered(truth.tokens, longer, exact=truth.exact, unseen=unseen, repeated=repeated)
 
     def _append(self, turn: TurnToRender) -> Rendered:
         last, answered, fields = turn.last, turn.answered, self._amended_fields(turn.messages)
@@ -271,13 +275,12 @@ class Renderer:
         if likely is not None and self._filler in likely.text:
             likely = None
         if short is not None and likely is not None and not due:
-            unseen = [index + answered - short.answered for index in unseen_messages(short, likely.text)]
-            return self._appended(likely, last, unseen)
+            return self._appended(likely, last, short, answered - short.answered)
         full = self._full_turn(turn, fields)
         found = self._environment(full, None if likely is None else likely.text)
         if found is None:
             raise RolloutFailed(_no_turn_boundary())
-        rendered = self._appended(found, last, unseen_messages(full, found.text))
+        rendered = self._appended(found, last, full)
         if likely is None:
             return rendered
         if likely == found and self._is_independent(fields, answered, found):
@@ -313,11 +316,13 @@ class Renderer:
         self._text = turn.messages, text
         return RenderedTurn(self._render, fields, turn.answered, text, prompt)
 
-    def _appended(self, found: EnvironmentText, last: Answered, unseen: Sequence[int]) -> Rendered:
+    def _appended(self, found: EnvironmentText, last: Answered, turn: RenderedTurn, dropped: int = 0) -> Rendered:
+        """Return the result for an environment that was found in `turn`, a history without its first `dropped` messages."""
         truth = predict_tokens(self.loaded, found, last)
         if truth is None:
             raise RolloutFailed(_no_turn_boundary())
-        return Rendered(truth.tokens, exact=truth.exact, unseen=unseen)
+        unseen = [index + dropped for index in unseen_messages(turn, found.text)]
+        return Rendered(truth.tokens, exact=truth.exact, unseen=unseen, repeated=repeats_completion(turn, found.text))
 
     def _environment(self, turn: RenderedTurn, hint: str | None = None) -> EnvironmentText | None:
         """Return the text after the last completion; None if the boundary cannot be determined."""

@@ -40,6 +40,8 @@ from rollout_server.runtime.errors import RolloutFailed
 Render: TypeAlias = Callable[[Sequence[Fields], bool], str]
 """Renders messages; the second argument says whether to add a generation prompt."""
 
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_TEXTS = ("content", *_REASONING)
 _NEAR = 64
 """Maximum number of characters of syntax that a template may write between two arguments of a tool call."""
 _FIRST_CALLS = 8
@@ -146,6 +148,25 @@ def unseen_messages(turn: RenderedTurn, environment: str) -> Sequence[int]:
         if any(text.strip() not in environment for text in _content(turn.messages[index]))
         and not _shows(turn, index, len(environment))
     ]
+
+
+def repeats_completion(turn: RenderedTurn, environment: str) -> bool:
+    """Return whether the environment has text of the completion, which the model then sees twice.
+
+    Gemma 4's template writes the calls of a completion, their results, and only then its content. The last line of a text
+    decides, because a template may drop what is before it. A mark there tells a repetition from a message with the same words.
+    """
+    completion, mark = turn.messages[turn.answered], new_mark()
+    for name in _TEXTS:
+        text = completion.get(name)
+        if not isinstance(text, str) or not text.strip():
+            continue
+        said = text.rstrip()
+        if said.rpartition("\n")[2].strip() in environment:
+            marked = turn.with_message(turn.answered, {**completion, name: said + mark})
+            if marked is not None and not marked.endswith(environment):
+                return True
+    return False
 
 
 def _first_stop(text: str, stop: str, start: int) -> int | None:
@@ -267,7 +288,7 @@ def _marked_completions(completion: Fields, mark: str) -> Iterator[tuple[Fields,
     elif isinstance(content, list) and content and isinstance(part := content[-1], Mapping):
         last = str(part.get("text", "")).rstrip()
         yield {**completion, "content": [*content[:-1], {**part, "text": last + mark}]}, 0 if last else _NEAR
-    for name in ("reasoning_content", "reasoning", "thinking"):
+    for name in _REASONING:
         if isinstance(text := completion.get(name), str):
             yield {**completion, name: text.rstrip() + mark}, 0 if text else _NEAR
 

@@ -89,6 +89,12 @@ def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str
             "many templates render system messages only at the start of a conversation"
         )
         yield "environment_unseen", text
+    if rendered.repeated:
+        text = (
+            f"turn {turn}: the chat template writes text of the last completion again behind its end, so the model sees it twice; "
+            "the repetition has mask 0"
+        )
+        yield "completion_repeated", text
     if rendered.short_form_dropped:
         text = (
             f"turn {turn}: the environment depends on more of the history than the short form keeps, so each further turn "
