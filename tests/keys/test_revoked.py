@@ -88,7 +88,7 @@ async def test_a_call_that_is_long_in_ending_holds_up_no_other_check() -> None:
             await may_end.wait()
 
     async def called() -> None:
-        with calls.entered(check) as call:
+        with calls.entered(check, calls.changes) as call:
             await call.wait(slow_to_end())
 
     first = asyncio.create_task(called())
@@ -102,6 +102,18 @@ async def test_a_call_that_is_long_in_ending_holds_up_no_other_check() -> None:
     for task in (first, second):
         with pytest.raises(Unauthenticated, match="revoked"):
             await task
+
+
+async def test_a_key_that_is_revoked_between_its_check_and_the_request() -> None:
+    calls = OpenCalls()
+    changes = calls.changes
+
+    def check() -> None:
+        raise Unauthenticated("revoked")
+
+    calls.end_revoked()
+    with pytest.raises(Unauthenticated, match="revoked"), calls.entered(check, changes):
+        pass
 
 
 async def test_server_sent_events_end_with_their_key(server: Caller, keys: Path) -> None:
@@ -164,7 +176,7 @@ async def test_the_key_of_a_forgotten_rollout_keeps_no_other_call_open() -> None
         raise Unauthenticated("revoked")
 
     calls = OpenCalls()
-    with calls.entered(forgotten) as first, calls.entered(revoked) as second:
+    with calls.entered(forgotten, 0) as first, calls.entered(revoked, 0) as second:
         calls.end_revoked()
         await first.wait(asyncio.sleep(0))
         with pytest.raises(Unauthenticated):

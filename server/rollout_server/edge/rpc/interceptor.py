@@ -6,7 +6,8 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -18,7 +19,7 @@ from rollout_server.core.error import Forbidden, InvalidRequest, RolloutError, U
 from rollout_server.edge.api_keys import WrongKeys
 from rollout_server.edge.rpc.caller import Admit, AdmitModel, admit
 from rollout_server.edge.rpc.field_count import MAX_FIELDS, TooManyFields, check_fields
-from rollout_server.edge.rpc.open_calls import OpenCalls
+from rollout_server.edge.rpc.open_calls import OpenCall, OpenCalls
 from rollout_server.edge.rpc.status import internal, status_of
 
 _log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
         metadata = tuple(handler_call_details.invocation_metadata or ())
+        changes = self._calls.changes
 
         def check() -> None:
             admit(self._admit, self._admit_model, method, metadata)
@@ -62,7 +64,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             # gRPC calls a stream-stream handler before it receives a message. So a refused call's request is never read.
             refused = _RejectedCall(error, method, handler.response_streaming, self._wrong_keys)
             return grpc.stream_stream_rpc_method_handler(refused.refuse)
-        wrapped = _WrappedHandler(handler, method, self._calls, check)
+        wrapped = _WrappedHandler(handler, method, partial(self._calls.entered, check, changes))
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer
@@ -99,11 +101,10 @@ class _RejectedCall:
 
 
 class _WrappedHandler:
-    """The handler of one call. `check` raises `Unauthenticated` once the call's key is revoked."""
+    """The handler of one call, which `entered` registers as open."""
 
-    def __init__(self, handler: _Handler, method: str, calls: OpenCalls, check: Callable[[], None]) -> None:
-        self._calls = calls
-        self._check = check
+    def __init__(self, handler: _Handler, method: str, entered: Callable[[], AbstractContextManager[OpenCall]]) -> None:
+        self._entered = entered
         self._parse: Any = handler.request_deserializer
         self._unary: Any = handler.unary_unary
         self._stream: Any = handler.unary_stream or handler.stream_stream
@@ -114,7 +115,7 @@ class _WrappedHandler:
         request_id = _identify(context)
         context.set_trailing_metadata(((REQUEST_ID, request_id),))
         try:
-            with self._calls.entered(self._check) as call:
+            with self._entered() as call:
                 return await call.wait(self._unary(self._parsed(payload), context))
         except (Exception, asyncio.CancelledError) as error:
             payload = b""  # frees the memory, see `_abort`
@@ -137,7 +138,7 @@ class _WrappedHandler:
         request_id = _identify(context)
         await context.send_initial_metadata(((REQUEST_ID, request_id),))
         try:
-            with self._calls.entered(self._check) as call:
+            with self._entered() as call:
                 responses = self._stream(given(), context)
                 if isinstance(responses, Awaitable):  # a handler that uses `context.write`
                     await call.wait(responses)

@@ -47,10 +47,17 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._checks: dict[OpenCall, Callable[[], object]] = {}
+        self.changes = 0
+        """How often the keys have changed."""
 
     @contextmanager
-    def entered(self, check: Callable[[], object]) -> Iterator[OpenCall]:
-        """Register a call for the duration of the block. `check` raises Unauthenticated once the call's key is revoked."""
+    def entered(self, check: Callable[[], object], changes: int) -> Iterator[OpenCall]:
+        """Register a call for the duration of the block. `check` raises Unauthenticated once the call's key is revoked.
+
+        `changes`: what `self.changes` was when the call was checked. Its key may have been revoked before its request arrived.
+        """
+        if changes != self.changes:
+            check()
         call = OpenCall()
         self._checks[call] = check
         try:
@@ -60,6 +67,7 @@ class OpenCalls:
 
     def end_revoked(self) -> None:
         """Check all keys again and end the calls whose keys are refused."""
+        self.changes += 1
         for call, check in self._checks.items():
             try:
                 check()
