@@ -75,7 +75,10 @@ def _content(problem: Problem, request_id: str) -> bytes:
 
 
 def _field(violation: Mapping[str, Any]) -> dict[str, str]:
-    return {"field": field_path(violation["loc"])[:_MAX_FIELD], "message": violation["msg"]}
+    text = (
+        "Input should be a JSON object" if violation["type"] == "model_type" else violation["msg"]
+    )  # pydantic's names a class
+    return {"field": field_path(violation["loc"])[:_MAX_FIELD], "message": text}
 
 
 def field_path(loc: Sequence[str | int]) -> str:

@@ -259,6 +259,12 @@ async def test_an_unknown_key_is_told_where_it_belongs(
     assert {each["field"]: each["message"] for each in found} == missing | messages
 
 
+async def test_a_text_in_place_of_an_object(plain: Plain) -> None:
+    reply = await plain.start({**BODY, "completions": "http://t"})
+    expected = {"field": "completions", "message": "Input should be a JSON object"}
+    assert reply.json()["error"]["fields"] == [expected]
+
+
 async def test_keys_of_a_cancellation_that_are_wrapped(plain: Plain) -> None:
     reply = await plain.http.post("/v1/rollouts/cancel", json={"selection": {"all": True}})
     assert reply.json()["error"]["fields"] == [{"field": "selection", "message": TOP}]
