@@ -75,17 +75,15 @@ def _content(problem: Problem, request_id: str) -> bytes:
 
 
 def _field(violation: Mapping[str, Any]) -> dict[str, str]:
-    text = (
-        "Input should be a JSON object" if violation["type"] == "model_type" else violation["msg"]
-    )  # pydantic's names a class
+    # pydantic's own text names a class of this package.
+    text = "Input should be a JSON object" if violation["type"] == "model_type" else violation["msg"]
     return {"field": field_path(violation["loc"])[:_MAX_FIELD], "message": text}
 
 
 def field_path(loc: Sequence[str | int]) -> str:
     """Return a place such as `("body", "messages", 0, "role")` as `messages[0].role`. A single part stays as it is."""
     inner = list(loc[1:]) or list(loc)
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner)
-    return path.removeprefix(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inner).removeprefix(".")
 
 
 def _summary(fields: Sequence[Mapping[str, str]]) -> str:
