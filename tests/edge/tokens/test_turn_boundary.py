@@ -366,6 +366,21 @@ def test_a_token_behind_the_name_of_the_next_role_closes_no_completion(end: str,
     assert probe(closed, {7: STOP, 8: "<sep>"}).stops == (StopToken(STOP, 7), StopToken(STOP, 7))
 
 
+def test_a_call_with_an_id_only_if_a_message_follows_has_the_stop_token_of_its_kind() -> None:
+    """Apriel's template: the last message has neither the id nor the stop token."""
+
+    def render(messages: Sequence[Fields], generation_prompt: bool) -> str:
+        texts = []
+        for at, message in enumerate(messages):
+            last = at == len(messages) - 1 and message["role"] == "assistant"
+            calls = [each["function"]["arguments"] for each in message.get("tool_calls") or ()]
+            made = "".join(f"{arguments}{'' if last else ', id'}]</calls>" for arguments in calls)
+            texts.append(f"<{message['role']}>{message['content']}{made}" + ("" if last else f"{STOP}\n"))
+        return "".join(texts) + ("<assistant>" if generation_prompt else "")
+
+    assert probe(render, {8: STOP}).stops == (StopToken(STOP, 8), StopToken(STOP, 8))
+
+
 def test_a_probe_renders_each_conversation_once() -> None:
     seen = []
 

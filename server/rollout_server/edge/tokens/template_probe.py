@@ -23,6 +23,8 @@ _ASSISTANT: Fields = {"role": "assistant", "content": _CONTENT}
 _CALL_ID = "a1b2c3d4"  # with a number appended, 9 characters: Mistral's templates refuse ids of another length
 _ROLES = ("user", "assistant", "tool", "system")
 _LONGEST_EXAMPLE = 160
+_END = 8
+"""In characters: as much of the end of a completion's syntax is compared."""
 _LONGEST_COUNT = 32
 _NO_LITERALS: Final = Literals()
 _VALUE: Final[Fields] = {"value": {"type": "string", "description": "What to look at."}}
@@ -194,10 +196,13 @@ class _Closers:
         """Return whether text of the next message stands between the completion and its first special token.
 
         The end of a completion may be plain text, and a header may begin with the name of a role: `user<|role_sep|>`. What the
-        template writes behind a completion that nothing follows is not text of the next message.
+        template writes behind a completion that nothing follows is not text of the next message. Before its end may be more, such
+        as the ids of calls (Apriel).
         """
-        between, own = text[: text.find(opening.text)], _behind(alone)
-        return own is not None and bool(between[common_prefix(own, between) :].strip())
+        between, own = text[: text.find(opening.text)].rstrip(), _behind(alone)
+        if own is None or (own.strip() and between.endswith(own.rstrip()[-_END:])):
+            return False
+        return bool(between[common_prefix(own, between) :].strip())
 
     def _names_role(
         self, render: Render, conversation: Sequence[Fields], following: Fields, opening: StopToken, start: int
