@@ -25,6 +25,7 @@ class DatasetColumns:
     Args:
         prompt: a text or a list of messages.
         parsed: a text in the prompt's column is a list of messages as JSON.
+        doubtful: a text in the prompt's column looks like one, but is used as a text.
         images: a list of images for the prompt, or one image.
     """
 
