@@ -7,7 +7,6 @@ from typing import cast
 
 import grpc
 from rollout_gateway.app import create_app
-from rollout_gateway.channel import open_channel
 from rollout_gateway.fleet.fleet import Fleet
 from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
@@ -19,8 +18,7 @@ class EmbeddedGateway:
     """Listens on the HTTP port and translates requests to gRPC.
 
     Args:
-        target: a channel to the server of this process, the address of a server, as `open_channel` takes it, or a fleet of
-            servers, whose channels the caller closes.
+        target: a channel to the server, or a fleet of servers, whose channels the caller closes.
         listening: host, port, certificates and connection limits. Raises ValueError for certificates that cannot be used.
         gateway: the settings of the gateway application.
         metrics: returns this process's metrics for `GET /metrics`.
@@ -29,16 +27,15 @@ class EmbeddedGateway:
 
     def __init__(
         self,
-        target: LocalChannel | str | Fleet,
+        target: LocalChannel | grpc.aio.Channel | Fleet,
         listening: Listening,
         gateway: GatewaySettings,
         metrics: Callable[[], bytes] | None = None,
         page: Callable[[bytes], Awaitable[bytes]] | None = None,
     ) -> None:
-        servers = open_channel(target) if isinstance(target, str) else target
-        self._channel = None if isinstance(servers, Fleet) else servers
-        called = servers if isinstance(servers, Fleet) else [cast(grpc.aio.Channel, servers)]
-        app = create_app(called, gateway, metrics=metrics, page=page)
+        self._channel = None if isinstance(target, Fleet) else target
+        servers = target if isinstance(target, Fleet) else [cast(grpc.aio.Channel, target)]
+        app = create_app(servers, gateway, metrics=metrics, page=page)
         self.http_metrics: Callable[[], bytes] = app.state.meters.text
         """Returns the gateway's own metrics, as Prometheus text."""
         self._listener = HttpListener(app, listening)

@@ -77,7 +77,7 @@ async def test_the_server_in_the_same_process_speaks_tls_too(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
     listening = Listening("127.0.0.1", 0, authority.put(tmp_path))
-    http = EmbeddedGateway(address, listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
+    http = EmbeddedGateway(open_channel(address), listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
     port = await http.start()
     async with client(port, authority.client()) as trusting:
         assert (await trusting.get("/health")).status_code == 200

@@ -143,23 +143,28 @@ class _Call:
 
     async def run(self, find: Callable[[], Awaitable[_Handler | None]], payload: list[bytes], most: int) -> None:
         """Run the call's handler. `payload` is emptied, so that a call does not keep the bytes of its request."""
-        failure = None
         try:
-            async with asyncio.timeout_at(self._ends):
-                failure = await self._handled(await find(), payload, most)
-        except TimeoutError:
-            failure = _error(_Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
-        except grpc.aio.AbortError:
-            failure = self._context.failure
+            await self._items.put(await self._failure(find, payload, most))
         except asyncio.CancelledError:
             if self._items.full():
                 self._items.get_nowait()
             self._items.put_nowait(_error(_Code.CANCELLED, "the call was cancelled"))
             raise
+
+    async def _failure(
+        self, find: Callable[[], Awaitable[_Handler | None]], payload: list[bytes], most: int
+    ) -> AioRpcError | None:
+        """Run the call's handler and return the status that it ended with; None for OK."""
+        try:
+            async with asyncio.timeout_at(self._ends):
+                return await self._handled(await find(), payload, most)
+        except TimeoutError:
+            return _error(_Code.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        except grpc.aio.AbortError:
+            return self._context.failure
         except Exception as error:  # the interceptors let none through, but nobody would hear of one
             _log.exception("a call failed unexpectedly")
-            failure = _error(_Code.UNKNOWN, f"Unexpected {type(error)}")
-        await self._items.put(failure)
+            return _error(_Code.UNKNOWN, f"Unexpected {type(error)}")
 
     async def _handled(self, handler: Any, payload: list[bytes], most: int) -> AioRpcError | None:
         if handler is None:
