@@ -32,6 +32,8 @@ class Judge(Agent):
         (None, RewardResult()),
         (0.5, RewardResult(0.5)),
         (-1, RewardResult(-1.0)),
+        (True, RewardResult(1.0)),
+        (RewardResult(True, {"short": False}), RewardResult(1.0, {"short": 0.0})),
         (Fraction(1, 4), RewardResult(0.25)),
         (Decimal("0.5"), RewardResult(0.5)),
         (np.float32(0.25), RewardResult(0.25)),
@@ -49,8 +51,6 @@ async def test_what_is_a_judgement(judgement: object, verdict: RewardResult) -> 
 @pytest.mark.parametrize(
     ("judgement", "error", "shown"),
     [
-        (True, TypeError, "returned True; convert it to a number with float()"),
-        (RewardResult(scores={"short": False}), TypeError, "score 'short', returned False; convert it"),
         ("1", TypeError, "returned '1'"),
         (Decimal("NaN"), ValueError, "returned Decimal('NaN')"),
         (np.array([1.0, 2.0]), TypeError, "returned array([1., 2.])"),
@@ -59,7 +59,6 @@ async def test_what_is_a_judgement(judgement: object, verdict: RewardResult) -> 
         (float("nan"), ValueError, "returned nan"),
         (float("-inf"), ValueError, "returned -inf"),
         pytest.param(10**400, ValueError, "not a finite number", id="10**400"),
-        (RewardResult(True), TypeError, "in a RewardResult returned True"),
         (RewardResult(float("nan")), ValueError, "returned nan"),
         (RewardResult(scores={"style": "good"}), TypeError, "score 'style', returned 'good'"),  # type: ignore[dict-item]
         (RewardResult(scores={"style": float("inf")}), ValueError, "score 'style', returned inf"),

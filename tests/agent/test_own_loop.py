@@ -154,6 +154,7 @@ def test_external_agents() -> None:
     [
         (1, RewardResult(1.0)),
         ({"reward": 0.5, "scores": {"a": 1}, "extra": {"b": [2]}}, RewardResult(0.5, {"a": 1.0}, '{"b": [2]}')),
+        ({"reward": True}, RewardResult(1.0)),
         ({"scores": {}}, RewardResult(None, {})),
         (None, RewardResult()),
     ],
@@ -162,7 +163,7 @@ def test_rewards_of_a_file(value: object, expected: RewardResult) -> None:
     assert parsed_reward(value) == expected
 
 
-@pytest.mark.parametrize("value", ["1", True, [1], {"rewards": 1}, {"reward": "1"}, {"scores": [1]}, {"extra": 3}])
+@pytest.mark.parametrize("value", ["1", [1], {"rewards": 1}, {"reward": "1"}, {"scores": [1]}, {"extra": 3}])
 def test_wrong_rewards_of_a_file(value: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         parsed_reward(value)

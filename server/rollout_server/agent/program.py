@@ -279,7 +279,7 @@ def parsed_reward(value: object) -> RewardResult:
     if unknown:
         raise ValueError(f"{sorted(unknown)[0]!r} is none of reward, scores, extra")
     reward, extra = given.get("reward"), given.get("extra")
-    if isinstance(reward, bool) or not isinstance(reward, int | float | None):
+    if not isinstance(reward, int | float | None):
         raise TypeError(f"the reward is {reward!r:.100}; it must be a number")
     return checked_reward(RewardResult(reward, given.get("scores"), "" if extra is None else json.dumps(extra)), "it")
 

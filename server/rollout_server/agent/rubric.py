@@ -16,7 +16,7 @@ from rollout_server.core.spec_validation import ID_LENGTH, MAX_SECONDS
 from rollout_server.runtime.aio.source_location import authors_frames, raised_at, written_at
 from rollout_server.runtime.errors import AgentMistake, RewardFailed, RolloutEnded, RolloutFailed
 from rollout_server.runtime.run.messages import text_of
-from rollout_server.runtime.run.reward import as_list, real_number
+from rollout_server.runtime.run.reward import as_list, score_number
 from rollout_server.runtime.run.run import Run
 
 ARGUMENTS: Final = ("run", "prompt", "completion", "response", "answer", "state", "metadata")
@@ -300,9 +300,9 @@ async def _result(function: RewardFunction, arguments: Mapping[str, Any], run: R
 
 
 def _number(function: RewardFunction, value: object) -> float:
-    """Return a score as a float; True is 1.0. Raises `RewardFailed`."""
+    """Return a score as a float. Raises `RewardFailed`."""
     try:
-        number = float(value) if isinstance(value, bool) else real_number(value)
+        number = score_number(value)
     except TypeError:
         number = math.nan
     if not math.isfinite(number):

@@ -20,7 +20,7 @@ from rollout_server.core.spec_validation import ID_LENGTH, sampling_violations
 from rollout_server.runtime.errors import AgentMistake
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.messages import Reply
-from rollout_server.runtime.run.reward import real_number
+from rollout_server.runtime.run.reward import real_number, score_number
 
 _KINDS = {kind.value: kind for kind in (SegmentKind.BRANCH, SegmentKind.SUBAGENT, SegmentKind.COMPACTION)}
 LONGEST_REASON = 1000
@@ -226,7 +226,7 @@ def checked_turn_reward(value: object, machine: Machine, conversation: Conversat
     if last is None:
         raise AgentMistake("give_reward: the conversation has no completion yet; call it after `await run.sample()`")
     try:
-        number = real_number(value)
+        number = score_number(value)
     except TypeError:
         number = math.nan
     if not abs(number) <= LARGEST_TURN_REWARD:

@@ -72,16 +72,19 @@ def _number(value: object, where: str) -> float:
     if inspect.iscoroutine(value):
         value.close()
         raise TypeError(f"{where} returned a coroutine: an `await` is missing before the call")
-    if isinstance(value, bool):
-        raise TypeError(f"{where} returned {value!r}; convert it to a number with float()")
     try:
-        number = real_number(value)
+        number = score_number(value)
     except TypeError:
         text = f"{where} returned {value!r:.1000}; it must return a finite number, a RewardResult or None"
         raise TypeError(text) from None
     if not math.isfinite(number):
         raise ValueError(f"{where} returned {value!r}, which is not a finite number")
     return number
+
+
+def score_number(value: object) -> float:
+    """Return a reward or a score as a float, as `real_number` does; True is 1.0, for functions that return a comparison."""
+    return float(value) if isinstance(value, bool) else real_number(value)
 
 
 def real_number(value: object) -> float:
