@@ -212,11 +212,13 @@ class Server:
         if worker is None:
             _, self.grpc_port = await self._open_rpc(make((self.address, public), None))
             return
-        await self._open_rpc(make((self.address,), None))
+        own = make((self.address,), None)
+        await self._open_rpc(own)
         self.grpc_port = self.settings.grpc_port  # calls of other workers may come from now on
         agents = [agent.name for agent in self._agents]
         server_id, count = self._registry.journal.server_id, self._streams.__len__
-        await self._stack.enter_async_context(worker.joined(server_id, agents, self.exposition, count))
+        joined = worker.joined(own.local_channel, server_id, agents, self.exposition, count)
+        await self._stack.enter_async_context(joined)
         await self._open_rpc(make((public,), worker.router))
 
     async def _open_rpc(self, rpc: RpcServer) -> Sequence[int]:

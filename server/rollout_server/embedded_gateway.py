@@ -18,7 +18,7 @@ class EmbeddedGateway:
     """Listens on the HTTP port and translates requests to gRPC.
 
     Args:
-        target: a channel to the server, or a fleet of servers, whose channels the caller closes.
+        target: a channel to the server, or a fleet of servers. The caller closes them.
         listening: host, port, certificates and connection limits. Raises ValueError for certificates that cannot be used.
         gateway: the settings of the gateway application.
         metrics: returns this process's metrics for `GET /metrics`.
@@ -33,7 +33,6 @@ class EmbeddedGateway:
         metrics: Callable[[], bytes] | None = None,
         page: Callable[[bytes], Awaitable[bytes]] | None = None,
     ) -> None:
-        self._channel = None if isinstance(target, Fleet) else target
         servers = target if isinstance(target, Fleet) else [cast(grpc.aio.Channel, target)]
         app = create_app(servers, gateway, metrics=metrics, page=page)
         self.http_metrics: Callable[[], bytes] = app.state.meters.text
@@ -47,5 +46,3 @@ class EmbeddedGateway:
     async def stop(self) -> None:
         """Complete open requests within the grace period, then stop."""
         await self._listener.stop()
-        if self._channel is not None:
-            await self._channel.close()

@@ -71,7 +71,13 @@ class Member:
     def __init__(self, channel: ServerChannel) -> None:
         self.address = channel.address
         self.stub = cast("RolloutServiceAsyncStub", ServerStub(channel))
-        self._channel = channel
+        #: None: the server is in this process.
+        self._channel: ServerChannel | None = channel
+
+    def call_directly(self, channel: grpc.aio.Channel) -> None:
+        """From now on call the server through `channel`, which needs no connection: the server is in this process."""
+        self.stub = cast("RolloutServiceAsyncStub", ServerStub(channel))
+        self._channel = None
 
     async def call(self, rpc: str, request: Message, context: CallContext, most: float | None = None) -> Any:
         """Call a unary rpc."""
@@ -79,6 +85,8 @@ class Member:
 
     async def reached(self, seconds: float | None) -> bool:
         """Return whether the server is connected, or connects within `seconds`. If so, a call sent now arrives."""
+        if self._channel is None:
+            return True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while (state := self._channel.get_state(try_to_connect=True)) is not _READY:
@@ -90,6 +98,8 @@ class Member:
 
     async def parted(self, seconds: float | None) -> None:
         """Wait up to `seconds` until the channel has noticed that its connection broke. A call before that would fail again."""
+        if self._channel is None:
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._channel.wait_for_state_change(_READY)

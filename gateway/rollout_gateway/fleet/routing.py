@@ -45,9 +45,15 @@ class Routing:
     def __init__(self, members: Sequence[Member], *, failover: bool = True) -> None:
         self.members = members
         self._failover = failover
+        self._here: Member | None = None
         self._servers: Recent[str] = Recent()
         # Starts that a later server accepted. Their duplicates must go there too, even when the first server is back.
         self._strays: Recent[StartKey | None] = Recent()
+
+    def serve_here(self, member: Member, channel: grpc.aio.Channel) -> None:
+        """Record that `member` is in this process, reached through `channel`. Starts without a request id stay here."""
+        self._here = member
+        member.call_directly(channel)
 
     def remember(self, uid: str, member: Member) -> None:
         """Record that `member` has this rollout, and so every rollout whose uid has the same server id."""
@@ -70,7 +76,9 @@ class Routing:
         Raises AioRpcError.
         """
         key = start_key(start)
-        order = ranked(self.members, key)[: None if self._failover else 1]
+        order = (
+            [self._here] if key is None and self._here else ranked(self.members, key)[: None if self._failover else 1]
+        )
         stray = self._strays.get(key)
         refusals: list[grpc.aio.AioRpcError] = []
         # The sort is stable: the server that accepted a duplicate comes first, the others keep their order.

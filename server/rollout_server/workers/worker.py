@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import grpc
 from rollout_gateway.channel import ServerChannel
 from rollout_gateway.fleet.fleet import Fleet
 
+from rollout_server.edge.rpc.local_channel import LocalChannel
 from rollout_server.workers.call_router import WorkerRouter
 from rollout_server.workers.link import ParentLink
 from rollout_server.workers.metrics_page import SharedMetricsPort, merged_page
@@ -48,17 +49,24 @@ class Worker:
 
     @asynccontextmanager
     async def joined(
-        self, server_id: str, agents: Sequence[str], metrics: Callable[[], bytes], streams: Callable[[], int]
+        self,
+        channel: LocalChannel,
+        server_id: str,
+        agents: Sequence[str],
+        metrics: Callable[[], bytes],
+        streams: Callable[[], int],
     ) -> AsyncIterator[None]:
         """Report that the server can be reached over its socket, and wait until all can. Others are answered in the block.
 
         Args:
+            channel: reaches the server without its socket.
             server_id: the beginning of the server's uids.
             agents: the names of its agents.
             metrics: returns its metrics, in any thread.
             streams: returns the number of its trainers' streams, in any thread.
         """
         plan, link = self._link.plan, self._link
+        self.fleet.routing.serve_here(self.fleet.routing.members[plan.index], cast(grpc.aio.Channel, channel))
         responses = {METRICS: metrics, STREAMS: lambda: str(streams()).encode()}
         with QuestionSocket(plan.question_socket(plan.index), responses):
             link.send(up=server_id, agents=agents)

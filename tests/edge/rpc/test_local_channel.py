@@ -187,7 +187,7 @@ async def test_a_stream_waits_for_its_reader(local: LocalChannel, service: Servi
 async def test_closing_ends_calls(local: LocalChannel, service: Service) -> None:
     call = unary(local, "hang")(b"")
     await asyncio.sleep(0.05)
-    await local.close()
+    local.cancel()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() is grpc.StatusCode.CANCELLED
@@ -196,7 +196,7 @@ async def test_closing_ends_calls(local: LocalChannel, service: Service) -> None
 async def test_closing_ends_a_stream_that_is_not_read(local: LocalChannel) -> None:
     call = stream(local, "count")(b"1")
     await asyncio.sleep(0.05)  # the response waits for its reader, and the end of the stream behind it
-    await local.close()
+    local.cancel()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async with asyncio.timeout(10):
             [each async for each in call]

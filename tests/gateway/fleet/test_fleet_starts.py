@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import grpc
 import pytest
@@ -48,6 +49,22 @@ async def test_starts_without_an_id_are_spread_and_never_meet(world: Fleets) -> 
     answers = await asyncio.gather(*(world.fleet.StartRollout(start()) for _ in range(64)))
     assert len({answer.rollout.uid for answer in answers}) == 64
     assert len({place.proxy.address for place, _ in await world.all()}) == 3
+
+
+async def test_a_server_in_the_same_process_gets_all_starts_without_an_id_and_needs_no_connection(
+    world: Fleets,
+) -> None:
+    here, routing = world.places[0], world.fleet.routing
+    (member,) = [each for each in routing.members if each.address == here.proxy.address]
+    await here.proxy.down()
+    routing.serve_here(member, cast(grpc.aio.Channel, here.caller.server._rpcs[0].local_channel))
+    own = next(id_ for id_ in map(str, range(100)) if first_for(world, id_) is here)
+    answers = await asyncio.gather(*(world.fleet.StartRollout(start()) for _ in range(16)))
+    answers += [await world.fleet.StartRollout(start(own)), await world.fleet.StartRollout(start(own))]
+    assert [answer.attached for answer in answers] == [False] * 17 + [True]
+    assert {answer.rollout.uid for answer in answers} == {rollout.uid for rollout in await here.rollouts()}
+    listed = await world.fleet.ListRollouts(pb.ListRolloutsRequest(page_size=100))
+    assert {rollout.uid for rollout in listed.rollouts} == {rollout.uid for _, rollout in await world.all()}
 
 
 async def test_a_server_less_moves_only_its_own_starts(world: Fleets) -> None:

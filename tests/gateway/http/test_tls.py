@@ -77,12 +77,13 @@ async def test_the_server_in_the_same_process_speaks_tls_too(
     server: ScriptedServer, address: str, authority: Authority, tmp_path: Path
 ) -> None:
     listening = Listening("127.0.0.1", 0, authority.put(tmp_path))
-    http = EmbeddedGateway(open_channel(address), listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
-    port = await http.start()
-    async with client(port, authority.client()) as trusting:
-        assert (await trusting.get("/health")).status_code == 200
-        assert "# of this process" in (await trusting.get("/metrics")).text
-    await http.stop()
+    async with open_channel(address) as channel:
+        http = EmbeddedGateway(channel, listening, GatewaySettings(), metrics=lambda: b"# of this process\n")
+        port = await http.start()
+        async with client(port, authority.client()) as trusting:
+            assert (await trusting.get("/health")).status_code == 200
+            assert "# of this process" in (await trusting.get("/metrics")).text
+        await http.stop()
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])

@@ -88,6 +88,7 @@ class RpcListener:
     async def stop(self, grace: float) -> None:
         """Stop the server. Calls that are still open after `grace` seconds are cancelled."""
         await self._server.stop(grace)
+        self.local_channel.cancel()
 
     def _listen(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
         if address.startswith("unix:"):

@@ -66,7 +66,7 @@ class LocalChannel:
 
     unary_stream = unary_unary
 
-    async def close(self) -> None:
+    def cancel(self) -> None:
         """Cancel the calls that still run."""
         for task in self._tasks:
             task.cancel()
