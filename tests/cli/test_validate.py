@@ -90,6 +90,33 @@ def test_a_tool_whose_result_cannot_be_written_is_not_valid(here: Path, invoke: 
     assert found["dry_run"]["end"] == "stop"
 
 
+BROKEN = """
+from rollout_server import Agent, tool
+
+
+@tool
+def add(a: int) -> int:
+    "Add one to a number."
+    return a + 1
+
+
+class A(Agent):
+    name = "a"
+    tools = (add,)
+
+    async def play(self, run):
+        raise ValueError("not today")
+"""
+
+
+def test_a_call_that_the_agent_did_not_run_is_pointed_out(here: Path, invoke: Invoke) -> None:
+    Path("agent.py").write_text(BROKEN)
+    (found,) = document(invoke("validate", "agent.py", "--call-tools", "--json"))["agents"]
+    (added,) = found["tools"]
+    assert (added["errors"], added["called"]) == ([], None)
+    assert "the agent did not run the mock model's call" in added["advice"]
+
+
 EARLIER = """
 from rollout_server import Agent, Run
 

@@ -35,7 +35,7 @@ _PROMPT = "This is a dry run. There is nothing to do."
 
 @dataclass(frozen=True, slots=True)
 class ToolReport:
-    """The report on a tool: errors, advice, and the result of its call; `called` is None if it was not called."""
+    """The report on a tool: errors, advice, and the result of its call; `called` is None if it did not run."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -132,10 +132,13 @@ def _tool(tool: Tool, results: Mapping[str, str] | None) -> ToolReport:
     wrong = tuple(faults(tool))
     if wrong:
         return ToolReport(tool.name, {}, wrong)
-    called = None if results is None else results.get(tool.name, "the agent did not run the call")
+    called = None if results is None else results.get(tool.name)
+    advised = tuple(advice(tool))
+    if results is not None and called is None:
+        advised += ("the agent did not run the mock model's call",)
     if called is not None and called.startswith(f"Error: {unwritable(tool.name)}"):
         wrong = (f"a call gave the model an error: {called.removeprefix('Error: ')}",)
-    return ToolReport(tool.name, json.loads(tool.parameters_json_schema), wrong, tuple(advice(tool)), called)
+    return ToolReport(tool.name, json.loads(tool.parameters_json_schema), wrong, advised, called)
 
 
 def _tool_results(messages: Sequence[Mapping[str, Any]]) -> dict[str, str]:
