@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
-from rollout_client import AsyncClient
+import pytest
+from rollout_client import AsyncClient, NotFound
 
 from tests.cli.conftest import Invoke
 from tests.support.processes import ANY_PORTS, Serving, command, environment, started
@@ -50,3 +54,32 @@ async def test_a_named_journal_outlives_the_process_and_belongs_to_one_server(tm
         assert (found.outcome, found.last_sequence) == (ended.outcome, ended.last_sequence)
         again = await client.start(request_id="once", **fields)
         assert (again.uid, again.attached) == (uid, True)
+
+
+async def test_a_damaged_rollout_is_dropped_with_the_command_that_the_error_names(tmp_path: Path) -> None:
+    env = environment(ROLLOUT_JOURNAL="my journal")
+    async with started(Serving, "serve", *ANY_PORTS, cwd=tmp_path, env=env) as server:
+        async with AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
+            fields = {"messages": [{"role": "user", "content": "Go."}], "completions": "grpc://127.0.0.1:9"}
+            damaged, whole = [(await client.start(**fields)).uid for _ in range(2)]
+            ends = [(await client.wait(uid, timeout=60)).outcome for uid in (damaged, whole)]
+        server.send(signal.SIGKILL)
+        await server.ended()
+    with closing(sqlite3.connect(tmp_path / "my journal" / "journal.sqlite3")) as database, database:
+        [changed] = database.execute("SELECT start FROM rollouts WHERE uid = ?", (damaged,)).fetchone()
+        database.execute("UPDATE rollouts SET start = ? WHERE uid = ?", (changed[:-1] + b"?", damaged))
+    refused = await command("serve", *ANY_PORTS, cwd=tmp_path, env=env)
+    named = shlex.split(refused.err.rpartition("or remove this rollout: ")[2])
+    assert (refused.code, named) == (1, ["rollout", "journal", "drop", str(tmp_path / "my journal"), damaged])
+    dropped = await command(*named[1:], cwd=tmp_path, env=env)
+    assert (dropped.code, dropped.out) == (0, f"dropped {damaged}\n"), dropped.err
+    again = await command(*named[1:], cwd=tmp_path, env=env)
+    assert (again.code, again.out) == (1, "")
+    assert again.err.endswith(f"has no rollout {damaged}\n")
+    async with (
+        started(Serving, "serve", *ANY_PORTS, cwd=tmp_path, env=env) as server,
+        AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
+    ):
+        assert (await client.get(whole)).outcome == ends[1]
+        with pytest.raises(NotFound):
+            await client.get(damaged)

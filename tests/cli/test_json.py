@@ -27,6 +27,7 @@ COMMANDS = (
     ("view",),
     ("config",),
     ("version",),
+    ("journal", "drop"),
     ("keys", "new"),
     ("tokens", "check"),
     ("verify",),

@@ -25,6 +25,7 @@ from rollout_server.cli.operate.config import config
 from rollout_server.cli.operate.deliveries import deliveries
 from rollout_server.cli.operate.follow import start, watch
 from rollout_server.cli.operate.gateway import gateway
+from rollout_server.cli.operate.journal import journal
 from rollout_server.cli.operate.keys import keys
 from rollout_server.cli.operate.rollouts import cancel, ps
 from rollout_server.cli.operate.serve import serve
@@ -116,6 +117,7 @@ for command in (
     app.command("eval" if command is evaluate else None)(command)
 app.command("test", hidden=True)(evaluate)  # the earlier name of `eval`
 app.add_typer(keys, name="keys")
+app.add_typer(journal, name="journal")
 app.add_typer(tokens, name="tokens")
 tools = typer.Typer(
     no_args_is_help=True, help="Serve tools to other programs, and list and call the tools of any tool server."

@@ -19,6 +19,7 @@ from rollout_server.core.ledger import Prediction
 from rollout_server.core.message import Message
 from rollout_server.core.record import Answered
 from rollout_server.edge.journal import SqliteJournal
+from rollout_server.edge.journal.dropping import drop_rollouts
 from rollout_server.edge.journal.records import encode_entries
 from rollout_server.edge.journal.schema import MIGRATIONS
 from rollout_server.edge.journal.values import encode_tokens
@@ -243,7 +244,23 @@ async def test_a_damaged_rollout(written: Path, statement: str, text: str) -> No
     found = await refused_load(written)
     assert found.startswith(f"{written}/{DATABASE} is damaged: ")
     assert text in found
-    assert "restore it from a backup" in found
+    [uid] = {"a", "b", "c"} & set(found.rpartition(f"remove this rollout: rollout journal drop {written} ")[2])
+    drop_rollouts(written, [uid], None)
+    assert [rollout.start.uid for rollout in await stored(written)] == ["a"]
+
+
+async def test_what_cannot_be_dropped(written: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"has no rollout z$"):
+        drop_rollouts(written, ["a", "z"], None)
+    async with SqliteJournal(written) as journal:
+        with pytest.raises(RuntimeError, match="is in use by another server"):
+            drop_rollouts(written, ["a"], None)
+        assert len(await journal.load()) == 2
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RuntimeError, match="has no journal"):
+        drop_rollouts(empty, ["a"], None)
+    assert not [*empty.iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ class Database:
         with _unusable(self._files.database), opened.connection.begin():
             return [*reader.groups(opened.connection)]
 
+    def numbers(self, uids: Sequence[str]) -> dict[str, int]:
+        """Return the numbers of the rollouts with these uids, without those that do not exist. Raises `JournalUnusable`."""
+        opened = self._opened()
+        with _unusable(self._files.database), opened.connection.begin():
+            rows = opened.connection.execute(select(ROLLOUTS.c.uid, ROLLOUTS.c.number).where(ROLLOUTS.c.uid.in_(uids)))
+            return {row.uid: row.number for row in rows}
+
     def commit(self, changes: Sequence[tuple[int, Change]]) -> set[int]:
         """Commit changes, all or none of them. Raises `JournalUnavailable`.
 

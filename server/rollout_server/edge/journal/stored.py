@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -86,7 +87,7 @@ class StoredReader:
             raise JournalUnusable(text) from None
         except Exception as error:  # whatever the bytes of a damaged file make the decoder raise
             text = f"{self.path} is damaged: rollout {row.uid} cannot be read ({type(error).__name__}: {error})"
-            raise JournalUnusable(f"{text}. Please {RESTORE}") from error
+            raise JournalUnusable(f"{text}. {self._drop(row.uid)}") from error
         self._check_log(row.uid, entries)
         digest = row.key_digest or b""
         return StoredRollout(start, entries, bool(row.received), delivery, cancelled, digest)
@@ -103,7 +104,12 @@ class StoredReader:
         for expected, entry in enumerate(entries, start=1):
             if entry.sequence != expected:
                 text = f"the log of rollout {uid} has record {entry.sequence} where {expected} is expected"
-                raise JournalUnusable(f"{self.path} is damaged: {text}. Please {RESTORE}")
+                raise JournalUnusable(f"{self.path} is damaged: {text}. {self._drop(uid)}")
+
+    def _drop(self, uid: str) -> str:
+        """Return what to do about a rollout that is damaged."""
+        command = shlex.join(["rollout", "journal", "drop", str(self.path.parent), uid])
+        return f"Please restore it from a backup, or remove this rollout: {command}"
 
 
 def _logs(connection: Connection, first: int, last: int) -> dict[int, list[Row[Any]]]:

@@ -1,0 +1,49 @@
+"""`rollout journal`: the journal of a stopped server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollout_server.cli.errors import report_errors
+from rollout_server.cli.json_output import AsJson
+
+journal = typer.Typer(no_args_is_help=True, help="Remove rollouts from the journal of a stopped server.")
+
+
+@journal.callback()
+def _journal() -> None:
+    """Keep `drop` a subcommand: without a callback, typer makes a single command the group itself."""
+
+
+@journal.command()
+def drop(
+    directory: Annotated[
+        Path, typer.Argument(help="Directory of the journal.", exists=True, file_okay=False, show_default=False)
+    ],
+    uids: Annotated[list[str], typer.Argument(metavar="UID...", help="Uids of the rollouts.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Remove rollouts that are damaged, so that a server starts with the others.
+
+    All of a rollout is removed: its callers receive no outcome, and a start that
+    is repeated with its request id runs again. Other rollouts stay as they are.
+    Copy the directory before.
+
+    Nothing is removed if the journal has no rollout with one of the uids, or if a
+    server uses it. With --json: {"dropped": [UID, ...]}.
+    """
+    from rollout_server.edge.journal.dropping import drop_rollouts
+    from rollout_server.settings import load
+
+    with report_errors("journal drop"):
+        key = load().journal_key
+        drop_rollouts(directory, uids, key.get_secret_value() if key is not None else None)
+    if as_json:
+        typer.echo(json.dumps({"dropped": uids}))
+        return
+    for uid in uids:
+        typer.echo(f"dropped {uid}")

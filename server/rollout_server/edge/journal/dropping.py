@@ -1,0 +1,31 @@
+"""Removes rollouts from the journal of a stopped server, also those that cannot be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rollout_server.edge.journal.database import Database
+from rollout_server.edge.journal.files import JournalDirectory
+from rollout_server.runtime.journal import JournalUnavailable, JournalUnusable, RolloutDropped
+
+
+def drop_rollouts(directory: Path, uids: Sequence[str], key: str | None) -> None:
+    """Remove rollouts, all or none of them.
+
+    `key`: the value of ROLLOUT_JOURNAL_KEY. Raises RuntimeError if the journal cannot be used, or has no such rollout.
+    """
+    files = JournalDirectory(directory)
+    try:
+        if not files.has_database:
+            raise RuntimeError(f"{files.path} has no journal")
+        database = Database(files, key)
+        database.open()
+        with closing(database):
+            numbers = database.numbers(uids)
+            if missing := [uid for uid in uids if uid not in numbers]:
+                raise RuntimeError(f"the journal {files.database} has no rollout {missing[0]}")
+            database.commit([(number, RolloutDropped(uid)) for uid, number in numbers.items()])
+    except (JournalUnusable, JournalUnavailable) as error:
+        raise RuntimeError(str(error)) from error
