@@ -76,9 +76,9 @@ class Routing:
         Raises AioRpcError.
         """
         key = start_key(start)
-        order = (
-            [self._here] if key is None and self._here else ranked(self.members, key)[: None if self._failover else 1]
-        )
+        order = ranked(self.members, key)[: None if self._failover else 1]
+        if key is None and self._here is not None:
+            order = [self._here]
         stray = self._strays.get(key)
         refusals: list[grpc.aio.AioRpcError] = []
         # The sort is stable: the server that accepted a duplicate comes first, the others keep their order.

@@ -13,7 +13,7 @@ from rollout_server.core.outcome import RewardResult
 from rollout_server.core.spec_validation import ID_LENGTH
 
 RewardValue: TypeAlias = float | RewardResult | None
-"""A reward: a finite number, a number with named scores, or None."""
+"""A reward: a finite number or a bool, a number with named scores, or None."""
 
 GroupRewards: TypeAlias = Sequence[RewardValue]
 """Rewards of the runs of a group, in their order; None leaves the run's own reward as it is."""
