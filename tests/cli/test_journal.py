@@ -1,4 +1,4 @@
-"""Which commands keep a journal: `rollout serve` does, private servers of other commands do not."""
+"""Journals of commands: `rollout serve` keeps one, private servers of other commands none; `rollout journal drop` repairs one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_damaged_rollout_is_dropped_with_the_command_that_the_error_name
     async with started(Serving, "serve", *ANY_PORTS, cwd=tmp_path, env=env) as server:
         async with AsyncClient(f"127.0.0.1:{server.grpc_port}") as client:
             fields = {"messages": [{"role": "user", "content": "Go."}], "completions": "grpc://127.0.0.1:9"}
-            damaged, whole = [(await client.start(**fields)).uid for _ in range(2)]
+            damaged, whole = [member.uid for member in (await client.start_group(2, **fields)).group.members]
             ends = [(await client.wait(uid, timeout=60)).outcome for uid in (damaged, whole)]
         server.send(signal.SIGKILL)
         await server.ended()
@@ -71,7 +71,7 @@ async def test_a_damaged_rollout_is_dropped_with_the_command_that_the_error_name
     refused = await command("serve", *ANY_PORTS, cwd=tmp_path, env=env)
     named = shlex.split(refused.err.rpartition("or remove this rollout: ")[2])
     assert (refused.code, named) == (1, ["rollout", "journal", "drop", str(tmp_path / "my journal"), damaged])
-    dropped = await command(*named[1:], cwd=tmp_path, env=env)
+    dropped = await command(*named[1:], damaged, cwd=tmp_path, env=env)
     assert (dropped.code, dropped.out) == (0, f"dropped {damaged}\n"), dropped.err
     again = await command(*named[1:], cwd=tmp_path, env=env)
     assert (again.code, again.out) == (1, "")
@@ -81,5 +81,8 @@ async def test_a_damaged_rollout_is_dropped_with_the_command_that_the_error_name
         AsyncClient(f"127.0.0.1:{server.grpc_port}") as client,
     ):
         assert (await client.get(whole)).outcome == ends[1]
+        assert (
+            f"the journal does not have all of its rollouts ({damaged}); its rollouts go on one by one" in server.text
+        )
         with pytest.raises(NotFound):
             await client.get(damaged)

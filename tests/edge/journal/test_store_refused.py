@@ -244,8 +244,9 @@ async def test_a_damaged_rollout(written: Path, statement: str, text: str) -> No
     found = await refused_load(written)
     assert found.startswith(f"{written}/{DATABASE} is damaged: ")
     assert text in found
-    [uid] = {"a", "b", "c"} & set(found.rpartition(f"remove this rollout: rollout journal drop {written} ")[2])
-    drop_rollouts(written, [uid], None)
+    advice, _, uid = found.rpartition(" ")
+    assert advice.endswith(f". Please restore it from a backup, or remove this rollout: rollout journal drop {written}")
+    assert drop_rollouts(written, [uid, uid], None) == [uid]
     assert [rollout.start.uid for rollout in await stored(written)] == ["a"]
 
 

@@ -30,8 +30,10 @@ def drop(
     """Remove rollouts that are damaged, so that a server starts with the others.
 
     All of a rollout is removed: its callers receive no outcome, and a start that
-    is repeated with its request id runs again. Other rollouts stay as they are.
-    Copy the directory before.
+    is repeated with its request id runs again. A group that loses a rollout is
+    not known any more, and its other rollouts continue one by one; with a
+    `reward_group` the unfinished ones end as interrupted. All other rollouts stay
+    as they are. Copy the directory first.
 
     Nothing is removed if the journal has no rollout with one of the uids, or if a
     server uses it. With --json: {"dropped": [UID, ...]}.
@@ -41,9 +43,9 @@ def drop(
 
     with report_errors("journal drop"):
         key = load().journal_key
-        drop_rollouts(directory, uids, key.get_secret_value() if key is not None else None)
+        dropped = drop_rollouts(directory, uids, key.get_secret_value() if key is not None else None)
     if as_json:
-        typer.echo(json.dumps({"dropped": uids}))
+        typer.echo(json.dumps({"dropped": dropped}))
         return
-    for uid in uids:
+    for uid in dropped:
         typer.echo(f"dropped {uid}")

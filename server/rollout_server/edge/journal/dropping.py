@@ -11,8 +11,8 @@ from rollout_server.edge.journal.files import JournalDirectory
 from rollout_server.runtime.journal import JournalUnavailable, JournalUnusable, RolloutDropped
 
 
-def drop_rollouts(directory: Path, uids: Sequence[str], key: str | None) -> None:
-    """Remove rollouts, all or none of them.
+def drop_rollouts(directory: Path, uids: Sequence[str], key: str | None) -> list[str]:
+    """Remove rollouts, all or none of them, and return their uids, each once.
 
     `key`: the value of ROLLOUT_JOURNAL_KEY. Raises RuntimeError if the journal cannot be used, or has no such rollout.
     """
@@ -27,5 +27,6 @@ def drop_rollouts(directory: Path, uids: Sequence[str], key: str | None) -> None
             if missing := [uid for uid in uids if uid not in numbers]:
                 raise RuntimeError(f"the journal {files.database} has no rollout {missing[0]}")
             database.commit([(number, RolloutDropped(uid)) for uid, number in numbers.items()])
+            return [*numbers]
     except (JournalUnusable, JournalUnavailable) as error:
         raise RuntimeError(str(error)) from error
