@@ -111,8 +111,10 @@ def test_failures_are_counted_told_and_played_again(project: Path, invoke: Invok
     summary = found["summary"]
     assert (summary["judged"], summary["passed"], summary["pass_rate"]) == (2, 1, 0.5)
     assert summary["failures"] == {"internal": 2}
-    assert told.stderr.count("LookupError: no such thing") == 1
-    assert "sometimes.py:11" in told.stderr
+    reason = "sometimes.py:11: LookupError: no such thing"
+    assert told.stderr.count(f": {reason}") == 2  # the log once for both rollouts, and the summary
+    failed = [each["message"] for each in results("d.results.jsonl") if each["end"] == "failure"]
+    assert failed == [f"The agent's reward failed in turn 1: {reason}"] * 2
     assert results("d.results.jsonl")[0]["scores"] in ({"style": 0.5}, {})
     (project / "sometimes.py").write_text(SOMETIMES.replace("raise LookupError", "return 1.0  #"))
     del sys.modules["sometimes"]

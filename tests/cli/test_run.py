@@ -391,6 +391,16 @@ def test_the_log_line_of_a_rubric_says_what_its_function_raised(here: Path, invo
     assert "agent strict: reward() failed: RewardFailed: reward function 'exact' (" in told.stdout
 
 
+def test_a_failure_says_what_the_agent_raised(here: Path, invoke: Invoke) -> None:
+    loop = "async def play(self, run):\n        raise LookupError('no such thing')"
+    (here / "raises.py").write_text(
+        f"from rollout_server import Agent\n\n\nclass Raises(Agent):\n    name = 'raises'\n\n    {loop}\n"
+    )
+    told = invoke("run", "raises.py", "--prompt", "5 + 3?")
+    line = "failed: internal: The agent's play failed in turn 0: raises.py:8: LookupError: no such thing"
+    assert (told.exit_code, line in told.stdout) == (1, True), told.stdout
+
+
 OWN_LOOP = """
 from rollout_server import own_loop
 

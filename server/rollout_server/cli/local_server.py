@@ -6,9 +6,10 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rollout_server.agent import Agent
+from rollout_server.authoring.rollout_result import Result
 from rollout_server.cli.flags import CompletionFlags
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 _TOY = "toy"
 _RECORDS = 64
 _MAX_LINES = 50
+_IN_THE_LOG = "; the server's log has the reason under rollout "
+_LONGEST_REASON = 4096
+R = TypeVar("R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +164,23 @@ def _settings(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int,
     )
 
 
-class _ServerLogHandler(logging.Handler):
+class ServerLog(logging.Handler):
     """Prints each distinct line once, because a thousand rollouts may fail for the same reason."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
         self._console = console
         self._printed: set[str] = set()
+        self._reasons: dict[str, str] = {}
+
+    def with_reason(self, result: R) -> R:
+        """Return a result whose failure message ends with the error that the server logged, if it refers to the log.
+
+        Outcomes leave that error out, because it may hold secrets and the caller may be someone else.
+        """
+        reason = self._reasons.pop(result.uid, "")
+        what, refers, _ = result.message.partition(_IN_THE_LOG)
+        return replace(result, message=f"{what}: {reason}") if reason and refers else result
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record's message with control characters escaped, unless the same line was printed before."""
@@ -174,7 +188,10 @@ class _ServerLogHandler(logging.Handler):
 
         from rollout_server.inspection.escape import visible_lines
 
-        text = visible_lines(_log_text(record))
+        error, uid = _error_text(record), getattr(record, "rollout_uid", None)
+        if error and uid is not None:
+            self._reasons.setdefault(uid, error[:_LONGEST_REASON])  # a cleanup may fail after what ended the rollout
+        text = visible_lines(f"{record.getMessage()}: {error}" if error else record.getMessage())
         if text in self._printed or len(self._printed) >= _MAX_LINES:
             return
         self._printed.add(text)
@@ -182,20 +199,21 @@ class _ServerLogHandler(logging.Handler):
 
 
 @contextmanager
-def print_server_log(console: Console) -> Iterator[None]:
+def print_server_log(console: Console) -> Iterator[ServerLog]:
     """Print the server's warnings and errors to the console within the block."""
-    root, handler = logging.getLogger(), _ServerLogHandler(console)
+    root, handler = logging.getLogger(), ServerLog(console)
     before, level = root.handlers[:], root.level
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     try:
-        yield
+        yield handler
     finally:
         root.handlers[:] = before
         root.setLevel(level)
 
 
-def _log_text(record: logging.LogRecord) -> str:
+def _error_text(record: logging.LogRecord) -> str:
+    """Return the error of a record with the author's file and line; empty without an error."""
     from rollout_server.authoring.author_traceback import author_error
     from rollout_server.runtime.errors import RewardFailed
 
@@ -203,8 +221,8 @@ def _log_text(record: logging.LogRecord) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None:
-        return record.getMessage()
+        return ""
     # The driver wraps a SystemExit of an agent, and a rubric what its functions raise. The cause has the author's traceback.
     wrapped = isinstance(error, RewardFailed) or isinstance(error.__cause__, SystemExit)
     mistake = author_error(error.__cause__ if wrapped and error.__cause__ else error, "")
-    return f"{record.getMessage()}: {str(mistake).removeprefix(': ')}"
+    return str(mistake).removeprefix(": ")

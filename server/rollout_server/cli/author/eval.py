@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rollout_server.agent import Agent
     from rollout_server.authoring.dataset import DatasetRow
-    from rollout_server.cli.local_server import LocalServer
+    from rollout_server.cli.local_server import LocalServer, ServerLog
     from rollout_server.evaluation.results_file import ResultsFile
     from rollout_server.evaluation.row_result import Job, RowResult
     from rollout_server.evaluation.samples_file import SamplesFile
@@ -175,7 +175,7 @@ class _Evaluation:
         from rollout_server.evaluation.row_result import jobs_of
 
         jobs = jobs_of(rows, self._flags.repeats)
-        with print_server_log(self._console):
+        with print_server_log(self._console) as log:
             async with serve_for_command([self._agent], self._completion, self._flags.concurrency) as server:
                 self._facts = self._evaluation_facts(server)
                 file, samples = self._open()
@@ -188,7 +188,7 @@ class _Evaluation:
                     anew = not self._flags.resume
                     with samples.open(anew=anew) if samples else nullcontext(), file.open(anew=anew):
                         try:
-                            await self._evaluate(server, left, file, samples)
+                            await self._evaluate((server, log), left, file, samples)
                         finally:
                             self._results = list(file.results.values())
         self._samples = samples
@@ -206,11 +206,16 @@ class _Evaluation:
         return summary
 
     async def _evaluate(
-        self, server: LocalServer, left: Sequence[Job], file: ResultsFile, samples: SamplesFile | None
+        self,
+        running: tuple[LocalServer, ServerLog],
+        left: Sequence[Job],
+        file: ResultsFile,
+        samples: SamplesFile | None,
     ) -> None:
         from rollout_server.evaluation.progress import RunningFigures
         from rollout_server.evaluation.runner import Plan, run_plan
 
+        server, log = running
         total = len(left) + len(file.results)
         figures = RunningFigures(total, file.results.values(), time.monotonic)
         with show_progress(self._console, figures) as shown:
@@ -218,6 +223,7 @@ class _Evaluation:
             def on_result(result: RowResult, found: Sequence[TrainingSample]) -> None:
                 if samples is not None:  # before the result, so that the samples of each result are complete
                     samples.write(found)
+                result = log.with_reason(result)
                 file.write(result)
                 figures.add(result)
                 shown()

@@ -90,7 +90,7 @@ async def _run(
         if not event.HasField("finished"):
             output.line(event_fields(event))
 
-    with print_server_log(console):
+    with print_server_log(console) as log:
         async with serve_for_command([agent], completion) as server:
             console.print(f"agent {agent.name}, {server.endpoint.title}", markup=False, soft_wrap=True)
             progress.messages(messages)
@@ -99,6 +99,7 @@ async def _run(
                     server.client, server.endpoint, RolloutStart("run", messages, agent.name, metadata), on_event
                 )
             rollout = await server.client.get(result.uid, view="full") if result.uid else None
+    result = log.with_reason(result)
     authors = _authors(rollout) if rollout is not None else None
     show_result(console, result, authors)
     fields = {"agent": agent.name, "endpoint": server.endpoint.description(), **asdict(result)}
