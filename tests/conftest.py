@@ -55,7 +55,7 @@ HEAVY = re.compile(
     | test_bench\.py::test_(?:a_quick_run|a_small_crowd|two_workers)\w*  # `make check` ends with `make bench-quick`
     | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
     | workers/test_(?:processes\.py::test_a_worker_that_hangs|trainers\.py::)\w*  # a minute of timeouts, and two deaths
-    | simulator/test_worlds\.py::\w+\[[4-7]\]                     # 1,000 worlds; the other 1,000 reach everything too
+    | simulator/test_worlds\.py::\w+\[[1-7]\]                     # 1,750 worlds; the other 250 reach everything too
     )""",
     re.VERBOSE,
 )
@@ -66,7 +66,6 @@ THOROUGH = re.compile(
       exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
     | exact/test_first_prompts\.py::test_tokenizers\w+\[(?!toy\])              # large tokenizers
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
-    | simulator/test_worlds\.py::\w+\[[1-3]\]                                     # 250 simulated worlds each
     | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
     | system/test_rollout_tools\.py::test_a_tool_call_keeps\w*                # a pause of the agent
     | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 20 rollouts each

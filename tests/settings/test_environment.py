@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -138,19 +139,19 @@ def wrong_texts(field: FieldInfo) -> Iterator[str]:
         yield from (",", " , ,", ",,")
 
 
-WRONG = [(name, text) for name, field in FIELDS.items() for text in wrong_texts(field)]
-
-
-@pytest.mark.parametrize(("name", "text"), WRONG)
-def test_a_wrong_value_is_told_in_one_line_that_names_the_setting(invoke: Invoke, name: str, text: str) -> None:
-    variable = names_of(name)[0]
-    told = invoke(**{variable: text})
-    assert told.exit_code == 1
-    assert told.stdout == ""
-    (line,) = told.stderr.splitlines()
-    assert line.startswith(f"rollout config: {variable}")
-    assert len(line) > len(f"rollout config: {variable}: ")
-    assert "Traceback" not in line
+def test_wrong_values_are_told_in_one_line_that_names_the_settings(invoke: Invoke) -> None:
+    """In each round, every setting that has a further wrong value has it."""
+    wrong = {names_of(name)[0]: list(wrong_texts(field)) for name, field in FIELDS.items()}
+    assert sum(map(len, wrong.values())) > 500
+    for number in range(max(map(len, wrong.values()))):
+        texts = {variable: each[number] for variable, each in wrong.items() if number < len(each)}
+        told = invoke(**texts)
+        assert (told.exit_code, told.stdout) == (1, "")
+        (line,) = told.stderr.splitlines()
+        errors = re.split("; (?=[A-Z_]{4})", line.removeprefix("rollout config: "))
+        said = [re.fullmatch(r"([A-Z_]+)(?: \([\w, ]+\))?: .+", error) for error in errors]
+        assert sorted(found[1] for found in said if found) == sorted(texts), line
+        assert len(said) == len(texts)
 
 
 def test_all_that_is_wrong_is_told_at_once(invoke: Invoke) -> None:
