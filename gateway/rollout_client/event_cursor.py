@@ -6,10 +6,12 @@ server that has forgotten the rollout returns NOT_FOUND instead of running it a 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from grpc import StatusCode
+from osmosis.rollout.v1.event_pb2 import RolloutEvent
 from osmosis.rollout.v1.group_pb2 import Group, GroupResult, StartGroupResponse
 from osmosis.rollout.v1.rollout_service_pb2 import (
     GetRolloutResponse,
@@ -27,12 +29,11 @@ from rollout_client.errors import RolloutError, Unavailable
 from rollout_client.retry import Attempts
 
 if TYPE_CHECKING:
-    from osmosis.rollout.v1.event_pb2 import RolloutEvent
     from osmosis.rollout.v1.message_pb2 import Tool
     from osmosis.rollout.v1.outcome_pb2 import Outcome
     from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
-_T_co = TypeVar("_T_co", covariant=True)
+_T = TypeVar("_T")
 _EARLY: Final = "the server ended the stream before the rollout had finished"
 
 
@@ -130,19 +131,44 @@ class StreamState:
         return self._cursor.outcome
 
 
-class ResumeCursor(Protocol[_T_co]):
-    """Reader state for a stream that resumes."""
+class ResumeCursor(ABC, Generic[_T]):
+    """Reader state for a stream that resumes.
 
-    over: bool
+    Attributes:
+        over: nothing further is read.
+    """
 
-    def timeout(self) -> float | None: ...
-    def on_connect(self) -> None: ...
-    def take(self, item: object) -> _T_co | None: ...
-    def on_failure(self, failure: RolloutError) -> float: ...
-    def on_end(self, request_id: str) -> float: ...
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._seen = False
+        self.over = False
+
+    def timeout(self) -> float | None:
+        """Return the timeout of the next call in seconds; None: no limit."""
+        return self._attempts.timeout
+
+    def on_connect(self) -> None:
+        """Note that the server accepted the stream, even if no item has arrived."""
+        self._attempts.on_connect()
+
+    @abstractmethod
+    def take(self, item: object) -> _T | None:
+        """Process an item and return what the stream yields for it, or None."""
+
+    def on_failure(self, failure: RolloutError) -> float:
+        """Return the seconds to pause before reconnecting. Raises the failure if it is final."""
+        try:
+            return self._attempts.on_failure(failure)
+        except RolloutError:
+            self.over = True
+            raise
+
+    @abstractmethod
+    def on_end(self, request_id: str) -> float:
+        """Return the seconds to pause after the server ended the stream without its last item."""
 
 
-class EventCursor:
+class EventCursor(ResumeCursor[RolloutEvent]):
     """Reader state for one rollout's events.
 
     Args:
@@ -152,13 +178,11 @@ class EventCursor:
     """
 
     def __init__(self, watch: WatchRolloutRequest, attempts: Attempts, run: RunRolloutRequest | None = None) -> None:
+        super().__init__(attempts)
         self._watch = watch
-        self._attempts = attempts
         self._run = run
-        self._seen = False
         self.started: Started | None = None
         self.outcome: Outcome | None = None
-        self.over = False
 
     @property
     def uid(self) -> str:
@@ -177,14 +201,6 @@ class EventCursor:
     def watch_request(self) -> WatchRolloutRequest:
         """Return the request for the events after the last one received."""
         return self._watch
-
-    def timeout(self) -> float | None:
-        """Return the timeout of the next call in seconds; None: no limit."""
-        return self._attempts.timeout
-
-    def on_connect(self) -> None:
-        """Note that the server accepted the stream, even if no item has arrived."""
-        self._attempts.on_connect()
 
     def take(self, item: object) -> RolloutEvent | None:
         """Process an item and return its event; None if it has no event or a repeated one."""
@@ -207,14 +223,6 @@ class EventCursor:
             self.over = True
         return event
 
-    def on_failure(self, failure: RolloutError) -> float:
-        """Return the seconds to pause before reconnecting. Raises the failure if it is final."""
-        try:
-            return self._attempts.on_failure(failure)
-        except RolloutError:
-            self.over = True
-            raise
-
     def on_end(self, request_id: str) -> float:
         """Return the seconds to pause after the server ended the stream without `finished`.
 
@@ -226,7 +234,7 @@ class EventCursor:
         return self.on_failure(Unavailable(StatusCode.UNAVAILABLE, _EARLY, request_id=request_id))
 
 
-class GroupCursor:
+class GroupCursor(ResumeCursor[GroupOutcome]):
     """Reader state for the outcomes of a group: like `EventCursor`, without a start.
 
     Args:
@@ -235,19 +243,9 @@ class GroupCursor:
     """
 
     def __init__(self, watch: WatchGroupRequest, attempts: Attempts) -> None:
+        super().__init__(attempts)
         self.watch = watch
-        self._attempts = attempts
-        self._seen = False
         self.result: GroupResult | None = None
-        self.over = False
-
-    def timeout(self) -> float | None:
-        """Return the timeout of the next call in seconds; None: no limit."""
-        return self._attempts.timeout
-
-    def on_connect(self) -> None:
-        """Note that the server accepted the stream, even if no item has arrived."""
-        self._attempts.on_connect()
 
     def take(self, item: object) -> GroupOutcome | None:
         """Process an item and return its outcome; None for the result, and for an item that was received before."""
@@ -262,14 +260,6 @@ class GroupCursor:
         if item.HasField("result"):
             self.result, self.over = item.result, True
         return None
-
-    def on_failure(self, failure: RolloutError) -> float:
-        """Return the seconds to pause before reconnecting. Raises the failure if it is final."""
-        try:
-            return self._attempts.on_failure(failure)
-        except RolloutError:
-            self.over = True
-            raise
 
     def on_end(self, request_id: str) -> float:
         """Return the seconds to pause after the server ended the stream without the result; see `EventCursor.on_end`."""
