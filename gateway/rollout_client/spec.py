@@ -108,7 +108,25 @@ class Limits(TypedDict, total=False):
     bytes: int | None
 
 
-class SpecFields(TypedDict, total=False):
+class CommonFields(TypedDict, total=False):
+    """Keyword arguments that `Trainer.rollouts` takes, too. `SpecFields` describes them."""
+
+    agent: str | None
+    tools: str | Target | spec_pb2.Target | None
+    sampling: Sampling | spec_pb2.Sampling | None
+    limits: Limits | spec_pb2.Limits | None
+    tokenizer: str | Tokenizer | spec_pb2.Tokenizer | None
+    token_mode: Literal["messages", "tokens"] | None
+    on_drift: Literal["warn", "fail"] | None
+    on_interrupt: Literal["resume", "fail"] | None
+    priority: int | None
+    labels: Mapping[str, str] | None
+    train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
+    max_lag: int | None
+    on_stale: StaleAction | None
+
+
+class SpecFields(CommonFields, total=False):
     """Keyword arguments for a RolloutSpec: its fields by name; None leaves a field unset.
 
     Keys:
@@ -147,24 +165,11 @@ class SpecFields(TypedDict, total=False):
     rollout_id: str
     group_id: str | None
     group_index: int | None
-    agent: str | None
     messages: Sequence[MessageLike]
     completions: str | Target | spec_pb2.Target
     outcome: str | Target | spec_pb2.Target | None
-    tools: str | Target | spec_pb2.Target | None
-    sampling: Sampling | spec_pb2.Sampling | None
-    limits: Limits | spec_pb2.Limits | None
-    tokenizer: str | Tokenizer | spec_pb2.Tokenizer | None
-    token_mode: Literal["messages", "tokens"] | None
-    on_drift: Literal["warn", "fail"] | None
-    on_interrupt: Literal["resume", "fail"] | None
     cancel_after_detach: float | timedelta | None
-    priority: int | None
     metadata: JsonLike | None
-    labels: Mapping[str, str] | None
-    train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
-    max_lag: int | None
-    on_stale: StaleAction | None
     models: Mapping[str, Target | spec_pb2.Target] | None
 
 

@@ -9,12 +9,11 @@ from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Map
 from types import TracebackType
 from typing import Any, Final, Literal, Required, Self, TypedDict, TypeVar, Unpack
 
-from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 
 from rollout_client._async.client import AsyncClient
 from rollout_client.errors import RolloutError
-from rollout_client.spec import FailureClass, Limits, Sampling, StaleAction, Target, Tokenizer
+from rollout_client.spec import CommonFields
 from rollout_client.trainer.batches import Batches, GenerateBatch
 from rollout_client.trainer.completion import Parse, plain
 from rollout_client.trainer.generation import (
@@ -85,22 +84,9 @@ class ModelFields(TypedDict, total=False):
     remembered: int
 
 
-class RolloutFields(TypedDict, total=False):
+class RolloutFields(CommonFields, total=False):
     """Keyword arguments of `Trainer.rollouts` for all rollouts: fields of RolloutSpec, as in `SpecFields`."""
 
-    agent: str | None
-    tools: str | Target | spec_pb2.Target | None
-    sampling: Sampling | spec_pb2.Sampling | None
-    limits: Limits | spec_pb2.Limits | None
-    tokenizer: str | Tokenizer | spec_pb2.Tokenizer | None
-    token_mode: Literal["messages", "tokens"] | None
-    on_drift: Literal["warn", "fail"] | None
-    on_interrupt: Literal["resume", "fail"] | None
-    priority: int | None
-    labels: Mapping[str, str] | None
-    train_on: Collection[FailureClass] | spec_pb2.TrainOn | None
-    max_lag: int | None
-    on_stale: StaleAction | None
     metadata: Mapping[str, Any] | None
 
 
