@@ -17,11 +17,10 @@ from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, PolicyRun, Tokens
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.segment import MAX_STEP
-from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message
+from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message, read_usage
 from rollout_server.edge.trainer.response_limits import class_of_response_error, decode_response
 from rollout_server.runtime.errors import RolloutFailed
 
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 _Sampled: TypeAlias = tuple[float | None, _TokenId, msgspec.Raw]
 """Logprob, id and text of a token, as SGLang lists them."""
@@ -49,11 +48,6 @@ class _EngineBody(msgspec.Struct):
     prompt_token_ids: list[_TokenId] | None = None
     usage: msgspec.Raw = _NULL
     metadata: msgspec.Raw = _NULL
-
-
-class _EngineUsage(msgspec.Struct):
-    prompt_tokens: _Count = 0
-    completion_tokens: _Count = 0
 
 
 class _Token(msgspec.Struct):
@@ -128,7 +122,6 @@ def joined_response(body: bytes, sampled: Sampled) -> bytes:
 
 
 _decoder = msgspec.json.Decoder(_EngineBody)
-_usage_decoder = msgspec.json.Decoder(_EngineUsage | None)
 _content_decoder = msgspec.json.Decoder(_LogprobContent | None)
 _metadata_decoder = msgspec.json.Decoder(_Metadata | None)
 
@@ -181,7 +174,7 @@ def _sampled(parsed: _EngineBody) -> Sampled:
         token_ids=pack_tokens(ids) if ids is not None else None,
         reported=pack_tokens(prompt) if prompt is not None else None,
         logprobs=_logprobs(ids, listed, choice.logprobs) if ids is not None else None,
-        usage=_usage(parsed.usage),
+        usage=read_usage(parsed.usage),
         policy_version=_weights(parsed.metadata),
     )
 
@@ -204,14 +197,6 @@ def _logprobs(ids: Sequence[int], listed: Sequence[_Sampled] | None, raw: msgspe
         return None
     packed = pack_logprobs(known)
     return packed if all(map(isfinite, packed)) else None
-
-
-def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
-    try:
-        found = _usage_decoder.decode(raw)
-    except msgspec.DecodeError:
-        return None
-    return (found.prompt_tokens, found.completion_tokens) if found is not None else None
 
 
 def _step(version: str) -> int | None:

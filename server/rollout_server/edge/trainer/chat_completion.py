@@ -196,7 +196,7 @@ def parse_chat_completion(
         token_ids=pack_tokens(parsed.token_ids) if parsed.token_ids is not None else None,
         reported=reported,
         logprobs=_logprobs(parsed.logprobs, len(parsed.token_ids)) if parsed.token_ids is not None else None,
-        usage=_usage(parsed.usage),
+        usage=read_usage(parsed.usage),
         prompt_text=prompt_text,
     )
 
@@ -258,7 +258,8 @@ def _check_content(fields: Mapping[str, JSON]) -> None:
         raise MalformedMessage("content is neither a string nor a list")
 
 
-def _usage(raw: msgspec.Raw) -> tuple[int, int] | None:
+def read_usage(raw: msgspec.Raw) -> tuple[int, int] | None:
+    """Return prompt tokens and completion tokens; None if they are missing or malformed."""
     try:
         found = _usage_decoder.decode(raw)
     except msgspec.DecodeError:
