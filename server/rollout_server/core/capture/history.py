@@ -195,7 +195,7 @@ class HistoryReader:
         self._waiting_ids: dict[str, list[int]] = {}
         self._in_answer = False
         for message in earlier:
-            self._add(message)
+            self.add(message)
 
     def read_instructions(self, texts: Sequence[str]) -> CanonicalMessage | None:
         """Return the texts of a system prompt as one message; None if nothing is left of them."""
@@ -228,12 +228,8 @@ class HistoryReader:
             read = CanonicalMessage(role, parts, result_of=self._number(fields, f"{path}.tool_call_id"), name=name)
         else:
             read = CanonicalMessage(role, parts)
-        self._add(read)
+        self.add(read)
         return read
-
-    def reread(self, read: CanonicalMessage) -> None:
-        """Take a message that was read before, behind the same messages. Not for system messages, whose texts are counted."""
-        self._add(read)
 
     def _without_dropped(self, parts: tuple[_Part, ...]) -> tuple[_Part, ...]:
         remaining = tuple(part for part in parts if not (isinstance(part, str) and self._drops(part)))
@@ -241,7 +237,8 @@ class HistoryReader:
         self.system_texts += [part[:SEARCHED] for part in remaining if isinstance(part, str)][:_MOST_SYSTEM_TEXTS]
         return remaining
 
-    def _add(self, message: CanonicalMessage) -> None:
+    def add(self, message: CanonicalMessage) -> None:
+        """Take a message that is read already. Only `read` counts the texts of a system message."""
         if message.role == ASSISTANT:
             if not self._in_answer:
                 self._waiting, self._waiting_ids = {}, {}

@@ -253,7 +253,7 @@ class CallTree:
             if read is None or read.role == "system":
                 read = reader.read(message, f"messages[{index}]")
             else:
-                reader.reread(read)
+                reader.add(read)
             messages.append(read)
         if not call.previous:
             self._known = tuple(zip(call.messages, messages, strict=True))

@@ -208,7 +208,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def ListTools(self, request: pb.ListToolsRequest, context: _Context) -> pb.ListToolsResponse:
         """Return the tools of an agent."""
-        agent = self._registry.agent(request.agent)
+        agent = self._registry.admission.agent(request.agent)
         return pb.ListToolsResponse(tools=[tool_to_proto(tool) for tool in agent.offered_tools])
 
     async def ListAgents(self, request: pb.ListAgentsRequest, context: _Context) -> pb.ListAgentsResponse:

@@ -83,7 +83,7 @@ class RolloutRegistry:
         self._open_sampler = open_sampler
         self.journal = journal = dependencies.journal
         # Every uid begins with the server's id, so a gateway for several servers can route by it (D26).
-        self._new_uid = new_uid or (lambda: f"{journal.server_id}-{secrets.token_hex(10)}")
+        self.new_id = new_uid or (lambda: f"{journal.server_id}-{secrets.token_hex(10)}")
         self._clock = dependencies.clock
         self._observer, self._tracer = dependencies.observer, dependencies.tracer
         self._tool_resources = dependencies.tool_resources or ToolResources()
@@ -120,10 +120,6 @@ class RolloutRegistry:
     def owed(self) -> int:
         """Number of outcomes that still have to be delivered."""
         return self._outbox.pending
-
-    def agent(self, name: str) -> AgentProtocol:
-        """See `StartAdmission.agent`."""
-        return self.admission.agent(name)
 
     def start(self, admitted: AdmittedStart) -> tuple[Rollout, bool]:
         """Start an admitted rollout, or find the one that was started under the same request id.
@@ -249,10 +245,6 @@ class RolloutRegistry:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def new_id(self) -> str:
-        """Return a new id that begins with this server's id."""
-        return self._new_uid()
-
     def get(self, uid: str, caller: Caller) -> Rollout:
         """Return a rollout that the caller may see. Raise `NotFound`."""
         return self._index.get(uid, caller)
@@ -347,7 +339,7 @@ class RolloutRegistry:
             self._outbox.check(admitted[0].request.caller, max(self.capacity.finished, 1))
 
     def _take(self, admitted: AdmittedStart, tools: Sequence[Tool]) -> Rollout:
-        rollout = Rollout(self._new_uid(), admitted, tools, self._clock, self)
+        rollout = Rollout(self.new_id(), admitted, tools, self._clock, self)
         self._put(rollout, self._index.add(rollout, admitted))
         self._fill()
         rollout.had_to_wait = not rollout.running
