@@ -13,6 +13,7 @@ from typing import Any, Final, Unpack, cast
 from rollout_client._async.client import AsyncClient
 from rollout_client.spec import Credentials, StartFields, Target
 from rollout_client.trainer.results import Finished, Prompt, verify_rollout
+from rollout_client.trainer.sync_trainer import LoopThread
 from rollout_client.trainer.trainer import RolloutFields, Trainer
 
 _DETACHED_SECONDS: Final = 60.0
@@ -63,9 +64,7 @@ class RolloutBridge:
         self._groups: set[asyncio.Task[None]] = set()
         self._closed = False
         self._closing = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="RolloutBridge", daemon=True)
-        self._thread.start()
+        self._loop = LoopThread("RolloutBridge")
 
     def start(self, prompt: Prompt, n: int, **fields: Unpack[BridgeFields]) -> RunningGroup:
         """Start the `n` rollouts of a prompt and return at once. All errors are raised by the futures of the group."""
@@ -73,7 +72,7 @@ class RolloutBridge:
             if self._closed:
                 raise RuntimeError("the bridge is closed; create another one")
             rollouts: list[Future[Finished]] = [Future() for _ in range(n)]
-            work = asyncio.run_coroutine_threadsafe(self._settle(rollouts, prompt, fields), self._loop)
+            work = self._loop.submit(self._settle(rollouts, prompt, fields))
         # Also if it is cancelled before it begins. A future that has a result cannot be cancelled.
         work.add_done_callback(lambda _: [each.cancel() for each in rollouts])
         return RunningGroup(rollouts, work)
@@ -84,14 +83,9 @@ class RolloutBridge:
             if not self._closed:
                 self._closed = True
                 try:
-                    asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
+                    self._loop.run(self._disconnect())
                 finally:
-                    self._loop.call_soon_threadsafe(self._loop.stop)
-                    self._thread.join()
-
-    def _main(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.get_loop().run_forever()
+                    self._loop.close()
 
     async def _disconnect(self) -> None:
         for task in self._groups:

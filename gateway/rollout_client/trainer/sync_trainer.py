@@ -87,13 +87,13 @@ class SyncTrainer:
         fields = cast(ModelFields, {**model, **functions})
         self._trainer = Trainer(server, serving=serving, on_mismatch=on_mismatch, **fields)
         self._server = server
-        self._loop: _LoopThread | None = None
+        self._loop: LoopThread | None = None
 
     def __enter__(self) -> Self:
         """Connect or listen. Raises RolloutError if the server is unreachable, OSError if the address cannot be bound."""
         if self._loop is not None:
             raise RuntimeError("a SyncTrainer can be entered only once; create another one")
-        self._loop = _LoopThread()
+        self._loop = LoopThread("SyncTrainer")
         try:
             self._loop.run(self._connect())
         except BaseException:
@@ -163,7 +163,7 @@ class SyncTrainer:
 
         return call
 
-    def _open_loop(self) -> _LoopThread:
+    def _open_loop(self) -> LoopThread:
         if self._loop is None or not self._loop.running:
             raise RuntimeError("the trainer is not connected; use it within `with`")
         return self._loop
@@ -211,12 +211,12 @@ class _Groups:
         await self._groups.aclose()
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop in a thread of its own, from its creation to `close`. A daemon: it never keeps the interpreter alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._main, name="SyncTrainer", daemon=True)
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self.running = True
         self._thread.start()
 
