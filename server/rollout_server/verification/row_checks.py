@@ -11,7 +11,7 @@ from rollout_client.export import from_dict
 
 from rollout_server.verification.alignment import find_run, generation_prompt
 from rollout_server.verification.findings import FindingKind, SampleFinding, shown_value
-from rollout_server.verification.row_lists import SampleRow
+from rollout_server.verification.row_lists import SampleRow, more_values
 from rollout_server.verification.shapes import MISSING, RawRow, SampleShape
 
 _LEAST_ZEROS = 2
@@ -57,11 +57,11 @@ def _check_logprobs(row: SampleRow) -> Iterator[SampleFinding]:
     wrong = _wrong_logprobs(row.logprobs)
     if wrong:
         value = row.logprobs[wrong[0]]
-        text = f"{value} is no logprob: it must be finite and not above 0" + _more(wrong)
+        text = f"{value} is no logprob: it must be finite and not above 0" + more_values(wrong)
         yield row.finding(FindingKind.LOGPROBS, name, start + wrong[0], text)
     missing = [i for i in compress(count(), row.mask) if row.logprobs[i] is None] if None in row.logprobs else []
     if missing:
-        text = "null for a token with mask 1" + _more(missing)
+        text = "null for a token with mask 1" + more_values(missing)
         yield row.finding(FindingKind.MISSING_LOGPROBS, name, start + missing[0], text)
     trained = sum(row.mask)
     if row.trains and trained >= _LEAST_ZEROS and all(value == 0 for value in compress(row.logprobs, row.mask)):
@@ -75,10 +75,6 @@ def _wrong_logprobs(logprobs: Sequence[float | None]) -> list[int]:
     if math.isfinite(sum(numbers)) and max(numbers, default=0) <= 0:  # type: ignore[arg-type, type-var, operator]
         return []
     return [i for i, value in enumerate(logprobs) if value is not None and not -math.inf < value <= 0]
-
-
-def _more(wrong: list[int]) -> str:
-    return f" ({len(wrong)} such values)" if len(wrong) > 1 else ""
 
 
 def _check_mask(row: SampleRow) -> Iterator[SampleFinding]:

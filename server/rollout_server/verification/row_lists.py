@@ -99,7 +99,7 @@ def _id_findings(raw: RawRow, vocabulary: int) -> Iterator[SampleFinding]:
             yield _missing(raw, name, value, "a list of token ids")
         elif wrong := wrong_ids(value, vocabulary):
             limit = f"the tokenizer's {vocabulary} ids" if vocabulary else f"integers from 0 to {LARGEST_ID}"
-            text = f"{shown_value(value[wrong[0]])} is no token id, which are {limit}{_more(wrong)}"
+            text = f"{shown_value(value[wrong[0]])} is no token id, which are {limit}{more_values(wrong)}"
             yield SampleFinding(FindingKind.TOKEN_IDS, raw.location, text, name, wrong[0])
 
 
@@ -129,10 +129,10 @@ def _mask_findings(raw: RawRow, mask: list[Any] | None, start: int, response: in
         text = f"{len(mask)} values for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
     elif wrong := _wrong_mask(whole):
-        text = f"{shown_value(whole[wrong[0]])} is neither 0 nor 1{_more(wrong)}"
+        text = f"{shown_value(whole[wrong[0]])} is neither 0 nor 1{more_values(wrong)}"
         yield SampleFinding(FindingKind.MASK_VALUES, raw.location, text, name, wrong[0])
     elif trained := [i for i, each in enumerate(whole[:start]) if each]:
-        text = f"a token of the prompt has mask 1; only sampled tokens train{_more(trained)}"
+        text = f"a token of the prompt has mask 1; only sampled tokens train{more_values(trained)}"
         yield SampleFinding(FindingKind.PROMPT_TRAINS, raw.location, text, name, trained[0])
 
 
@@ -145,7 +145,7 @@ def _logprob_findings(raw: RawRow, logprobs: list[Any] | None, start: int, respo
         text = f"{len(logprobs)} logprobs for {response} ids in {raw.names.response}"
         yield SampleFinding(FindingKind.LENGTHS, raw.location, text, name)
     elif wrong := _wrong_numbers(logprobs):
-        text = f"{shown_value(logprobs[wrong[0]])} is no number{_more(wrong)}"
+        text = f"{shown_value(logprobs[wrong[0]])} is no number{more_values(wrong)}"
         yield SampleFinding(FindingKind.LOGPROBS, raw.location, text, name, wrong[0] + start)
 
 
@@ -173,5 +173,6 @@ def _missing(raw: RawRow, name: str, value: object, needed: str) -> SampleFindin
     return SampleFinding(FindingKind.MISSING_FIELD, raw.location, text, name)
 
 
-def _more(wrong: Sequence[int]) -> str:
+def more_values(wrong: Sequence[int]) -> str:
+    """Return how many wrong values there are, as the end of a message about the first of them."""
     return f" ({len(wrong)} such values)" if len(wrong) > 1 else ""
