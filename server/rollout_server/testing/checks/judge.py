@@ -28,19 +28,16 @@ _KEYS_KEPT: Final = 16 * ROLLOUTS_KEPT
 
 
 class RequestJudge:
-    """Verifies requests and outcomes, turns replies into completions, and keeps the verdicts of the last `rollouts_kept` rollouts.
+    """Verifies requests and outcomes, turns replies into completions, and keeps the verdicts of the last `ROLLOUTS_KEPT` rollouts.
 
     With `reuses_ids` a rollout id of the asynchronous HTTP API may be used again once its outcome is settled.
 
     Threads: call `check`, `completion` and `accept` only in the thread that owns the renderer. All other methods are thread-safe.
     """
 
-    def __init__(
-        self, renderer: PlainRenderer, rollouts_kept: int = ROLLOUTS_KEPT, *, reuses_ids: bool = False
-    ) -> None:
+    def __init__(self, renderer: PlainRenderer, *, reuses_ids: bool = False) -> None:
         self._renderer = renderer
         self._token_mode = TokenModeCheck(renderer)
-        self._rollouts_kept = rollouts_kept
         self._reuses_ids = reuses_ids
         self._states: dict[str, JudgedRollout] = {}
         self._owners: dict[str, str] = {}
@@ -241,7 +238,7 @@ class RequestJudge:
     def _store(self, rollout_id: str, state: JudgedRollout) -> None:
         self._states.pop(rollout_id, None)
         self._states[rollout_id] = state
-        while len(self._states) > self._rollouts_kept:
+        while len(self._states) > ROLLOUTS_KEPT:
             del self._states[next(iter(self._states))]
 
 

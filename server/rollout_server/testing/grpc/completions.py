@@ -62,7 +62,7 @@ class Completions:
         self._engine_thread = engine_thread
         self._requests = requests
         self._replays_keys = replays_keys
-        self._segments = Segments(ROLLOUTS_KEPT)
+        self._segments = Segments()
         self._turns: dict[str, asyncio.Task[pb.CompleteResponse]] = {}
         self._lost: dict[str, Fault] = {}
         self._aborted = AbortedTurns()

@@ -6,6 +6,7 @@ import grpc
 from osmosis.rollout.v1 import completion_service_pb2 as pb
 from osmosis.rollout.v1 import message_pb2, token_pb2
 
+from rollout_server.testing.checks.judge import ROLLOUTS_KEPT
 from rollout_server.testing.checks.renderer import Message, Tools
 from rollout_server.testing.grpc.ledger import HeldSegment
 from rollout_server.testing.grpc.status import StatusError, base_unknown, invalid, mismatch
@@ -19,11 +20,10 @@ class _RolloutSegments:
 
 
 class Segments:
-    """The last `rollouts_kept` rollouts by uid. For the event loop's thread only."""
+    """The last `ROLLOUTS_KEPT` rollouts by uid. For the event loop's thread only."""
 
-    def __init__(self, rollouts_kept: int) -> None:
+    def __init__(self) -> None:
         self._rollouts: dict[str, _RolloutSegments] = {}
-        self._rollouts_kept = rollouts_kept
 
     def is_new(self, uid: str) -> bool:
         """Return whether there was no request of this rollout yet."""
@@ -104,7 +104,7 @@ class Segments:
         if known is not None:
             return known
         rollout = self._rollouts[request.uid] = _RolloutSegments()
-        while len(self._rollouts) > self._rollouts_kept:
+        while len(self._rollouts) > ROLLOUTS_KEPT:
             del self._rollouts[next(iter(self._rollouts))]
         return rollout
 
