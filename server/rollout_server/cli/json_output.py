@@ -113,16 +113,8 @@ def error_document(command: str, kind: str, message: str, **more: object) -> dic
     return {"error": {"command": command, "kind": kind, "message": message, **values}}
 
 
-def rollout_fields(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as GET /v1/rollouts lists it: without messages and tokens."""
-    from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_BASIC
-    from rollout_gateway.rest.proto_json import message_to_json
-
-    return _plain(message_to_json(rollout, ROLLOUT_VIEW_BASIC))
-
-
-def group_fields(message: Group | GroupOutcome | GroupResult) -> dict[str, Any]:
-    """Return a group, an outcome in it or its result as GET /v1/groups/ID and its events have them, without messages."""
+def basic_fields(message: Rollout | Group | GroupOutcome | GroupResult) -> dict[str, Any]:
+    """Return a message of the contract as the plain API returns it in view `basic`: without messages and tokens."""
     from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_BASIC
     from rollout_gateway.rest.proto_json import message_to_json
 

@@ -13,7 +13,7 @@ import typer
 from rollout_server.cli.connection import ConnectionFlags
 from rollout_server.cli.errors import report_errors
 from rollout_server.cli.flags import accept_flags, pick_flags
-from rollout_server.cli.json_output import JsonOutput, open_output, rollout_fields
+from rollout_server.cli.json_output import JsonOutput, basic_fields, open_output
 from rollout_server.cli.operate.rollouts import print_table, time_span
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _list(client: Client, flags: DeliveriesFlags, output: JsonOutput) -> None:
     listed = client.list(page_size=min(flags.limit + 1, _PAGE), **flags.selection())
     found = list(itertools.islice(listed, flags.limit + 1))
     for rollout in found[: flags.limit]:
-        output.line(rollout_fields(rollout))
+        output.line(basic_fields(rollout))
     if not output.as_json:
         now = time.time()
         print_table(_COLUMNS, [_row(rollout, now) for rollout in found[: flags.limit]])

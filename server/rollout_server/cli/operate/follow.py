@@ -11,7 +11,7 @@ import typer
 from rollout_server.cli.connection import ConnectionFlags
 from rollout_server.cli.errors import Interrupted, report_errors
 from rollout_server.cli.flags import EndpointFlags, accept_flags, pick_flags
-from rollout_server.cli.json_output import JsonOutput, event_fields, group_fields, open_output, rollout_fields
+from rollout_server.cli.json_output import JsonOutput, basic_fields, event_fields, open_output
 from rollout_server.cli.operate.rollouts import parse_labels, result_text, state_name
 from rollout_server.cli.prompt_flags import PromptFlags
 
@@ -112,7 +112,7 @@ def _start_one(client: Client, flags: StartFlags, fields: StartFields, output: J
     started = client.start(**fields)
     rollout, access = started.rollout, started.access
     shown = {} if access is None else {"access": {"base_url": access.base_url, "key": access.key}}
-    output.line({**rollout_fields(rollout), **shown})
+    output.line({**basic_fields(rollout), **shown})
     if not flags.as_json:
         typer.echo(rollout.uid)
     if not flags.as_json and access is not None:
@@ -125,7 +125,7 @@ def _start_group(client: Client, flags: StartFlags, fields: StartFields, output:
     """Start a group. Return whether enough of its rollouts are usable; True if it is not followed."""
     count = flags.group or 0
     started = client.start_group(count, min_usable=flags.min_usable, refill=flags.refill, **fields)
-    output.line(group_fields(started.group))
+    output.line(basic_fields(started.group))
     if not flags.as_json:
         typer.echo(started.group_id)
     if not flags.follow:
@@ -145,12 +145,12 @@ def _print_outcomes(client: Client, group_id: str, output: JsonOutput) -> int:
     console = Console(highlight=False)
     with client.watch_group(group_id) as outcomes:
         for outcome in outcomes:
-            output.line({"sequence": outcomes.last_sequence, "event": "outcome", **group_fields(outcome)})
+            output.line({"sequence": outcomes.last_sequence, "event": "outcome", **basic_fields(outcome)})
             note = "; started anew" if outcome.replaced else ""
             text = f"rollout {outcome.index}  {outcome.rollout.uid}  {result_text(outcome.rollout)}{note}"
             console.print(visible(text), markup=False, soft_wrap=True)
     result = outcomes.result or client.get_group(group_id).result
-    output.line({"sequence": outcomes.last_sequence, "event": "result", **group_fields(result)})
+    output.line({"sequence": outcomes.last_sequence, "event": "result", **basic_fields(result)})
     counts = f"{result.completed} completed, {result.failed} failed, {result.cancelled} cancelled"
     early = "; stopped early" if result.early_stop else ""
     text = f"{result.usable} of {result.asked} rollouts are usable: {counts}; {result.refilled} started anew{early}"

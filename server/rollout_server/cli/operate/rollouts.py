@@ -14,7 +14,7 @@ import typer
 from rollout_server.cli.connection import ConnectionFlags
 from rollout_server.cli.errors import report_errors
 from rollout_server.cli.flags import accept_flags, pick_flags
-from rollout_server.cli.json_output import AsJson, open_output, rollout_fields
+from rollout_server.cli.json_output import AsJson, basic_fields, open_output
 
 if TYPE_CHECKING:
     from rollout_client import Rollout, SelectionFields
@@ -102,7 +102,7 @@ def ps(**values: Any) -> None:
             listed = client.list(page_size=min(flags.limit + 1, _PAGE), **selection)
             found = list(itertools.islice(listed, flags.limit + 1))
         for rollout in found[: flags.limit]:
-            output.line(rollout_fields(rollout))
+            output.line(basic_fields(rollout))
         if not flags.as_json:
             now = time.time()
             print_table(_COLUMNS, [_row(rollout, now) for rollout in found[: flags.limit]])
