@@ -13,8 +13,6 @@ from rollout_server.tool_server.calls import ServedCall, ServedTools, metadata_o
 if TYPE_CHECKING:
     import grpc
 
-SERVICE = tool_service_pb2.DESCRIPTOR.services_by_name["ToolService"].full_name
-
 
 class ServedToolService(tool_service_pb2_grpc.ToolServiceServicer):
     """The servicer. It raises the errors of the core, which the interceptor converts."""

@@ -17,6 +17,7 @@ from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_server.authoring.tool_loader import LoadedTools
 from rollout_server.edge.api_keys import Keyring, key_of
 from rollout_server.edge.programs.runner import ProgramRunner
+from rollout_server.edge.rpc.caller import TOOLS
 from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.listener import RpcListener, RpcSettings
 from rollout_server.edge.tools.pool import ProcessPool
@@ -24,7 +25,7 @@ from rollout_server.network_exposure import is_loopback
 from rollout_server.runtime.run.lifecycle import start_agents
 from rollout_server.runtime.tools.resources import ToolResources
 from rollout_server.tool_server.calls import ServedTools
-from rollout_server.tool_server.grpc_service import SERVICE, ServedToolService
+from rollout_server.tool_server.grpc_service import ServedToolService
 from rollout_server.tool_server.limits import ToolServerLimits
 from rollout_server.tool_server.mcp_http import PATH, McpHttpApp, transport_security
 from rollout_server.tool_server.mcp_service import McpService
@@ -84,7 +85,7 @@ async def open_server(loaded: LoadedTools, settings: ToolServerSettings) -> Asyn
         rpc = RpcListener(
             RpcSettings((f"{host}:{settings.grpc_port}",), settings.limits.message_bytes),
             [RequestInterceptor(keys.caller, lambda header: None)],
-            {SERVICE: partial(tool_service_pb2_grpc.add_ToolServiceServicer_to_server, ServedToolService(served))},
+            {TOOLS: partial(tool_service_pb2_grpc.add_ToolServiceServicer_to_server, ServedToolService(served))},
         )
         (grpc_port,) = await rpc.start()
         stack.push_async_callback(rpc.stop, _RPC_GRACE_SECONDS)

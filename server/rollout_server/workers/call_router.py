@@ -22,14 +22,14 @@ from hashlib import sha256
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
-from osmosis.rollout.v1 import agent_service_pb2, rollout_service_pb2, trainer_service_pb2
+from osmosis.rollout.v1 import agent_service_pb2
 from osmosis.rollout.v1.trainer_service_pb2_grpc import TrainerServiceStub
 from rollout_gateway.fleet.errors import is_lost
 from rollout_gateway.fleet.fleet import Fleet
 
 from rollout_server.edge.api_keys import bare_key
 from rollout_server.edge.model_keys import named_uid
-from rollout_server.edge.rpc.caller import AdmitModel
+from rollout_server.edge.rpc.caller import AGENTS, SERVICE, TRAINERS, AdmitModel
 from rollout_server.edge.rpc.server import CallRouter
 from rollout_server.workers.stream_assignment import StreamAssignment
 
@@ -49,12 +49,9 @@ OF_ROLLOUT: Final = frozenset(
     | {method.name for method in agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].methods}
 )
 OF_GROUP: Final = frozenset({"WatchGroup", "GetGroup"})
-_SERVICES: Final = (
-    rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name,
-    agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
-)
-_AGENTS: Final = f"/{_SERVICES[1]}/"
-_TRAIN: Final = f"/{trainer_service_pb2.DESCRIPTOR.services_by_name['TrainerService'].full_name}/Train"
+_SERVICES: Final = (SERVICE, AGENTS)
+_OF_AGENTS: Final = f"/{AGENTS}/"
+_TRAIN: Final = f"/{TRAINERS}/Train"
 _HELLO_SECONDS: Final = 30.0
 _ALL_SECONDS: Final = 30.0
 """How long a call to all workers may take. One that hangs must not hold those of callers without a deadline for ever."""
@@ -107,7 +104,7 @@ class WorkerRouter(CallRouter):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> _Handler | None:
         """Return the handler of one call, which decides where it runs."""
-        if handler_call_details.method.startswith(_AGENTS):
+        if handler_call_details.method.startswith(_OF_AGENTS):
             await self._check_model_key(handler_call_details.invocation_metadata)
         handler = await continuation(handler_call_details)
         service, _, name = handler_call_details.method[1:].partition("/")

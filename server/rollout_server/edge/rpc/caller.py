@@ -21,12 +21,13 @@ AdmitModel: TypeAlias = "Callable[[str], str | None]"
 
 _caller: ContextVar[Caller] = ContextVar("caller")
 _key_uid: ContextVar[str] = ContextVar("key_uid")
-_SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-_TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
-_TOOLS = tool_service_pb2.DESCRIPTOR.services_by_name["ToolService"].full_name
-_GUARDED = (f"/{_SERVICE}/", f"/{_TRAINERS}/", f"/{_TOOLS}/")
-_OPEN = f"/{_SERVICE}/GetServerInfo"
-_AGENTS = f"/{agent_service_pb2.DESCRIPTOR.services_by_name['AgentService'].full_name}/"
+SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
+TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
+TOOLS = tool_service_pb2.DESCRIPTOR.services_by_name["ToolService"].full_name
+AGENTS = agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
+_GUARDED = (f"/{SERVICE}/", f"/{TRAINERS}/", f"/{TOOLS}/")
+_OPEN = f"/{SERVICE}/GetServerInfo"
+_OF_AGENTS = f"/{AGENTS}/"
 
 
 def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
@@ -35,11 +36,11 @@ def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable
     Health checks and GetServerInfo need no key. Raises `Unauthenticated`, and `Forbidden` on AgentService. Also for two
     `authorization` entries: a proxy that checked the key may have read the other one.
     """
-    if not method.startswith((*_GUARDED, _AGENTS)) or method == _OPEN:
+    if not method.startswith((*_GUARDED, _OF_AGENTS)) or method == _OPEN:
         return
     headers = [value for name, value in metadata if name == "authorization"]
     header = headers[0] if len(headers) == 1 and isinstance(headers[0], str) else None
-    if method.startswith(_AGENTS):
+    if method.startswith(_OF_AGENTS):
         uid = None if header is None else admit_model(header)
         if uid is None:
             raise wrong_model_key()

@@ -7,25 +7,14 @@ from collections.abc import Callable
 from functools import partial
 
 import grpc
-from osmosis.rollout.v1 import (
-    agent_service_pb2,
-    agent_service_pb2_grpc,
-    rollout_service_pb2,
-    rollout_service_pb2_grpc,
-    trainer_service_pb2,
-    trainer_service_pb2_grpc,
-)
+from osmosis.rollout.v1 import agent_service_pb2_grpc, rollout_service_pb2_grpc, trainer_service_pb2_grpc
 
 from rollout_server.edge.rpc.agent_service import AgentService
-from rollout_server.edge.rpc.caller import Admit, AdmitModel
+from rollout_server.edge.rpc.caller import AGENTS, SERVICE, TRAINERS, Admit, AdmitModel
 from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.listener import RpcListener, RpcSettings
 from rollout_server.edge.rpc.service import RolloutService
 from rollout_server.edge.rpc.train_service import TrainerService
-
-AGENTS = agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name
-SERVICE = rollout_service_pb2.DESCRIPTOR.services_by_name["RolloutService"].full_name
-TRAINERS = trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"].full_name
 
 
 class CallRouter(grpc.aio.ServerInterceptor, ABC):
