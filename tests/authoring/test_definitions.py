@@ -8,7 +8,8 @@ import inspect
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from enum import Enum
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, Field
@@ -204,6 +205,28 @@ def what_is_read_unchecked() -> None:
         return sum(numbers)
 
 
+def pattern_that_looks_ahead() -> None:
+    @tool
+    def look(place: Annotated[str, Field(pattern="^(?=a)[a-z]+$")]) -> None:
+        """Looks."""
+
+
+def class_for_an_argument() -> None:
+    @tool
+    def look(kind: type[int]) -> None:
+        """Looks."""
+
+
+class Corner(Enum):
+    LEFT = (0, 0)
+
+
+def choice_that_is_no_json() -> None:
+    @tool
+    def look(place: Corner) -> None:
+        """Looks."""
+
+
 def policy_of_a_tool() -> None:
     @tool
     def look() -> None:
@@ -247,6 +270,9 @@ WRONG = [
     ),
     (cached_for_all_rollouts, "tool 'look': cache shares results between rollouts, and parameter run differs"),
     (what_is_read_unchecked, "tool 'add': parameter numbers: the items of an Iterable are not validated"),
+    (pattern_that_looks_ahead, "tool 'look': parameter place: its type cannot be validated: look-around, including"),
+    (class_for_an_argument, "tool 'look': parameter kind: a class cannot be written in JSON"),
+    (choice_that_is_no_json, "tool 'look': parameter place: the value of Corner.LEFT cannot be written in JSON"),
     (policy_of_a_tool, "tool 'look' is already a tool; set its policy where it is defined"),
 ]
 

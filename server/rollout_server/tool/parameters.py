@@ -13,7 +13,8 @@ from typing import Any, NoReturn, cast
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, PydanticUserError
 from pydantic.fields import FieldInfo
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import SchemaError, to_jsonable_python
 
 from rollout_server.core.message import JSON
 from rollout_server.runtime.errors import ArgumentError
@@ -57,7 +58,7 @@ class Parameters:
         try:
             self._adapter = TypeAdapter(cast("type[dict[str, object]]", collect), config=_CONFIG)
             raw = self._adapter.json_schema(schema_generator=_Schema)
-        except (PydanticUserError, TypeError):
+        except (PydanticUserError, SchemaError, TypeError):
             _name_culprit(hints)
             raise
         self._check_defaults(function, raw.get("properties", {}))
@@ -107,6 +108,18 @@ class _Schema(GenerateJsonSchema):
 
     def generator_schema(self, schema: Any) -> NoReturn:
         raise TypeError("the items of an Iterable are not validated up front; use list[...] or Sequence[...]")
+
+    def is_subclass_schema(self, schema: Any) -> NoReturn:
+        raise TypeError("a class cannot be written in JSON; use an enum or a Literal of names")
+
+    def enum_schema(self, schema: Any) -> JsonSchemaValue:
+        # Pydantic compares arguments with the values: what the model sees of a tuple is a list, which is not equal to it.
+        other = [each for each in schema["members"] if to_jsonable_python(each.value) != each.value]
+        if other and "missing" not in schema:
+            raise TypeError(
+                f"the value of {other[0]} cannot be written in JSON; use texts or numbers as values of the enum"
+            )
+        return super().enum_schema(schema)
 
 
 def _check_signature(function: Callable[..., object]) -> None:
@@ -166,6 +179,9 @@ def _name_culprit(hints: Mapping[str, Any]) -> None:
             raise TypeError(f"parameter {name}: {kind} has no JSON Schema; {what}") from None
         except PydanticUserError as error:
             raise TypeError(f"parameter {name}: {one_line(error.message)}") from None
+        except SchemaError as error:  # such as a pattern that pydantic's regular expressions do not support
+            why = str(error).rpartition("\n")[2].strip().removeprefix("error: ")
+            raise TypeError(f"parameter {name}: its type cannot be validated: {why}") from None
         except TypeError as error:
             raise TypeError(f"parameter {name}: {error}") from None
 
