@@ -253,6 +253,9 @@ async def test_a_damaged_rollout(written: Path, statement: str, text: str) -> No
 async def test_what_cannot_be_dropped(written: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"has no rollout z$"):
         drop_rollouts(written, ["a", "z"], None)
+    (written / "worker-1").mkdir()
+    with pytest.raises(RuntimeError, match=r"has no rollout z; further workers .* of their own: \S+/worker-1$"):
+        drop_rollouts(written, ["z"], None)
     async with SqliteJournal(written) as journal:
         with pytest.raises(RuntimeError, match="is in use by another server"):
             drop_rollouts(written, ["a"], None)

@@ -25,7 +25,9 @@ def drop_rollouts(directory: Path, uids: Sequence[str], key: str | None) -> list
         with closing(database):
             numbers = database.numbers(uids)
             if missing := [uid for uid in uids if uid not in numbers]:
-                raise RuntimeError(f"the journal {files.database} has no rollout {missing[0]}")
+                others = ", ".join(str(each) for each in sorted(files.path.glob("worker-*")))
+                more = f"; further workers of the server have journals of their own: {others}" if others else ""
+                raise RuntimeError(f"the journal {files.database} has no rollout {missing[0]}{more}")
             database.commit([(number, RolloutDropped(uid)) for uid, number in numbers.items()])
             return [*numbers]
     except (JournalUnusable, JournalUnavailable) as error:
