@@ -406,6 +406,17 @@ async def test_a_trainer_of_one_conversation_gets_the_call_after_one_that_was_ne
     assert outcome.capture.refused == 2
 
 
+@pytest.mark.parametrize("dialect", ["http_masked", "http_plain"])
+async def test_a_first_call_with_other_tools_than_the_agents_is_told_what_to_do(dialect: Any) -> None:
+    async def calls(capture: Capture) -> None:
+        with pytest.raises(CallRefused, match=r"with different tools, .* declares its own with tools=\[\.\.\.\]"):
+            await said(capture, user("Begin."), tools=[add])
+
+    async with connected(Calls(calls)) as client, StrictTrainer(script=SCRIPT) as trainer:
+        outcome = await roll(client, "calls", completions=Target(trainer.url, dialect), tokenizer="toy")
+    assert outcome.capture.refused == 1
+
+
 async def test_a_trainer_of_one_conversation_gets_the_call_after_a_later_one_that_was_never_sent() -> None:
     begun = [user("Begin."), {"role": "user", "content": [IMAGE]}]
 

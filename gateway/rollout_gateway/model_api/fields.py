@@ -119,7 +119,7 @@ def sampling(values: Object, most: str, stops: str, extra: Object) -> Sampling:
     """
     max_tokens = read(values, most, int)
     if max_tokens is not None and not 0 < max_tokens <= _MAX_UINT32:
-        raise InvalidCall(most, "must be 1 or more")
+        raise InvalidCall(most, f"must be from 1 to {_MAX_UINT32}")
     stop = values.get(stops) or []
     stop = [stop] if isinstance(stop, str) else read(values, stops, list) or []
     if not all(isinstance(each, str) for each in stop):

@@ -135,6 +135,11 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway, usage: b
     await endpoint.confirmed("cmp1")
 
 
+async def test_a_maximum_that_is_too_large_is_not_told_to_be_more(endpoint: ModelGateway) -> None:
+    response = await endpoint.post(PATH, BODY | {"max_tokens": 2**32})
+    assert response.json()["error"]["message"] == "max_tokens: must be from 1 to 4294967295"
+
+
 @pytest.mark.parametrize(
     ("more", "field"),
     [

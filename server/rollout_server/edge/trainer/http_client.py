@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import aiohttp
 from aiohttp.abc import AbstractResolver
+from aiohttp.http_exceptions import ContentEncodingError
 from yarl import URL
 
 from rollout_server.edge.targets.resolver import refusal_of
@@ -175,7 +176,7 @@ class HttpClient:
                 f"the target sent more than {_INFORMATIONAL} informational responses and no final one"
             ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ConnectionLost(f"the response was incomplete ({type(error).__name__})") from error
+            raise ConnectionLost(_fault_of_response(error)) from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -226,6 +227,18 @@ class HttpClient:
                 skip_auto_headers=("user-agent",),
             )
         return self._session
+
+
+def _fault_of_response(error: Exception) -> str:
+    """Describe a response that could not be read. aiohttp's own text is not used, because it may quote the response."""
+    if isinstance(error.__cause__, ContentEncodingError):
+        return "the response's body is not in its Content-Encoding"
+    if isinstance(error, aiohttp.ClientResponseError):
+        return (
+            "the response is not valid HTTP (such as an invalid header, or two Content-Length headers), or it has a "
+            "Content-Encoding that the request does not accept"
+        )
+    return f"the response was incomplete ({type(error).__name__})"
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:

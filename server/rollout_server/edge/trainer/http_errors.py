@@ -10,12 +10,23 @@ from urllib.parse import quote
 from rollout_server.core.message import MalformedMessage, parse_object
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.edge.trainer.http_client import HttpResponse
+from rollout_server.runtime.errors import RolloutFailed
 
 TRAINER_TEXT = 500
 """Maximum length of the trainer's own text in an error message."""
 
 _LOOKED_AT = 256 * 1024
 _MEDIA_TYPE = re.compile(r"[a-z]{1,16}/[\w.+-]{1,48}")
+
+
+def different_tools() -> RolloutFailed:
+    """Return the error for a conversation that offers other tools than the rollout's agent."""
+    text = (
+        "the agent began a conversation with different tools, but over HTTP the trainer receives the agent's tools only once, when "
+        "the rollout begins. Use the agent's tools in every conversation (an agent that owns its loop declares its own with "
+        "tools=[...]), or a gRPC trainer"
+    )
+    return RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
 
 
 def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) -> Failure:
@@ -32,6 +43,10 @@ def response_failure(response: HttpResponse, turn: int, secrets: Sequence[str]) 
     else:
         category = Category.VALIDATION
         message = "; a completion must have status 200, and redirects are not followed"
+    if response.retry_after is not None:
+        message += f"; its Retry-After of {response.retry_after:g} s is more than the time that is left"
+    elif status == 429:
+        message += "; it has no Retry-After in whole seconds or as a date, so the request is not sent again"
     return Failure(category, f"turn {turn}: the trainer answered {status}{message}", turn, status, FailureClass.TRAINER)
 
 

@@ -24,7 +24,7 @@ from rollout_server.edge.trainer.chat_completion import (
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
 from rollout_server.edge.trainer.form_cache import FormCache, likeliest_form, refuses_mask
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
-from rollout_server.edge.trainer.http_errors import response_failure
+from rollout_server.edge.trainer.http_errors import different_tools, response_failure
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, fetch_once
 from rollout_server.edge.trainer.sampling_parameters import masked_parameters
 from rollout_server.runtime.errors import RolloutFailed
@@ -119,6 +119,8 @@ class MaskedSampler:
         replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN, SegmentKind.DRIFT)
         if fork.tools is None and (self._ends_list(fork) or (replaces and not self._at_trainer.begun)):
             return MaskedSampler(self._trainers, self._spec, self._tools, self._at_trainer)
+        if fork.tools is not None:
+            raise different_tools()
         text = (
             "the agent forked its conversation, but this rollout's trainer counts response_mask over a single one (POST /rollout). "
             "For several conversations use a gRPC trainer, or one that derives masks itself (POST /v1/rollout/init)"

@@ -20,7 +20,7 @@ from rollout_server.edge.trainer.chat_completion import (
 )
 from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
-from rollout_server.edge.trainer.http_errors import response_failure
+from rollout_server.edge.trainer.http_errors import different_tools, response_failure
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter, plain_parameters
 from rollout_server.runtime.errors import RolloutFailed
@@ -83,11 +83,7 @@ class PlainSampler:
         tools.
         """
         if fork.tools is not None:
-            text = (
-                "the agent forked a conversation with different tools, but over HTTP the trainer receives the agent's tools only "
-                "once, when the rollout begins. Fork with the same tools, or use a gRPC trainer"
-            )
-            raise RolloutFailed(Failure(Category.VALIDATION, text, source=FailureClass.ENVIRONMENT))
+            raise different_tools()
         other = PlainSampler(self._trainers, self._spec)
         # What replaces a conversation before the first request is the first for the trainer, which never saw that conversation.
         replaces = fork.origin.kind in (SegmentKind.COMPACTION, SegmentKind.MAIN)

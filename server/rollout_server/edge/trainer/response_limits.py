@@ -6,6 +6,7 @@ control, so every response, over HTTP and gRPC, is checked here first.
 
 from __future__ import annotations
 
+import re
 from typing import Final, TypeVar
 
 import msgspec
@@ -36,6 +37,8 @@ class _ToolCallList(msgspec.Struct):
     tool_calls: list[_AnyObject] | None = None
 
 
+_PLACE: Final = re.compile(r"\(byte (\d+)\)$")
+_NOT_FINITE: Final = re.compile(rb"NaN|Infinity")
 _calls_decoder: Final = msgspec.json.Decoder(_ToolCallList)
 _T = TypeVar("_T")
 
@@ -43,12 +46,21 @@ _T = TypeVar("_T")
 def decode_response(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
     """Decode a response. Raise `MalformedMessage` if it has too many values, is not JSON, or has another shape."""
     check_values(body, ANSWER_VALUES)
+    if not body:
+        raise MalformedMessage("it is empty")
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise MalformedMessage(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(f"it is not JSON: {error}") from None
+        raise MalformedMessage(f"it is not JSON: {error}{_not_finite(body, str(error))}") from None
+
+
+def _not_finite(body: bytes, error: str) -> str:
+    """Return an explanation if a decoder's error is at NaN or Infinity, which Python's json writes unless told otherwise."""
+    place = _PLACE.search(error)
+    found = _NOT_FINITE.match(body, int(place[1])) if place else None
+    return f", which is {found[0].decode()}: JSON has finite numbers only; send null" if found else ""
 
 
 def check_values(data: bytes, most: int) -> None:

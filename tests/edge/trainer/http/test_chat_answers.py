@@ -29,6 +29,17 @@ def test_an_id_that_is_none_is_named(field: str, wrong: str) -> None:
     assert f"{field}[" in said
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_that_json_does_not_have_is_named(number: str) -> None:
+    said = check(with_text(("logprobs", 0), number))
+    assert isinstance(said, str)
+    assert said.endswith(f", which is {number.lstrip('-')}: JSON has finite numbers only; send null")
+
+
+def test_an_empty_answer_is_told() -> None:
+    assert check(b"") == "turn 7: the trainer's completion is malformed: it is empty"
+
+
 @pytest.mark.parametrize("field", IDS)
 def test_the_largest_id_is_one(field: str) -> None:
     assert isinstance(check(with_text((field, 1), str(MAX_TOKEN_ID))), ChatCompletion)

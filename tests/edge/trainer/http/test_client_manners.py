@@ -17,7 +17,7 @@ from rollout_server.edge.trainer.retry import CompletionFetch, fetch_once
 from rollout_server.runtime.errors import RolloutFailed
 
 from tests.edge.trainer.http.asking import Asking
-from tests.support.http_trainer import COMPLETION, Act, answer, endless, raw_trainer, silence
+from tests.support.http_trainer import COMPLETION, Act, answer, closed, endless, raw_trainer, silence
 
 Connect = Callable[[HttpSettings], HttpClient]
 
@@ -110,6 +110,20 @@ async def test_an_answer_of_just_the_limit_is_read(connect: Connect) -> None:
 async def test_a_compressed_answer_is_read(client: HttpClient) -> None:
     async with raw_trainer(answer(gzip.compress(COMPLETION), content_encoding="gzip")) as trainer:
         assert (await client.post(request(trainer.url))).body == COMPLETION
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (answer(content_encoding="gzip"), "the response's body is not in its Content-Encoding"),
+        (closed(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}"), "is not valid HTTP"),
+        (closed(b"HTTP/1.1 200 OK\r\nno header: 1\r\nContent-Length: 2\r\n\r\n{}"), "is not valid HTTP"),
+        (closed(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{"), "the response was incomplete (ClientPayloadError)"),
+    ],
+)
+async def test_what_is_wrong_with_a_response_is_told(trainers: MaskedTrainers, act: Act, said: str) -> None:
+    async with raw_trainer(act) as trainer:
+        assert said in (await Asking(trainers, trainer.url).failure()).message
 
 
 async def test_many_turns_at_once_wait_for_each_other_nowhere(connect: Connect) -> None:

@@ -67,7 +67,8 @@ async def test_never_beyond_the_time_of_the_rollout(trainers: MaskedTrainers, st
     async with raw_trainer(answer(b'{"detail": "come back later"}', status, retry_after=said), answer()) as trainer:
         failure = await Asking(trainers, trainer.url, deadline=time.monotonic() + 20).failure()
         assert (failure.category, failure.http_status) == (CATEGORIES[status], status)
-        assert "come back later" in failure.message
+        assert "come back later; its Retry-After of " in failure.message
+        assert failure.message.endswith(" s is more than the time that is left")
         assert len(trainer.requests) == 1
 
 
@@ -78,6 +79,7 @@ async def test_without_a_time_to_wait_it_is_final(trainers: MaskedTrainers, stat
     async with raw_trainer(refusal, answer()) as trainer:
         failure = await Asking(trainers, trainer.url, deadline=time.monotonic() + 60).failure()
         assert (failure.category, failure.http_status) == (CATEGORIES[status], status)
+        assert ("it has no Retry-After in whole seconds or as a date" in failure.message) == (status == 429)
         assert len(trainer.requests) == 1
 
 
