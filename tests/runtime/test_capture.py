@@ -137,6 +137,24 @@ async def test_an_answer_that_was_lost_is_returned_again(new_world: type[Runtime
     assert outcome.capture.replayed == 1
 
 
+async def test_equal_calls_at_the_same_time_get_an_answer_each(new_world: type[RuntimeHarness]) -> None:
+    """Also those that arrive while the answer of another one is being sent."""
+    rollout = new_world(Elsewhere()).start(*(Say(str(number)) for number in range(4)))
+
+    async def call(number: int) -> str:
+        await asyncio.sleep(number / 100)
+        completed = await rollout.capture.call(model_call(ASK))
+        await asyncio.sleep(0.02)
+        await rollout.capture.confirm(completed.id)
+        return completed.id
+
+    ids = await asyncio.gather(*map(call, range(4)))
+    outcome = await finished(rollout)
+    assert (len(set(ids)), outcome.metrics.turns) == (4, 4)
+    assert outcome.capture is not None
+    assert outcome.capture.replayed == 0
+
+
 async def test_a_delivered_answer_that_leads_nowhere_does_not_train(new_world: type[RuntimeHarness]) -> None:
     rollout = new_world(Elsewhere()).start(Say("8"), Say("9"), Say("10"))
     await called(rollout, ASK)

@@ -11,7 +11,7 @@ from rollout_server.core.capture.decision import Branch, Continue, Open
 from rollout_server.core.capture.history_tree import Pending
 from rollout_server.core.capture.rendering import LaterSystem
 from rollout_server.core.capture.rules import CaptureOptions
-from rollout_server.core.capture.tree import CallTree
+from rollout_server.core.capture.tree import DELIVERY_SECONDS, CallTree
 
 Fields = Mapping[str, Any]
 
@@ -97,7 +97,7 @@ class Captured:
         return pending
 
     def complete(self, pending: Pending, message: Fields, delivered: bool = True) -> str:
-        """Note the completion of a call; return its id."""
+        """Note the completion of a call; return its id. One that is not delivered is not on its way any more."""
         self.turn += 1
         shown = self.conversations[pending.conversation.id]
         self.sampled[pending.conversation.id].add(len(shown))
@@ -107,6 +107,8 @@ class Captured:
         self.tree.completed(pending, completion_id, message, self.turn, self.now)
         if delivered:
             assert self.tree.confirmed(completion_id)
+        else:
+            self.now += DELIVERY_SECONDS
         return completion_id
 
     def sample(self, call: ModelCall, message: Fields, delivered: bool = True) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from rollout_server.core.capture.call import ModelCall
-from rollout_server.core.capture.decision import Branch, Continue, Join, Open, Replay
+from rollout_server.core.capture.decision import Branch, Continue, Delivering, Join, Open, Replay
 from rollout_server.core.capture.rules import CaptureOptions
-from rollout_server.core.capture.tree import REPLAY_SECONDS
+from rollout_server.core.capture.tree import DELIVERY_SECONDS, REPLAY_SECONDS
 from rollout_server.core.segment import SegmentKind
 from rollout_server.core.spec import Sampling
 
@@ -90,6 +90,24 @@ class TestOnceItIsSampled:
         assert captured.tree.confirmed("completion-1")
         assert isinstance(captured.decide(CALL), Open)
         assert captured.tree.settle().report.replayed == 2
+
+    def test_an_answer_that_may_be_on_its_way_is_waited_for(self) -> None:
+        captured = lost()
+        captured.now = DELIVERY_SECONDS - 0.125
+        assert captured.decide(CALL) == Delivering("completion-1", 0.125)
+        assert captured.decide(call_of(TASK, repeated=True)) == Replay("completion-1"), (
+            "its client knows that it is lost"
+        )
+        assert captured.tree.confirmed("completion-1")
+        assert isinstance(captured.decide(CALL), Open), "it was another agent's"
+
+    def test_nothing_is_on_its_way_to_a_dead_connection(self) -> None:
+        captured = Captured()
+        pending = captured.start(CALL)
+        captured.tree.disconnected(pending)
+        captured.complete(pending, says("8"), delivered=False)
+        captured.now = 0.0
+        assert captured.decide(CALL) == Replay("completion-1")
 
     @pytest.mark.parametrize("marked", [{"repeated": True}, {"repeat_key": "a"}])
     def test_a_marked_call_gets_an_answer_that_arrived(self, marked: dict[str, Any]) -> None:

@@ -69,6 +69,14 @@ class Replay:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivering:
+    """Decide the call again once the completion of an equal call was confirmed, or after these seconds: it may be on its way."""
+
+    completion_id: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Join:
     """Wait for the completion of an equal call."""
 
@@ -101,7 +109,7 @@ class Refuse:
     text: str
 
 
-Decision: TypeAlias = "Continue | Branch | Open | Replay | Join | FixedReply | Refuse"
+Decision: TypeAlias = "Continue | Branch | Open | Replay | Delivering | Join | FixedReply | Refuse"
 
 INVALID_CALL = "INVALID_CALL"
 UNKNOWN_COMPLETION = "UNKNOWN_COMPLETION"

@@ -30,6 +30,7 @@ from rollout_server.core.capture.decision import (
     Branch,
     Continue,
     Decision,
+    Delivering,
     FixedReply,
     Join,
     Open,
@@ -66,6 +67,8 @@ from rollout_server.core.segment import SegmentKind
 
 REPLAY_SECONDS = 600.0
 """For how long the completion of a call answers equal calls."""
+DELIVERY_SECONDS = 0.5
+"""For how long a completion that was not confirmed counts as on its way: most confirmations take milliseconds."""
 
 
 class _Refused(Exception):
@@ -288,11 +291,12 @@ class CallTree:
 
     def _repeated(
         self, call: ModelCall, attempts: Iterable[Pending], parents: set[CapturedTurn], now: float
-    ) -> Join | Replay | None:
+    ) -> Join | Replay | Delivering | None:
         """Return how an equal call's completion serves this call; None if it gets one of its own.
 
         Unless it is marked, a call that can continue another completion comes from the agent that has that one, as two processes
-        of one agent send equal calls.
+        of one agent send equal calls. While a completion may be on its way to a caller that is there, it is not known yet whether
+        this call repeats that caller's.
         """
         has_other = any(_is_free_tip(turn) and turn.delivered for turn in parents)
         for earlier in reversed(list(attempts)):
@@ -312,6 +316,9 @@ class CallTree:
                     self._counts["joined"] += 1
                     return Join(earlier)
             elif not turn.continued and now - turn.completed_at <= REPLAY_SECONDS and (marked or not turn.delivered):
+                left = turn.completed_at + DELIVERY_SECONDS - now
+                if earlier.listeners and not marked and left > 0:
+                    return Delivering(turn.id, left)
                 earlier.repeats += 1
                 self._counts["replayed"] += 1
                 return Replay(turn.id)

@@ -29,6 +29,7 @@ from rollout_server.core.capture.decision import (
     Branch,
     Continue,
     Decision,
+    Delivering,
     FixedReply,
     Join,
     Open,
@@ -132,6 +133,7 @@ class Capture:
         self._tasks: dict[Pending, asyncio.Task[Completed]] = {}
         self._ids: dict[Pending, str] = {}
         self._completed: dict[str, Completed] = {}
+        self._delivering: dict[str, asyncio.Event] = {}
         self._tools_size = 0
         self._calls = 0
         self._refused = 0
@@ -149,9 +151,10 @@ class Capture:
         self._calls += 1
         try:
             with self._refusals():
-                async with self._lock:
-                    self._check_open()
-                    found = await self._begin(call)
+                while isinstance(found := await self._decided(call), Delivering):
+                    event = self._delivering.setdefault(found.completion_id, asyncio.Event())
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(event.wait(), found.seconds)
                 if isinstance(found, Completed):
                     return found
                 begun(self._ids[found])
@@ -166,6 +169,8 @@ class Capture:
             raise RolloutOver()
         if not completion_id.startswith(_FIXED_REPLY) and not self._tree.confirmed(completion_id):
             raise NotFound(f"the rollout has no completion {completion_id!r:.100}", reason="COMPLETION_NOT_FOUND")
+        if (event := self._delivering.pop(completion_id, None)) is not None:
+            event.set()
 
     def finish(self, work: FinishedWork) -> bool:
         """End the agent's work: see `AgentEndpoint.finish`. Calls are refused from then on."""
@@ -230,7 +235,12 @@ class Capture:
         main = self._main if settlement.main is None else self._runs[settlement.main]
         self._root.settle(main, replace(settlement.report, refused=self._refused))
 
-    async def _begin(self, call: ModelCall) -> Completed | Pending:
+    async def _decided(self, call: ModelCall) -> Completed | Pending | Delivering:
+        async with self._lock:
+            self._check_open()
+            return await self._begin(call)
+
+    async def _begin(self, call: ModelCall) -> Completed | Pending | Delivering:
         """Decide a call, and start its generation unless there is one, or its completion, already."""
         options, decision = self._sampling(call), await self._decide(call)
         match decision:
@@ -241,6 +251,8 @@ class Capture:
                 return Completed(f"{_FIXED_REPLY}{decision.number}", message, "stop")
             case Replay():
                 return replace(self._completed[decision.completion_id], replayed=True)
+            case Delivering():
+                return decision
             case Join():
                 return decision.pending
         run = self._runs[decision.conversation] if isinstance(decision, Continue) else await self._open(decision, call)
