@@ -98,7 +98,11 @@ async def test_times_do_not_overlap(open_here: Open, page: Page) -> None:
         await page.set_viewport_size({"width": width, "height": 900})
         await page.goto(link(world, uid))
         await expect(page.locator(".rollout-state")).to_have_text("completed")
-        boxes = [await each.bounding_box() for each in await page.locator(".timeline g > text").all()]
-        shown = [(box["x"], box["x"] + box["width"]) for box in boxes if box]
+        times = page.locator(".timeline g > text:visible")
+        await expect(times.nth(1)).to_be_visible()
+        # All at once, because a new event or a new size draws them again.
+        shown = await times.evaluate_all(
+            "all => all.map(one => one.getBoundingClientRect()).map(at => [at.left, at.right])"
+        )
         assert len(shown) > 1
         assert all(end < start for (_, end), (start, _) in pairwise(shown)), (width, shown)
