@@ -114,7 +114,7 @@ def error_document(command: str, kind: str, message: str, **more: object) -> dic
 
 
 def basic_fields(message: Rollout | Group | GroupOutcome | GroupResult) -> dict[str, Any]:
-    """Return a message of the contract as the plain API returns it in view `basic`: without messages and tokens."""
+    """Return a message of the contract as the REST API returns it in view `basic`: without messages and tokens."""
     from osmosis.rollout.v1.rollout_service_pb2 import ROLLOUT_VIEW_BASIC
     from rollout_gateway.rest.proto_json import message_to_json
 

@@ -25,7 +25,7 @@ _RECORDS = 64
 _MAX_LINES = 50
 _IN_THE_LOG = "; the server's log has the reason under rollout "
 _LONGEST_REASON = 4096
-R = TypeVar("R", bound=Result)
+_R = TypeVar("_R", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _settings(agents: Sequence[Agent], flags: CompletionFlags, concurrency: int,
 
 
 class ServerLog(logging.Handler):
-    """Prints each distinct line once, because a thousand rollouts may fail for the same reason."""
+    """Prints each distinct line once, because a thousand rollouts may fail for the same reason, and keeps the error of each."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -173,7 +173,7 @@ class ServerLog(logging.Handler):
         self._printed: set[str] = set()
         self._reasons: dict[str, str] = {}
 
-    def with_reason(self, result: R) -> R:
+    def with_reason(self, result: _R) -> _R:
         """Return a result whose failure message ends with the error that the server logged, if it refers to the log.
 
         Outcomes leave that error out, because it may hold secrets and the caller may be someone else.

@@ -179,6 +179,7 @@ class _Evaluation:
             async with serve_for_command([self._agent], self._completion, self._flags.concurrency) as server:
                 self._facts = self._evaluation_facts(server)
                 file, samples = self._open()
+                self._samples = samples
                 with file.lock():
                     if self._flags.resume:
                         await asyncio.to_thread(self._resume, file, samples, jobs)
@@ -188,10 +189,9 @@ class _Evaluation:
                     anew = not self._flags.resume
                     with samples.open(anew=anew) if samples else nullcontext(), file.open(anew=anew):
                         try:
-                            await self._evaluate((server, log), left, file, samples)
+                            await self._evaluate(server, log, left, file)
                         finally:
                             self._results = list(file.results.values())
-        self._samples = samples
 
     def sum_up(self, labels: Labels) -> Summary:
         """Complete the samples file, write the HTML report and return its figures."""
@@ -205,17 +205,11 @@ class _Evaluation:
         self._files.report.write_bytes(report(facts, summary, self._results))
         return summary
 
-    async def _evaluate(
-        self,
-        running: tuple[LocalServer, ServerLog],
-        left: Sequence[Job],
-        file: ResultsFile,
-        samples: SamplesFile | None,
-    ) -> None:
+    async def _evaluate(self, server: LocalServer, log: ServerLog, left: Sequence[Job], file: ResultsFile) -> None:
         from rollout_server.evaluation.progress import RunningFigures
         from rollout_server.evaluation.runner import Plan, run_plan
 
-        server, log = running
+        samples = self._samples
         total = len(left) + len(file.results)
         figures = RunningFigures(total, file.results.values(), time.monotonic)
         with show_progress(self._console, figures) as shown:

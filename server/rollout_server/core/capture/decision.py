@@ -70,7 +70,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Delivering:
-    """Decide the call again once the completion of an equal call was confirmed, or after these seconds: it may be on its way."""
+    """Decide again once this completion of an equal call was confirmed, at the latest after `seconds`: it may be on its way."""
 
     completion_id: str
     seconds: float
