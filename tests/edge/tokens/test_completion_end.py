@@ -15,6 +15,12 @@ from tests.support.tokenizers import tokenizer_of
 NEXT = f"\n<|im_start|>user\n{MORE['content']}"
 TWICE = CHATML.replace("<|im_end|>\n", "<|im_end|><|endoftext|>\n")
 AGAIN = CHATML.replace("<|im_end|>\n", "<|im_end|>\n<|im_end|>\n")
+SPACED = CHATML.replace("<|im_end|>\n", "\n\n<|im_end|>\n")
+LINES = (  # the token that begins the next message ends the completion, on a line of its own
+    "{%- for message in messages -%}{{- '<|im_start|>' if message.role == 'user' else '<|endoftext|>' -}}"
+    "{{- message.role ~ ': ' ~ message.content ~ '\n' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|endoftext|>assistant: ' -}}{%- endif -%}"
+)
 PLAIN = (
     "{%- for message in messages -%}{{- message.role ~ ': ' ~ message.content ~ '\n\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}"
@@ -137,3 +143,62 @@ async def test_a_special_token_that_ends_nothing_behind_the_stop_is_reported(exe
     found = await rendered(loaded, naive.ids("Eight.<|im_end|><|im_start|>"))
     assert not found.exact
     assert (await rendered(loaded, naive.ids("Eight.<|im_start|>"))).exact
+
+
+@pytest.mark.parametrize(
+    ("written", "missing"),
+    [
+        ("Eight.", "\n\n<|im_end|>"),
+        ("Eight.\n", "\n<|im_end|>"),
+        ("Eight.\n\n", "<|im_end|>"),
+        ("Eight. ", "\n\n<|im_end|>"),
+        ("Eight.\n\n\n", "<|im_end|>"),
+        ("Nine.", "<|im_end|>"),
+        ("", "<|im_end|>"),
+    ],
+)
+async def test_white_space_before_the_stop_token_closes_a_completion_that_was_cut(
+    ours, plain, written, missing
+) -> None:
+    """As far as the model has not written it, and only if its tokens end like the message."""
+    naive = plain("toy")
+    found = await rendered(ours("toy", SPACED), naive.ids(written), finish_reason="length")
+    assert found.exact
+    behind = naive.ids(f"{NEXT}\n\n<|im_end|>\n<|im_start|>assistant\n")
+    assert found.predicted == Prediction(pack_tokens(naive.ids(missing)), pack_tokens(behind))
+
+
+async def test_white_space_that_a_message_ends_with_is_not_the_templates(ours, plain) -> None:
+    """The template writes all of its own behind the message, so the prompt has both."""
+    naive, said = plain("toy"), {**SAID, "content": "Eight.\n"}
+    found = await rendered(ours("toy", SPACED), naive.ids("Eight.\n"), said, "length")
+    assert list(found.predicted.closing) == naive.ids("\n\n<|im_end|>")
+
+
+@pytest.mark.parametrize("written", ["Eight.", "Eight.\n"])
+async def test_a_completion_that_was_not_cut_gets_no_white_space(ours, plain, written) -> None:
+    """The model has ended it, and the engine has removed the stop token."""
+    naive = plain("toy")
+    found = await rendered(ours("toy", SPACED), naive.ids(written))
+    assert list(found.predicted.closing) == naive.ids("<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    ("written", "finish_reason", "closing"),
+    [
+        ("Eight.", "length", "\n<|im_start|>"),
+        ("Eight.\n", "length", "<|im_start|>"),
+        ("Eight.\n<|im_start|>", "stop", ""),
+        ("Eight.<|im_end|>", "stop", "\n<|im_start|>"),
+        ("Eight.\n<|im_end|>", "stop", "<|im_start|>"),
+    ],
+)
+async def test_white_space_before_a_token_that_begins_the_next_message(
+    ours, plain, written, finish_reason, closing
+) -> None:
+    """Another end token says that the completion ends, but neither which message is next nor what is between the two."""
+    loaded, naive = ours("toy", LINES), plain("toy")
+    assert loaded.probed.final.opens_next
+    found = await rendered(loaded, naive.ids(written), finish_reason=finish_reason)
+    assert found.exact
+    assert list(found.predicted.closing) == naive.ids(closing)

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 Fields: TypeAlias = dict[str, Any]
-Ending: TypeAlias = Literal["stop", "stripped", "cut", "eos", "other_special", "more", "space", "nothing", "no_ids"]
+Ending: TypeAlias = Literal[
+    "stop", "stripped", "cut", "unclosed", "eos", "other_special", "more", "space", "nothing", "no_ids"
+]
 """How the ids of a completion end.
 
-They end with the stop token of their kind, without it, truncated by length, with the end token, or with a special token
-that ends nothing. "more": with the stop token and the text after it, "space": with the stop token and a line break, as an engine
-returns them that stops at several tokens or at a text. Or there are no ids, because the completion is empty or the trainer sends
-none.
+They end with the stop token of their kind, without it, truncated by length ("unclosed": right behind the text), with the end token,
+or with a special token that ends nothing. "more": with the stop token and the text after it, "space": with the stop token and a
+line break, as an engine returns them that stops at several tokens or at a text. Or there are no ids, because the completion is empty
+or the trainer sends none.
 """
 
 TOOLS: Final[Sequence[Fields]] = tuple(

@@ -16,6 +16,7 @@ class Framing:
     Args:
         heads: before the content, by role.
         tails: after the content, by role; `tail` for the others.
+        before: white space between the content and the stop of completions.
         stop: ends completions; `calls_stop` ends those with calls. Empty: no token ends them.
         after: after the stop.
         next_begins: completions are ended by the token with which the next message begins.
@@ -25,6 +26,7 @@ class Framing:
     heads: Mapping[str, str]
     tail: str = ""
     tails: Mapping[str, str] = field(default_factory=dict)
+    before: str = ""
     stop: str = ""
     calls_stop: str = ""
     after: str = ""
@@ -73,6 +75,23 @@ FRAMINGS: Final[Mapping[str, Framing]] = {
         calls_stop="<|observation|>",
         next_begins=True,
         words=Words(_ROLES),
+    ),
+    "lines": Framing(
+        heads=_named("<|{}|>\n", tool="observation"),
+        before="\n",
+        stop="<|user|>",
+        calls_stop="<|observation|>",
+        next_begins=True,
+        words=Words(_ROLES),
+    ),
+    "spaced": Framing(
+        heads=_named("<|{}|>\n"),
+        tail="\n\n<|end|>\n",
+        before="\n\n",
+        stop="<|end|>",
+        calls_stop="<|end|>",
+        after="\n",
+        words=Words((*_ROLES, "<|end|>")),
     ),
     "inst": Framing(
         heads={"system": "<<SYS>>\n", "user": "[INST] ", "assistant": " ", "tool": "[RESULT] "},

@@ -465,11 +465,11 @@ class _Writer:
         """Write the stop of a completion, with the marks around it."""
         framing = self._framing
         if framing.next_begins:
-            return "⟦O⟧"
+            return _put(framing.before) + "⟦O⟧"
         if framing.stop == framing.calls_stop:
-            stop = "⟦S⟧" + _put(framing.stop) + "⟦E⟧"
+            stop = _put(framing.before) + "⟦S⟧" + _put(framing.stop) + "⟦E⟧"
         else:
-            stop = "⟦S⟧" + _if(_CALLING, _put(framing.calls_stop), _put(framing.stop)) + "⟦E⟧"
+            stop = _put(framing.before) + "⟦S⟧" + _if(_CALLING, _put(framing.calls_stop), _put(framing.stop)) + "⟦E⟧"
         closed = stop + _put(framing.after)
         if self._is.last == "open" and framing.stop:
             return _if("loop.last and not add_generation_prompt", "⟦S⟧⟦E⟧{{- '' -}}", closed)
@@ -479,7 +479,7 @@ class _Writer:
         """Close the content, and begin another message for the calls."""
         if self._is.calls not in ("own_message", "first_only"):
             return ""
-        return _put(self._framing.stop + self._framing.after) + self._head("assistant")
+        return _put(self._framing.before + self._framing.stop + self._framing.after) + self._head("assistant")
 
     def _part(self, channel: str, inside: str) -> str:
         return _put(self._framing.part[0].format(channel)) + inside

@@ -124,9 +124,22 @@ class Oracle:
             return Undecidable(reason)
         # Without ids, assume that the completion has the stop of its kind.
         if not (closing in self._ends if ids is None else self._closed(ids, closing, cut)):
-            return Exact((closing, *environment))
+            return Exact((*self._closing(split, ids or (), cut), *environment))
         twice = bool(ids and environment and ids[-1] == environment[0] and self._is_syntax(ids[-1]))
         return Exact(tuple(environment[twice:]))
+
+    def _closing(self, split: Split, ids: Sequence[int], cut: bool) -> tuple[int, ...]:
+        """The ids of the stop, and of the white space before it that a completion lacks because it was cut, or ended otherwise."""
+        answer, stop, length = str(split.answer), str(split.stop), len(ids)
+        while length and ids[length - 1] in self._special:
+            length -= 1
+        text = self.decode(ids[:length])
+        own, space = text.rstrip(), answer[len(answer.rstrip()) :]
+        if not own or not (cut or (self._opens_next and length < len(ids))) or not answer.rstrip().endswith(own[-16:]):
+            return self.encode(stop)
+        while not text.endswith(space):
+            stop, space = space[-1] + stop, space[:-1]
+        return self.encode(stop)
 
     def _after_text(self, behind: str, ids: Sequence[int] | None, content: Any) -> Truth:
         """The ids after a completion that no token closes. A part of the text that separates it may be its own."""

@@ -287,8 +287,11 @@ class _Game:
             return None, finish
         if turn.ending == "nothing":
             return [], finish
-        body = list(self._body(turn, asked))
-        template = self._case.template
+        body, template = list(self._body(turn, asked)), self._case.template
+        if turn.ending == "unclosed":
+            text = self._oracle.decode(body)
+            end = len(text.rstrip())
+            return list(self._oracle.encode(text[: end + int((len(text) - end + 1) * turn.kept)])), "length"
         if turn.ending == "cut":
             return body[: int(len(body) * turn.kept)], "length"
         stop = template.stops[calls] or template.words.eos

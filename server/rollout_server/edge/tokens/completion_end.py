@@ -6,7 +6,7 @@ returns them all. What the template writes there and the completion has already 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollout_server.core.ledger import Prediction, Tokens, pack_tokens
 from rollout_server.core.message import Message
@@ -28,11 +28,15 @@ class EnvironmentText:
         text: the text after the stop token.
         stop: the stop token before the text; None if the template writes none.
         ends_completion: whether the first token of the text is also the stop token of the completion.
+        space: the white space before the stop token.
+        shown: what the template writes before that white space, or the end of it: usually text of the completion.
     """
 
     text: str
     stop: StopToken | None
     ends_completion: bool = False
+    space: str = ""
+    shown: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class PredictedTokens:
 def predict_tokens(
     loaded: LoadedTokenizer, found: EnvironmentText, last: Answered, prompt: Encoded | None = None
 ) -> PredictedTokens | None:
-    """Return the environment's token ids, with the stop token in `closing` if the completion lacks it.
+    """Return the environment's token ids. `closing` has the stop token, and white space before it, if the completion lacks them.
 
     The text is encoded after the stop token, because some added tokens strip the white space next to them (`rstrip` in
     Phi-3). If the encoding of `prompt` splits at the stop token, the ids are taken from its end. None if the text of the stop token
@@ -65,19 +69,19 @@ def predict_tokens(
         if encoded[:1] != pack_tokens([stop.id]):
             return None
         ids = encoded[1:]
-    return _after_stop(loaded, stop, (found.text, ids), last)
+    return _after_stop(loaded, found, stop, ids, last)
 
 
 def _after_stop(
-    loaded: LoadedTokenizer, stop: StopToken, environment: tuple[str, Tokens], last: Answered
+    loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, ids: Tokens, last: Answered
 ) -> PredictedTokens:
-    """Return the tokens after a completion that the template closes with `stop`. `environment`: the text behind it, and its ids.
+    """Return the tokens after a completion that the template closes with `stop`. `ids`: those of the text behind it.
 
     If only white space of the template follows the stop token in the completion, the environment continues there. If other white
     space follows it, or special tokens that end no completion, whether it closes the completion is unknown. If the text of the
     message ends with them, they are a part of the message, which the template writes in front of its stop token.
     """
-    written, (text, ids) = last.token_ids, environment
+    written, text = last.token_ids, found.text
     if again := _closed_again(loaded, stop, ids, last):
         return PredictedTokens(Prediction(pack_tokens(), ids[again:]))
     if written is None or written[-1:] == pack_tokens([stop.id]):
@@ -93,8 +97,35 @@ def _after_stop(
     if space.isspace() and text.startswith(space):
         return PredictedTokens(Prediction(pack_tokens(), loaded.encode(text[len(space) :])))
     if not loaded.is_closed(written, stop, cut=last.finish_reason == "length"):
-        return PredictedTokens(Prediction(pack_tokens([stop.id]), ids), not is_syntax)
+        return PredictedTokens(Prediction(_closing(loaded, found, stop, last), ids), not is_syntax)
     return PredictedTokens(Prediction(pack_tokens(), ids[_repeated(loaded, written, ids) :]))
+
+
+def _closing(loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, last: Answered) -> Tokens:
+    """Return the ids of the stop token, and of the white space that the template writes before it and the completion lacks.
+
+    A model that stops by itself has written that white space, or has chosen not to. One that was cut could not, nor could one that
+    ended with a special token in place of a stop token that begins the next message. If the completion's tokens do not end like the
+    text that the template shows, as when it drops the reasoning in which they were cut, only the stop token closes it.
+    """
+    alone, written = pack_tokens([stop.id]), last.token_ids or pack_tokens()
+    own = written[: _text_length(loaded, written)]
+    was_cut = last.finish_reason == "length" or (stop.opens_next and len(own) < len(written))
+    if not found.space or not was_cut:
+        return alone
+    text = loaded.decode_exactly(own[-_MOST:])
+    said = text.rstrip().lstrip("\ufffd")  # the first of these tokens may begin within a character
+    if not said or not found.shown.endswith(said[-_MOST:]):
+        return alone
+    space = text[len(text.rstrip()) :]
+    has = next(length for length in range(len(found.space), -1, -1) if space.endswith(found.space[:length]))
+    closing = loaded.encode(found.space[has:] + stop.text)
+    return closing if closing[-1:] == alone else alone
+
+
+def _text_length(loaded: LoadedTokenizer, ids: Tokens) -> int:
+    """Return the number of ids without the special tokens at their end."""
+    return next((at for at in range(len(ids), 0, -1) if not loaded.is_special(ids[at - 1])), 0)
 
 
 def _closed_again(loaded: LoadedTokenizer, stop: StopToken, ids: Tokens, last: Answered) -> int:

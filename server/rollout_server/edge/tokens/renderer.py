@@ -65,6 +65,8 @@ _FEW = 64
 """In messages: a turn may render all of them, which the turn before it did not."""
 _ALL = 500_000
 """In characters of JSON, of all messages: to render them takes a few milliseconds."""
+_END = 64
+"""In characters: as much of a completion's rendering is compared with its tokens."""
 _SHORT = 2000
 """In characters of JSON. To encode them takes less than a millisecond."""
 
@@ -294,7 +296,7 @@ class Renderer:
 
         What the template refuses shows nothing.
         """
-        end = f"{found.stop.text if found.stop else ''}{found.text}"
+        end = f"{found.space}{found.stop.text if found.stop else ''}{found.text}"
         for alternatives in self._proof.variations(fields, answered):
             text = next(filter(None, map(self._try_render, alternatives)), None)
             if text is not None and not text.endswith(end):
@@ -328,8 +330,11 @@ class Renderer:
         """Return the text after the last completion; None if the boundary cannot be determined."""
         stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
         text = None if stop is None else environment_text(turn, stop.text, hint)
-        if text is not None:
-            return EnvironmentText(text, stop)
+        if stop is not None and text is not None:
+            end = len(turn.full) - len(text) - len(stop.text)
+            before = turn.full[max(0, end - _END) : end]
+            shown = before.rstrip()
+            return EnvironmentText(text, stop, space=before[len(shown) :], shown=shown)
         text = text_after_completion(turn)
         if text is None:
             return None
