@@ -16,8 +16,8 @@ Ending: TypeAlias = Literal[
 
 They end with the stop token of their kind, without it, truncated by length ("unclosed": right behind the text), with the end token,
 or with a special token that ends nothing. "more": with the stop token and the text after it, "space": with the stop token and a
-line break, as an engine returns them that stops at several tokens or at a text. Or there are no ids, because the completion is empty
-or the trainer sends none.
+line break, as an engine returns them that stops at several tokens or at a text. Or there are no ids, because the completion is
+empty or the trainer sends none.
 """
 
 TOOLS: Final[Sequence[Fields]] = tuple(
