@@ -179,6 +179,20 @@ async def test_a_template_that_refuses_the_conversation_is_obeyed(ours, plain) -
         await Renderer(loaded, [], {}).append(*turn)
 
 
+@pytest.mark.parametrize("content", ["", None])
+async def test_a_completion_that_the_template_does_not_close_is_named(ours, plain, content) -> None:
+    """Seed-OSS's template writes nothing behind a completion without content."""
+    template = CHATML.replace(
+        "message.content ~ '<|im_end|>\n'", "(message.content ~ '<|im_end|>\n' if message.content else '')"
+    )
+    loaded, said = ours("toy", template), {**SAID, "content": content}
+    turn = packed(ASKED, said, MORE), answered(said, plain("toy").ids("<|im_end|>")), 1
+    with pytest.raises(
+        RolloutFailed, match=r"closes completions with <\|im_end\|>, but not the last one, which has no"
+    ):
+        await Renderer(loaded, [], {}).append(*turn)
+
+
 async def test_a_reminder_behind_the_answer_is_part_of_the_environment(ours, plain) -> None:
     """It ends with the same stop token that closes the completion."""
     reminder = "{{- '<|im_start|>system\nStay brief.<|im_end|>\n' if message.role == 'assistant' -}}{%- endfor -%}"

@@ -35,6 +35,7 @@ from rollout_server.edge.tokens.rendering_form import (
     RenderingForm,
     has_calls,
     parsed,
+    strings,
     with_content,
     with_names,
 )
@@ -281,7 +282,7 @@ class Renderer:
         full = self._full_turn(turn, fields)
         found = self._environment(full, None if likely is None else likely.text)
         if found is None:
-            raise RolloutFailed(_no_turn_boundary())
+            raise RolloutFailed(self._no_turn_boundary(full))
         rendered = self._appended(found, last, full)
         if likely is None:
             return rendered
@@ -322,7 +323,7 @@ class Renderer:
         """Return the result for an environment that was found in `turn`, a history without its first `dropped` messages."""
         truth = predict_tokens(self.loaded, found, last)
         if truth is None:
-            raise RolloutFailed(_no_turn_boundary())
+            raise RolloutFailed(self._no_turn_boundary(turn))
         unseen = [index + dropped for index in unseen_messages(turn, found.text)]
         return Rendered(truth.tokens, exact=truth.exact, unseen=unseen, repeated=repeats_completion(turn, found.text))
 
@@ -344,6 +345,21 @@ class Renderer:
         if stop is not None and not (first and self.loaded.is_special(first[0])):
             return None
         return EnvironmentText(text, None, stop is not None and self.loaded.ends_completion(first[0], cut=False))
+
+    def _no_turn_boundary(self, turn: RenderedTurn) -> Failure:
+        completion = turn.messages[turn.answered]
+        stop = self.loaded.probed.stop(calls=has_calls(completion))
+        if stop is None or has_calls(completion) or any(map(str.strip, strings(completion.get("content")))):
+            reason = (
+                "the chat template does not show where the last completion ends, so the environment's tokens are unknown; "
+                "use message mode, or a template that closes completions with a special token"
+            )
+        else:
+            reason = (
+                f"the chat template closes completions with {stop.text}, but not the last one, which has no content and no "
+                "tool calls, so the environment's tokens are unknown; use message mode, or end the rollout there"
+            )
+        return Failure(Category.TOKENIZER, reason)
 
     def _likely(self, messages: Sequence[Fields], answered: int) -> str | None:
         """Return the environment of the same turn after one made-up user message, as a hint for `environment_text`."""
@@ -448,11 +464,3 @@ class Renderer:
         finally:
             self.form, self._seen, self._parsed = kept, seen, fields
         return found
-
-
-def _no_turn_boundary() -> Failure:
-    reason = (
-        "the chat template does not show where the last completion ends, so the environment's tokens are unknown; "
-        "use message mode, or a template that closes completions with a special token"
-    )
-    return Failure(Category.TOKENIZER, reason)
