@@ -121,9 +121,9 @@ def sampling(values: Object, most: str, stops: str, extra: Object) -> Sampling:
     if max_tokens is not None and not 0 < max_tokens <= _MAX_UINT32:
         raise InvalidCall(most, f"must be from 1 to {_MAX_UINT32}")
     stop = values.get(stops) or []
-    stop = [stop] if isinstance(stop, str) else read(values, stops, list) or []
-    if not all(isinstance(each, str) for each in stop):
-        raise InvalidCall(stops, "must be texts")
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or not all(isinstance(each, str) for each in stop):
+        raise InvalidCall(stops, "must be a string or a list of strings")
     return Sampling(
         temperature=_number(values, "temperature"),
         top_p=_number(values, "top_p"),
