@@ -18,6 +18,8 @@ from rollout_server.edge.tokens.tokenizer import LoadedTokenizer
 
 _MOST = 16
 """Maximum number of tokens behind a completion's own text, and of characters that are compared where no token can be."""
+_SHOWN = 64
+"""In characters: as much of the rendering before the stop token is compared with the completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,14 @@ class EnvironmentText:
     ends_completion: bool = False
     space: str = ""
     shown: str = field(default="", compare=False)
+
+    @classmethod
+    def after(cls, rendered: str, stop: StopToken, text: str) -> EnvironmentText:
+        """Return the environment whose `text` ends the rendered conversation, after `stop`."""
+        end = len(rendered) - len(text) - len(stop.text)
+        before = rendered[max(0, end - _SHOWN) : end]
+        shown = before.rstrip()
+        return cls(text, stop, space=before[len(shown) :], shown=shown)
 
 
 @dataclass(frozen=True, slots=True)

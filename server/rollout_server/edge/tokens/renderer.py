@@ -66,8 +66,6 @@ _FEW = 64
 """In messages: a turn may render all of them, which the turn before it did not."""
 _ALL = 500_000
 """In characters of JSON, of all messages: to render them takes a few milliseconds."""
-_END = 64
-"""In characters: as much of a completion's rendering is compared with its tokens."""
 _SHORT = 2000
 """In characters of JSON. To encode them takes less than a millisecond."""
 
@@ -332,10 +330,7 @@ class Renderer:
         stop = self.loaded.probed.stop(calls=has_calls(turn.messages[turn.answered]))
         text = None if stop is None else environment_text(turn, stop.text, hint)
         if stop is not None and text is not None:
-            end = len(turn.full) - len(text) - len(stop.text)
-            before = turn.full[max(0, end - _END) : end]
-            shown = before.rstrip()
-            return EnvironmentText(text, stop, space=before[len(shown) :], shown=shown)
+            return EnvironmentText.after(turn.full, stop, text)
         text = text_after_completion(turn)
         if text is None:
             return None
