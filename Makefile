@@ -14,7 +14,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gen
 # Tests start hundreds of programs. Without cached bytecode, each would compile the project again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup environments browser demo up down test-quick test test-thorough test-all bench bench-quick bench-publish bench-crowd bench-tokens bench-journal bench-tracing bench-lists bench-workers test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
+.PHONY: help setup environments browser demo up down test-quick test test-all bench bench-quick bench-publish bench-crowd bench-tokens bench-journal bench-tracing bench-lists bench-workers test-clients mutants mutants-tokens hostile hostile-templates simulate check format lint types oldest transformers4 adapters adapters-trl adapters-verl learn learn-picture node-example page-pictures deploy-checks docs protos sync-client release-protos lock clean
 
 help: ## List the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -89,15 +89,12 @@ down: setup ## Stop the server and the trainer of `make up`
 PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
-	$(PYTEST) -m "not (thorough or heavy)" tests/core tests/runtime tests/agent
+	$(PYTEST) -m "not heavy" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests except the slow ones (11 minutes on two cores)
-	$(PYTEST) -m "not (thorough or heavy)"
-
-test-thorough: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests except load, attacks and fuzzers
+test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run the tests that a change must pass (18 minutes on two cores)
 	$(PYTEST) -m "not heavy"
 
-test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests: before a release (24 minutes on two cores)
+test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests: before a release (45 minutes on two cores)
 	$(PYTEST)
 
 bench: setup ## Measure CPU, latency and memory for each API, beside bare loops (DIR=: tokenizer directory)
@@ -189,7 +186,7 @@ learn-picture: setup ## Draw the published results of `make learn`, print their 
 	$(BIN)/python examples/learn/picture.py $(or $(RESULTS),examples/learn/results.jsonl) $(or $(OUT),$(if $(RESULTS),build/learn,docs/images)/learning.svg)
 
 transformers4: .venv-transformers4/.ready ## Run the token tests with the last transformers 4
-	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal tests/edge/tokens -p no:cacheprovider
+	PYTHONPATH=generated:server ROLLOUT_EXAMPLES=few .venv-transformers4/bin/python -m pytest -n auto --dist worksteal -m "not heavy" tests/edge/tokens -p no:cacheprovider
 
 deploy-checks: setup ## Lint the Dockerfile and validate the compose file and the Kubernetes manifests
 	$(BIN)/hadolint Dockerfile
@@ -219,7 +216,7 @@ AGAIN := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --
 check: ## Run the tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j6 $(ENVIRONMENTS) browser
 	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks
-	@$(MAKE) --no-print-directory test-thorough || $(AGAIN)
+	@$(MAKE) --no-print-directory test || $(AGAIN)
 	@$(MAKE) --no-print-directory bench-quick
 
 .venv-mutants/.ready:

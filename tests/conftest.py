@@ -1,4 +1,4 @@
-"""Configuration for all suites: the marks `thorough` and `heavy`, hypothesis settings, and a table of the time per suite."""
+"""Configuration for all suites: the mark `heavy`, hypothesis settings, and a table of the time per suite."""
 
 from __future__ import annotations
 
@@ -36,50 +36,65 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 HEAVY = re.compile(
     r"""tests/(?:
       hostile/test_(?:bursts|fuzz|http|templates|tools)\.py                       # attacks, each on a server of its own
+    | hostile/test_grpc\.py::test_(?:large_requests_that_are_refused|opening_and_resetting)\w*
     | (?:edge/rpc/test_(?:proto|agent_service)|gateway/test_openapi)_fuzz\.py                        # fuzzers
     | edge/rpc/test_bursts\.py | system/test_(?:many_rollouts|examples_at_once)\.py  # hundreds and thousands
-    | .*::test_250_rollouts_at_once | authoring/test_ending\.py::test_(?:every_rollout|nothing_that|two_hundred)\w*
+    | .*::test_(?:250_rollouts|200_rollouts|fifty_rollouts|many_rollouts|many_programs|fifty)_at_once\w*
+    | edge/rpc/test_survival\.py::test_a_thousand\w* | evaluation/test_report\.py::test_of_very_many\w*
+    | authoring/test_ending\.py::test_(?:every_rollout|nothing_that|two_hundred)\w*
+    | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*        # hundreds of rollouts
+    | exact/test_planted_faults\.py | durability/test_checks\.py | simulator/test_simulator\.py::test_a_planted\w*  # tests of tests
+    | exact/test_(?:fifty_turns_in_streams\.py|trl_templates\.py::\w+\[apart-\w+\])    # the mixed conversation has both kinds
+    | tokencheck/test_planted\.py::test_(?:thinking|results_need|the_date|a_template_that|what_a_template|a_count)\w*
     | clients/test_programs\.py::test_a_program\w+\[(?:langgraph|openai|pydantic_ai)_agents?[\w-]*\]  # slow imports
     | clients/test_(?:programs\.py::test_(?:smolagents|two_processes|a_program_calls)\w* | heartbeats\.py)
+    | clients/test_errors\.py::test_(?:a_prompt_that|a_rollout_that)\w*           # the same client as the first
     | system/test_own_loop_docs\.py::test_functions_with\w*
-    | system/test_captured_agents\.py::test_(?:many|large_calls)\w* | .*::test_(?:many_programs|fifty)_at_once
+    | system/test_captured_agents\.py::test_(?:many|large_calls)\w*
     | system/test_model_endpoint_faults\.py::test_(?:a_flood|very_many|a_body_over|hostile_bodies|connections)\w*
+    | system/test_toolset_faults\.py::test_(?:servers|programs|a_program|wrong|calls)\w*        # waits, and processes
+    | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_(?:without|that)|served_tools)\w*
+    | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S* | system/test_toolset_pages\.py::test_served\w*
+    | system/test_rollout_tools\.py::test_(?:a_tool_call_keeps|rollouts_at_once)\w*
+    | system/test_deliveries\.py::test_a_trainer_that_is_down\w* | durability/test_owed_outcomes\.py::test_a_receiver\w*
+    | edge/toolsets/test_mcp_(?:http|stdio)\.py::test_(?:sessions_at_the_same|programs_of_both)\w*
     | edge/trainer/grpc/test_streams\.py::test_each_lie\w* | .*::test_a_field_of_100_megabytes_is_refused
-    | cli/test_processes\.py::test_an_evaluation_that_is_killed\w*               # three processes
-    | (?:exact/test_trl_templates|edge/tokens/test_later_system)\.py::\w+\[(?:\w+-)?\w+_training\]  # variants of templates
-    | exact/test_trl_templates\.py::\w+\[apart-\w+\]                          # the mixed conversation has turns of both kinds
-    | exact/test_fifty_turns\.py::\w+\[[\w.-]+/\S+\]     # variants of templates, whose ledger `make check` tests
-    | exact/test_first_prompts\.py::test_templates_of\w+                       # random templates reach the same
-    | page/test_rollout\.py::test_a_long_rollout\[10000\] | page/test_many\.py::\w+\[200\]  # as 2,000 events, 60 rollouts
-    | durability/test_crashes\.py::\w+\[load\]                                  # 200 rollouts per crash
-    | test_bench\.py::test_(?:a_quick_run|a_small_crowd|two_workers)\w*  # `make check` ends with `make bench-quick`
-    | system/test_toolset_faults\.py::test_servers_that_cannot_be_reached\w*\[grpc\S*  # half a minute of attempts
-    | workers/test_(?:processes\.py::test_a_worker_that_hangs|trainers\.py::)\w*  # a minute of timeouts, and two deaths
-    | simulator/test_worlds\.py::\w+\[[1-7]\]                     # 1,750 worlds; the other 250 reach everything too
-    )""",
-    re.VERBOSE,
-)
-"""Load, attacks and fuzzers, which only `make test-all` runs."""
-
-THOROUGH = re.compile(
-    r"""tests/(?:
-      exact/test_fifty_turns\w*\.py::\w+\[(?!toy\]) | tokencheck/test_families\.py::\w+\[(?!toy\])  # large tokenizers
-    | exact/test_first_prompts\.py::test_tokenizers\w+\[(?!toy\])              # large tokenizers
-    | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*\[(?:stream|None)[\w-]*\]  # hundreds of rollouts
-    | durability/test_own_loops\.py::test_an_agent_elsewhere\w*                 # five restarts
-    | system/test_rollout_tools\.py::test_a_tool_call_keeps\w*                # a pause of the agent
-    | system/test_toolset_isolation\.py::test_(?:a_shared|an_mcp_server_that|served_tools)\w*  # 20 rollouts each
-    | system/test_toolset_life\.py::test_a_server_does_not_start\w*\[\[\S*  # a process each
-    | system/test_toolset_pages\.py::test_served_tools\w*                     # four commands
-    | page/test_rollout\.py::test_a_long_rollout\[2000\]                       # a rollout of 2,000 events
-    | workers/test_(?:(?:access|processes|supervisor)\.py::\w+|service\.py::test_(?!every_rpc)\w+)  # servers of processes
-    | page/test_view\.py::test_(?:what_cannot|a_journal_in_use)\w*              # a process each
+    | edge/tracing/test_(?:trees|exports|page)\.py::\w+\[of\ the\ process\S*      # a server each
+    | edge/tracing/test_(?:sdk\.py::test_(?:it_exports|the_console)|histograms\.py::test_too_many)\w*
+    | cli/test_processes\.py::test_(?:agents_are_served|an_evaluation_that|the_trainer_tells|nothing_but)\w*
     | tool_server/test_mcp\.py::test_(?:a_message_over|a_signal_lets|standard_input\w+\[legacy\])\w*  # a process each
-    | test_bench\.py | edge/tracing/test_(?:trees|exports|page)\.py::\w+\[of\ the\ process\S*  # a server each
+    | page/test_(?:many|accessibility)\.py::(?:test_(?:one_of_many|live_updates)\w*|\w+\[200\])
+    | page/test_rollout\.py::test_(?:a_long_rollout|more_tabs|messages_and_tokens|it_asks_again)\w*
+    | page/test_(?:tokens|timeline)\.py::test_(?:a_long_segment|times_do_not)\w*
+    | page/test_list\.py::test_(?:pages_lead|a_long_search)\w* | page/test_keys\.py::test_what_the_key\w*
+    | page/test_view\.py::test_(?:what_cannot|a_journal_in_use|a_running_server)\w*
+    | client/test_export_rewards\.py::test_(?:segments_say|what_was_given)\w* | client/test_resuming\.py::test_a_run\w*
+    | durability/test_crashes\.py::\w+\[load\] | durability/test_own_loops\.py::test_an_agent_elsewhere\w*  # many restarts
+    | edge/tokens/test_hub\.py::test_what_was_fetched\w* | deploy/test_memory\.py   # a process for each tokenizer
+    | verification/test_hostile_files\.py::test_memory\w* | core/test_random_rollouts\.py | agent/test_tool_property\.py
+    | gateway/osmosis_http/test_message_slices\.py::test_messages_and\w* | archive/test_journal\.py::test_a_killed\w*
+    | test_bench\.py                                                      # `make check` ends with `make bench-quick`
+    | workers/test_(?!processes\.py::test_a_worker_that_is_killed|service\.py::test_every_rpc)\S*
+    | simulator/test_worlds\.py::\w+\[[1-7]\] | simulator/test_simulator\.py::test_a_seed_gives\w*
     )""",
     re.VERBOSE,
 )
-"""Slow tests of tokens and durability, and the benchmarks, which `make check` runs and `make test` does not."""
+"""Load, attacks, fuzzers, and tests that take long for what they find. Only `make test-all` runs them."""
+
+ALIKE = re.compile(
+    r"""tests/(?:
+      exact/test_\w+ | contract/test_generated_runs | tokencheck/test_(?:families|golden)
+    | testing/test_(?:continuation|plain_renderer|\w+_families)
+    | edge/tokens/test_(?:append|chat_template|dropped_history|encoding|golden|later_system|properties|token_text)
+    | inspection/test_real_tokenizers | client/trainer/test_aborts | edge/trainer/grpc/test_forks | edge/stream/test_idle
+    | runtime/test_(?:quotas|staleness|policies) | edge/journal/test_store_model | durability/test_trainer_streams
+    | (?:client/trainer|edge/trainer/grpc)/test_\w+\.py::test_a_cut_at_any_message | clients/test_programs
+    | page/test_tokens\.py::test_each_cell | verification/test_planted\.py::test_a_fault_is_found | journeys/test_owners
+    | edge/toolsets/test_mcp_http\.py::test_a_broken_response | test_examples\.py::test_its_tests_pass
+    )""",
+    re.VERBOSE,
+)
+"""Tests with many parameters, such as tokenizers, templates and seeds. `make check` runs every fourth parameter of each."""
 
 # A slow machine must not fail a test, so examples have no deadline.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -136,16 +151,17 @@ def state_of_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow tests, and begin with servers of several processes.
+    """Mark heavy tests, and begin with servers of several processes.
 
     Their longest test takes a minute, for most of which it waits: at the end, the other processes of the run would be idle.
     """
     items.sort(key=lambda item: not item.nodeid.startswith("tests/workers/"))
+    parameters: dict[str, int] = defaultdict(int)
     for item in items:
-        if HEAVY.match(item.nodeid):
+        test = item.nodeid.partition("[")[0]
+        if HEAVY.match(item.nodeid) or (ALIKE.match(item.nodeid) and parameters[test] % 4):
             item.add_marker(pytest.mark.heavy)
-        elif THOROUGH.match(item.nodeid):
-            item.add_marker(pytest.mark.thorough)
+        parameters[test] += 1
 
 
 def pytest_collection_finish() -> None:
