@@ -50,13 +50,13 @@ from rollout_server.core.outcome import Category, Failure, FailureClass, Stop
 from rollout_server.core.record import Masked, Note
 from rollout_server.core.segment import AGENT, Role, SegmentKind
 from rollout_server.core.usage import lengths
+from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.capture.call_sampling import call_sampling
 from rollout_server.runtime.capture.continuation import earlier_main, has_turns_of_this_process, is_settled
 from rollout_server.runtime.capture.endpoint import (
     MOST_CALLS,
     FinishedWork,
     ModelAccess,
-    first_of,
     repeats,
     too_many_calls,
 )
@@ -198,7 +198,7 @@ class Capture:
             if left <= 0:
                 text = f"the agent neither called its model or a tool nor finished for {idle_seconds:g} s; it is taken for dead"
                 raise RolloutFailed(Failure(Category.INTERNAL, text, source=FailureClass.ENVIRONMENT))
-            await first_of(self._finished, ending.reached, within=left)
+            await first_done(self._finished, ending.reached, within=left)
         if not self._finished.done():
             raise RolloutEnded(ending.end)
         return self._finished.result()
@@ -339,7 +339,7 @@ class Capture:
         """Wait for a completion, as one of the callers that do."""
         task, ending = self._tasks[pending], self._context.ending
         try:
-            await first_of(task, ending.requested, ending.reached)
+            await first_done(task, ending.requested, ending.reached)
         except asyncio.CancelledError:
             self._tree.disconnected(pending)
             raise

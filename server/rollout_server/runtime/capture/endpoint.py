@@ -17,6 +17,7 @@ from rollout_server.core.message import ToolCall
 from rollout_server.core.outcome import Failure, RewardResult, Stop
 from rollout_server.core.spec import Spec
 from rollout_server.runtime.agent_protocol import AgentProtocol
+from rollout_server.runtime.aio.event_loop import first_done
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.tools.executor import ToolResult
 
@@ -243,7 +244,7 @@ class CaptureSlot:
 
         From then on it would come too late, and is refused.
         """
-        await first_of(self._finished, self._requested, within=seconds)
+        await first_done(self._finished, self._requested, within=seconds)
         self._over = True
         return self._finished.result() if self._finished.done() else None
 
@@ -257,7 +258,7 @@ class CaptureSlot:
                 raise too_many_calls()
             self._waiting += 1
             try:
-                await first_of(self._opened, self._requested, self._reached)
+                await first_done(self._opened, self._requested, self._reached)
             finally:
                 self._waiting -= 1
         if self._endpoint is None:
@@ -283,7 +284,7 @@ class CaptureSlot:
 
     async def closed(self, seconds: float) -> None:
         """Wait until the endpoint is closed and what its calls were is recorded, or for so many seconds."""
-        await first_of(self._closed, self._requested, within=seconds)
+        await first_done(self._closed, self._requested, within=seconds)
 
     def end(self) -> None:
         """Refuse all further calls and results: the rollout has its outcome."""
@@ -293,11 +294,6 @@ class CaptureSlot:
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-async def first_of(*futures: asyncio.Future[Any], within: float | None = None) -> None:
-    """Wait until one of the futures is done, at most `within` seconds. None of them is cancelled."""
-    await asyncio.wait(set(futures), timeout=within, return_when=asyncio.FIRST_COMPLETED)
 
 
 def repeats(earlier: FinishedWork, work: FinishedWork) -> bool:

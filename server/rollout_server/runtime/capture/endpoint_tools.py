@@ -17,7 +17,8 @@ from typing import Final
 
 from rollout_server.core.error import CallRefused, NotFound, RolloutOver
 from rollout_server.core.record import ToolStarted
-from rollout_server.runtime.capture.endpoint import MOST_CALLS, EndpointCall, first_of, too_many_calls
+from rollout_server.runtime.aio.event_loop import first_done
+from rollout_server.runtime.capture.endpoint import MOST_CALLS, EndpointCall, too_many_calls
 from rollout_server.runtime.errors import RolloutEnded, RolloutFailed
 from rollout_server.runtime.ports import Tool
 from rollout_server.runtime.run.context import RunContext, calling_tool
@@ -75,7 +76,7 @@ class EndpointTools:
         task = self._repeated(call) or self._start(call)
         self._callers += 1
         try:
-            await first_of(task, ending.requested, ending.reached)
+            await first_done(task, ending.requested, ending.reached)
         except asyncio.CancelledError:
             if not call.repeat_key:
                 task.cancel()
