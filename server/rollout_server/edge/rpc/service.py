@@ -130,14 +130,10 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def CancelRollouts(self, request: pb.CancelRolloutsRequest, context: _Context) -> pb.CancelRolloutsResponse:
         """Request the end of rollouts."""
-        if wire.is_empty(request.selection):
-            raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
-        if len(request.reason) > 1000:
-            raise InvalidRequest(Violation("reason", "must have at most 1000 characters"))
-        selection = wire.selection(request.selection, caller())
+        selection, reason = wire.cancel_request(request, caller())
         for uid in selection.uids:
             self._registry.get(uid, caller())
-        uids = self._registry.cancel(selection, request.reason or "cancelled")
+        uids = self._registry.cancel(selection, reason)
         if uids:
             await self._registry.accept(())  # a restart must not continue what a caller knows to be cancelled
         return pb.CancelRolloutsResponse(uids=uids)

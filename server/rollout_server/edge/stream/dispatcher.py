@@ -116,17 +116,9 @@ class Dispatcher:
             if item.HasField("policy"):
                 stream.announce(requests.policy_update(item.policy))
             else:
-                self._cancel(item.cancel, caller)
+                self.registry.cancel(*requests.cancel_request(item.cancel, Caller(caller.name)))
         except RolloutError as error:
             stream.reply(RefusedItem(stream.seen, error))
-
-    def _cancel(self, cancel: wire.Cancel, caller: Caller) -> None:
-        if requests.is_empty(cancel.selection):
-            raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
-        if len(cancel.reason) > 1000:
-            raise InvalidRequest(Violation("reason", "must have at most 1000 characters"))
-        selection = requests.selection(cancel.selection, Caller(caller.name))
-        self.registry.cancel(selection, cancel.reason or "cancelled")
 
     async def _start_group(self, stream: TrainerStream, start: wire.Start, caller: Caller) -> None:
         """Start a group of rollouts.

@@ -39,6 +39,8 @@ ON_STREAM = Target("", Dialect.STREAM)
 """The target of a rollout whose trainer is on a stream."""
 MOST_TEXT = 256
 """Characters of a text to search for."""
+MOST_REASON = 1000
+"""Characters of the reason of a cancellation."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MOST_CLASSES = len(enums.FAILURE_CLASSES)
 _FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
@@ -207,6 +209,15 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller, *, searches:
         failure_classes=tuple(_FAILURE_CLASSES[each] for each in proto.failure_classes),
         text=proto.text,
     )
+
+
+def cancel_request(request: rollout_service_pb2.CancelRolloutsRequest, caller: Caller) -> tuple[Selection, str]:
+    """Return which rollouts to cancel, and the reason. Raises as `selection` does."""
+    if is_empty(request.selection):
+        raise InvalidRequest(Violation("selection", "is empty; set `all` to cancel all of your rollouts"))
+    if len(request.reason) > MOST_REASON:
+        raise InvalidRequest(Violation("reason", f"must have at most {MOST_REASON} characters"))
+    return selection(request.selection, caller), request.reason or "cancelled"
 
 
 def is_empty(proto: rollout_service_pb2.Selection) -> bool:

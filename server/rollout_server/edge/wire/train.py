@@ -29,7 +29,6 @@ TrainerItem: TypeAlias = pb.TrainRequest
 Hello: TypeAlias = pb.TrainHello
 Start: TypeAlias = pb.TrainStart
 Ledger: TypeAlias = pb.TrainLedger
-Cancel: TypeAlias = rollout_service_pb2.CancelRolloutsRequest
 
 LARGEST_GROUP = 1024
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
