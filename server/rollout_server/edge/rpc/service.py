@@ -69,7 +69,8 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
     async def StartRollout(self, request: pb.StartRolloutRequest, context: _Context) -> pb.StartRolloutResponse:
         """Start a rollout or find it."""
-        rollout, attached = await self._start(request)
+        rollout, attached = await self._take(request)
+        await self._registry.accept([rollout])
         function_tools = request.include_function_tools
         return started(rollout, await self._access(rollout), attached=attached, function_tools=function_tools)
 
@@ -161,7 +162,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
         return pb.RedeliverOutcomesResponse(uids=uids)
 
     async def StartGroup(self, request: group_pb2.StartGroupRequest, context: _Context) -> group_pb2.StartGroupResponse:
-        """Start the rollouts of a group, or find it. A large request is converted in a thread, as in `_start`."""
+        """Start the rollouts of a group, or find it. A large request is converted in a thread, as in `_take`."""
         who = caller()
 
         def admitted() -> tuple[AdmittedStart, GroupPlan]:
@@ -261,12 +262,6 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
             messages=messages_to_proto(spec.messages, typed=spec.typed),
             tools_json=[json.dumps(as_function(tool)) for tool in tools],
         )
-
-    async def _start(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
-        """Start a rollout, or find it, and wait until it is stored."""
-        rollout, attached = await self._take(request)
-        await self._registry.accept([rollout])
-        return rollout, attached
 
     async def _take(self, request: pb.StartRolloutRequest) -> tuple[Rollout, bool]:
         """Start a rollout, or find it. A large request is converted in a thread, so that it does not block other calls."""
