@@ -88,7 +88,7 @@ def _owned(rpc: str) -> Callable[..., Awaitable[Any]]:
     """Return a method that calls a unary rpc on the server that has the request's rollout or group."""
 
     async def call(self: "Fleet", request: Any, context: CallContext) -> Any:
-        return await (await self._routing.owner_of(request, context)).call(rpc, request, context)
+        return await (await self.routing.owner_of(request, context)).call(rpc, request, context)
 
     return _rpc(call)
 
@@ -98,7 +98,7 @@ def _followed(rpc: str) -> Callable[..., Relay]:
 
     def call(self: "Fleet", request: Any, context: CallContext) -> Relay:
         async def start(relay: Relay) -> _Stream:
-            member = await self._routing.owner_of(request, context)
+            member = await self.routing.owner_of(request, context)
             return await relay.begin(getattr(member.stub, rpc)(request, **context.options()))
 
         return Relay(start)
@@ -110,8 +110,8 @@ def _offered(rpc: str, uid_of: Callable[[Any], str]) -> Callable[..., Awaitable[
     """Return a method that starts a rollout or a group on one of the servers, or finds it there."""
 
     async def call(self: "Fleet", request: Any, context: CallContext) -> Any:
-        member, response = await self._routing.offer(request, context, lambda each: each.call(rpc, request, context))
-        self._routing.remember(uid_of(response), member)
+        member, response = await self.routing.offer(request, context, lambda each: each.call(rpc, request, context))
+        self.routing.remember(uid_of(response), member)
         return response
 
     return _rpc(call)
@@ -150,24 +150,19 @@ class Fleet:
         members = [Member(channel) for channel in channels if isinstance(channel, ServerChannel)]
         if not members or len({member.address for member in members}) != len(channels):
             raise ValueError("several servers need channels that open_channel made, to different addresses")
-        self._routing = Routing(members, failover=failover)
-
-    @property
-    def routing(self) -> Routing:
-        """The knowledge of which server has what."""
-        return self._routing
+        self.routing = Routing(members, failover=failover)
 
     @_rpc
     def RunRollout(self, request: pb.RunRolloutRequest, context: CallContext) -> Relay:
         """Start a rollout on one of the servers, or find it there, and stream its events."""
 
         async def start(relay: Relay) -> _Stream:
-            member, (first, others) = await self._routing.offer(
+            member, (first, others) = await self.routing.offer(
                 request.start, context, lambda each: relay.begin(each.stub.RunRollout(request, **context.options()))
             )
             if first is not None:
                 # The first item confirms that the server accepted the rollout.
-                self._routing.remember(first.started.rollout.uid, member)
+                self.routing.remember(first.started.rollout.uid, member)
             return first, others
 
         return Relay(start)
@@ -175,7 +170,7 @@ class Fleet:
     @_rpc
     async def ListRollouts(self, request: pb.ListRolloutsRequest, context: CallContext) -> pb.ListRolloutsResponse:
         """Return a page of the rollouts of all servers."""
-        return await merged_page(self._routing, request, context)
+        return await merged_page(self.routing, request, context)
 
     @_rpc
     async def CancelRollouts(
@@ -201,15 +196,15 @@ class Fleet:
     @_rpc
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: CallContext) -> pb.SetPolicyResponse:
         """Announce a policy to all servers. If one fails, the others know the policy already; the call can be repeated."""
-        requests = dict.fromkeys(self._routing.members, request)
-        found = await self._routing.call_all("SetPolicy", requests, context, "they do not know the policy")
+        requests = dict.fromkeys(self.routing.members, request)
+        found = await self.routing.call_all("SetPolicy", requests, context, "they do not know the policy")
         return pb.SetPolicyResponse(cancelled_uids=[uid for each in found.values() for uid in each.cancelled_uids])
 
     @_rpc
     async def ListTools(self, request: pb.ListToolsRequest, context: CallContext) -> Any:
         """Return the tools of an agent, from the first server that responds and has it."""
         consequence = "one of them may have the agent"
-        return (await self._routing.soonest("ListTools", request, context, consequence))[1]
+        return (await self.routing.soonest("ListTools", request, context, consequence))[1]
 
     @_rpc
     async def ListAgents(self, request: pb.ListAgentsRequest, context: CallContext) -> pb.ListAgentsResponse:
@@ -219,7 +214,7 @@ class Fleet:
     @_rpc
     async def AnyAgents(self, request: pb.ListAgentsRequest, context: CallContext) -> Any:
         """Return the agents of the first server that responds, so that a hanging server delays no request."""
-        return (await self._routing.soonest("ListAgents", request, context, _NOBODY))[1]
+        return (await self.routing.soonest("ListAgents", request, context, _NOBODY))[1]
 
     @_rpc
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: CallContext) -> pb.GetServerInfoResponse:
@@ -228,17 +223,17 @@ class Fleet:
 
     async def _selected(self, rpc: str, request: Any, context: CallContext, consequence: str) -> Sequence[str]:
         """Call an rpc with a selection on all servers that it concerns, and return the uids of their responses."""
-        parts = dict.fromkeys(self._routing.members, request)
+        parts = dict.fromkeys(self.routing.members, request)
         if uids := list(dict.fromkeys(request.selection.uids)):
             parts = {}
-            for member, owned in (await self._routing.owners(uids, context)).items():
+            for member, owned in (await self.routing.owners(uids, context)).items():
                 parts[member] = type(request)()
                 parts[member].CopyFrom(request)
                 parts[member].selection.uids[:] = owned
-        found = await self._routing.call_all(rpc, parts, context, consequence)
+        found = await self.routing.call_all(rpc, parts, context, consequence)
         return [uid for response in found.values() for uid in response.uids]
 
     async def _some(self, rpc: str, request: Message, context: CallContext) -> Sequence[Any]:
         """Return the responses of all reachable servers. Raises AioRpcError if there are none."""
-        requests = dict.fromkeys(self._routing.members, request)
-        return [*(await self._routing.call_all(rpc, requests, context, _NOBODY, _SUMMARY_SECONDS)).values()]
+        requests = dict.fromkeys(self.routing.members, request)
+        return [*(await self.routing.call_all(rpc, requests, context, _NOBODY, _SUMMARY_SECONDS)).values()]

@@ -90,7 +90,7 @@ async def test_a_server_that_is_away_is_passed_over_and_the_duplicate_follows(wo
 
 async def connected(fleet: Fleet, place: FleetMember) -> None:
     """Wait until the fleet reaches a server again."""
-    (member,) = [each for each in fleet._routing.members if each.address == place.proxy.address]
+    (member,) = [each for each in fleet.routing.members if each.address == place.proxy.address]
 
     async def is_reached() -> bool:
         return await member.reached(1)
