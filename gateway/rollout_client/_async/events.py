@@ -33,14 +33,14 @@ class AsyncResumingStream(ABC, AsyncIterator[_T]):
     def __init__(self, channel: AsyncChannel, cursor: ResumeCursor[_T], call_metadata: CallMetadata | None) -> None:
         self._call: AsyncEventCall | None = None
         self._channel = channel
-        self._resume = cursor
+        self._cursor = cursor
         self._request_id, self._metadata = channel.settings.metadata(call_metadata)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> _T:
-        while not self._resume.over:
+        while not self._cursor.over:
             item = await self._read()
             if item is not None:
                 return item
@@ -49,7 +49,7 @@ class AsyncResumingStream(ABC, AsyncIterator[_T]):
 
     async def aclose(self) -> None:
         """End the iteration and detach from the rollout."""
-        self._resume.over = True
+        self._cursor.over = True
         self._hang_up()
 
     async def __aenter__(self) -> Self:
@@ -72,7 +72,7 @@ class AsyncResumingStream(ABC, AsyncIterator[_T]):
         try:
             item = await self._channel.read(await self._connected_call())
             if item is not None:
-                return self._resume.take(item)
+                return self._cursor.take(item)
         except grpc.RpcError as error:
             failure = failure_of(error, self._request_id)
         except BaseException:
@@ -80,7 +80,7 @@ class AsyncResumingStream(ABC, AsyncIterator[_T]):
             self._hang_up()
             raise
         self._hang_up()
-        cursor = self._resume
+        cursor = self._cursor
         if cursor.over:
             return None
         self._channel.check()
@@ -90,11 +90,11 @@ class AsyncResumingStream(ABC, AsyncIterator[_T]):
     async def _connected_call(self) -> AsyncEventCall:
         if self._call is None:
             self._call = call = self._open()
-            if self._resume.over:
+            if self._cursor.over:
                 # Another thread closed the stream before `_call` was set, and so had no call to cancel.
                 call.cancel()
             if await self._channel.initial_metadata(call):
-                self._resume.on_connect()
+                self._cursor.on_connect()
         return self._call
 
     @abstractmethod
@@ -110,9 +110,7 @@ class AsyncResumingStream(ABC, AsyncIterator[_T]):
 class AsyncEventStream(StreamState, AsyncResumingStream[RolloutEvent]):
     """Iterator over a rollout's events until its end. It reconnects after a lost connection and continues after the last event."""
 
-    def __init__(self, channel: AsyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
-        self._cursor = cursor
-        super().__init__(channel, cursor, call_metadata)
+    _cursor: EventCursor
 
     def _open(self) -> AsyncEventCall:
         cursor, stub = self._cursor, self._channel.stub
@@ -128,9 +126,7 @@ class AsyncGroupStream(AsyncResumingStream[GroupOutcome]):
     It reconnects after a lost connection and continues after the last outcome.
     """
 
-    def __init__(self, channel: AsyncChannel, cursor: GroupCursor, call_metadata: CallMetadata | None) -> None:
-        self._cursor = cursor
-        super().__init__(channel, cursor, call_metadata)
+    _cursor: GroupCursor
 
     @property
     def last_sequence(self) -> int:

@@ -34,14 +34,14 @@ class ResumingStream(ABC, Iterator[_T]):
     def __init__(self, channel: SyncChannel, cursor: ResumeCursor[_T], call_metadata: CallMetadata | None) -> None:
         self._call: EventCall | None = None
         self._channel = channel
-        self._resume = cursor
+        self._cursor = cursor
         self._request_id, self._metadata = channel.settings.metadata(call_metadata)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> _T:
-        while not self._resume.over:
+        while not self._cursor.over:
             item = self._read()
             if item is not None:
                 return item
@@ -50,7 +50,7 @@ class ResumingStream(ABC, Iterator[_T]):
 
     def close(self) -> None:
         """End the iteration and detach from the rollout. May be called from any thread."""
-        self._resume.over = True
+        self._cursor.over = True
         self._hang_up()
 
     def __enter__(self) -> Self:
@@ -73,7 +73,7 @@ class ResumingStream(ABC, Iterator[_T]):
         try:
             item = self._channel.read(self._connected_call())
             if item is not None:
-                return self._resume.take(item)
+                return self._cursor.take(item)
         except grpc.RpcError as error:
             failure = failure_of(error, self._request_id)
         except BaseException:
@@ -81,7 +81,7 @@ class ResumingStream(ABC, Iterator[_T]):
             self._hang_up()
             raise
         self._hang_up()
-        cursor = self._resume
+        cursor = self._cursor
         if cursor.over:
             return None
         self._channel.check()
@@ -91,11 +91,11 @@ class ResumingStream(ABC, Iterator[_T]):
     def _connected_call(self) -> EventCall:
         if self._call is None:
             self._call = call = self._open()
-            if self._resume.over:
+            if self._cursor.over:
                 # Another thread closed the stream before `_call` was set, and so had no call to cancel.
                 call.cancel()
             if self._channel.initial_metadata(call):
-                self._resume.on_connect()
+                self._cursor.on_connect()
         return self._call
 
     @abstractmethod
@@ -111,9 +111,7 @@ class ResumingStream(ABC, Iterator[_T]):
 class EventStream(StreamState, ResumingStream[RolloutEvent]):
     """Iterator over a rollout's events until its end. It reconnects after a lost connection and continues after the last event."""
 
-    def __init__(self, channel: SyncChannel, cursor: EventCursor, call_metadata: CallMetadata | None) -> None:
-        self._cursor = cursor
-        super().__init__(channel, cursor, call_metadata)
+    _cursor: EventCursor
 
     def _open(self) -> EventCall:
         cursor, stub = self._cursor, self._channel.stub
@@ -129,9 +127,7 @@ class GroupStream(ResumingStream[GroupOutcome]):
     It reconnects after a lost connection and continues after the last outcome.
     """
 
-    def __init__(self, channel: SyncChannel, cursor: GroupCursor, call_metadata: CallMetadata | None) -> None:
-        self._cursor = cursor
-        super().__init__(channel, cursor, call_metadata)
+    _cursor: GroupCursor
 
     @property
     def last_sequence(self) -> int:
