@@ -166,7 +166,14 @@ ROOMS: dict[str, set[str]] = {
     # The public names, and `serve`, which imports the composition root.
     "rollout_server": {*_AUTHORS, "rollout_server.app"},
     # The gateway only translates.
-    "rollout_gateway": {"rollout_gateway", "rollout_client.errors", "rollout_client.error_details", "osmosis", THIRD},
+    "rollout_gateway": {
+        "rollout_gateway",
+        "rollout_client.enums",
+        "rollout_client.errors",
+        "rollout_client.error_details",
+        "osmosis",
+        THIRD,
+    },
     "rollout_client": {"rollout_client", "osmosis", THIRD},
     # The generator of the synchronous client.
     "unasync": set(),

@@ -24,8 +24,9 @@ from google.protobuf.message_factory import GetMessageClass
 from osmosis.rollout.v1.message_pb2 import ChatMessage, Message
 from osmosis.rollout.v1.spec_pb2 import Target, Tokenizer, TrainOn
 
+from rollout_client.enums import enum_values
+
 _JSON: Final = "_json"
-_UNSPECIFIED: Final = "UNSPECIFIED"
 _LONGEST_DURATION: Final = 315_576_000_000
 _INTEGERS: Final[Mapping[int, tuple[int, int]]] = MappingProxyType(
     {
@@ -53,12 +54,6 @@ def fill(message: AnyMessage, fields: Mapping[str, object], where: str = "") -> 
         field, one_of_many = _field(message, key, where)
         if value is not None:
             _set(message, field, [value] if one_of_many else value, where + key)
-
-
-def enum_values(kind: EnumDescriptor) -> Mapping[str, int]:
-    """Return the numbers of an enum by the lower-case names that callers use: ROLLOUT_VIEW_FULL is "full"."""
-    prefix = kind.values_by_number[0].name.removesuffix(_UNSPECIFIED)
-    return {value.name.removeprefix(prefix).lower(): value.number for value in kind.values if value.number != 0}
 
 
 def keywords(message: type[AnyMessage]) -> frozenset[str]:
@@ -223,7 +218,7 @@ def _integer(value: object, least: int, most: int, where: str) -> int:
 
 def enum_number(kind: EnumDescriptor, value: object, where: str) -> int:
     """Return the number of an enum value by its lower-case name. Raises TypeError and ValueError that name `where`."""
-    known = enum_values(kind)
+    known: Mapping[str, int] = enum_values(kind)
     if not isinstance(value, str):
         raise TypeError(f"{where} must be one of {', '.join(known)}, not {_kind(value)}")
     if value not in known:

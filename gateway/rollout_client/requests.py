@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict
+from typing import TypedDict
 
 from osmosis.rollout.v1.agent_service_pb2 import FinishRolloutRequest
 from osmosis.rollout.v1.group_pb2 import GetGroupRequest, StartGroupRequest
@@ -27,16 +27,12 @@ from osmosis.rollout.v1.rollout_service_pb2 import (
 from osmosis.rollout.v1.spec_pb2 import PolicyUpdate, RolloutSpec
 
 from rollout_client.connection import AUTHORIZATION, CallMetadata, timeout_or_infinity
+from rollout_client.enums import DeliveryState, Detail, FailureClass, State, View
 from rollout_client.event_cursor import EventCursor, GroupCursor
 from rollout_client.proto_fields import build, fill, text
 from rollout_client.retry import Attempts, Retry
-from rollout_client.spec import FailureClass, start_request
+from rollout_client.spec import start_request
 from rollout_client.unary_retry import LongPoll
-
-View: TypeAlias = Literal["basic", "messages", "samples", "full"]
-Detail: TypeAlias = Literal["basic", "messages", "full", "outcome"]
-State: TypeAlias = Literal["queued", "running", "finished"]
-DeliveryState: TypeAlias = Literal["pending", "acknowledged", "refused", "expired"]
 
 
 class SelectionFields(TypedDict, total=False):

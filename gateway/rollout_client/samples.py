@@ -9,35 +9,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Final
 
-from google.protobuf.descriptor import EnumDescriptor
 from osmosis.rollout.v1.outcome_pb2 import Failure, FailureCategory, FailureClass, Outcome, RewardRule
 from osmosis.rollout.v1.rollout_service_pb2 import Rollout
 from osmosis.rollout.v1.token_pb2 import Author, MaskReason, Sample, Segment, SegmentKind
 from osmosis.rollout.v1.token_pb2 import Parting as PartingProto
 from osmosis.rollout.v1.token_pb2 import SampleSpan as SpanProto
 
+from rollout_client.enums import OTHER, enum_names
 from rollout_client.errors import RolloutFailed
-from rollout_client.proto_fields import enum_values
 
 MODEL: Final = "model"
 PROMPT: Final = "prompt"
 ENVIRONMENT: Final = "environment"
-#: Name of an enum value that a newer server added.
-_OTHER: Final = "unspecified"
-
-
-def _enum_names(kind: EnumDescriptor) -> Mapping[int, str]:
-    return MappingProxyType({number: word for word, number in enum_values(kind).items()})
-
-
-AUTHORS: Final = _enum_names(Author.DESCRIPTOR)
-MASK_REASONS: Final = _enum_names(MaskReason.DESCRIPTOR)
-SEGMENT_KINDS: Final = _enum_names(SegmentKind.DESCRIPTOR)
-_CATEGORIES: Final = _enum_names(FailureCategory.DESCRIPTOR)
-_CLASSES: Final = _enum_names(FailureClass.DESCRIPTOR)
+AUTHORS: Final = enum_names(Author.DESCRIPTOR)
+MASK_REASONS: Final = enum_names(MaskReason.DESCRIPTOR)
+SEGMENT_KINDS: Final = enum_names(SegmentKind.DESCRIPTOR)
+_CATEGORIES: Final = enum_names(FailureCategory.DESCRIPTOR)
+_CLASSES: Final = enum_names(FailureClass.DESCRIPTOR)
 _STALE: Final = "stale"
 _CANCELLED: Final = _CLASSES[FailureClass.FAILURE_CLASS_CANCELLED]
 
@@ -260,7 +250,7 @@ def _sample(
         response_mask=list(sample.response_mask),
         logprobs=list(sample.logprobs.values) if sample.HasField("logprobs") else None,
         spans=spans,
-        kind=SEGMENT_KINDS.get(sample.origin.kind, _OTHER) if sample.HasField("origin") else "",
+        kind=SEGMENT_KINDS.get(sample.origin.kind, OTHER) if sample.HasField("origin") else "",
         parent_id=sample.origin.parent_id,
         parent_tokens=sample.origin.parent_tokens,
         verified=sample.verified if sample.spans else None,
@@ -348,7 +338,7 @@ def failure_class_of(outcome: Outcome) -> str:
     A failure of a server that sends no classes, or a class of a newer server, is "unspecified".
     """
     if outcome.HasField("failure"):
-        return _CLASSES.get(outcome.failure.failure_class, _OTHER)
+        return _CLASSES.get(outcome.failure.failure_class, OTHER)
     return _CANCELLED if outcome.HasField("cancellation") else ""
 
 
@@ -382,8 +372,8 @@ def _is_last(sample: Sample, spans: Sequence[SampleSpan] | None, outcome: Outcom
 def _spans(protos: Sequence[SpanProto]) -> tuple[SampleSpan, ...]:
     return tuple(
         SampleSpan(
-            AUTHORS.get(proto.author, _OTHER),
-            MASK_REASONS.get(proto.mask_reason, _OTHER) if proto.mask_reason else None,
+            AUTHORS.get(proto.author, OTHER),
+            MASK_REASONS.get(proto.mask_reason, OTHER) if proto.mask_reason else None,
             proto.turn,
             proto.start,
             proto.stop,

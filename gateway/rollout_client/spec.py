@@ -11,13 +11,9 @@ from typing import Any, Final, Literal, TypeAlias, TypedDict, cast
 from osmosis.rollout.v1 import message_pb2, spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import StartRolloutRequest
 
+from rollout_client.enums import Dialect, DriftPolicy, FailureClass, InterruptPolicy, StaleAction, TokenMode
 from rollout_client.proto_fields import enum_number, fill
 
-FailureClass: TypeAlias = Literal[
-    "policy", "environment", "tool", "engine", "trainer", "server", "deadline", "cancelled"
-]
-StaleAction: TypeAlias = Literal["cancel", "mask", "split", "keep"]
-Dialect: TypeAlias = Literal["grpc", "http_masked", "http_plain", "openai", "vllm", "sglang", "stream", "mcp"]
 MessageLike: TypeAlias = Mapping[str, Any] | str | message_pb2.Message | message_pb2.ChatMessage
 JsonLike: TypeAlias = Mapping[str, Any] | str
 
@@ -116,9 +112,9 @@ class CommonFields(TypedDict, total=False):
     sampling: Sampling | spec_pb2.Sampling | None
     limits: Limits | spec_pb2.Limits | None
     tokenizer: str | Tokenizer | spec_pb2.Tokenizer | None
-    token_mode: Literal["messages", "tokens"] | None
-    on_drift: Literal["warn", "fail"] | None
-    on_interrupt: Literal["resume", "fail"] | None
+    token_mode: TokenMode | None
+    on_drift: DriftPolicy | None
+    on_interrupt: InterruptPolicy | None
     priority: int | None
     labels: Mapping[str, str] | None
     train_on: Collection[FailureClass] | spec_pb2.TrainOn | None

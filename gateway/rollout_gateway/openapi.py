@@ -14,8 +14,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from osmosis.rollout.v1 import group_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel
+from rollout_client.enums import enum_names
 
-from rollout_gateway.rest import enums
 from rollout_gateway.rest.proto_json import FieldForm, forms
 
 Schema = dict[str, Any]
@@ -119,7 +119,7 @@ def _value(form: FieldForm) -> Schema:
     if field.message_type:
         return _LEAVES.get(field.message_type.name) or ref(message_schema(field.message_type))
     if field.enum_type:
-        return one_of(*enums.names(field.enum_type).values())
+        return one_of(*enum_names(field.enum_type).values())
     if form.name == "response_mask":
         return _listed({"type": "integer", "enum": [0, 1]})
     return _OBJECT if form.name.endswith("_json") else _SCALARS.get(field.cpp_type, INTEGER)

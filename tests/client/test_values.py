@@ -12,24 +12,19 @@ from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
-from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message as AnyMessage
 from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer
-from rollout_client.proto_fields import build, duration, duration_seconds, enum_values, keywords
+from rollout_client import Credentials, Limits, Sampling, SelectionFields, StartFields, Target, Tokenizer, enums
+from rollout_client.proto_fields import build, duration, duration_seconds, keywords
 from rollout_client.requests import (
-    DeliveryState,
-    Detail,
     Pages,
-    State,
-    View,
     explicit_selection,
     get_request,
     prompt_request,
     watch_request,
 )
-from rollout_client.spec import Dialect, StaleAction, rollout_spec, start_request
+from rollout_client.spec import rollout_spec, start_request
 
 HELLO = {"role": "user", "content": "Grüße 🌍"}
 NEEDED: dict[str, Any] = {"messages": [HELLO], "completions": "http://trainer:8081"}
@@ -66,16 +61,23 @@ def test_the_keywords_of_a_start_are_those_of_the_spec_and_of_what_goes_beside_i
 @pytest.mark.parametrize(
     ("literal", "enum"),
     [
-        (View, pb.RolloutView.DESCRIPTOR),
-        (Detail, event_pb2.EventDetail.DESCRIPTOR),
-        (State, pb.RolloutState.DESCRIPTOR),
-        (DeliveryState, pb.DeliveryState.DESCRIPTOR),
-        (Dialect, spec_pb2.Dialect.DESCRIPTOR),
-        (StaleAction, spec_pb2.StaleAction.DESCRIPTOR),
+        (enums.Dialect, spec_pb2.Dialect),
+        (enums.TokenMode, spec_pb2.TokenMode),
+        (enums.DriftPolicy, spec_pb2.DriftPolicy),
+        (enums.InterruptPolicy, spec_pb2.InterruptPolicy),
+        (enums.StaleAction, spec_pb2.StaleAction),
+        (enums.FailureClass, outcome_pb2.FailureClass),
+        (enums.State, pb.RolloutState),
+        (enums.DeliveryState, pb.DeliveryState),
+        (enums.View, pb.RolloutView),
+        (enums.Detail, event_pb2.EventDetail),
     ],
 )
-def test_the_words_are_those_of_the_contract(literal: Any, enum: EnumDescriptor) -> None:
-    assert set(get_args(literal)) == set(enum_values(enum))
+def test_the_words_are_those_of_the_contract(literal: Any, enum: Any) -> None:
+    words = enums.enum_names(enum.DESCRIPTOR)
+    assert get_args(literal) == tuple(words.values())
+    assert [enums.enum_values(enum.DESCRIPTOR)[word] for word in words.values()] == list(words)
+    assert sorted([0, *words]) == sorted(enum.values())
 
 
 def test_every_field_of_a_spec_arrives() -> None:

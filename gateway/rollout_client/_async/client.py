@@ -18,8 +18,9 @@ from rollout_client._async.events import AsyncEventStream, AsyncGroupStream, Asy
 from rollout_client.channels import AsyncChannel
 from rollout_client.chat_messages import RenderedPrompt
 from rollout_client.connection import DEFAULT_TIMEOUT, CallMetadata, Settings, Tls
+from rollout_client.enums import Detail, View
 from rollout_client.event_cursor import ModelAccess, Started, StartedGroup, access_of
-from rollout_client.requests import Detail, Pages, SelectionFields, View, WorkResult
+from rollout_client.requests import Pages, SelectionFields, WorkResult
 from rollout_client.retry import DEFAULT_RETRY, Retry
 from rollout_client.spec import StartFields, start_request
 from rollout_client.unary_retry import LongPoll

@@ -7,8 +7,15 @@ often a typo.
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from rollout_gateway.rest import enums
+from rollout_client.enums import (
+    Dialect,
+    DriftPolicy,
+    FailureClass,
+    InterruptPolicy,
+    StaleAction,
+    State,
+    TokenMode,
+)
 
 MAX_UINT32: Final = 2**32 - 1
 MAX_SECONDS: Final = 10**9
@@ -40,7 +47,7 @@ class EndpointBody(_Strict):
         json_schema_extra={"pattern": "^(https?|grpcs?)://"},
         description="URL with http:, https:, grpc: or grpcs:, with a host, without user name or password.",
     )
-    dialect: enums.Dialect | None = Field(None, description="API of the endpoint; derived from the URL if absent.")
+    dialect: Dialect | None = Field(None, description="API of the endpoint; derived from the URL if absent.")
     bearer: Secret = Field(None, description="Bearer token for calls to the endpoint. No API returns it.")
     replays_turn_keys: bool | None = Field(
         None,
@@ -85,7 +92,7 @@ class Staleness(_Strict):
     """How old the tokens of the rollout may become, in policy steps."""
 
     max_lag: int = Field(ge=0, le=MAX_EXACT, description="Largest lag behind the newest policy that is not stale.")
-    action: enums.StaleAction | None = Field(None, description="What to do with stale tokens; keep if absent.")
+    action: StaleAction | None = Field(None, description="What to do with stale tokens; keep if absent.")
 
 
 class StartRollout(_Strict):
@@ -113,11 +120,11 @@ class StartRollout(_Strict):
     sampling: Sampling | None = None
     limits: Limits | None = None
     tokenizer: Tokenizer | None = Field(None, description="Required for dialect http_masked and for token_mode tokens.")
-    token_mode: enums.TokenMode | None = Field(None, description="Form of the prompt: messages, or rendered token ids.")
-    on_drift: enums.DriftPolicy | None = Field(
+    token_mode: TokenMode | None = Field(None, description="Form of the prompt: messages, or rendered token ids.")
+    on_drift: DriftPolicy | None = Field(
         None, description="What to do if the prompt that the trainer used differs from the ledger's prediction."
     )
-    on_interrupt: enums.InterruptPolicy | None = Field(None, description="What to do when the server restarts.")
+    on_interrupt: InterruptPolicy | None = Field(None, description="What to do when the server restarts.")
     cancel_after_detach_seconds: float | None = Field(
         None, ge=0, le=MAX_SECONDS, description="Cancel after this time without an attached client; never if absent."
     )
@@ -126,7 +133,7 @@ class StartRollout(_Strict):
     )
     metadata: Object = Field(None, description="Passed to the agent and its tools.")
     labels: dict[str, str] | None = Field(None, max_length=64, description="For selecting rollouts later.")
-    train_on: list[enums.FailureClass] | None = Field(
+    train_on: list[FailureClass] | None = Field(
         None, max_length=8, description="Failure classes whose samples train; policy and deadline if absent."
     )
     models: dict[str, EndpointBody] | None = Field(None, max_length=16, description="Further models, such as a judge.")
@@ -148,7 +155,7 @@ class CancelRollouts(_Strict):
     rollout_ids: list[Name] | None = Field(None, max_length=1000)
     group_id: Name | None = None
     agent: Name | None = None
-    states: list[enums.State] | None = Field(None, max_length=8)
+    states: list[State] | None = Field(None, max_length=8)
     labels: dict[str, str] | None = Field(None, max_length=64, description="Rollouts with all of these labels.")
     callers: list[Name] | None = Field(
         None, max_length=1000, description="API key names; an admin key may name others."
@@ -167,7 +174,7 @@ class FinishFailure(_Strict):
     """What an agent failed with."""
 
     message: str = Field(max_length=10_000)
-    failure_class: enums.FailureClass | None = Field(None, description="Who has to act; environment if absent.")
+    failure_class: FailureClass | None = Field(None, description="Who has to act; environment if absent.")
 
 
 class FinishRollout(_Strict):

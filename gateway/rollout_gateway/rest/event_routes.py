@@ -16,6 +16,7 @@ from fastapi import APIRouter, Query
 from osmosis.rollout.v1 import event_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
+from rollout_client.enums import Detail, enum_values
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Send
@@ -23,7 +24,6 @@ from starlette.types import Message, Send
 from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Rollouts, StreamEndedEarly, unless_hung_up
 from rollout_gateway.follow_rollout import PAUSES, Events, RolloutFollower
-from rollout_gateway.rest import enums
 from rollout_gateway.rest.proto_json import event_json
 from rollout_gateway.rest.request import wrong
 from rollout_gateway.rest.rollout_routes import Uid
@@ -54,7 +54,7 @@ class EventsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     after: int = Field(0, ge=0, le=_MAX_SEQUENCE, description="Start after this sequence; Last-Event-ID overrides it.")
-    detail: enums.Detail = "messages"
+    detail: Detail = "messages"
 
 
 def events_router(rollouts: Rollouts, limits: StreamLimits = StreamLimits()) -> APIRouter:
@@ -74,7 +74,7 @@ def events_router(rollouts: Rollouts, limits: StreamLimits = StreamLimits()) -> 
         the rollout.
         """
         after = first_after(request, query.after)
-        detail = enums.value_of(event_pb2.EventDetail.DESCRIPTOR, query.detail)
+        detail = enum_values(event_pb2.EventDetail.DESCRIPTOR)[query.detail]
         watch = pb.WatchRolloutRequest(uid=uid, after_sequence=after, detail=detail)
         follower = RolloutFollower(rollouts.calls(request), watch, limits.pauses)
         opened = await unless_hung_up(request, follower.open())

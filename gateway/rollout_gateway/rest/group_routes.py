@@ -7,6 +7,7 @@ from fastapi import APIRouter, Path, Query
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from osmosis.rollout.v1.group_pb2 import GetGroupRequest, StartGroupRequest
 from pydantic import BaseModel, ConfigDict, Field
+from rollout_client.enums import View, enum_values
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,7 +16,7 @@ from rollout_gateway.calls import Rollouts, unless_hung_up
 from rollout_gateway.follow_rollout import RolloutFollower
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
-from rollout_gateway.rest import body, enums
+from rollout_gateway.rest import body
 from rollout_gateway.rest.event_routes import LAST_EVENT_ID, EventStream, StreamLimits, first_after
 from rollout_gateway.rest.proto_json import group_item_json, response_json
 from rollout_gateway.rest.request import IDEMPOTENCY_KEY, group_request
@@ -38,7 +39,7 @@ class OutcomesQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     after: int = Field(0, ge=0, le=2**64 - 1, description="Start after this sequence; Last-Event-ID overrides it.")
-    view: enums.View = "basic"
+    view: View = "basic"
 
 
 def groups_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
@@ -61,7 +62,7 @@ def groups_router(rollouts: Rollouts, intake: RequestBodies) -> APIRouter:
     @router.get("/{group_id:path}/events", responses=_STREAM, openapi_extra=shown.header(LAST_EVENT_ID))
     async def watch_group(request: Request, group_id: GroupId, query: Annotated[OutcomesQuery, Query()]) -> Response:
         """Follow the outcomes of a group as server-sent events, and its result. Disconnecting detaches from its rollouts."""
-        view = enums.value_of(pb.RolloutView.DESCRIPTOR, query.view)
+        view = enum_values(pb.RolloutView.DESCRIPTOR)[query.view]
         watch = pb.WatchGroupRequest(group_id=group_id, after_sequence=first_after(request, query.after), view=view)
         opened = await unless_hung_up(request, RolloutFollower(rollouts.calls(request), watch).open())
         if opened is None:

@@ -17,10 +17,10 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from osmosis.rollout.v1 import event_pb2, outcome_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
+from rollout_client.enums import OTHER, enum_names, enum_values
 
 from rollout_gateway.json_body import parts_of, texts_of
 from rollout_gateway.message_json import message_json, spliced, tool_json
-from rollout_gateway.rest import enums
 
 # Objects of request bodies. They contain the fields that are set and those in `_ALWAYS`, so that they can be sent again.
 _SPARSE: Final = frozenset({"RolloutSpec", "Target", "Sampling", "Limits", "Tokenizer", "Staleness"})
@@ -90,12 +90,8 @@ class FieldForm:
     def parse(self, value: Any, text: msgspec.Raw) -> Any:
         """Convert a value of a body for the message's constructor; `text` is the value's raw JSON text."""
         if self.field.enum_type:
-            enum = self.field.enum_type
-            return (
-                [enums.value_of(enum, each) for each in value]
-                if self.field.is_repeated
-                else enums.value_of(enum, value)
-            )
+            numbers = enum_values(self.field.enum_type)
+            return [numbers[each] for each in value] if self.field.is_repeated else numbers[value]
         if self.name.endswith("_json"):
             return bytes(text).decode()
         kind = self.field.message_type and self.field.message_type.name
@@ -167,7 +163,7 @@ def _value_converter(field: Any, optional: bool) -> Callable[[Any, int], Any] | 
         written: Callable[[Any, int], Any] = _MESSAGES.get(field.message_type.name, message_to_json)
         return written
     if field.enum_type:
-        names, other = enums.names(field.enum_type), None if optional else enums.OTHER
+        names, other = enum_names(field.enum_type), None if optional else OTHER
         return lambda value, _: names.get(value, other)
     if field.name.endswith("_json"):
         return lambda value, _: spliced(value)
@@ -201,7 +197,7 @@ def outcome_json(outcome: outcome_pb2.Outcome, view: int) -> dict[str, Any]:
     """Return an outcome as one object: `end` names the kind of end, then follow that end's fields and the outcome's."""
     kind = outcome.WhichOneof("end") or "failure"
     end = message_to_json(getattr(outcome, kind))
-    if end.get("category") == enums.OTHER:  # the contract requires this of readers that do not know a category
+    if end.get("category") == OTHER:  # the contract requires this of readers that do not know a category
         end["category"] = _INTERNAL
     return {"end": kind} | end | message_to_json(outcome, view)
 
@@ -243,7 +239,7 @@ _CLASSES: Final = outcome_pb2.FailureClass.DESCRIPTOR
 _PARSERS: Final[Mapping[str, Callable[[Any, msgspec.Raw], Any]]] = {
     "Duration": lambda value, _: duration(value),
     "Message": lambda _, text: [{"json": each} for each in texts_of(text)],
-    "TrainOn": lambda value, _: {"classes": [enums.value_of(_CLASSES, each) for each in value]},
+    "TrainOn": lambda value, _: {"classes": [enum_values(_CLASSES)[each] for each in value]},
 }
 _MESSAGES: Final[Mapping[str, Callable[[Any, int], Any]]] = {
     "Timestamp": _time,
@@ -251,6 +247,6 @@ _MESSAGES: Final[Mapping[str, Callable[[Any, int], Any]]] = {
     "Message": lambda value, _: message_json(value),
     "Tool": lambda value, _: tool_json(value),
     "Logprobs": lambda value, _: list(value.values),
-    "TrainOn": lambda value, _: [enums.names(_CLASSES).get(each, enums.OTHER) for each in value.classes],
+    "TrainOn": lambda value, _: [enum_names(_CLASSES).get(each, OTHER) for each in value.classes],
     "Outcome": outcome_json,
 }

@@ -4,15 +4,15 @@ import uuid
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, TypeVar
 
+from osmosis.rollout.v1 import outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.agent_service_pb2 import FinishRolloutRequest
 from osmosis.rollout.v1.group_pb2 import StartGroupRequest
-from osmosis.rollout.v1.outcome_pb2 import Failure, FailureClass
 from pydantic import BaseModel, ConfigDict, Field
+from rollout_client.enums import DeliveryState, FailureClass, State, View, enum_values
 
 from rollout_gateway.json_body import InvalidBody, ParsedBody
-from rollout_gateway.rest import body, enums
+from rollout_gateway.rest import body
 from rollout_gateway.rest.proto_json import message_fields
 from rollout_gateway.status import Fields
 
@@ -66,9 +66,9 @@ class ListQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    state: list[enums.State] = Field([], max_length=8, description="One of these states.")
-    delivery: list[enums.DeliveryState] = Field([], max_length=8, description="A delivery in one of these states.")
-    failure_class: list[enums.FailureClass] = Field([], max_length=8, description="Failed in one of these classes.")
+    state: list[State] = Field([], max_length=8, description="One of these states.")
+    delivery: list[DeliveryState] = Field([], max_length=8, description="A delivery in one of these states.")
+    failure_class: list[FailureClass] = Field([], max_length=8, description="Failed in one of these classes.")
     text: _Word = Field("", description="Ids, labels, the end's message or the conversation contain it, ignoring case.")
     agent: _Word = Field("", description="The agent's name.")
     group_id: _Word = Field("", description="The group.")
@@ -82,7 +82,7 @@ class ListQuery(BaseModel):
     )
     page_size: int = Field(100, ge=1, le=1000)
     page_token: str = Field("", max_length=_MAX_TOKEN, description="`next_page_token` of the previous page.")
-    view: enums.View = "basic"
+    view: View = "basic"
 
 
 def wrong(kind: str, place: str, message: str) -> InvalidBody:
@@ -124,9 +124,9 @@ def finish_request(uid: str, parsed: ParsedBody[body.FinishRollout]) -> FinishRo
     """Convert a valid body."""
     finish, failure = parsed.body, None
     if finish.failure is not None:
-        failure = Failure(message=finish.failure.message)
+        failure = outcome_pb2.Failure(message=finish.failure.message)
         if finish.failure.failure_class is not None:
-            failure.failure_class = enums.value_of(FailureClass.DESCRIPTOR, finish.failure.failure_class)
+            failure.failure_class = enum_values(outcome_pb2.FailureClass.DESCRIPTOR)[finish.failure.failure_class]
     return FinishRolloutRequest(
         uid=uid, reward=finish.reward, scores=finish.scores or {}, extra_json=parsed.text("extra"), failure=failure
     )
@@ -139,7 +139,7 @@ def list_request(query: ListQuery) -> pb.ListRolloutsRequest:
         selection=pb.Selection(**message_fields(values, pb.Selection.DESCRIPTOR)),
         page_size=query.page_size,
         page_token=query.page_token,
-        view=enums.value_of(pb.RolloutView.DESCRIPTOR, query.view),
+        view=enum_values(pb.RolloutView.DESCRIPTOR)[query.view],
     )
 
 

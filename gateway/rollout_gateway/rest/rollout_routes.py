@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final
 from fastapi import APIRouter, Depends, Path, Query
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
 from pydantic import BaseModel, ConfigDict, Field
+from rollout_client.enums import View, enum_values
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +16,7 @@ from rollout_gateway import openapi as shown
 from rollout_gateway.calls import Rollouts, unless_hung_up
 from rollout_gateway.http.request_body import RequestBodies
 from rollout_gateway.json_body import read_body
-from rollout_gateway.rest import body, enums
+from rollout_gateway.rest import body
 from rollout_gateway.rest.proto_json import duration, response_json
 from rollout_gateway.rest.request import IDEMPOTENCY_KEY, ListQuery, cancel_request, list_request, start_request, wrong
 
@@ -32,7 +33,7 @@ class GetQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    view: enums.View = "basic"
+    view: View = "basic"
     wait: float = Field(0, ge=0, le=3600, description="Seconds to wait until the rollout has finished.")
 
 
@@ -114,7 +115,7 @@ def _add_reading(router: APIRouter, rollouts: Rollouts) -> None:
     @router.get("/{uid}", responses={200: shown.json_response("RolloutModel"), **shown.errors(404)})
     async def get_rollout(request: Request, uid: Uid, query: Annotated[GetQuery, Query()]) -> Response:
         """Read a rollout, or wait until it has finished. A waiting client is attached; disconnecting detaches it."""
-        view = enums.value_of(pb.RolloutView.DESCRIPTOR, query.view)
+        view = enum_values(pb.RolloutView.DESCRIPTOR)[query.view]
         rpc = rollouts.calls(request).rpc
         found: pb.GetRolloutResponse | pb.WaitRolloutResponse
         if query.wait:

@@ -8,7 +8,8 @@ from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 from rollout_client import Credentials, Target, Tokenizer
-from rollout_client.spec import Dialect, Limits, Sampling, StartFields
+from rollout_client.enums import Dialect
+from rollout_client.spec import Limits, Sampling, StartFields
 
 from rollout_server.authoring.author_traceback import AuthorError
 

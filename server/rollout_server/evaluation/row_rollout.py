@@ -8,7 +8,7 @@ from typing import Any
 
 from osmosis.rollout.v1 import message_pb2, outcome_pb2, spec_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_client.proto_fields import enum_values
+from rollout_client.enums import enum_values
 
 from rollout_server.authoring.rollout_result import REFUSED
 from rollout_server.evaluation.row_result import RowResult

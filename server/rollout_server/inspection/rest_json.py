@@ -12,7 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.timestamp_pb2 import Timestamp
 from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_client.proto_fields import enum_values
+from rollout_client.enums import enum_values
 from rollout_gateway.rest.proto_json import duration, forms
 
 Fields: TypeAlias = Mapping[str, Any]
