@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import to_json
 
 from rollout_server.core.message import ARGUMENTS, MalformedMessage, parse_object
@@ -42,14 +42,14 @@ class MetadataBound:
 METADATA = MetadataBound()
 
 
-def require_id(value: str) -> str:
-    """Return the rollout id. Raises ValueError if it is blank."""
+def _not_blank(value: str) -> str:
+    """Return the text. Raises ValueError if it is only white space."""
     if not value.strip():
         raise ValueError("must not be blank")
     return value
 
 
-def require_url(value: str) -> str:
+def _http_url(value: str) -> str:
     """Return the URL without trailing slashes. Raises ValueError unless it is http or https and has a host."""
     try:
         parts = urlsplit(value)
@@ -60,6 +60,9 @@ def require_url(value: str) -> str:
         raise ValueError("must be an http or https URL with a host")
     return value.rstrip("/")
 
+
+RolloutId: TypeAlias = Annotated[str, Field(min_length=1, max_length=ID_LENGTH), AfterValidator(_not_blank)]
+ServerUrl: TypeAlias = Annotated[str, AfterValidator(_http_url)]
 
 DEFAULT_MAX_METADATA_SIZE_BYTES = METADATA.default
 
@@ -194,8 +197,8 @@ class RolloutMetrics(BaseModel):
 class RolloutRequest(BaseModel):
     """Request of a rollout. Within a rollout `api_key` is None, because agents do not receive credentials."""
 
-    rollout_id: str = Field(min_length=1, max_length=ID_LENGTH)
-    server_url: str
+    rollout_id: RolloutId
+    server_url: ServerUrl
     messages: list[MessageDict]
     completion_params: SamplingParamsDict
     tool_server_url: str | None = None
@@ -204,16 +207,6 @@ class RolloutRequest(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
     api_key: str | None = Field(default=None, repr=False)
     idempotency_key: str | None = None
-
-    @field_validator("rollout_id")
-    @classmethod
-    def _check_id(cls, value: str) -> str:
-        return require_id(value)
-
-    @field_validator("server_url")
-    @classmethod
-    def _url(cls, value: str) -> str:
-        return require_url(value)
 
     @model_validator(mode="after")
     def _check_metadata(self) -> RolloutRequest:
@@ -248,17 +241,12 @@ class CompletionsRequest(BaseModel):
 
     model: str = "default"
     messages: list[MessageDict]
-    rollout_id: str = Field(min_length=1, max_length=ID_LENGTH)
+    rollout_id: RolloutId
     temperature: float = 1.0
     top_p: float = 1.0
     max_tokens: int = 512
     stop: list[str] | None = None
     logprobs: bool = True
-
-    @field_validator("rollout_id")
-    @classmethod
-    def _check_id(cls, value: str) -> str:
-        return require_id(value)
 
 
 class CompletionsChoice(BaseModel):
