@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
@@ -25,7 +25,6 @@ from rollout_server.core.spec import ENGINES, Dialect, InterruptPolicy, Spec
 from rollout_server.runtime.agent_protocol import AGAIN, END, AgentProtocol, goes_on_live, has_finished
 from rollout_server.runtime.capture.continuation import finished_work
 from rollout_server.runtime.journal import JournalUnusable, StoredRollout
-from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import Clock, Tool
 from rollout_server.runtime.replay_steps import replay_obstacle
 from rollout_server.runtime.rollout import Rollout, RolloutOwner, RolloutState
@@ -94,17 +93,14 @@ def interrupt(rollout: Rollout, *, durable: bool, resume_by_default: bool) -> No
     """Suspend an unfinished rollout for the next process of a server that stops, or request its end."""
     text = "the server stopped while the rollout ran; start it again"
     if durable and not (rollout.ending.requested.done() or rollout.ending.is_final):
-        spec, agent, log = rollout.spec, rollout.agent, rollout.log.entries
-        never_ran = rollout.state is RolloutState.QUEUED
         obstacle = obstacle_to_resume(
-            spec,
-            agent,
-            log,
+            rollout.spec,
+            rollout.agent,
+            rollout.log.records,
             request_id=rollout.request_id,
             resume_by_default=resume_by_default,
-            never_ran=never_ran,
+            never_ran=rollout.state is RolloutState.QUEUED,
         )
-        obstacle = obstacle or _lost_state(agent, rollout.log.records)
         if not obstacle:
             rollout.suspend()
             return
@@ -172,12 +168,11 @@ def _restored_start(
     obstacle = obstacle_to_resume(
         spec,
         agent,
-        stored.entries,
+        records,
         request_id=start.request.request_id,
         resume_by_default=resume_by_default,
         never_ran=not has_begun(records),
     )
-    obstacle = obstacle or _lost_state(agent, records)
     return RestoredStart(admitted, obstacle=obstacle) if obstacle else RestoredStart(admitted, tools)
 
 
@@ -202,7 +197,7 @@ def _rebuilt(stored: StoredRollout, start: RestoredStart, clock: Clock, owner: R
 def obstacle_to_resume(
     spec: Spec,
     agent: AgentProtocol,
-    log: Iterable[Entry],
+    records: Sequence[Record],
     *,
     request_id: str,
     resume_by_default: bool,
@@ -215,17 +210,12 @@ def obstacle_to_resume(
         resume_by_default: a rollout is continued if `on_interrupt` of its spec is unset.
         never_ran: it waits for its first slot, so there is nothing to replay.
     """
-    records = [entry.record for entry in log]
-    policy = _policy_obstacle(spec, agent, records, resume_by_default=resume_by_default, never_ran=never_ran)
-    obstacle = _request_obstacle(spec, request_id) or policy
-    if obstacle or has_finished(agent, records):
-        return obstacle
-    return _live_obstacle(spec, agent, records) if goes_on_live(agent) else _log_obstacle(spec, records)
-
-
-def _lost_state(agent: AgentProtocol, records: Sequence[Record]) -> str:
-    """Return which state of a tool ended with the server. An agent that is run anew begins with new sessions."""
-    return "" if agent.on_restart == AGAIN else lost_state(records)
+    return (
+        _request_obstacle(spec, request_id)
+        or _policy_obstacle(spec, agent, records, resume_by_default=resume_by_default, never_ran=never_ran)
+        or _agent_obstacle(spec, agent, records)
+        or _lost_state(agent, records)
+    )
 
 
 def _request_obstacle(spec: Spec, request_id: str) -> str:
@@ -252,6 +242,15 @@ def _policy_obstacle(
     return ""
 
 
+def _agent_obstacle(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
+    """Return why the agent cannot go on from the end of the log."""
+    if has_finished(agent, records):
+        return ""
+    if goes_on_live(agent):
+        return _live_obstacle(spec, agent, records)
+    return _open_work(spec, records) or replay_obstacle(records)
+
+
 def _live_obstacle(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) -> str:
     """Return why an agent that owns its loop cannot go on: its next call begins another conversation."""
     if not any(isinstance(record, Asked) for record in records):
@@ -265,8 +264,9 @@ def _live_obstacle(spec: Spec, agent: AgentProtocol, records: Sequence[Record]) 
     return ""
 
 
-def _log_obstacle(spec: Spec, records: Sequence[Record]) -> str:
-    return _open_work(spec, records) or replay_obstacle(records)
+def _lost_state(agent: AgentProtocol, records: Sequence[Record]) -> str:
+    """Return which state of a tool ended with the server. An agent that is run anew begins with new sessions."""
+    return "" if agent.on_restart == AGAIN else lost_state(records)
 
 
 def _open_work(spec: Spec, records: Sequence[Record]) -> str:
