@@ -118,10 +118,10 @@ class StepReader:
         self._calls: dict[str, ReplayStep] = {}
         self._callers: set[str] = set()
 
-    def read(self, records: Iterable[Record], first: int = 2) -> StepReader:
-        """Read records, of which the first one has this sequence number. Returns this object."""
+    def read(self, records: Iterable[Record]) -> StepReader:
+        """Read the records. Returns this object."""
         follows: list[Consequence] = []
-        for sequence, record in enumerate(records, start=first):
+        for sequence, record in enumerate(records, start=2):
             if isinstance(record, SegmentOpened | DriftFound):
                 follows.append(record)
                 continue
