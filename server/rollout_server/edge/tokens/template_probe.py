@@ -14,7 +14,7 @@ from rollout_server.edge.tokens.chat_template import Literals
 from rollout_server.edge.tokens.encoding import common_prefix
 from rollout_server.edge.tokens.rendering_form import Arguments, Fields
 from rollout_server.edge.tokens.short_form import shortened
-from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark
+from rollout_server.edge.tokens.turn_boundary import Render, RenderedTurn, environment_text, new_mark, try_render
 from rollout_server.runtime.errors import RolloutFailed
 
 _CONTENT = "Qf7xSaidByTheModel"
@@ -113,7 +113,7 @@ def probe(
     final = closers.stop(render, [_USER, _ASSISTANT], _USER)
     named = _needs_names(tooled)
     rounds = {form: _round(1, form, _CONTENT, named=named) for form in Arguments}
-    texts = {form: _try(tooled, [_USER, *messages]) for form, messages in rounds.items()}
+    texts = {form: try_render(tooled, [_USER, *messages]) for form, messages in rounds.items()}
     accepted = frozenset(form for form, text in texts.items() if text is not None)
     shown = [rounds[form] for form, text in texts.items() if _CONTENT in (text or "")]
     # Templates that do not render calls may still close completions with calls by another token.
@@ -151,11 +151,11 @@ class _Closers:
         which is the first special token before the content of `following`. `left_open`: a final completion has no special token
         behind it unless a message follows, so special tokens directly after a tool call only end the call.
         """
-        text = _behind(_try(render, [*conversation, following]))
+        text = _behind(try_render(render, [*conversation, following]))
         if text is None:
             return None
         found = list(self._any.finditer(text))
-        alone = _try(render, conversation, generation_prompt=False) or ""
+        alone = try_render(render, conversation, generation_prompt=False) or ""
         ends = self._ends(alone)
         # Special tokens that follow the content with and without a next message belong to this message.
         own = [match[0] for match, end in takewhile(lambda pair: pair[0][0] == pair[1], zip(found, ends, strict=False))]
@@ -180,7 +180,7 @@ class _Closers:
 
     def leaves_open(self, render: Render, conversation: Sequence[Fields]) -> bool:
         """Return whether no special token follows the content of the last message."""
-        return not self._ends(_try(render, conversation, generation_prompt=False) or "")
+        return not self._ends(try_render(render, conversation, generation_prompt=False) or "")
 
     def _ends(self, alone: str) -> Sequence[str]:
         return self._any.findall(_behind(alone) or "")
@@ -212,22 +212,22 @@ class _Closers:
         A template may leave the last message open. The token that it writes behind any other one then belongs to that message.
         """
         others = ({**following, "role": role} for role in _ROLES if role != following["role"])
-        texts = ((other, _behind(_try(render, [*conversation, other]))) for other in others)
+        texts = ((other, _behind(try_render(render, [*conversation, other]))) for other in others)
         openings = {self._opening(text, other, start) for other, text in texts if text is not None}
         return openings - {None} != {opening}
 
 
 def _generation_prompt(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
     """Return the generation prompt at the end of `alone` that the template writes although none was requested; else ""."""
-    if alone != _try(render, conversation):
+    if alone != try_render(render, conversation):
         return ""
-    prompt = _try(render, conversation[:-1]) or ""
+    prompt = try_render(render, conversation[:-1]) or ""
     return alone[len(alone) - common_prefix(prompt[::-1], alone[::-1]) :]
 
 
 def _requested_prompt(render: Render, alone: str, conversation: Sequence[Fields]) -> str:
     """Return the generation prompt that the template appends to `alone` if one is requested; else ""."""
-    text = _try(render, conversation) or ""
+    text = try_render(render, conversation) or ""
     return text[len(alone) :] if text.startswith(alone) else ""
 
 
@@ -281,7 +281,7 @@ def _renders_later_system(render: Render, final: StopToken | None) -> bool:
     """Return whether system messages are rendered where they stand: behind a completion, and right before one."""
     first: Fields = {"role": "system", "content": "Be brief."}
     middle, last = ({"role": "system", "content": f"{new_mark()} is the time."} for _ in range(2))
-    text = _try(render, [first, _USER, _ASSISTANT, middle, _USER, last]) or ""
+    text = try_render(render, [first, _USER, _ASSISTANT, middle, _USER, last]) or ""
     places = [text.find(str(message["content"])) for message in (_ASSISTANT, middle, last)]
     if -1 in places or places != sorted(places):
         return False
@@ -301,8 +301,8 @@ def _needs_names(render: Render) -> bool:
     for form in Arguments:
         call, result = _round(1, form)
         for following in ([], [_ASSISTANT, _USER]):
-            bare = _try(render, [_USER, call, result, *following])
-            text = _try(render, [_USER, call, {**result, "name": name}, *following])
+            bare = try_render(render, [_USER, call, result, *following])
+            text = try_render(render, [_USER, call, {**result, "name": name}, *following])
             if text is None:
                 continue
             empty = (text.replace(name, ""), text.replace(name, "None"), text.replace(f'"{name}"', "null"))
@@ -318,7 +318,7 @@ def _needs_content(render: Render, *, named: bool) -> bool:
     """
     for call, result in (_round(1, form, named=named) for form in Arguments):
         bare = {**call, "content": None}
-        if _try(render, [_USER, call, result]) is not None and _try(render, [_USER, bare, result]) is None:
+        if try_render(render, [_USER, call, result]) is not None and try_render(render, [_USER, bare, result]) is None:
             return True
     return False
 
@@ -329,7 +329,7 @@ def _calls(message: Fields) -> Sequence[JSON]:
 
 
 def _rendered(render: Render, messages: Sequence[Fields], answered: int) -> RenderedTurn | None:
-    full, prompt = _try(render, messages), _try(render, messages[:answered])
+    full, prompt = try_render(render, messages), try_render(render, messages[:answered])
     return None if full is None or prompt is None else RenderedTurn(render, messages, answered, full, prompt)
 
 
@@ -399,10 +399,3 @@ def _remembering(render: Render) -> Render:
         return found
 
     return remembered
-
-
-def _try(render: Render, messages: Sequence[Fields], *, generation_prompt: bool = True) -> str | None:
-    try:
-        return render(messages, generation_prompt)
-    except RolloutFailed:
-        return None

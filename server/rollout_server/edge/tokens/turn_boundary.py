@@ -68,7 +68,15 @@ class RenderedTurn:
 
     def with_message(self, index: int, message: Fields) -> str | None:
         """Return the full rendering with one message replaced; None if the template refuses it."""
-        return _try(self.render, [*self.messages[:index], message, *self.messages[index + 1 :]], True)
+        return try_render(self.render, [*self.messages[:index], message, *self.messages[index + 1 :]], True)
+
+
+def try_render(render: Render, messages: Sequence[Fields], generation_prompt: bool = True) -> str | None:
+    """Return the rendered messages; None if the template refuses them."""
+    try:
+        return render(messages, generation_prompt)
+    except RolloutFailed:
+        return None
 
 
 def new_mark() -> str:
@@ -118,7 +126,7 @@ def likely_environment(render: Render, messages: Sequence[Fields], answered: int
     # Behind the first character: templates strip white space from the ends of a text.
     mark = new_mark()
     marked = next(_with_mark_at(following[0], mark, lambda text: (1,)))
-    text = _try(render, [*messages[: answered + 1], marked, *following[1:]], True)
+    text = try_render(render, [*messages[: answered + 1], marked, *following[1:]], True)
     if text is None or text.count(mark) != 1 or (found := text.rfind(stop, 0, text.find(mark))) < 0:
         return None
     return text[found + len(stop) :].replace(mark, "")
@@ -189,7 +197,7 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
             if found is None:
                 same = [marked if message == turn.messages[index] else message for message in turn.messages]
                 numbers = range(same[:index].count(marked), same.count(marked))
-                found = _before_mark(_try(turn.render, same, True), mark, numbers, stop, turn.full)
+                found = _before_mark(try_render(turn.render, same, True), mark, numbers, stop, turn.full)
             if found is not None:
                 return found
         if shown:
@@ -199,7 +207,7 @@ def _behind_last_stop(turn: RenderedTurn, stop: str) -> str | None:
     answered, added = turn.messages[: turn.answered + 1], turn.messages[turn.answered + 1 :]
     if any(message.get("role") not in ("system", "developer") for message in added):
         return None
-    return _generation_prompt(turn, stop) if not added or _try(turn.render, answered, True) == turn.full else None
+    return _generation_prompt(turn, stop) if not added or try_render(turn.render, answered, True) == turn.full else None
 
 
 def _before_mark(text: str | None, mark: str, numbers: range, stop: str, full: str) -> str | None:
@@ -225,11 +233,11 @@ def _generation_prompt(turn: RenderedTurn, stop: str) -> str | None:
         _, closed, found = after.partition(stop)
         return found if closed else None
     answered = turn.messages[: turn.answered + 1]
-    text = _after_stop(_try(turn.render, answered, False), stop, turn.full)
+    text = _after_stop(try_render(turn.render, answered, False), stop, turn.full)
     if text is None:
         return None
     # The stop token may belong to an earlier message: some templates close the very last message differently (gpt-oss).
-    before, end = _try(turn.render, answered[:-1], False) or "", len(turn.full) - len(text)
+    before, end = try_render(turn.render, answered[:-1], False) or "", len(turn.full) - len(text)
     if before.startswith(turn.full[:end]):
         return None
     if turn.full.startswith(before):
@@ -312,13 +320,6 @@ def _content(message: Fields) -> Iterator[str]:
     for part in content if isinstance(content, list) else ():
         if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
             yield text
-
-
-def _try(render: Render, messages: Sequence[Fields], generation_prompt: bool) -> str | None:
-    try:
-        return render(messages, generation_prompt)
-    except RolloutFailed:
-        return None
 
 
 def _after_stop(text: str | None, stop: str, full: str) -> str | None:
