@@ -218,8 +218,9 @@ class _Direct:
         return known
 
 
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
-_NAMES_OF_REASONING: Final = frozenset(_REASONING)
+REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may have its reasoning."""
+_NAMES_OF_REASONING: Final = frozenset(REASONING)
 
 
 def _as_it_is(message: Fields) -> Fields:
@@ -240,7 +241,7 @@ def _with_reasoning(message: Fields) -> Fields:
     """
     if _NAMES_OF_REASONING.isdisjoint(message):
         return message
-    thought = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    thought = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 

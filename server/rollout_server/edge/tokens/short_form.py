@@ -23,12 +23,11 @@ from operator import itemgetter
 from typing import Final, TypeAlias
 
 from rollout_server.core.message import JSON
-from rollout_server.edge.tokens.chat_template import Literals
+from rollout_server.edge.tokens.chat_template import REASONING, Literals
 from rollout_server.edge.tokens.rendering_form import Fields, strings
 from rollout_server.edge.tokens.turn_boundary import new_mark
 
 _SYSTEM: Final = ("system", "developer")
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _FIRST_TURNS: Final = 2
 _EVERY: Final = 16
 _MANY: Final = 3
@@ -276,7 +275,7 @@ def _kind(message: Fields, completion: Fields | None) -> Kind:
     """
     calls = message.get("tool_calls")
     linked = completion is not None and message.get("tool_call_id") in _call_ids(completion)
-    thoughts = tuple(_content_kind(message.get(name)) for name in _REASONING)
+    thoughts = tuple(_content_kind(message.get(name)) for name in REASONING)
     arguments = tuple(_arguments_kind(call) for call in (calls if isinstance(calls, list) else [])[:_MANY])
     return (
         _role(message),
