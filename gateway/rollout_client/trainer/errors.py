@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import grpc
-from google.protobuf.any_pb2 import Any as Packed
 from google.protobuf.message import Message
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -42,9 +41,7 @@ class RefusedCall(Exception):
         """Return the trailing metadata with the rich status."""
         status = Status(code=self.code.value[0], message=self.text)
         for detail in self.details:
-            packed = Packed()
-            packed.Pack(detail)
-            status.details.append(packed)
+            status.details.add().Pack(detail)
         return ((STATUS_KEY, status.SerializeToString()),)
 
 

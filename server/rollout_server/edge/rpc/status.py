@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from google.protobuf.any_pb2 import Any
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from google.rpc.status_pb2 import Status
 from grpc import StatusCode
@@ -62,23 +62,28 @@ def status_of(error: RolloutError, request_id: str) -> Status:
         metadata |= {"oldest": str(error.oldest), "newest": str(error.newest)}
     if isinstance(error, CallRefused) and error.maximum:
         metadata |= {"tokens": str(error.tokens), "maximum": str(error.maximum)}
-    details = [_pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)]
     if isinstance(error, InvalidRequest):
-        details.append(_pack(_bad_request(error.violations)))
+        details.append(_bad_request(error.violations))
     if isinstance(error, CallRefused) and error.field:
-        details.append(_pack(_bad_request([Violation(error.field, error.message)])))
+        details.append(_bad_request([Violation(error.field, error.message)]))
     if isinstance(error, Busy | Unavailable):
-        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=duration(error.retry_after))))
-    number: int = code_of(error).value[0]
-    return Status(code=number, message=_short(error.message, _LONGEST_MESSAGE), details=details)
+        details.append(error_details_pb2.RetryInfo(retry_delay=duration(error.retry_after)))
+    return _status(code_of(error), _short(error.message, _LONGEST_MESSAGE), details)
 
 
 def internal(request_id: str) -> Status:
     """Return the status for a bug of this server, without any details of it."""
     info = error_details_pb2.ErrorInfo(reason="INTERNAL", domain=DOMAIN, metadata={"request_id": request_id})
     text = f"internal error; the server's log has the reason under request {request_id}"
-    number: int = StatusCode.INTERNAL.value[0]
-    return Status(code=number, message=text, details=[_pack(info)])
+    return _status(StatusCode.INTERNAL, text, [info])
+
+
+def _status(code: StatusCode, message: str, details: Sequence[Message]) -> Status:
+    status = Status(code=code.value[0], message=message)
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
 
 
 def _bad_request(violations: Sequence[Violation]) -> error_details_pb2.BadRequest:
@@ -101,11 +106,3 @@ def _short(text: str, length: int) -> str:
             text = text[:index] + "..."
             break
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _pack(
-    detail: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest | error_details_pb2.RetryInfo,
-) -> Any:
-    packed = Any()
-    packed.Pack(detail)
-    return packed
