@@ -12,6 +12,7 @@ import grpc
 
 from rollout_server.edge.rpc.tls import ClientTls, channel_credentials
 from rollout_server.edge.targets.resolver import CheckedLookup
+from rollout_server.edge.tracing.propagation import trace_headers
 from rollout_server.edge.trainer.response_limits import ANSWER_BYTES
 
 _KEPT = 256
@@ -30,6 +31,11 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),
 )
+
+
+def call_metadata(bearer: str) -> tuple[tuple[str, str], ...]:
+    """Return the metadata of a call: the bearer token, unless it is empty, and the trace to which the call belongs."""
+    return ((("authorization", f"Bearer {bearer}"),) if bearer else ()) + tuple(trace_headers().items())
 
 
 @dataclass(slots=True, eq=False)

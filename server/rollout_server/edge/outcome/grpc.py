@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from rollout_server.edge.grpc_channels import Channels
+from rollout_server.edge.grpc_channels import Channels, call_metadata
 from rollout_server.edge.targets.rules import TargetRefused
-from rollout_server.edge.tracing.propagation import trace_headers
 from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.runtime.outcome_delivery import (
     DeliveryAcknowledged,
@@ -39,9 +38,7 @@ class GrpcCourier:
 
     async def deliver(self, packed: PackedOutcome) -> Receipt:
         """Make one call. outcome_service.proto defines which status codes are retried."""
-        metadata = tuple(trace_headers().items())
-        if packed.credential:
-            metadata += (("authorization", f"Bearer {packed.credential}"),)
+        metadata = call_metadata(packed.credential)
         try:
             async with self._channels.use(packed.target.url) as channel:
                 # Without serializers: the body is serialized already, and the response is empty.

@@ -12,10 +12,10 @@ from typing import Final
 import grpc
 
 from rollout_server.core.message import MalformedMessage
-from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
+from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels, call_metadata
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.tracing.conventions import ATTEMPT_FAILED
-from rollout_server.edge.tracing.propagation import add_event, trace_headers
+from rollout_server.edge.tracing.propagation import add_event
 from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.edge.wire.status_details import retry_delay
 from rollout_server.edge.wire.toolset import (
@@ -154,9 +154,7 @@ class _Session:
 
     async def _attempt(self, rpc: _Rpc, end: float) -> bytes:
         """Make one attempt. Raises OSError if no connection was established, `TargetRefused` among them."""
-        metadata = tuple(trace_headers().items())
-        if self._caller.bearer:
-            metadata += (("authorization", f"Bearer {self._caller.bearer}"),)
+        metadata = call_metadata(self._caller.bearer)
         async with self._channels.use(self._url) as channel:
             left = max(0.001, end - time.monotonic())
             await self._channels.connect(channel, min(self._times.connect, left))

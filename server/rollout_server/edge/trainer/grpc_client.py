@@ -17,10 +17,10 @@ import grpc
 from rollout_server.core.checkpoint import Checkpoint
 from rollout_server.core.ledger import Author, Tokens
 from rollout_server.core.outcome import Category, Failure, FailureClass
-from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels
+from rollout_server.edge.grpc_channels import LARGEST_ANSWER, Channels, call_metadata
 from rollout_server.edge.targets.rules import TargetRefused
 from rollout_server.edge.tracing.conventions import ATTEMPT_FAILED
-from rollout_server.edge.tracing.propagation import add_event, trace_headers
+from rollout_server.edge.tracing.propagation import add_event
 from rollout_server.edge.trainer.http_errors import redact
 from rollout_server.edge.trainer.retry import RetryPolicy
 from rollout_server.edge.wire.completion import (
@@ -203,7 +203,7 @@ class GrpcTrainerClient:
         try:
             async with self.channels.use(self.url) as channel:
                 read: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_READ_LEDGER)
-                ledger: bytes = await read(request, metadata=_metadata(bearer), timeout=LEDGER_SECONDS)
+                ledger: bytes = await read(request, metadata=call_metadata(bearer), timeout=LEDGER_SECONDS)
             return await read_ledger(ledger)
         except (OSError, grpc.aio.AioRpcError, MalformedCompletion):
             return None
@@ -252,7 +252,7 @@ async def _once(client: GrpcTrainerClient, request: Request, call: TurnCall) -> 
                 break
         # Raw bytes: with a deserializer, gRPC would parse even a huge response on the event loop.
         complete: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_COMPLETE)
-        metadata = _metadata(call.credentials.completions)
+        metadata = call_metadata(call.credentials.completions)
         call.update(request)
         response: bytes = await complete(request.SerializeToString(), metadata=metadata, timeout=max(left, 0.001))
     return await parse_response(response)
@@ -312,7 +312,3 @@ def _unreachable(error: OSError, call: TurnCall) -> Failure:
         "that the target names its host and port"
     )
     return Failure(Category.NETWORK, text, call.turn, source=FailureClass.TRAINER)
-
-
-def _metadata(bearer: str) -> tuple[tuple[str, str], ...]:
-    return ((("authorization", f"Bearer {bearer}"),) if bearer else ()) + tuple(trace_headers().items())
