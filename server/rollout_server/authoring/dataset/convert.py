@@ -84,7 +84,7 @@ class _Converter:
             raise source.error(str(error)) from None
         except (TypeError, RecursionError) as error:
             raise _not_json(source, name, error) from None
-        system = self._optional(source, self.columns.system_prompt)
+        system = value_at(source.fields, self.columns.system_prompt)
         if system is not None and not isinstance(system, str):
             raise source.error(f"{self.columns.system_prompt} must be a text, not {type(system).__name__}")
         has_own = messages[0]["role"] in _SYSTEM_ROLES
@@ -99,7 +99,7 @@ class _Converter:
 
     def _images(self, source: SourceRow) -> list[PromptImage]:
         name = self.columns.images
-        value = self._optional(source, name)
+        value = value_at(source.fields, name)
         if isinstance(value, list | tuple):
             return [PromptImage(f"{name}[{index}]", each) for index, each in enumerate(value)]
         return [] if value is None else [PromptImage(name, value)]
@@ -127,9 +127,6 @@ class _Converter:
             present = ", ".join(map(str, source.fields)) or "none"
             text = f"the column {name} is missing (columns: {present})"
             raise source.error(f"{text}; the first row has it, so add it, as null for no value")
-        return value_at(source.fields, name)
-
-    def _optional(self, source: SourceRow, name: str) -> Any:
         return value_at(source.fields, name)
 
 
