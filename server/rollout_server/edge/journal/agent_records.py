@@ -35,7 +35,6 @@ from rollout_server.edge.wire.outcome import (
 )
 
 _CATEGORIES = {value: category for category, value in enums.CATEGORIES.items()}
-_FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 _REWARD_RULES = {value: rule for rule, value in enums.REWARD_RULES.items()}
 
 
@@ -228,7 +227,7 @@ def _read_failure(proto: pb.Failure) -> Failure:
         message=decode_text(proto.message),
         turn=proto.turn,
         http_status=proto.http_status if proto.HasField("http_status") else None,
-        source=_FAILURE_CLASSES[proto.source] if proto.source else None,
+        source=enums.FAILURE_CLASSES_BY_NUMBER[proto.source] if proto.source else None,
     )
 
 

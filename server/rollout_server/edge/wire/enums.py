@@ -72,3 +72,4 @@ DRIFT_KINDS = {
 }
 CATEGORIES = {category: outcome_pb2.FailureCategory.Value(f"FAILURE_CATEGORY_{category.name}") for category in Category}
 FAILURE_CLASSES = {each: outcome_pb2.FailureClass.Value(f"FAILURE_CLASS_{each.name}") for each in FailureClass}
+FAILURE_CLASSES_BY_NUMBER = {number: each for each, number in FAILURE_CLASSES.items()}

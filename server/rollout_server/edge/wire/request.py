@@ -43,7 +43,6 @@ MOST_REASON = 1000
 """Characters of the reason of a cancellation."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MOST_CLASSES = len(enums.FAILURE_CLASSES)
-_FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
 
 def start_request(
@@ -189,7 +188,7 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller, *, searches:
     for name, states, words in (
         ("states", proto.states, _STATES),
         ("delivery_states", proto.delivery_states, _DELIVERY_STATES),
-        ("failure_classes", proto.failure_classes, _FAILURE_CLASSES),
+        ("failure_classes", proto.failure_classes, enums.FAILURE_CLASSES_BY_NUMBER),
     ):
         unknown = [state for state in states if state not in words]
         if unknown:
@@ -206,7 +205,7 @@ def selection(proto: rollout_service_pb2.Selection, caller: Caller, *, searches:
         labels=dict(proto.labels),
         delivery_states=tuple(_DELIVERY_STATES[state] for state in proto.delivery_states),
         callers=tuple(proto.callers),
-        failure_classes=tuple(_FAILURE_CLASSES[each] for each in proto.failure_classes),
+        failure_classes=tuple(enums.FAILURE_CLASSES_BY_NUMBER[each] for each in proto.failure_classes),
         text=proto.text,
     )
 

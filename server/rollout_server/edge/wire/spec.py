@@ -27,7 +27,6 @@ _DIALECTS = {value: dialect for dialect, value in enums.DIALECTS.items()}
 _DRIFT_POLICIES = {value: policy for policy, value in enums.DRIFT_POLICIES.items()}
 _STALE_ACTIONS = {value: action for action, value in enums.STALE_ACTIONS.items()}
 _INTERRUPT_POLICIES = {policy.value: policy for policy in InterruptPolicy}
-_FAILURE_CLASSES = {value: each for each, value in enums.FAILURE_CLASSES.items()}
 
 
 def spec_to_proto(spec: Spec, *, with_messages: bool) -> spec_pb2.RolloutSpec:
@@ -100,7 +99,8 @@ def _train_on_to_proto(classes: frozenset[FailureClass]) -> spec_pb2.TrainOn:
 
 
 def _train_on_from_proto(proto: spec_pb2.TrainOn) -> frozenset[FailureClass]:
-    return frozenset(_FAILURE_CLASSES[each] for each in proto.classes if each in _FAILURE_CLASSES)
+    known = enums.FAILURE_CLASSES_BY_NUMBER
+    return frozenset(known[each] for each in proto.classes if each in known)
 
 
 def _staleness_to_proto(staleness: Staleness) -> spec_pb2.Staleness:
