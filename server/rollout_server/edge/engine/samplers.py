@@ -25,7 +25,7 @@ from rollout_server.edge.tokens.drift_excerpt import drift_excerpt
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tokens.resumed_turns import ResumedTurns
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
-from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
 from rollout_server.edge.trainer.form_cache import FormCache
 from rollout_server.runtime.errors import PromptRefused, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest, Fork, Sampler, Tool
@@ -111,10 +111,7 @@ class MessageSampler:
         self, completion: ChatCompletion, request: CompletionRequest, rendered: Rendered | None
     ) -> Iterator[tuple[str, str]]:
         turn, since = request.asked.turn, _REPORTS.get(self._spec.completions.dialect)
-        vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
-        yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
-        if rendered is not None:
-            yield from rendering_warnings(rendered, turn)
+        yield from completion_warnings(request, completion, self._renderer, rendered)
         if completion.token_ids is not None and (completion.reported is not None or self._renderer is not None):
             if completion.reported is None:
                 text = "the engine sent no prompt_token_ids; prompt and environment tokens are this server's rendering"
@@ -151,10 +148,9 @@ class TokenSampler:
         elapsed = 1000 * (time.monotonic() - started)
         if completion.token_ids is None:
             raise RolloutFailed(_missing_ids(request.asked.turn, self._spec.completions.dialect))
-        loaded = self._renderer.loaded
-        warnings = _warnings(completion, request, rendered, loaded.vocabulary)
+        warnings = _warnings(request, completion, self._renderer, rendered)
         answered = completion_record(request, completion, attempts, elapsed, warnings)
-        return replace(answered, predicted=predicted, rendered_by=loaded.digest)
+        return replace(answered, predicted=predicted, rendered_by=self._renderer.loaded.digest)
 
     def resume(self, asked: Asked, answered: Answered) -> None:
         """See `Sampler.resume`. The tokens are in the ledger of the next request."""
@@ -170,14 +166,12 @@ class TokenSampler:
 
 
 def _warnings(
-    completion: ChatCompletion, request: CompletionRequest, rendered: Rendered, vocabulary: int
+    request: CompletionRequest, completion: ChatCompletion, renderer: Renderer, rendered: Rendered
 ) -> Iterator[tuple[str, str]]:
-    turn = request.asked.turn
-    yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
-    yield from rendering_warnings(rendered, turn)
+    yield from completion_warnings(request, completion, renderer, rendered)
     if completion.reported is None:
         text = "the engine does not return the prompt ids that it was sent, so the prompt cannot be verified"
-        yield "unverified", f"turn {turn}: {text}"
+        yield "unverified", f"turn {request.asked.turn}: {text}"
 
 
 async def _predict(renderer: Renderer, messages: Sequence[Message], request: CompletionRequest) -> Rendered:

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from rollout_server.core.ledger import Logprobs, Tokens
 from rollout_server.core.record import Answered
-from rollout_server.core.spec import Sampling
-from rollout_server.edge.tokens.renderer import Rendered
+from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.trainer.chat_completion import ChatCompletion
 from rollout_server.edge.wire.completion import Completion
 from rollout_server.runtime.ports import CompletionRequest
@@ -45,18 +44,27 @@ def completion_record(
 
 
 def completion_warnings(
-    token_ids: Tokens | None,
-    logprobs: Logprobs | None,
-    sampling: Sampling,
-    turn: int,
-    vocabulary: int | None = None,
+    request: CompletionRequest,
+    completion: ChatCompletion | Completion,
+    renderer: Renderer | None = None,
+    rendered: Rendered | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Yield warnings about missing or positive logprobs, more tokens than requested, and ids outside the vocabulary.
+    """Yield warnings about the tokens of a completion, and about the environment that the server rendered before it.
 
-    `vocabulary` is the tokenizer's vocabulary size; None if the server has no tokenizer for the rollout.
+    `renderer` and `rendered` are None if the server has no tokenizer for the rollout, or rendered nothing.
     """
-    if token_ids is None:
-        return
+    if completion.token_ids is not None:
+        vocabulary = None if renderer is None else renderer.loaded.vocabulary
+        yield from _token_warnings(request, completion.token_ids, completion.logprobs, vocabulary)
+    if rendered is not None:
+        yield from _rendering_warnings(rendered, request.asked.turn)
+
+
+def _token_warnings(
+    request: CompletionRequest, token_ids: Tokens, logprobs: Logprobs | None, vocabulary: int | None
+) -> Iterator[tuple[str, str]]:
+    """Yield warnings about missing or positive logprobs, more tokens than requested, and ids outside the vocabulary."""
+    turn, sampling = request.asked.turn, request.sampling
     length, limit = len(token_ids), sampling.max_tokens
     if logprobs is None and sampling.logprobs is not False:
         text = f"turn {turn}: the completion came without one finite logprob for each of its {length} tokens"
@@ -77,8 +85,7 @@ def completion_warnings(
         yield "token_unknown", text
 
 
-def rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str]]:
-    """Yield warnings about the environment that the server rendered before this turn's completion."""
+def _rendering_warnings(rendered: Rendered, turn: int) -> Iterator[tuple[str, str]]:
     if not rendered.exact:
         text = f"turn {turn}: it cannot be told exactly where the last completion ends; environment tokens are a guess"
         yield "rendering_inexact", text

@@ -25,7 +25,7 @@ from rollout_server.edge.tokens.cache import Tokenizers, open_renderer
 from rollout_server.edge.tokens.renderer import Rendered, Renderer
 from rollout_server.edge.tracing.propagation import trace_headers
 from rollout_server.edge.trainer.aborted_parts import ABORTED, AbortedParts, planes_warning
-from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
 from rollout_server.edge.trainer.grpc_client import (
     BaseUnknown,
     GrpcTrainerClient,
@@ -319,10 +319,7 @@ class CompletionSampler:
         self, completion: Completion, request: CompletionRequest, rendered: Rendered | None
     ) -> Iterator[tuple[str, str]]:
         turn, secrets = request.asked.turn, request.credentials.secrets()
-        vocabulary = None if self._renderer is None else self._renderer.loaded.vocabulary
-        yield from completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary)
-        if rendered is not None:
-            yield from rendering_warnings(rendered, turn)
+        yield from completion_warnings(request, completion, self._renderer, rendered)
         if rendered is not None and not (completion.shows_prompt and completion.after is not None):
             missing = "after" if completion.shows_prompt else "prompt_checkpoint"
             yield (

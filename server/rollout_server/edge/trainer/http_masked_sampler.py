@@ -21,7 +21,7 @@ from rollout_server.edge.trainer.chat_completion import (
     RequestWriter,
     read_chat_completion,
 )
-from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings, rendering_warnings
+from rollout_server.edge.trainer.completion_record import completion_record, completion_warnings
 from rollout_server.edge.trainer.form_cache import FormCache, likeliest_form, refuses_mask
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.http_errors import different_tools, response_failure
@@ -100,7 +100,7 @@ class MaskedSampler:
             self._form = renderer.form
             self._trainers.forms.remember(self._spec, self._form)
         around = await drift_excerpt(renderer.loaded, request.ledger, predicted, completion.reported)
-        warnings = _warnings(completion, rendered, request, renderer.loaded.vocabulary)
+        warnings = _warnings(request, completion, renderer, rendered)
         record = completion_record(request, completion, fetched.attempts, elapsed, warnings)
         self._at_trainer.end = request.ledger
         length, by = mask_length or None, renderer.loaded.digest
@@ -186,11 +186,10 @@ class MaskedSampler:
 
 
 def _warnings(
-    completion: ChatCompletion, rendered: Rendered, request: CompletionRequest, vocabulary: int
+    request: CompletionRequest, completion: ChatCompletion, renderer: Renderer, rendered: Rendered
 ) -> tuple[tuple[str, str], ...]:
     turn = request.asked.turn
-    warnings = list(completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn, vocabulary))
-    warnings += rendering_warnings(rendered, turn)
+    warnings = list(completion_warnings(request, completion, renderer, rendered))
     if completion.reported is None:
         text = f"turn {turn}: the trainer sent no prompt_token_ids; prompt and environment tokens are this server's rendering"
         warnings.append(("unverified", text))

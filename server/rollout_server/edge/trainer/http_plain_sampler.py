@@ -103,7 +103,7 @@ class PlainSampler:
         self, completion: ChatCompletion, fetched: Fetched, request: CompletionRequest
     ) -> tuple[tuple[str, str], ...]:
         turn, key = request.asked.turn, request.asked.turn_key
-        warnings = list(completion_warnings(completion.token_ids, completion.logprobs, request.sampling, turn))
+        warnings = list(completion_warnings(request, completion))
         if self._unnamed:
             self._unnamed = False
             text = (
