@@ -100,10 +100,8 @@ class Engine:
             cut = await cut
         if isinstance(cut, TokenOutput):
             return cut
-        number, limit = (
-            len(self.completions),
-            sampling_params.pop("max_tokens"),
-        )  # as vLLM's server, it consumes its argument
+        # As vLLM's server, it consumes its argument.
+        number, limit = len(self.completions), sampling_params.pop("max_tokens")
         ids = self.rest.pop(request_id, None)
         if ids is None:
             ids, _ = Script().complete(prompt_ids, limit, f"{request_id}/{number}")

@@ -107,9 +107,8 @@ def test_nothing_of_ours_takes_the_place_of_a_column_of_verl() -> None:
     """verl makes a column of each key, and its "uid" groups samples."""
     found = to_verl(sample())["extra_fields"]
     assert sorted(found) == ["max_global_steps", "min_global_steps", "rollout_sample", "turn_scores"]
-    assert (
-        to_verl(sample())["extra_fields"]["turn_scores"] == []
-    )  # verl's own column, as verl's loops without rewards fill it
+    # verl's own column, as verl's loops without rewards fill it.
+    assert to_verl(sample())["extra_fields"]["turn_scores"] == []
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["spans", "mask"])

@@ -54,9 +54,8 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.CPPTYPE_UINT32: st.sampled_from((0, 2**31 - 1, 2**32 - 1)) | st.integers(0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.CPPTYPE_DOUBLE: st.floats(allow_nan=False),
-    FieldDescriptor.CPPTYPE_FLOAT: st.floats(
-        -(2.0**99), 2.0**99, width=32
-    ),  # JSON rounds the largest value up, out of range
+    # JSON rounds the largest value up, out of range.
+    FieldDescriptor.CPPTYPE_FLOAT: st.floats(-(2.0**99), 2.0**99, width=32),
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
 }
 # Durations and timestamps have their own bounds.

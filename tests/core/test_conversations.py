@@ -269,12 +269,8 @@ def test_all_segments_of_a_conversation_have_its_role() -> None:
     record = machine.fork(SUBAGENT, (USER,), role=CRITIC)
     machine.accept(record)
     critic = machine.find(record)
-    for prompt in (
-        (1, 2),
-        (1, 3),
-        None,
-        (1, 4),
-    ):  # the second prompt drifts, the third turn has no ids, so a gap follows
+    # The second prompt drifts, the third turn has no ids, so a gap follows.
+    for prompt in ((1, 2), (1, 3), None, (1, 4)):
         turn = asks(machine, critic)
         given = answered(turn, 7, reported=None if prompt is None else ids(*prompt))
         machine.accept(given if prompt is not None else replace(given, token_ids=None))

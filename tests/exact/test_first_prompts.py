@@ -177,9 +177,8 @@ async def check_templates(texts: Mapping[str, str], at: Path, chance: random.Ran
 async def test_random_templates_and_one_that_refuses(tmp_path: Path) -> None:
     chance = random.Random("first prompts")
     made = [grammar.generate(chance).text for _ in range(RANDOM_TEMPLATES)]
-    texts = {
-        f"t{number}": text for number, text in enumerate(made) if "%M" not in text
-    }  # prompt and rollout differ in time
+    # With "%M", prompt and rollout would differ in time.
+    texts = {f"t{number}": text for number, text in enumerate(made) if "%M" not in text}
     counted = await check_templates({**texts, "refusing": REFUSING}, tmp_path, chance)
     assert counted[True] > RANDOM_TEMPLATES
     assert counted[False] > 0

@@ -194,9 +194,8 @@ async def test_what_is_refused_takes_no_more_memory_than_a_piece_of_it(data: byt
     finally:
         tracemalloc.stop()
     assert said in str(failed.value)
-    assert (
-        peak < 2 * len(data) + 4 * 2**20
-    )  # a copy of the message and a few slices; a list of so many objects is larger
+    # A copy of the message and a few slices; a list of so many objects is larger.
+    assert peak < 2 * len(data) + 4 * 2**20
 
 
 @every

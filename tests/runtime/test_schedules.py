@@ -275,7 +275,6 @@ def test_each_rollout_ends_exactly_once_whatever_happens(
     schedule: list[tuple[float, Start | Act]], receipts: list[Receipt | Exception], seconds: float
 ) -> None:
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
-        runner.get_loop().set_exception_handler(
-            lambda loop, context: None
-        )  # from requests that impatient agents do not await
+        # From requests that impatient agents do not await.
+        runner.get_loop().set_exception_handler(lambda loop, context: None)
         runner.run(play(schedule, Watchful(receipts, seconds)))

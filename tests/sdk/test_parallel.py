@@ -179,9 +179,8 @@ async def test_a_chat_that_is_given_up_early_leaves_the_others_theirs(
 
         for rounds in range(ROUNDS):
             chats: list[asyncio.Task[Any]] = []
-            giving_up = asyncio.create_task(
-                give_up(rounds)
-            )  # created before the chats, so that it runs first in each iteration
+            # Created before the chats, so that it runs first in each iteration.
+            giving_up = asyncio.create_task(give_up(rounds))
             chats += [asyncio.create_task(ctx.chat([user(f"{rounds}")])) for _ in range(3)]
             results = await asyncio.gather(*chats, return_exceptions=True)
             await giving_up

@@ -173,9 +173,8 @@ class Client:
         group_id, disk = self._job.group_id, self._world.disk
         stored = disk.groups.get(group_id)
         uids = () if stored is None else (*stored.group.members, *(uid for _, uid in stored.refills))
-        forgotten = all(
-            disk.rollouts[uid].ended for uid in uids
-        )  # whoever has ended may be dropped, and its group with it
+        # Whoever has ended may be dropped, and its group with it.
+        forgotten = all(disk.rollouts[uid].ended for uid in uids)
         try:
             group = self._life.groups.get(group_id, self._caller)
         except NotFound:

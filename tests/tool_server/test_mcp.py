@@ -64,9 +64,8 @@ async def test_both_eras_over_http(tmp_path: Path, era: str) -> None:
         assert (text.text, image.mime_type, base64.b64decode(image.data)) == ("a dot", "image/png", b"png bytes")
 
         own = [result_text(await client.call_tool("add", {"amount": 1})) for _ in range(2)]
-        assert own == (
-            ["1", "2"] if era == "2025-11-25" else ["1", "1"]
-        )  # a session has a state, a single request has its own
+        # A session has a state, a single request has its own.
+        assert own == (["1", "2"] if era == "2025-11-25" else ["1", "1"])
         async with mcp_client(serving.mcp_url, era) as another:
             assert result_text(await another.call_tool("add", {"amount": 1})) == "1"
 

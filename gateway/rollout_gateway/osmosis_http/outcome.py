@@ -59,9 +59,8 @@ def completed_body(rollout: Rollout) -> bytes:
     outcome = rollout.outcome
     extra = _extra_fields(outcome)
     body = _result(rollout.spec.rollout_id, outcome, extra)
-    if not outcome.HasField(
-        "stop"
-    ):  # a failed rollout has no messages here, unless its agent adds them as an extra field
+    # A failed rollout has no messages here, unless its agent adds them as an extra field.
+    if not outcome.HasField("stop"):
         body["final_messages"] = extra.pop("final_messages", [])
     if outcome.HasField("reward"):
         body["reward"] = outcome.reward

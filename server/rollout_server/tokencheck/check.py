@@ -124,9 +124,8 @@ def _simulate(
         if conversation.has_calls:
             yield from simulator.simulate(conversation, forms, writings)
             continue
-        for simulated in simulator.simulate(
-            conversation, forms[:1], writings
-        ):  # without calls both forms render the same
+        # Without calls both forms render the same.
+        for simulated in simulator.simulate(conversation, forms[:1], writings):
             yield from (replace(simulated, form=form) for form in forms)
 
 

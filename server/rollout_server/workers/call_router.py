@@ -177,9 +177,8 @@ class WorkerRouter(CallRouter):
         try:
             return await getattr(self._fleet, name)(request, **options)
         except grpc.aio.AioRpcError as error:
-            if (
-                error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            ):  # at the caller's deadline gRPC has ended the call already
+            # That of `_ALL_SECONDS`: at the caller's own deadline gRPC has ended the call already.
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 text = f"a worker did not respond within {_ALL_SECONDS:g} s"
                 await context.abort(grpc.StatusCode.UNAVAILABLE, text)
             await _abort(context, error)

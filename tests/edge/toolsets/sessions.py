@@ -89,9 +89,8 @@ async def http_counter(*, stateless: bool = False) -> AsyncIterator[str]:
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(
-        asyncio.to_thread(server.run)
-    )  # with a loop of its own: its tasks are not those of a session
+    # With a loop of its own: its tasks are not those of a session.
+    serving = asyncio.create_task(asyncio.to_thread(server.run))
     await until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/mcp"

@@ -53,9 +53,8 @@ class DatasetColumns:
             raise AuthorError(f"--column {absent[0]}: the row has no such column ({_listed(row)})")
         candidates = {
             "prompt": _PROMPTS,
-            "images": tuple(
-                name for name in _IMAGES if not isinstance(row.get(name), str)
-            ),  # a text may name a container
+            # A text may name a container.
+            "images": tuple(name for name in _IMAGES if not isinstance(row.get(name), str)),
             "system_prompt": ("system_prompt",),
             "ground_truth": _GROUND_TRUTHS,
         }

@@ -82,9 +82,8 @@ class RolloutQueue:
         if not ready or self.running >= self._capacity.running:
             return None
         for use in ready:
-            while (
-                use.line[0][2] not in self._waiting
-            ):  # skip withdrawn ones; `use.queued` > 0, so a waiting one follows
+            # Skip withdrawn ones; `use.queued` > 0, so a waiting one follows.
+            while use.line[0][2] not in self._waiting:
                 heapq.heappop(use.line)
         use = min(ready, key=lambda use: (use.running, use.line[0]))
         use.queued -= 1

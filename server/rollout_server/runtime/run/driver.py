@@ -173,9 +173,8 @@ def _open(
     rollout = context.rollout
     try:
         sampler = open_sampler(rollout.uid, rollout.spec, rollout.tools)
-        if (
-            rollout.agent.on_restart == AGAIN and rollout.machine.main.line.id != FIRST
-        ):  # an earlier attempt has used the trainer's first conversation
+        # Then an earlier attempt has used the trainer's first conversation.
+        if rollout.agent.on_restart == AGAIN and rollout.machine.main.line.id != FIRST:
             sampler = sampler.fork(Fork(Origin(SegmentKind.SUBAGENT, FIRST)))
         return Run(
             context,

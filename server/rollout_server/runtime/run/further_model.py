@@ -72,9 +72,8 @@ class RolloutModel:
         self.usage.generated_tokens += completion.usage[1] if completion.usage is not None else 0
         _check_unfinished(context)
         if context.machine.outcome is None:
-            context.rollout.record(
-                issued(called)
-            )  # a coroutine, so always on the event loop; also once the end is decided
+            # In a coroutine, so always on the event loop; also once the end is decided.
+            context.rollout.record(issued(called))
         return ModelReply.of(called)
 
     def _request(self, messages: Sequence[Mapping[str, JSON]], sampling: Sampling) -> CompletionRequest:
