@@ -277,7 +277,7 @@ class Server:
         metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)
         metrics.watch("toolset_sessions", "Sessions with toolsets.", lambda: tools.toolsets.sessions)
         metrics.watch("journal_failing", "1 while the journal refuses commits.", lambda: bool(journal.problem))
-        lag = LoopLag(metrics.families.loop_lag.observe, 0.1)
+        lag = LoopLag(metrics.families.loop_lag.observe)
         lag.start()
         stack.push_async_callback(lag.stop)
         if settings.metrics_port is not None:
@@ -399,7 +399,10 @@ async def _serve(
         await signals.first.wait()
         _log.info("draining: running rollouts have %g s; a second signal ends them at once", settings.drain_seconds)
         # After the drain, or at once on a second signal, leaving the block ends the rollouts that still run.
-        await _first_of(server.drain(), signals.second.wait())
+        ending = asyncio.create_task(server.drain()), asyncio.create_task(signals.second.wait())
+        await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+        for task in ending:
+            task.cancel()
 
 
 def _log_serving(server: Server, began: float) -> None:
@@ -438,13 +441,6 @@ class _Signals:
 
     def _on_signal(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
-
-
-async def _first_of(*coroutines: object) -> None:
-    tasks = [asyncio.ensure_future(c) for c in coroutines]  # type: ignore[call-overload]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
 
 
 async def _forever(work: Callable[[], None], seconds: float) -> None:
