@@ -57,7 +57,6 @@ QUERY_FIELDS: Final[Fields] = {
 _MAX_SELECTED: Final = 100
 # A fleet's token has a part per server. It must leave room in the request line, see `ConnectionLimits.url_bytes`.
 _MAX_TOKEN: Final = 12_288
-_Word = Annotated[str, Field(max_length=256)]
 _Start = TypeVar("_Start", bound=body.StartRollout)
 
 
@@ -69,15 +68,17 @@ class ListQuery(BaseModel):
     state: list[State] = Field([], max_length=8, description="One of these states.")
     delivery: list[DeliveryState] = Field([], max_length=8, description="A delivery in one of these states.")
     failure_class: list[FailureClass] = Field([], max_length=8, description="Failed in one of these classes.")
-    text: _Word = Field("", description="Ids, labels, the end's message or the conversation contain it, ignoring case.")
-    agent: _Word = Field("", description="The agent's name.")
-    group_id: _Word = Field("", description="The group.")
-    rollout_id: list[_Word] = Field([], max_length=_MAX_SELECTED, description="One of these rollout ids.")
+    text: body.Name = Field(
+        "", description="Ids, labels, the end's message or the conversation contain it, ignoring case."
+    )
+    agent: body.Name = Field("", description="The agent's name.")
+    group_id: body.Name = Field("", description="The group.")
+    rollout_id: list[body.Name] = Field([], max_length=_MAX_SELECTED, description="One of these rollout ids.")
     uid: list[body.Uid] = Field([], max_length=_MAX_SELECTED, description="One of these uids.")
     label: list[Annotated[str, Field(max_length=520)]] = Field(
         [], max_length=64, description="KEY=VALUE; all of these labels."
     )
-    caller: list[_Word] = Field(
+    caller: list[body.Name] = Field(
         [], max_length=_MAX_SELECTED, description="API key names; an admin key may name others."
     )
     page_size: int = Field(100, ge=1, le=1000)

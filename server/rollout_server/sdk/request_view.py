@@ -17,7 +17,7 @@ from rollout_server.sdk.core.schemas import OpenAIFunctionToolSchema, RolloutReq
 from rollout_server.sdk.utils import normalize_stop
 
 _TURNS, _TOKENS = 10, 8192
-_SAMPLED = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
+SAMPLING_PARAMETERS = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
 def request_of(request: Request) -> RolloutRequest:
@@ -64,7 +64,7 @@ def own_sampling(request: Request, parameters: SamplingParamsDict, wanted: Mappi
     Raises `OsmosisValidationError` for a value out of range.
     """
     sent, known = _with_stops(wanted), _with_stops(parameters)
-    own = {name: sent[name] for name in _SAMPLED if name in sent and sent[name] != known.get(name)}
+    own = {name: sent[name] for name in SAMPLING_PARAMETERS if name in sent and sent[name] != known.get(name)}
     try:
         turn_sampling(request.sampling, own, request.spec.completions.dialect)
     except AgentMistake as mistake:

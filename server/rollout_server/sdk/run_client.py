@@ -23,11 +23,10 @@ from rollout_server.sdk.core.exceptions import (
 )
 from rollout_server.sdk.core.schemas import MessageDict, RolloutMetrics, RolloutRequest, copy_message
 from rollout_server.sdk.history_diff import SerializedMessages
-from rollout_server.sdk.request_view import own_sampling
+from rollout_server.sdk.request_view import SAMPLING_PARAMETERS, own_sampling
 from rollout_server.sdk.run_access import usage_of
 
 _TIMEOUT_TEXTS = ("no response within", "no answer came within")
-_SAMPLING = ("temperature", "top_p", "max_tokens", "stop", "logprobs")
 
 
 class RunClient:
@@ -55,7 +54,7 @@ class RunClient:
         Raises `OsmosisValidationError` for invalid messages or parameters, and an `OsmosisRolloutError` if the trainer fails. After
         a trainer failure the rollout has ended.
         """
-        parameters = {**dict(zip(_SAMPLING, args, strict=False)), **kwargs}
+        parameters = {**dict(zip(SAMPLING_PARAMETERS, args, strict=False)), **kwargs}
         own = own_sampling(self._run.request, self._params, parameters)
         messages = _check_messages(messages)
         try:

@@ -9,25 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Annotated, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
-from rollout_server.core.ledger import MAX_TOKEN_ID, Logprobs, PolicyRun, Tokens, pack_logprobs, pack_tokens
+from rollout_server.core.ledger import Logprobs, PolicyRun, Tokens, pack_logprobs, pack_tokens
 from rollout_server.core.message import MalformedMessage, Message
 from rollout_server.core.outcome import Category, Failure, FailureClass
 from rollout_server.core.segment import MAX_STEP
-from rollout_server.edge.trainer.chat_completion import ChatCompletion, read_message, read_usage
+from rollout_server.edge.trainer.chat_completion import NULL, ChatCompletion, TokenId, read_message, read_usage
 from rollout_server.edge.trainer.response_limits import class_of_response_error, decode_response
 from rollout_server.runtime.errors import RolloutFailed
 
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
-_Sampled: TypeAlias = tuple[float | None, _TokenId, msgspec.Raw]
+_Sampled: TypeAlias = tuple[float | None, TokenId, msgspec.Raw]
 """Logprob, id and text of a token, as SGLang lists them."""
 
 _LONGEST_WORD = 256
 """Maximum characters of `finish_reason` and of the weights' version."""
-_NULL = msgspec.Raw(b"null")
 
 
 class _Meta(msgspec.Struct):
@@ -35,19 +33,19 @@ class _Meta(msgspec.Struct):
 
 
 class _EngineChoice(msgspec.Struct):
-    message: msgspec.Raw = _NULL
+    message: msgspec.Raw = NULL
     finish_reason: str | None = None
-    token_ids: list[_TokenId] | None = None
-    prompt_token_ids: list[_TokenId] | None = None
-    logprobs: msgspec.Raw = _NULL
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    logprobs: msgspec.Raw = NULL
     meta_info: _Meta | None = None
 
 
 class _EngineBody(msgspec.Struct):
     choices: list[_EngineChoice]
-    prompt_token_ids: list[_TokenId] | None = None
-    usage: msgspec.Raw = _NULL
-    metadata: msgspec.Raw = _NULL
+    prompt_token_ids: list[TokenId] | None = None
+    usage: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
 
 
 class _Token(msgspec.Struct):

@@ -26,27 +26,25 @@ from rollout_server.runtime.errors import RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-_TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
-
-
-_NULL = msgspec.Raw(b"null")
+TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+NULL = msgspec.Raw(b"null")
 
 
 class _ChatChoice(msgspec.Struct):
-    message: msgspec.Raw = _NULL
+    message: msgspec.Raw = NULL
     finish_reason: str | None = None
 
 
 class _ChatBody(msgspec.Struct):
     choices: list[_ChatChoice]
-    token_ids: list[_TokenId] | None = None
-    prompt_token_ids: msgspec.Raw = _NULL
-    logprobs: msgspec.Raw = _NULL
-    usage: msgspec.Raw = _NULL
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: msgspec.Raw = NULL
+    logprobs: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
 
 
 class _ChatPrompt(msgspec.Struct):
-    prompt_token_ids: list[_TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 class _ChatUsage(msgspec.Struct):
