@@ -316,7 +316,7 @@ def make_registry(
     settings: Settings,
     dependencies: RegistryDependencies,
     *,
-    shared: bool = False,
+    shared: bool,
 ) -> RolloutRegistry:
     """Return the registry of rollouts of these agents.
 

@@ -30,7 +30,7 @@ class EmbeddedGateway:
         target: LocalChannel | grpc.aio.Channel | Fleet,
         listening: Listening,
         gateway: GatewaySettings,
-        metrics: Callable[[], bytes] | None = None,
+        metrics: Callable[[], bytes],
         page: Callable[[bytes], Awaitable[bytes]] | None = None,
     ) -> None:
         servers = target if isinstance(target, Fleet) else [cast(grpc.aio.Channel, target)]

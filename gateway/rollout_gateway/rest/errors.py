@@ -56,7 +56,7 @@ def plain_response(problem: Problem, request_id: str) -> Response:
     return Response(_content(problem, request_id), problem.status, dict(problem.headers), media_type="application/json")
 
 
-def http_problem(status: int, detail: str, headers: Mapping[str, str] | None = None) -> Problem:
+def http_problem(status: int, detail: str, headers: Mapping[str, str] | None) -> Problem:
     """Return the error for an HTTP status that a layer below the routes raised."""
     code, text = _BY_STATUS.get(status, (f"HTTP_{status}", ""))
     return Problem(status, text or detail, headers or {}, code)

@@ -65,7 +65,7 @@ class Endpoint:
         return {**named, **where, "sampling": dict(self.sampling), "limits": dict(self.limits)}
 
 
-def check_endpoint(endpoint: Endpoint, flag: str = "--model-url") -> Endpoint:
+def check_endpoint(endpoint: Endpoint, flag: str) -> Endpoint:
     """Return the endpoint with its protocol, which is derived from the URL if none is set.
 
     Raises `AuthorError` for options that contradict each other. `flag` is the one that gave the URL.

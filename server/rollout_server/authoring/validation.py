@@ -65,7 +65,7 @@ class AgentReport:
 class DryModel:
     """A mock model that calls each of the given tools once, one per turn, and then finishes."""
 
-    def __init__(self, calls: Sequence[tuple[str, Mapping[str, Any]]] = ()) -> None:
+    def __init__(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
         self._calls = tuple(calls)
 
     def reply(self, messages: Sequence[Mapping[str, object]]) -> ScriptedReply:

@@ -14,7 +14,7 @@ from rollout_server.authoring.rollout_result import REFUSED
 from rollout_server.evaluation.row_result import RowResult
 
 
-def rollout_of_result(result: RowResult, agent: str = "", prefix: str = "") -> pb.Rollout:
+def rollout_of_result(result: RowResult, agent: str, prefix: str = "") -> pb.Rollout:
     """Return the rollout of a result: its conversation and figures, without tokens. Facts of its row become labels.
 
     `prefix` begins the id of its group, which is that of its row, and distinguishes rows of several files.

@@ -93,7 +93,7 @@ def find_cautions(
     traits: Traits,
     short_form: ShortForm,
     *,
-    needs_names: bool = False,
+    needs_names: bool,
 ) -> Iterator[str]:
     """Yield facts that are not faults but matter for training. `needs_names`: see `TemplateTraits`."""
     if needs_names:

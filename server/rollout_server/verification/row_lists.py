@@ -56,7 +56,7 @@ class SampleRow:
         return SampleFinding(kind, self.raw.location, text, name, index)
 
 
-def read_lists(raw: RawRow, vocabulary: int = 0) -> tuple[SampleRow | None, list[SampleFinding]]:
+def read_lists(raw: RawRow, vocabulary: int) -> tuple[SampleRow | None, list[SampleFinding]]:
     """Return the row with valid lists, and the findings. The row is None if a finding makes further checks meaningless.
 
     Args:
@@ -85,7 +85,7 @@ def _list(value: object) -> list[int]:
     return value if isinstance(value, list) else []
 
 
-def wrong_ids(ids: Sequence[object], vocabulary: int = 0) -> list[int]:
+def wrong_ids(ids: Sequence[object], vocabulary: int) -> list[int]:
     """Return the indexes of the values that are no token ids: no integer, negative, above 2^31-1 or beyond the vocabulary."""
     largest = min(vocabulary - 1, LARGEST_ID) if vocabulary else LARGEST_ID
     if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= largest):  # type: ignore[type-var, operator]

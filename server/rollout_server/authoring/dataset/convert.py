@@ -29,9 +29,7 @@ class SizedRow:
     size: int
 
 
-def convert_rows(
-    rows: Iterable[SourceRow], columns: DatasetColumns, system_prompt: str | None = None
-) -> Iterator[SizedRow]:
+def convert_rows(rows: Iterable[SourceRow], columns: DatasetColumns, system_prompt: str | None) -> Iterator[SizedRow]:
     """Convert rows as they are read.
 
     Args:

@@ -57,9 +57,9 @@ COMPLETIONS: Final = EndpointNames()
 
 
 def engine_failure(
-    response: HttpResponse, turn: int, secrets: Sequence[str], hint: str = "", names: EndpointNames = COMPLETIONS
+    response: HttpResponse, turn: int, secrets: Sequence[str], hint: str, names: EndpointNames
 ) -> Failure:
-    """Return the failure for a status other than 200, or for an error body. `hint` replaces the default hint of the status."""
+    """Return the failure for a status other than 200, or for an error body. `hint` replaces that of the status."""
     message, source = error_text(response, secrets), FailureClass.ENGINE
     hint = hint or names.hint(response.status)
     if exceeds_context(response):

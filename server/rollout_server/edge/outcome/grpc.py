@@ -32,7 +32,7 @@ _TRIED_AGAIN = frozenset(
 class GrpcCourier:
     """Delivers outcomes over gRPC. `timeout` is in seconds, for one attempt."""
 
-    def __init__(self, channels: Channels, timeout: float = 60.0) -> None:
+    def __init__(self, channels: Channels, timeout: float) -> None:
         self._channels = channels
         self._timeout = timeout
 

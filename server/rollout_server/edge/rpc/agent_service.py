@@ -60,7 +60,7 @@ class AgentService(agent_service_pb2_grpc.AgentServiceServicer):
         registry: RolloutRegistry,
         keys: ModelKeys,
         tokenizers: Tokenizers,
-        count_call: Callable[[str], None] = lambda result: None,
+        count_call: Callable[[str], None],
     ) -> None:
         self._registry = registry
         self._count_call = count_call

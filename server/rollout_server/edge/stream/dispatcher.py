@@ -45,7 +45,7 @@ class Dispatcher:
         registry: RolloutRegistry,
         streams: Streams,
         violations: Callable[[StartRequest], Sequence[Violation]],
-        ignored: Callable[[], None] = lambda: None,
+        ignored: Callable[[], None],
     ) -> None:
         self.registry = registry
         self.streams = streams

@@ -49,7 +49,7 @@ class Streams:
     `server_id` begins the streams' ids, as it begins uids.
     """
 
-    def __init__(self, limits: StreamLimits, server_id: str = "") -> None:
+    def __init__(self, limits: StreamLimits, server_id: str) -> None:
         self.limits = limits
         self._server_id = server_id
         self._streams: dict[str, TrainerStream] = {}

@@ -92,8 +92,8 @@ class Tracing:
         tracer: trace.Tracer,
         meters: Meters | None,
         *,
-        own: ChildTracer | None = None,
-        records: bool = True,
+        own: ChildTracer | None,
+        records: bool,
         captures: bool,
     ) -> None:
         self.tracer = tracer

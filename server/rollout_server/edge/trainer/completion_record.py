@@ -20,7 +20,7 @@ def completion_record(
     completion: ChatCompletion | Completion,
     attempts: int,
     elapsed_ms: float,
-    warnings: Iterable[tuple[str, str]] = (),
+    warnings: Iterable[tuple[str, str]],
 ) -> Answered:
     """Return the record of a completion. It holds only what the trainer or the engine reported."""
     return Answered(

@@ -89,7 +89,7 @@ def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
     )
 
 
-def segment_to_proto(segment: Segment, reward: float | None = None) -> token_pb2.Segment:
+def segment_to_proto(segment: Segment, reward: float | None) -> token_pb2.Segment:
     """Return the proto of a segment with its spans."""
     return token_pb2.Segment(
         id=segment.id,

@@ -80,15 +80,15 @@ def run_forever(loop: asyncio.AbstractEventLoop) -> None:
             _log_exit(error)
 
 
-async def end_tasks(seconds: float = GRACE_SECONDS) -> Collection[asyncio.Task[Any]]:
-    """Cancel all tasks but the current one, wait `seconds` for them, and return and log those that still run."""
+async def end_tasks() -> Collection[asyncio.Task[Any]]:
+    """Cancel all tasks but the current one, wait `GRACE_SECONDS` for them, and return and log those that still run."""
     own = asyncio.current_task()
     loop = asyncio.get_running_loop()
     tasks = asyncio.all_tasks() - {own}
     for task in tasks:
         task.cancel()
     generators = loop.create_task(loop.shutdown_asyncgens(), name="end of asynchronous generators")
-    await asyncio.wait({*tasks, generators}, timeout=seconds)
+    await asyncio.wait({*tasks, generators}, timeout=GRACE_SECONDS)
     left = asyncio.all_tasks() - {own}
     for task in left:
         text = "%s ignores its cancellation%s; the program exits without it"

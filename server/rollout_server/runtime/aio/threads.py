@@ -21,9 +21,8 @@ class Threads(ThreadPoolExecutor):
     work. The class extends ThreadPoolExecutor because event loops accept no other type.
     """
 
-    def __init__(self, most: int = _MOST) -> None:
-        super().__init__(most)
-        self._most = most
+    def __init__(self) -> None:
+        super().__init__(_MOST)
         self._running = 0
         self._lock = Lock()
         self._jobs: deque[Callable[[], None]] = deque()
@@ -38,7 +37,7 @@ class Threads(ThreadPoolExecutor):
             self._jobs.append(partial(_perform, future, partial(fn, *args, **kwargs)))
             # Decided under the lock that `_work` holds when it finds no job and ends. A job is therefore never left without a
             # thread.
-            starts = self._running < self._most
+            starts = self._running < _MOST
             self._running += starts
         if starts:
             Thread(target=self._work, name="plain function", daemon=True).start()

@@ -78,7 +78,7 @@ def interrupted_text(obstacle: str) -> str:
     return f"the server stopped while the rollout ran; {obstacle}; start it again"
 
 
-def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool, request_id: str = "") -> None:
+def check_resumable(spec: Spec, agent: AgentProtocol, *, durable: bool, request_id: str) -> None:
     """Raise `NotPossible` for a request that demands to be resumed and never could be. `durable`: the server has a journal."""
     if spec.on_interrupt is not InterruptPolicy.RESUME:
         return

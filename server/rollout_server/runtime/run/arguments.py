@@ -194,7 +194,7 @@ def fork_kind(options: ForkOptions, messages: int | None) -> SegmentKind:
     return kind
 
 
-def fork_role(kind: SegmentKind, parent: Role, name: object, trainable: object, model: str | None = None) -> Role:
+def fork_role(kind: SegmentKind, parent: Role, name: object, trainable: object, model: str | None) -> Role:
     """Return the role of the new conversation; None for `name`, `trainable` or `model` keeps the default. Raise `AgentMistake`.
 
     A subagent of a further model has its name as role and does not train, unless declared otherwise.

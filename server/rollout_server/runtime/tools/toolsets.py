@@ -78,7 +78,7 @@ class Toolsets:
         finally:
             await own.close()
 
-    def of_rollout(self, caller: ToolsetCaller, before_use: BeforeUse | None = None) -> RolloutToolsets:
+    def of_rollout(self, caller: ToolsetCaller, before_use: BeforeUse) -> RolloutToolsets:
         """Return the sessions of one rollout. They have to be closed."""
         return RolloutToolsets(self, caller, self._shared, before_use)
 
