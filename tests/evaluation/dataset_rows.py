@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollout_server.authoring.dataset import DatasetRow, read_rows
+from rollout_server.authoring.dataset import DatasetRow
+
+from tests.support.datasets import read_rows
 
 
 def rows_of(folder: Path, *columns: Mapping[str, Any]) -> list[DatasetRow]:

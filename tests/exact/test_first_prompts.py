@@ -25,13 +25,13 @@ from rollout_client import (
 )
 from rollout_server import Agent, Request, tool
 from rollout_server.app import Server
-from rollout_server.authoring.dataset import read_rows
 from rollout_server.calculator import Calculator, add, multiply
 from rollout_server.runtime.ports import Tool
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 
 from tests.exact.families import Family, families
 from tests.hostile.templates import conversations, grammar
+from tests.support.datasets import read_rows
 from tests.support.engine_model import EngineModel
 from tests.support.engines import MODEL, Engine, SglangEngine, VllmEngine
 from tests.support.engines import serving as serving_engine

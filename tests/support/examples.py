@@ -14,9 +14,11 @@ from typing import Any
 import typer
 from rollout_server import Agent, Run
 from rollout_server.authoring.agent_loader import find_agents
-from rollout_server.authoring.dataset import DatasetRow, read_rows
+from rollout_server.authoring.dataset import DatasetRow
 from rollout_server.cli.commands import app
 from rollout_server.cli.flags import CompletionFlags, pick_flags
+
+from tests.support.datasets import read_rows
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/agent.py"))

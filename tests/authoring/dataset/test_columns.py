@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.authoring.dataset import DatasetOptions, column_names, read_dataset, read_rows
+from rollout_server.authoring.dataset import DatasetOptions, column_names, read_dataset
 
 from tests.authoring.dataset.test_formats import json_lines, parquet
+from tests.support.datasets import read_rows
 
 QUESTION = [{"role": "user", "content": "What is 1 plus 1?"}]
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.authoring.dataset import read_rows
+
+from tests.support.datasets import read_rows
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "datasets"
 LONG = "long " * 60_000

@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rollout_server import Image
 from rollout_server.authoring.author_traceback import AuthorError
-from rollout_server.authoring.dataset import read_rows
 from rollout_server.authoring.dataset.prompt import (
     MAX_IMAGE_BYTES,
     MAX_MESSAGES,
@@ -22,6 +21,7 @@ from rollout_server.authoring.dataset.prompt import (
 )
 
 from tests.authoring.dataset.test_formats import json_lines, parquet
+from tests.support.datasets import read_rows
 
 PNG = b"\x89PNG\r\n\x1a\nrest"
 JPEG = b"\xff\xd8\xffrest"

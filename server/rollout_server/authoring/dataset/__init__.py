@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_server.authoring.dataset.columns import DatasetColumns, column_names
-from rollout_server.authoring.dataset.reader import Dataset, DatasetOptions, read_dataset, read_rows
+from rollout_server.authoring.dataset.reader import Dataset, DatasetOptions, read_dataset
 from rollout_server.authoring.dataset.row import DatasetRow
 
 __all__ = [
@@ -13,5 +13,4 @@ __all__ = [
     "DatasetRow",
     "column_names",
     "read_dataset",
-    "read_rows",
 ]

@@ -96,11 +96,6 @@ def read_dataset(source: Path | Agent, options: DatasetOptions = DatasetOptions(
     return Dataset(name, chosen, columns, options)
 
 
-def read_rows(path: Path, names: Mapping[str, str] | None = None) -> Sequence[DatasetRow]:
-    """Read all rows of a file or a directory. `names` and errors are those of `read_dataset`."""
-    return read_dataset(path, DatasetOptions(names or {})).rows
-
-
 def _open(source: Path | Agent, split: str) -> tuple[str, Iterator[SourceRow]]:
     """Return the name of a dataset and its rows."""
     if isinstance(source, Path):
