@@ -48,6 +48,7 @@ from rollout_server.edge.tokens.turn_boundary import (
     new_mark,
     repeats_completion,
     text_after_completion,
+    try_render,
     unseen_messages,
 )
 from rollout_server.runtime.errors import RolloutFailed
@@ -297,16 +298,10 @@ class Renderer:
         """
         end = f"{found.space}{found.stop.text if found.stop else ''}{found.text}"
         for alternatives in self._proof.variations(fields, answered):
-            text = next(filter(None, map(self._try_render, alternatives)), None)
+            text = next(filter(None, (try_render(self._render, each) for each in alternatives)), None)
             if text is not None and not text.endswith(end):
                 return False
         return True
-
-    def _try_render(self, messages: Sequence[Fields]) -> str | None:
-        try:
-            return self._render(messages, True)
-        except RolloutFailed:
-            return None
 
     def _full_turn(self, turn: TurnToRender, fields: Sequence[Fields]) -> RenderedTurn:
         """Render the whole conversation. The text of the last prompt is reused if the previous turn was rendered in full."""
