@@ -91,7 +91,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
 test-quick: setup ## Run the tests of core, runtime and agents (under a minute)
 	$(PYTEST) -m "not heavy" tests/core tests/runtime tests/agent
 
-test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run the tests that a change must pass (18 minutes on two cores)
+test: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run the tests that a change must pass (20 minutes on two cores)
 	$(PYTEST) -m "not heavy"
 
 test-all: setup .venv-protos/.ready .venv-templates/.ready .venv-clients/.ready ## Run all tests: before a release (45 minutes on two cores)

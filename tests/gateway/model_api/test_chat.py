@@ -135,9 +135,17 @@ async def test_a_stream_adds_up_to_the_response(endpoint: ModelGateway, usage: b
     await endpoint.confirmed("cmp1")
 
 
-async def test_a_maximum_that_is_too_large_is_not_told_to_be_more(endpoint: ModelGateway) -> None:
-    response = await endpoint.post(PATH, BODY | {"max_tokens": 2**32})
-    assert response.json()["error"]["message"] == "max_tokens: must be from 1 to 4294967295"
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"max_tokens": 2**32}, "max_tokens: must be from 1 to 4294967295"),
+        ({"stop": 5}, "stop: must be a string or a list of strings"),
+        ({"stop": ["a", 5]}, "stop: must be a string or a list of strings"),
+    ],
+)
+async def test_an_error_says_what_a_value_may_be(endpoint: ModelGateway, more: Any, message: str) -> None:
+    response = await endpoint.post(PATH, BODY | more)
+    assert response.json()["error"]["message"] == message
 
 
 @pytest.mark.parametrize(
