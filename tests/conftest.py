@@ -43,8 +43,9 @@ HEAVY = re.compile(
     | edge/rpc/test_survival\.py::test_a_thousand\w* | evaluation/test_report\.py::test_of_very_many\w*
     | authoring/test_ending\.py::test_(?:every_rollout|nothing_that|two_hundred)\w*
     | client/trainer/test_(?:stale|policy)\.py::test_(?:random|no_call)\w*        # hundreds of rollouts
-    | exact/test_planted_faults\.py | durability/test_checks\.py | simulator/test_simulator\.py::test_a_planted\w*  # tests of tests
-    | exact/test_(?:fifty_turns_in_streams\.py|trl_templates\.py::\w+\[apart-\w+\])    # the mixed conversation has both kinds
+    | exact/test_planted_faults\.py | durability/test_checks\.py | simulator/test_simulator\.py::test_a_planted\w*  # test tests
+    | exact/test_trl_templates\.py::\w+\[apart-\w+\]                          # the mixed conversation has turns of both kinds
+    | exact/test_fifty_turns_in_streams\.py                                 # as over HTTP and in token mode
     | tokencheck/test_planted\.py::test_(?:thinking|results_need|the_date|a_template_that|what_a_template|a_count)\w*
     | clients/test_programs\.py::test_a_program\w+\[(?:langgraph|openai|pydantic_ai)_agents?[\w-]*\]  # slow imports
     | clients/test_(?:programs\.py::test_(?:smolagents|two_processes|a_program_calls)\w* | heartbeats\.py)

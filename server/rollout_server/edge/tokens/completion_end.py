@@ -123,13 +123,15 @@ def _closing(loaded: LoadedTokenizer, found: EnvironmentText, stop: StopToken, l
     was_cut = last.finish_reason == "length" or (stop.opens_next and len(own) < len(written))
     if not found.space or not was_cut:
         return alone
-    text = loaded.decode_exactly(own[-_MOST:])
-    said = text.rstrip().lstrip("\ufffd")  # the first of these tokens may begin within a character
+    # The first of these tokens may begin within a character.
+    text = loaded.decode_exactly(own[-_MOST:]).lstrip("\ufffd")
+    said = text.rstrip()
     if not said or not found.shown.endswith(said[-_MOST:]):
         return alone
-    space = text[len(text.rstrip()) :]
-    has = next(length for length in range(len(found.space), -1, -1) if space.endswith(found.space[:length]))
-    closing = loaded.encode(found.space[has:] + stop.text)
+    space = text[len(said) :]
+    lengths = range(len(found.space), -1, -1)
+    missing = next(found.space[length:] for length in lengths if space.endswith(found.space[:length]))
+    closing = loaded.encode(missing + stop.text)
     return closing if closing[-1:] == alone else alone
 
 
