@@ -13,10 +13,10 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, SamplingResult
-from opentelemetry.trace import Link, SpanKind, Status, StatusCode
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased, Sampler, SamplingResult
+from opentelemetry.trace import SpanKind, Status, StatusCode
 from rollout_server.edge.tracing import sdk
-from rollout_server.edge.tracing.child_spans import ChildSpan, ChildTracer, child_tracer
+from rollout_server.edge.tracing.child_spans import ChildTracer, child_tracer
 from rollout_server.edge.tracing.tracing import Tracing
 from rollout_server.testing.script import Script
 
@@ -66,64 +66,54 @@ def own_tracer(provider: TracerProvider, processor: SynchronousMultiSpanProcesso
     return tracer
 
 
-def shown(span: ReadableSpan) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(span.to_json())
-    del found["context"]["span_id"]
-    return found
+def equals(*spans: ReadableSpan) -> bool:
+    """Whether spans are exported alike, except for their ids and the time of their start."""
+    first, second = (json.loads(span.to_json()) for span in spans)
+    for found in (first, second):
+        del found["context"]["span_id"], found["start_time"]
+    return bool(first == second)
 
 
 @given(attributes, st.lists(operations, max_size=8))
 def test_they_equal_those_of_the_sdk(first: dict[str, Any], done: list[tuple[Any, ...]]) -> None:
     provider, processor, exporter = provided()
-    above = trace.set_span_in_context(provider.get_tracer(*SCOPE).start_span("above"))
-    for tracer in (provider.get_tracer(*SCOPE), own_tracer(provider, processor)):
-        span = tracer.start_span("chat", above, SpanKind.CLIENT, first, start_time=3)
+    above, begun = provider.get_tracer(*SCOPE).start_span("above"), {"first": "x"}
+    theirs = provider.get_tracer(*SCOPE).start_span("chat", trace.set_span_in_context(above), SpanKind.CLIENT, begun)
+    ours = own_tracer(provider, processor).start(above, lambda: ("chat", SpanKind.CLIENT, dict(begun)))
+    for span in (theirs, ours):
+        span.set_attributes(first)
         for name, *arguments in done:
             getattr(span, name)(*arguments)
         span.end(300)
         assert not span.is_recording()
-    assert isinstance(span, ChildSpan)
-    theirs, ours = map(shown, exporter.get_finished_spans())
-    assert ours == theirs
+    assert equals(*exporter.get_finished_spans())
 
 
-def test_others_are_of_the_sdk() -> None:
-    """Without a parent, below a span of another process, and with links."""
+@given(
+    st.lists(st.sampled_from(["update_name", "set_attribute", "name", "attributes", "get_span_context"]), max_size=4)
+)
+def test_it_is_described_when_it_is_first_read_and_only_then(done: list[str]) -> None:
     provider, processor, exporter = provided()
-    tracer = own_tracer(provider, processor)
-    remote = trace.set_span_in_context(trace.NonRecordingSpan(ELSEWHERE))
-    linked = trace.set_span_in_context(tracer.start_span("above"))
-    spans = (
-        tracer.start_span("root"),
-        tracer.start_span("below", remote),
-        tracer.start_span("l", linked, links=[Link(ELSEWHERE)]),
+    described = list[str]()
+
+    def describe() -> tuple[str, SpanKind, dict[str, Any]]:
+        described.append("once")
+        return "chat", SpanKind.CLIENT, {"first": 1}
+
+    span = own_tracer(provider, processor).start(
+        provider.get_tracer(*SCOPE).start_span("above"),
+        describe,
     )
-    for span in spans:
-        assert not isinstance(span, ChildSpan)
-        span.end()
-    with tracer.start_as_current_span("current"):
-        assert trace.get_current_span().is_recording()
-    assert [span.name for span in exporter.get_finished_spans()] == ["root", "below", "l", "current"]
-
-
-def test_below_what_is_not_sampled_is_no_new_span() -> None:
-    provider, processor, exporter = provided(ALWAYS_OFF)
-    tracer = own_tracer(provider, processor)
-    above = tracer.start_span("above")
-    span = tracer.start_span("below", trace.set_span_in_context(above))
+    for name in done:
+        value = getattr(span, name)
+        if callable(value):
+            value(*{"update_name": ("new",), "set_attribute": ("second", 2)}.get(name, ()))
+    assert len(described) == (not {"get_span_context"}.issuperset(done))
     span.end()
-    assert (span is above, above.get_span_context().trace_flags.sampled, exporter.get_finished_spans()) == (
-        True,
-        False,
-        (),
-    )
-
-
-def test_the_sampler_decides_below_a_span_of_another_process() -> None:
-    provider, processor, exporter = provided()
-    remote = trace.set_span_in_context(trace.NonRecordingSpan(ELSEWHERE))
-    own_tracer(provider, processor).start_span("below", remote).end()
-    assert [span.name for span in exporter.get_finished_spans()] == ["below"]
+    (shown,) = exporter.get_finished_spans()
+    assert shown.name == ("new" if "update_name" in done else "chat")
+    assert shown.attributes == {"first": 1, **({"second": 2} if "set_attribute" in done else {})}
+    assert described == ["once"]
 
 
 class Picky(Sampler):
@@ -141,9 +131,9 @@ def limit(patch: pytest.MonkeyPatch) -> Sampler:
     return ALWAYS_ON
 
 
-def take_no_scope(patch: pytest.MonkeyPatch) -> Sampler:
-    """An SDK whose spans are made of other parts."""
-    patch.setattr(ReadableSpan, "__init__", lambda self, name, context, parent: None)
+def read_the_scope_elsewhere(patch: pytest.MonkeyPatch) -> Sampler:
+    """An SDK that has another name for a field of all spans."""
+    patch.setattr(ReadableSpan, "instrumentation_scope", property(lambda self: self._scope))
     return ALWAYS_ON
 
 
@@ -153,7 +143,7 @@ def keep_the_end_elsewhere(patch: pytest.MonkeyPatch) -> Sampler:
     return ALWAYS_ON
 
 
-@pytest.mark.parametrize("differ", [limit, take_no_scope, keep_the_end_elsewhere, lambda patch: Picky()])
+@pytest.mark.parametrize("differ", [limit, read_the_scope_elsewhere, keep_the_end_elsewhere, lambda patch: Picky()])
 def test_where_they_could_differ_there_are_none(
     monkeypatch: pytest.MonkeyPatch, differ: Callable[[pytest.MonkeyPatch], Sampler]
 ) -> None:
@@ -165,22 +155,31 @@ def test_where_they_could_differ_there_are_none(
 async def test_a_rollout_that_is_not_sampled_has_one_span_that_is_not_recorded(
     no_sdk: None, monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
-    started, start = list[str](), Tracing.start
-    monkeypatch.setattr(
-        Tracing, "start", lambda self, parent, name, *a: started.append(name) or start(self, parent, name, *a)
-    )
     provider, processor, exporter = provided(ParentBased(ALWAYS_ON))
+    started = list[str]()
+
+    def count(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def counted(*given: Any) -> Any:
+            started.append(name)
+            return method(*given)
+
+        monkeypatch.setattr(owner, name, counted)
+
     sdk._PROCESSORS[provider] = processor
     trace.set_tracer_provider(provider)
     async with stage(script=Script((calls(("add", '{"a": 1, "b": 2}')), DONE))) as here:
+        count(Tracing, "_begin")
+        count(ChildTracer, "start")
         metadata = (("traceparent", CALLER[:-2] + f"{sampled:02x}"),)
         await here.wait((await here.stub.StartRollout(here.request(), metadata=metadata)).rollout.uid)
         sent = {each.metadata["traceparent"] for each in here.trainer.completions}
     assert {header[3:35] for header in sent} == {CALLER[3:35]}
     if sampled:
-        assert sorted(started) == ["chat", "chat", "execute_tool add", "invoke_agent calculator"]
+        assert started == ["_begin", "start", "start", "start"]
         assert (len(sent), len(exporter.get_finished_spans())) == (2, 4)
     else:
-        assert started == ["invoke_agent calculator"]
+        assert started == ["_begin"]
         (header,) = sent
         assert (header[-3:], exporter.get_finished_spans()) == ("-00", ())

@@ -112,6 +112,17 @@ async def test_cancelled(exported: Exported) -> None:
     check("cancelled", exported.spans)
 
 
+async def test_while_it_runs_what_has_ended_is_exported(exported: Exported) -> None:
+    script = Script((calls(("add", '{"a": 1, "b": 2}')), Fault(kind=FaultKind.SILENCE)), repeat_last=True)
+    async with stage(script=script) as here:
+        uid = await here.start()
+        await ended(exported, 1, "execute_tool")
+        assert [span.name for span in exported.spans] == ["chat", "execute_tool add"]
+        assert exported.points["gen_ai.execute_tool.duration"][0].count == 1
+        await here.stub.CancelRollouts(pb.CancelRolloutsRequest(selection=pb.Selection(uids=[uid])))
+        await here.wait(uid)
+
+
 async def test_time_limit(exported: Exported) -> None:
     async with stage(script=SILENT) as here:
         outcome = await here.run(limits=spec_pb2.Limits(time=seconds(0.3)))

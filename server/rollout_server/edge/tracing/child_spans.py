@@ -1,29 +1,25 @@
 """Spans of completions and tool calls at a fraction of the SDK's price, for the provider that this server has set up itself.
 
 A span of the SDK cleans, copies and locks its attributes again and again. Those of this module clean only what others set, and the
-same processors get them as they are. A span is one of them if its parent is recorded in this process: it is sampled then, and its
-flags and state are the parent's. Below a span that this process did not sample there is no new one: the parent stands for it. All
-others are the SDK's.
+same processors get them as they are. A span may be one of them if its parent is recorded in this process: it is sampled then, and
+its flags and state are the parent's.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import time_ns
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from opentelemetry import trace
 from opentelemetry.attributes import BoundedAttributes
-from opentelemetry.context import Context
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode
 from opentelemetry.util.types import Attributes, AttributeValue
-
-from rollout_server.edge.tracing.propagation import is_dropped
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SynchronousMultiSpanProcessor, TracerProvider
@@ -33,41 +29,50 @@ _MOST: Final = 128
 _PLAIN: Final = frozenset({str, bool, int, float, tuple})
 _NAMES: Final = frozenset({str})
 _UNSET: Final = Status()
+_DESCRIBED: Final = frozenset({"_name", "_kind", "_attributes"})
+Describe: TypeAlias = Callable[[], tuple[str, SpanKind, dict[str, Any]]]
 
 
 class ChildSpan(ReadableSpan, Span):
     """A span whose parent is recorded in this process. Processors get the span itself, which does not change after its end.
 
+    It begins with its ids and its time only. The rest is made when somebody reads or sets it, which usually is after its end.
+
     Args:
-        name: of the span.
-        ids: its own and those of its parent.
-        kind: of the span.
-        started: Unix time in ns; None: now.
-        attributes: which need no cleaning; the span keeps this dict.
+        above: the ids of its parent.
         tracer: exports the span at its end.
+        describe: returns name, kind and attributes, which need no cleaning; the span keeps this dict.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ids: tuple[SpanContext, SpanContext],
-        kind: SpanKind,
-        started: int | None,
-        attributes: dict[str, Any],
-        tracer: ChildTracer,
-    ) -> None:
-        super().__init__(
-            name,
-            *ids,
-            resource=tracer.resource,
-            attributes=attributes,
-            kind=kind,
-            status=_UNSET,
-            start_time=started or time_ns(),
-            instrumentation_scope=tracer.scope,
-        )
-        self.kept = attributes
+    # What a span has until something sets it. The fields have the names that the SDK's methods and properties read.
+    _instrumentation_info = None
+    _parent: SpanContext
+    _attributes: dict[str, Any]
+    _end_time: int | None = None
+    _events: Sequence[Event] = ()
+    _links: Sequence[Link] = ()
+    _status = _UNSET
+
+    def __init__(self, above: SpanContext, tracer: ChildTracer, describe: Describe) -> None:
+        self._parent = above
+        self._id = tracer.new_id()
+        self._start_time = time_ns()
         self._tracer = tracer
+        self._resource = tracer.resource
+        self._instrumentation_scope = tracer.scope
+        self._describe: Describe | None = describe
+
+    def __getattr__(self, field: str) -> Any:
+        """Make a field that is read for the first time."""
+        if field == "_context":
+            above = self._parent
+            self._context = SpanContext(above.trace_id, self._id, False, above.trace_flags, above.trace_state)
+        elif field in _DESCRIBED and self._describe is not None:
+            self._name, self._kind, self._attributes = self._describe()
+            self._describe = None
+        else:
+            raise AttributeError(f"{type(self).__name__} has no attribute {field!r}")
+        return self.__dict__[field]
 
     def get_span_context(self) -> SpanContext:
         """Return its ids."""
@@ -84,7 +89,11 @@ class ChildSpan(ReadableSpan, Span):
     def set_attributes(self, attributes: Any) -> None:
         """Set attributes. What is none is converted or left out, as the SDK does."""
         if self._end_time is None:
-            _set(self.kept, attributes)
+            _set(self._attributes, attributes)
+
+    def add(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes that need no cleaning, while it is open."""
+        self._attributes.update(attributes)
 
     def add_event(self, name: str, attributes: Attributes = None, timestamp: int | None = None) -> None:
         """Add an event."""
@@ -98,7 +107,7 @@ class ChildSpan(ReadableSpan, Span):
 
     def update_name(self, name: str) -> None:
         """Change the name."""
-        if self._end_time is None:
+        if self._end_time is None and self._name != name:  # a name that is not read first would be made later
             self._name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
@@ -131,12 +140,12 @@ class ChildSpan(ReadableSpan, Span):
             self._tracer.export(self)
 
 
-class ChildTracer(trace.Tracer):
-    """Starts spans of a provider: cheap ones where possible, otherwise those of its own tracer.
+class ChildTracer:
+    """Starts the cheap spans of a provider.
 
     Args:
         provider: the provider.
-        export: is called with each cheap span that has ended.
+        export: is called with each span that has ended.
         scope: name, version and schema of the instrumented library.
     """
 
@@ -146,42 +155,11 @@ class ChildTracer(trace.Tracer):
         self.resource = provider.resource
         self.scope = InstrumentationScope(*scope)
         self.export = export
-        self._new_id = provider.id_generator.generate_span_id
-        self._tracer = provider.get_tracer(*scope)
+        self.new_id = provider.id_generator.generate_span_id
 
-    def start_span(
-        self,
-        name: str,
-        context: Context | None = None,
-        kind: SpanKind = SpanKind.INTERNAL,
-        attributes: Attributes = None,
-        links: Sequence[Link] | None = None,
-        start_time: int | None = None,
-        *further: bool,
-        **named: bool,
-    ) -> Span:
-        """Start a span."""
-        above = trace.get_current_span(context)
-        if not above.is_recording() or links:
-            if is_dropped(above):
-                return above
-            return self._tracer.start_span(name, context, kind, attributes, links, start_time, *further, **named)
-        span = self.start_below(above, name, kind, {}, start_time)
-        if attributes:
-            _set(span.kept, attributes)
-        return span
-
-    def start_below(
-        self, above: Span, name: str, kind: SpanKind, attributes: dict[str, Any], start_time: int | None = None
-    ) -> ChildSpan:
-        """Start a span below one that is recorded, with attributes that need no cleaning. The span keeps this dict."""
-        parent = above.get_span_context()
-        ids = SpanContext(parent.trace_id, self._new_id(), False, parent.trace_flags, parent.trace_state)
-        return ChildSpan(name, (ids, parent), kind, start_time, attributes, self)
-
-    def start_as_current_span(self, *given: Any, **named: Any) -> Any:
-        """Start a span of the SDK and make it the current one."""
-        return self._tracer.start_as_current_span(*given, **named)
+    def start(self, above: Span, describe: Describe) -> ChildSpan:
+        """Start a span below one that is recorded. See `ChildSpan`."""
+        return ChildSpan(above.get_span_context(), self, describe)
 
 
 def child_tracer(
@@ -199,22 +177,27 @@ def child_tracer(
 
 
 def _are_shown(provider: TracerProvider, scope: tuple[str, str, str]) -> bool:
-    """Return whether exporters see what a span sets: the fields for it have no public names."""
-    ids, ended = (trace.INVALID_SPAN_CONTEXT, trace.INVALID_SPAN_CONTEXT), list[ReadableSpan]()
+    """Return whether exporters see what a span has: the fields for it have no public names."""
+    above, ended = trace.SpanContext(1, 2, is_remote=False), list[ReadableSpan]()
+    tracer = ChildTracer(provider, ended.append, scope)
     try:
-        span = ChildSpan("", ids, SpanKind.CLIENT, 1, {}, ChildTracer(provider, ended.append, scope))
+        span = tracer.start(trace.NonRecordingSpan(above), lambda: ("", SpanKind.CLIENT, {}))
         span.update_name("name")
         span.set_attribute("key", 1)
         span.add_event("event")
-        span.add_link(ids[0])
+        span.add_link(above)
         span.set_status(StatusCode.ERROR)
         span.end(2)
         (one,) = ended
-        shown = (one.name, one.attributes, len(one.events), len(one.links), one.status.status_code)
-        times = (one.start_time, one.end_time)
+        set_later = (one.name, one.attributes, len(one.events), len(one.links), one.status.status_code, one.end_time)
+        from_start = (one.kind, one.parent, one.context.trace_id, one.resource, one.instrumentation_scope)
+        begun = one.start_time is not None
     except (AttributeError, TypeError):
         return False
-    return (*shown, *times) == ("name", {"key": 1}, 1, 1, StatusCode.ERROR, 1, 2)
+    return begun and (*set_later, *from_start) == (
+        *("name", {"key": 1}, 1, 1, StatusCode.ERROR, 2),
+        *(SpanKind.CLIENT, above, 1, tracer.resource, tracer.scope),
+    )
 
 
 def _set(attributes: dict[str, Any], given: Any) -> None:

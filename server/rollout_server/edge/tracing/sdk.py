@@ -55,7 +55,7 @@ def current_tracing(version: str = "") -> Tracing | None:
 
     provider = trace.get_tracer_provider()
     own = _own_tracer(provider, version)
-    tracer = own or provider.get_tracer(SCOPE, version, SCHEMA_URL)
+    tracer = provider.get_tracer(SCOPE, version, SCHEMA_URL)
     histograms = _HISTOGRAMS.get(metrics.get_meter_provider())
     meters = Meters(metrics.get_meter(SCOPE, version, schema_url=SCHEMA_URL), histograms) if counts else None
     return Tracing(tracer, meters, own=own, records=records, captures=captures_content())
