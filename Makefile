@@ -172,12 +172,13 @@ test-clients: setup build/clis/.ready ## Run Codex, Claude Code and OpenCode on 
 		$(BIN)/python -m pytest -n 0 tests/clients/test_command_lines.py
 
 # Each environment runs the tests of its framework; the others are not collected. The server of the tests runs in .venv.
+# `make check` leaves heavy tests out: QUICK=1.
 ADAPTERS := -m pytest --confcutdir tests/adapters --ignore tests/adapters/test_scenarios.py -p no:cacheprovider -W ignore::pytest.PytestConfigWarning
 
 adapters: adapters-trl adapters-verl ## Run the adapters of rollout_client with TRL, OpenEnv and verl, each with the framework's own classes
 
 adapters-trl adapters-verl: adapters-%: setup .venv-%/.ready
-	PYTHONPATH=generated:gateway:server .venv-$*/bin/python $(ADAPTERS) tests/adapters
+	PYTHONPATH=generated:gateway:server .venv-$*/bin/python $(ADAPTERS) $(if $(QUICK),-m "not heavy") tests/adapters
 
 learn: setup .venv-trl/.ready ## A tiny model learns with TRL through the server, 5 minutes for one run (SEEDS="0 1", MASKS="right late early ones", STEPS=)
 	PYTHONPATH=generated:gateway .venv-trl/bin/python examples/learn --seeds $(or $(SEEDS),0) --masks $(or $(MASKS),right) $(if $(STEPS),--steps $(STEPS))
@@ -215,7 +216,7 @@ AGAIN := $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --
 # The browser comes over the network, so that it is installed beside the environments.
 check: ## Run the tests and checks that a change must pass (25 minutes on two cores)
 	@$(MAKE) --no-print-directory -j6 $(ENVIRONMENTS) browser
-	@$(MAKE) --no-print-directory -j2 --output-sync=target adapters types transformers4 oldest format lint deploy-checks
+	@$(MAKE) --no-print-directory -j2 --output-sync=target QUICK=1 adapters types transformers4 oldest format lint deploy-checks
 	@$(MAKE) --no-print-directory test || $(AGAIN)
 	@$(MAKE) --no-print-directory bench-quick
 

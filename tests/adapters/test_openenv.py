@@ -583,6 +583,7 @@ def test_the_worker_fails_with_the_reason(server: str, script: Script) -> None:
         worker.check_health(300)
 
 
+@pytest.mark.heavy  # another process imports all frameworks
 def test_the_rollouts_of_a_killed_worker_fail(server: str, tmp_path: Path) -> None:
     path = tmp_path / "sampled.jsonl"
     connect = partial(recorded_trainer, server, str(path), 3600)

@@ -576,7 +576,8 @@ t.trainer_of(rollouts, [t.row_of("parallel")], Path(directory), num_generations=
 """
 
 
-@pytest.mark.timeout(400)  # a second process imports all frameworks
+@pytest.mark.heavy  # another process imports all frameworks
+@pytest.mark.timeout(400)
 def test_a_trainer_that_is_killed_in_a_step(server: str, tmp_path: Path) -> None:
     """Its rollouts end as failures of the trainer, and the next process works."""
     command = [sys.executable, "-c", PROGRAM, server, str(tmp_path)]

@@ -23,7 +23,8 @@ def learn(results: Path, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
 
-@pytest.mark.timeout(300)  # 20 s of CPU, most of them to load libraries and to start a server
+@pytest.mark.heavy  # 20 s of CPU, most of them to load libraries and to start a server
+@pytest.mark.timeout(300)
 def test_every_mask_equals_the_ledger(tmp_path: Path) -> None:
     [done] = learn(tmp_path / "results.jsonl")
     assert done["rows"] == 2 * 8 * 8
@@ -42,7 +43,11 @@ def test_the_picture_and_the_table_are_those_of_the_results(tmp_path: Path) -> N
 def test_other_results_do_not_replace_the_published_picture() -> None:
     def drawn(*variables: str) -> list[str]:
         made = subprocess.run(
-            ["make", "-n", "learn-picture", *variables], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", "--no-print-directory", "learn-picture", *variables],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return made.stdout.splitlines()[-1].split()[-2:]
 

@@ -630,6 +630,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.heavy  # another process imports all frameworks
 @pytest.mark.timeout(300)
 def test_the_rollouts_of_a_killed_worker_end_and_a_new_worker_works(
     config: DictConfig, server: str, model: Path, entries: Path
