@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
         *_AUTHORS,
         "rollout_server.sdk",
         "rollout_server.app",
+        "rollout_server.serving",
         "rollout_server.settings",
         "rollout_gateway",
         THIRD,
@@ -159,12 +160,13 @@ ROOMS: dict[str, set[str]] = {
     # The composition root and the commands.
     "rollout_server.app": {ANYTHING},
     "rollout_server.assembly": {ANYTHING},
+    "rollout_server.serving": {ANYTHING},
     "rollout_server.network_exposure": {"rollout_server.edge.api_keys", "rollout_server.settings"},
     "rollout_server.embedded_gateway": {ANYTHING},
     "rollout_server.standalone_gateway": {ANYTHING},
     "rollout_server.cli": {ANYTHING},
     # The public names, and `serve`, which imports the composition root.
-    "rollout_server": {*_AUTHORS, "rollout_server.app"},
+    "rollout_server": {*_AUTHORS, "rollout_server.serving"},
     # The gateway only translates.
     "rollout_gateway": {
         "rollout_gateway",

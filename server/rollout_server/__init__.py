@@ -93,6 +93,7 @@ def serve(*agents: Agent, **settings: object) -> None:
         AgentFailed: if an agent's `start` raises; a subclass of RuntimeError.
         RuntimeError, OSError: if a port cannot be opened.
     """
-    from rollout_server import app  # imported late: it takes a second, and writing or testing an agent does not need it
+    # Imported late: it takes a second, and writing or testing an agent does not need it.
+    from rollout_server import serving
 
-    app.serve(*agents, **settings)
+    serving.serve(*agents, **settings)

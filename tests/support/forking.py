@@ -36,6 +36,7 @@ MODULES = (
     "rollout_server.cli.operate.serve",
     "rollout_server.edge.journal.journal",
     "rollout_server.embedded_gateway",
+    "rollout_server.serving",
     "rollout_server.tool_server.server",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_fast",

@@ -97,16 +97,16 @@ def _supervises(settings: dict[str, object], flags: ServeFlags) -> bool:
 
 
 def _serve(found: Sequence[Agent], settings: dict[str, object], output: JsonOutput) -> None:
-    from rollout_server import app  # imported late: gRPC is slow to import
     from rollout_server.calculator import Calculator
+    from rollout_server.serving import serve_with  # imported late: gRPC is slow to import
     from rollout_server.settings import load
 
     agents = found or [Calculator(delay=load(**settings).calculator_delay_seconds)]
 
-    def serving(server: Server) -> None:
+    def announce(server: Server) -> None:
         output.line(_serving_document(server.grpc_port, server.http_port, [agent.name for agent in agents]))
 
-    app.serve_with(agents, settings, serving)
+    serve_with(agents, settings, announce)
 
 
 def _serving_document(grpc_port: int, http_port: int, agents: Sequence[str]) -> dict[str, object]:

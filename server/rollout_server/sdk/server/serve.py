@@ -69,8 +69,8 @@ def serve_agent_loop(
     Raises `AgentLoopValidationError` for an invalid loop, `ServeError` for an unsupported option.
     """
     check_options("serve_agent_loop", options, ServeOptions)
-    from rollout_server import app  # imported late: gRPC is slow to import
     from rollout_server.sdk.server.app import settings_fields
+    from rollout_server.serving import serve  # imported late: gRPC is slow to import
     from rollout_server.settings import load
 
     if options.get("reload"):
@@ -86,7 +86,7 @@ def serve_agent_loop(
     if "targets" not in values and not load(**values).targets:
         values["targets"] = ANY_TARGET
     level = options.get("log_level", "info").lower()
-    app.serve(as_agent(agent_loop, debug_dir=directory), host=host, http_port=port, log_level=level, **values)
+    serve(as_agent(agent_loop, debug_dir=directory), host=host, http_port=port, log_level=level, **values)
 
 
 def validate_and_report(agent_loop: RolloutAgentLoop, *, verbose: bool = False) -> ValidationResult:
