@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -31,7 +31,28 @@ from rollout_server.core.record import (
     ToolReturned,
     ToolStarted,
 )
-from rollout_server.edge.journal import agent_records, turn_records
+from rollout_server.edge.journal.completions import read_completion, write_completion
+from rollout_server.edge.journal.record_fields import (
+    CALL,
+    CAPTURE,
+    DRIFT,
+    END,
+    EXCERPT,
+    MESSAGE,
+    MESSAGES,
+    OPTIONAL_NUMBER,
+    ORIGIN,
+    PARENT,
+    REWARD,
+    REWARD_RULE,
+    ROLE,
+    SAMPLING,
+    TEXT,
+    TEXTS,
+    USAGE,
+    WARNINGS,
+    FieldCodec,
+)
 from rollout_server.runtime.log import Entry
 
 
@@ -41,7 +62,7 @@ class RecordCodec:
 
     Args:
         field: the field of `Entry.record`.
-        write: fills the proto of this field from a record.
+        write: fills the empty proto of this field from a record.
         read: returns the record of the proto.
     """
 
@@ -50,26 +71,53 @@ class RecordCodec:
     read: Callable[[Any], Record]
 
 
+def _by_fields(kind: type[Any], field: str, **codecs: FieldCodec) -> RecordCodec:
+    """Return the codec of a dataclass. Its proto has fields of the same names, which are equal except those of `codecs`."""
+    equal = [each.name for each in fields(kind) if each.name not in codecs]
+
+    def write(record: Record, proto: Any) -> None:
+        for name in equal:
+            setattr(proto, name, getattr(record, name))
+        for name, codec in codecs.items():
+            codec.write(getattr(record, name), proto, name)
+
+    def read(proto: Any) -> Any:
+        values = {name: getattr(proto, name) for name in equal}
+        return kind(**values, **{name: codec.read(proto, name) for name, codec in codecs.items()})
+
+    return RecordCodec(field, write, read)
+
+
 CODECS: Final[Mapping[type, RecordCodec]] = MappingProxyType(
     {
-        Accepted: RecordCodec("accepted", agent_records.write_accepted, agent_records.read_accepted),
-        Asked: RecordCodec("asked", turn_records.write_request, turn_records.read_request),
-        Answered: RecordCodec("answered", turn_records.write_completion, turn_records.read_completion),
-        Appended: RecordCodec("appended", turn_records.write_appended, turn_records.read_appended),
-        ToolStarted: RecordCodec("tool_started", turn_records.write_tool_started, turn_records.read_tool_started),
-        ToolReturned: RecordCodec("tool_returned", turn_records.write_tool_returned, turn_records.read_tool_returned),
-        Forked: RecordCodec("forked", agent_records.write_fork, agent_records.read_fork),
-        GivenUp: RecordCodec("given_up", turn_records.write_given_up, turn_records.read_given_up),
-        CaptureSettled: RecordCodec("capture_settled", agent_records.write_capture, agent_records.read_capture),
-        Observed: RecordCodec("observed", agent_records.write_observed, agent_records.read_observed),
-        ModelCalled: RecordCodec("model_called", agent_records.write_model_call, agent_records.read_model_call),
-        Masked: RecordCodec("masked", turn_records.write_masked, turn_records.read_masked),
-        Rewarded: RecordCodec("rewarded", turn_records.write_rewarded, turn_records.read_rewarded),
-        SegmentOpened: RecordCodec("segment_opened", turn_records.write_segment, turn_records.read_segment),
-        DriftFound: RecordCodec("drift_found", turn_records.write_drift, turn_records.read_drift),
-        Note: RecordCodec("note", agent_records.write_note, agent_records.read_note),
-        Resumed: RecordCodec("resumed", agent_records.write_resumed, agent_records.read_resumed),
-        Ended: RecordCodec("ended", agent_records.write_end, agent_records.read_end),
+        Accepted: _by_fields(Accepted, "accepted"),
+        Asked: _by_fields(Asked, "asked", sampling=SAMPLING),
+        Answered: RecordCodec("answered", write_completion, read_completion),
+        Appended: _by_fields(Appended, "appended", messages=MESSAGES),
+        ToolStarted: _by_fields(ToolStarted, "tool_started", call=CALL),
+        ToolReturned: _by_fields(ToolReturned, "tool_returned", call=CALL, message=MESSAGE),
+        Forked: _by_fields(Forked, "forked", of=PARENT, origin=ORIGIN, messages=MESSAGES, tools=TEXTS, role=ROLE),
+        GivenUp: _by_fields(GivenUp, "given_up"),
+        CaptureSettled: _by_fields(CaptureSettled, "capture_settled", report=CAPTURE),
+        Observed: _by_fields(Observed, "observed", value_json=TEXT),
+        ModelCalled: _by_fields(
+            ModelCalled, "model_called", model=TEXT, message=MESSAGE, finish_reason=TEXT, usage=USAGE
+        ),
+        Masked: _by_fields(Masked, "masked", reason=TEXT),
+        Rewarded: _by_fields(Rewarded, "rewarded"),
+        SegmentOpened: _by_fields(SegmentOpened, "segment_opened", origin=ORIGIN),
+        DriftFound: _by_fields(DriftFound, "drift_found", drift=DRIFT, around=EXCERPT),
+        Note: _by_fields(Note, "note", code=TEXT, text=TEXT),
+        Resumed: _by_fields(Resumed, "resumed"),
+        Ended: _by_fields(
+            Ended,
+            "ended",
+            end=END,
+            reward_result=REWARD,
+            warnings=WARNINGS,
+            reward_rule=REWARD_RULE,
+            policy_step=OPTIONAL_NUMBER,
+        ),
     }
 )
 """Each class of records."""

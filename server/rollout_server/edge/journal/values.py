@@ -139,8 +139,9 @@ def read_usage(proto: pb.TokenUsage) -> tuple[int, int]:
 
 
 def write_excerpt(around: tuple[str, str], proto: pb.Excerpt) -> None:
-    """Write the expected and the reported text."""
-    proto.expected, proto.reported = map(encode_text, around)
+    """Write the expected and the reported text; nothing if both are empty."""
+    if around != ("", ""):
+        proto.expected, proto.reported = map(encode_text, around)
 
 
 def read_excerpt(proto: pb.Excerpt) -> tuple[str, str]:
