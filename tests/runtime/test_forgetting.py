@@ -131,7 +131,7 @@ async def test_what_finished_at_the_beginning_of_time_is_forgotten_too() -> None
         capacity=Capacity(finished_seconds=60),
         dependencies=RegistryDependencies(clock=Clock(lambda: now[0], lambda: now[0])),
     )
-    await outcome_of(roster.start(roster.admit(a_wish()))[0])
+    await outcome_of(roster.start(roster.admission.admit(a_wish()))[0])
     await asyncio.sleep(1)
     now[0] = EPOCH
     roster.forget()

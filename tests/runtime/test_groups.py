@@ -47,7 +47,7 @@ class Groups(RuntimeHarness):
     async def begin(self, wishes: Sequence[StartRequest], check: Check = accepting) -> list[bool]:
         """Start a group; return for each rollout whether it already existed."""
         self.scripts |= {wish.spec.rollout_id: Script(Say(seconds=FOREVER)) for wish in wishes}
-        taken = await self.roster.start_all([self.roster.admit(wish) for wish in wishes], check)
+        taken = await self.roster.start_all([self.roster.admission.admit(wish) for wish in wishes], check)
         self.rollouts += [rollout for rollout, found in taken if not found]
         return [found for _, found in taken]
 
@@ -124,7 +124,7 @@ async def test_a_large_group_is_admitted_with_the_work_of_one_rollout(monkeypatc
     monkeypatch.setattr(fingerprint, "_json", lambda text: parsed.append(text) or parse(text))
     (one,) = group(1, metadata_json='{"a": 1}')
     wishes = [replace(one, spec=replace(one.spec, group_index=k), request_id=f"g/{k}") for k in range(50)]
-    one_by_one = [world.roster.admit(wish) for wish in wishes]
+    one_by_one = [world.roster.admission.admit(wish) for wish in wishes]
     parsed.clear()
     assert world.roster.admission.admit_alike(wishes) == one_by_one
     assert len(parsed) < 10
@@ -147,7 +147,7 @@ async def test_what_the_caller_finds_wrong_forbids_it_too() -> None:
     with pytest.raises(NotPossible):
         await world.begin(group(3), refusing)
     with pytest.raises(InvalidRequest, match=r"spec\.tools"):
-        world.roster.admit(group(3)[0], (Violation("spec.tools", "are not served"),))
+        world.roster.admission.admit(group(3)[0], (Violation("spec.tools", "are not served"),))
     assert world.names == []
     await world.close()
 

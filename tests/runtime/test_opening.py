@@ -36,7 +36,7 @@ def unready_roster() -> RolloutRegistry:
 async def test_a_rollout_whose_sampler_cannot_be_opened_is_refused_or_ends() -> None:
     roster = unready_roster()
     try:
-        roster.start(roster.admit(a_wish("key", rollout_id="bad")))
+        roster.start(roster.admission.admit(a_wish("key", rollout_id="bad")))
     except OSError:
         assert [*roster.select(Selection(ME))] == []
     else:
@@ -48,7 +48,8 @@ async def test_a_sampler_that_cannot_be_opened_does_not_hold_the_queue() -> None
     roster = unready_roster()
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     rollouts = [
-        roster.start(roster.admit(StartRequest(a_spec(rollout_id=name), "me")))[0] for name in ("first", "bad", "last")
+        roster.start(roster.admission.admit(StartRequest(a_spec(rollout_id=name), "me")))[0]
+        for name in ("first", "bad", "last")
     ]
     await asyncio.sleep(60)
     assert [rollout.outcome is not None for rollout in rollouts] == [True, True, True]

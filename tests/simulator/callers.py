@@ -142,7 +142,7 @@ class Client:
         """Send the request. Return the uid if the acceptance was reported."""
         registry = self._life.registry
         try:
-            rollout, _ = registry.start(registry.admit(self._job.request))
+            rollout, _ = registry.start(registry.admission.admit(self._job.request))
             await asyncio.sleep(0)
             await registry.accept([rollout])
         except (Busy, Draining, Unavailable) as error:
@@ -210,7 +210,7 @@ class Client:
         if rollout is None or rollout.outcome is not None:
             return
         try:
-            self._life.registry.start(self._life.registry.admit(other))
+            self._life.registry.start(self._life.registry.admission.admit(other))
         except (Conflict, Busy, Draining, Unavailable):
             return
         self._world.laws.require(False, f"{uids[-1]}: its request id was accepted for another payload")

@@ -152,7 +152,7 @@ class RuntimeHarness:
 
     def wish(self, wish: StartRequest) -> tuple[Rollout, bool]:
         """Admit and start a request; return the rollout and whether it existed already."""
-        rollout, found = self.roster.start(self.roster.admit(wish))
+        rollout, found = self.roster.start(self.roster.admission.admit(wish))
         if not found:
             self.rollouts.append(rollout)
         return rollout, found

@@ -112,7 +112,7 @@ class Counted:
         rollout_id = f"r{len(self.rollouts) + 1}"
         self._answers[rollout_id] = answer
         made = Spec(rollout_id, (USER,), TARGET, **spec)  # type: ignore[arg-type]
-        rollout, _ = self.roster.start(self.roster.admit(StartRequest(made, "me")))
+        rollout, _ = self.roster.start(self.roster.admission.admit(StartRequest(made, "me")))
         self.rollouts.append(rollout)
         return rollout
 

@@ -101,7 +101,7 @@ async def test_nothing_of_a_request_shows() -> None:
     wish = StartRequest(
         world.start(done).spec, f"caller-{SECRET}", f"request-{SECRET}", credentials=Credentials(SECRET, SECRET, SECRET)
     )
-    rollout, _ = world.roster.start(world.roster.admit(wish))
+    rollout, _ = world.roster.start(world.roster.admission.admit(wish))
     await outcome_of(rollout)
     shown = world.exposed().text
     for text in (SECRET, rollout.uid, rollout.spec.rollout_id, TARGET.url, str(USER.fields()["content"])):

@@ -69,7 +69,9 @@ async def play() -> tuple[list[Outcome], Exposed, Table]:
             *(
                 outcome_of(
                     roster.start(
-                        roster.admit(StartRequest(Spec(f"r{n}", (USER,), target, tokenizer=TokenizerName("toy")), "me"))
+                        roster.admission.admit(
+                            StartRequest(Spec(f"r{n}", (USER,), target, tokenizer=TokenizerName("toy")), "me")
+                        )
                     )[0]
                 )
                 for n in range(ROLLOUTS)

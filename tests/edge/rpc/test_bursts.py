@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.runtime.registry.registry import RolloutRegistry
+from rollout_server.runtime.registry.admission import StartAdmission
 
 from tests.edge.rpc.conftest import OpenServer
 from tests.support.agents import Gated, Idle
@@ -62,13 +62,13 @@ async def test_a_burst_beyond_the_queue_is_refused_call_by_call(open_server: Ope
 async def test_a_large_request_is_read_in_a_thread(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing takes seconds, during which other calls must be served."""
     on_loop: list[bool] = []
-    admit = RolloutRegistry.admit
+    admit = StartAdmission.admit
 
-    def watched(self: RolloutRegistry, wish: Any, also_wrong: Iterable[Any] = ()) -> Any:
+    def watched(self: StartAdmission, wish: Any, also_wrong: Iterable[Any] = ()) -> Any:
         on_loop.append(threading.current_thread() is threading.main_thread())
         return admit(self, wish, also_wrong)
 
-    monkeypatch.setattr(RolloutRegistry, "admit", watched)
+    monkeypatch.setattr(StartAdmission, "admit", watched)
     metadata = '{"rows":[' + ",".join(["{}"] * 30_000) + "]}"
     large, small = start("one", metadata_json=metadata), start("two")
     for request in (large, small):

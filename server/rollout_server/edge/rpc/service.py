@@ -274,7 +274,7 @@ class RolloutService(rollout_service_pb2_grpc.RolloutServiceServicer):
 
         def admit() -> AdmittedStart:
             start = convert()
-            return self._registry.admit(start, self._facts.violations(start))
+            return self._registry.admission.admit(start, self._facts.violations(start))
 
         return await offload_request(admit, size)
 

@@ -56,9 +56,9 @@ class GroupRegistry:
         self._registry.resume()
 
     def admit(self, request: StartRequest, plan: GroupPlan, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
-        """Validate the request for a group once, for all its rollouts. Any thread may call it. See `RolloutRegistry.admit`."""
+        """Validate the request for a group once, for all its rollouts. Any thread may call it. See `StartAdmission.admit`."""
         largest = self._registry.capacity.largest_group
-        return self._registry.admit(request, [*also_wrong, *plan.violations(request.spec, largest)])
+        return self._registry.admission.admit(request, [*also_wrong, *plan.violations(request.spec, largest)])
 
     def start(self, admitted: AdmittedStart, plan: GroupPlan) -> tuple[RolloutGroup, bool]:
         """Start the rollouts of a group, all or none, or find the group that was started under the same request id.

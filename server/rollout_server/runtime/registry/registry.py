@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from rollout_server.core.error import Draining, NotPossible, RolloutError, Violation
+from rollout_server.core.error import Draining, NotPossible, RolloutError
 from rollout_server.core.outcome import Cancellation, End
 from rollout_server.core.record import Ended
 from rollout_server.core.spec_validation import Bounds
@@ -41,7 +41,7 @@ from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.registry.totals import Totals
 from rollout_server.runtime.rollout import Rollout, RolloutState
 from rollout_server.runtime.run.driver import drive, seconds_to_end
-from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity, StartRequest
+from rollout_server.runtime.start_request import AdmittedStart, Caller, Capacity
 from rollout_server.runtime.tools.resources import ToolResources
 
 Check: TypeAlias = Callable[[Sequence[Rollout | None]], None]
@@ -321,10 +321,6 @@ class RolloutRegistry:
         self.journal.write(RolloutDropped(rollout.uid))
         if rollout.group is not None:
             rollout.group.on_dropped()
-
-    def admit(self, request: StartRequest, also_wrong: Iterable[Violation] = ()) -> AdmittedStart:
-        """See `StartAdmission.admit`."""
-        return self.admission.admit(request, also_wrong)
 
     def _check_room(self, admitted: Sequence[AdmittedStart]) -> None:
         """Raise `Draining`, or `Busy` if there is no room for all of these requests, which have the same caller."""
