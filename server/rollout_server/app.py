@@ -220,7 +220,7 @@ class Server:
 
     def _end_revoked(self) -> None:
         for rpc in self._rpcs:
-            rpc.end_revoked()
+            rpc.open_calls.end_revoked()
 
     async def _make_registry(self, rules: TargetRules, keys: Keyring) -> RolloutRegistry:
         settings, stack = self.settings, self._stack

@@ -37,11 +37,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         self._admit = admit
         self._admit_model = admit_model
         self._wrong_keys = WrongKeys()
-        self._calls = OpenCalls()
-
-    def end_revoked(self) -> None:
-        """End the calls whose keys are not valid any more."""
-        self._calls.end_revoked()
+        self.open_calls = OpenCalls()
 
     async def intercept_service(
         self,
@@ -53,7 +49,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or (handler.request_streaming and not handler.response_streaming):
             return handler
         metadata = tuple(handler_call_details.invocation_metadata or ())
-        changes = self._calls.changes
+        changes = self.open_calls.changes
 
         def check() -> None:
             admit(self._admit, self._admit_model, method, metadata)
@@ -64,7 +60,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             # gRPC calls a stream-stream handler before it receives a message. So a refused call's request is never read.
             refused = _RejectedCall(error, method, handler.response_streaming, self._wrong_keys)
             return grpc.stream_stream_rpc_method_handler(refused.refuse)
-        wrapped = _WrappedHandler(handler, method, partial(self._calls.entered, check, changes))
+        wrapped = _WrappedHandler(handler, method, partial(self.open_calls.entered, check, changes))
         if handler.request_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 wrapped.streams, request_deserializer=None, response_serializer=handler.response_serializer

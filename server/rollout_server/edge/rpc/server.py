@@ -43,7 +43,8 @@ class RpcServer(RpcListener):
         admit_model: AdmitModel = (lambda header: None) if agents is None else agents.key_uid
         if router is not None:
             admit_model = partial(router.admit_model, admit_model)
-        self._boundary = RequestInterceptor(admit, admit_model)
+        boundary = RequestInterceptor(admit, admit_model)
+        self.open_calls = boundary.open_calls
         services: dict[str, Callable[[grpc.aio.Server], None]] = {
             SERVICE: partial(rollout_service_pb2_grpc.add_RolloutServiceServicer_to_server, service)
         }
@@ -51,8 +52,4 @@ class RpcServer(RpcListener):
             services[TRAINERS] = partial(trainer_service_pb2_grpc.add_TrainerServiceServicer_to_server, trainers)
         if agents is not None:
             services[AGENTS] = partial(agent_service_pb2_grpc.add_AgentServiceServicer_to_server, agents)
-        super().__init__(settings, [self._boundary] if router is None else [self._boundary, router], services)
-
-    def end_revoked(self) -> None:
-        """End the calls whose keys are not valid any more."""
-        self._boundary.end_revoked()
+        super().__init__(settings, [boundary] if router is None else [boundary, router], services)
