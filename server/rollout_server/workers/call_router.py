@@ -29,7 +29,7 @@ from rollout_gateway.fleet.fleet import Fleet
 
 from rollout_server.edge.api_keys import bare_key
 from rollout_server.edge.model_keys import named_uid
-from rollout_server.edge.rpc.caller import AGENTS, SERVICE, TRAINERS, AdmitModel
+from rollout_server.edge.rpc.caller import AGENTS, SERVICE, TRAINERS, AdmitModel, authorization
 from rollout_server.edge.rpc.server import CallRouter
 from rollout_server.workers.stream_assignment import StreamAssignment
 
@@ -44,10 +44,6 @@ STARTS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 ON_ALL: Final = frozenset({"ListRollouts", "CancelRollouts", "RedeliverOutcomes", "SetPolicy", "GetServerInfo"})
 ON_ANY: Final = frozenset({"ListTools", "ListAgents", "RenderPrompt"})
-OF_ROLLOUT: Final = frozenset(
-    {"WatchRollout", "WaitRollout", "GetRollout", "AcknowledgeOutcome", "DecodeTokens"}
-    | {method.name for method in agent_service_pb2.DESCRIPTOR.services_by_name["AgentService"].methods}
-)
 OF_GROUP: Final = frozenset({"WatchGroup", "GetGroup"})
 _SERVICES: Final = (SERVICE, AGENTS)
 _OF_AGENTS: Final = f"/{AGENTS}/"
@@ -123,8 +119,7 @@ class WorkerRouter(CallRouter):
 
         The answer holds for later calls: that worker checks the key of each of them once more.
         """
-        headers = [value for name, value in metadata or () if name == "authorization"]
-        header = headers[0] if len(headers) == 1 and isinstance(headers[0], str) else ""
+        header = authorization(metadata or ()) or ""
         uid = named_uid(bare_key(header))
         if not uid or self._routing.owner_seen(uid) in (None, self._own):
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TypeAlias
@@ -30,7 +30,7 @@ _OPEN = f"/{SERVICE}/GetServerInfo"
 _OF_AGENTS = f"/{AGENTS}/"
 
 
-def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Collection[tuple[str, str | bytes]]) -> None:
     """Authenticate the current call and store its caller with its trace, or on AgentService the rollout of its key.
 
     Health checks and GetServerInfo need no key. Raises `Unauthenticated`, and `Forbidden` on AgentService. Also for two
@@ -38,20 +38,25 @@ def admit(admit: Admit, admit_model: AdmitModel, method: str, metadata: Iterable
     """
     if not method.startswith((*_GUARDED, _OF_AGENTS)) or method == _OPEN:
         return
-    headers = [value for name, value in metadata if name == "authorization"]
-    header = headers[0] if len(headers) == 1 and isinstance(headers[0], str) else None
+    header = authorization(metadata)
     if method.startswith(_OF_AGENTS):
         uid = None if header is None else admit_model(header)
         if uid is None:
             raise wrong_model_key()
         _key_uid.set(uid)
         return
-    if len(headers) > 1:
-        text = f"the metadata has {len(headers)} `authorization` entries; send one"
+    if header is None and (count := sum(name == "authorization" for name, _ in metadata)) > 1:
+        text = f"the metadata has {count} `authorization` entries; send one"
         raise Unauthenticated(text, reason="KEY_AMBIGUOUS")
     found = admit(header)
     trace = trace_of(metadata)
     _caller.set(replace(found, trace=trace) if trace.traceparent else found)
+
+
+def authorization(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """Return the `authorization` entry of a call's metadata; None without one, and with several."""
+    headers = [value for name, value in metadata if name == "authorization"]
+    return headers[0] if len(headers) == 1 and isinstance(headers[0], str) else None
 
 
 def wrong_model_key() -> Forbidden:
