@@ -30,9 +30,6 @@ _OBJECT: Final[Schema] = {"type": "object", "additionalProperties": True}
 _WRITTEN: Final = json.loads(resources.files("rollout_gateway").joinpath("openapi.json").read_text())
 EVENT_STREAM: Final[Schema] = _WRITTEN["event_stream"]
 GROUP_STREAM: Final[Schema] = _WRITTEN["group_stream"]
-#: Example bodies of `POST /rollout` and `POST /v1/rollout/init`. They work as they are, except for the addresses.
-EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["RolloutBody"]["example"]
-INIT_EXAMPLE: Final[dict[str, Any]] = _WRITTEN["bodies"]["InitBody"]["example"]
 _ROOTS: Final = (
     *(pb.StartRolloutResponse, pb.ListRolloutsResponse, pb.CancelRolloutsResponse, pb.ListAgentsResponse),
     *(pb.ModelAccess, group_pb2.StartGroupResponse, pb.GroupOutcome, pb.DecodeTokensResponse, pb.GetServerInfoResponse),

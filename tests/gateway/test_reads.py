@@ -6,9 +6,9 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1 import message_pb2
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 from tests.support.gateways import Gateway, http_client, serving
 from tests.support.scripted_server import Refusal
 from tests.support.transcripts import client_exchange

@@ -16,10 +16,10 @@ from urllib.parse import quote
 import grpc
 import httpx
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 
 from tests.hostile.attacks.http import PATHS, PLAIN, raw
 from tests.hostile.target import NOWHERE, Target, target
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 
 _AT_ONCE = 16
 _SETTINGS = {"ROLLOUT_MAX_SECONDS": "0.1", "ROLLOUT_MAX_RECORDS": "200"}

@@ -10,10 +10,10 @@ import grpc
 import httpx
 from rollout_gateway.app import create_app
 from rollout_gateway.http.serve import HttpListener, Listening
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 from starlette.types import ASGIApp
 
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 from tests.support.scripted_server import ScriptedServer
 
 # An empty context. By default every client loads the system's authorities, which takes longer than most tests.

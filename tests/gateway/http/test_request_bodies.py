@@ -21,13 +21,13 @@ from rollout_gateway.http import request_body
 from rollout_gateway.http.request_body import Overloaded, RequestBodies
 from rollout_gateway.json_body import MAX_MESSAGES, InvalidBody, read_body, violation
 from rollout_gateway.key_check import KeyCheck
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.osmosis_http.body import RolloutBody
 from rollout_gateway.settings import GatewaySettings
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 from tests.support.gateways import Gateway, http_client, listening, serving
 from tests.support.scripted_server import Refusal, ScriptedServer
 

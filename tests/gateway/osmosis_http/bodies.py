@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from rollout_gateway.json_body import InvalidBody, ParsedBody, read_body
-from rollout_gateway.openapi import EXAMPLE
 from rollout_gateway.osmosis_http.body import RolloutBody
+
+from tests.support.example_bodies import EXAMPLE
 
 LIMIT = 1 << 20
 

@@ -7,11 +7,11 @@ import pytest
 from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNSPECIFIED, StartRolloutRequest
 from rollout_gateway.json_body import InvalidBody, ParsedBody, read_body
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.osmosis_http.body import InitBody, RolloutBody
 from rollout_gateway.osmosis_http.conversion import init_fields, init_request
 from rollout_gateway.status import body_location
 
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 from tests.support.transcripts import exchanges, scenarios
 
 LIMIT = 1 << 20

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from osmosis.rollout.v1 import message_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 from rollout_gateway.settings import GatewaySettings
 
 from tests.support.async_client_models import ClientAnswer
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 from tests.support.gateways import Gateway, serving
 from tests.support.scripted_server import UID, Refusal
 from tests.support.transcripts import exchanges, scenarios, without_nulls

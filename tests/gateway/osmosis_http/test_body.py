@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 from rollout_gateway.json_body import InvalidBody
-from rollout_gateway.openapi import EXAMPLE
 
 from tests.gateway.osmosis_http.bodies import body, locations, parse, spliced
+from tests.support.example_bodies import EXAMPLE
 from tests.support.transcripts import client_exchange, scenarios
 
 

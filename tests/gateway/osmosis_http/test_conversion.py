@@ -6,10 +6,11 @@ from osmosis.rollout.v1 import spec_pb2
 from osmosis.rollout.v1.event_pb2 import EVENT_DETAIL_OUTCOME
 from osmosis.rollout.v1.rollout_service_pb2 import REQUEST_MEMORY_UNTIL_RECEIVED, RunRolloutRequest
 from rollout_gateway.json_body import read_body
-from rollout_gateway.openapi import EXAMPLE
 from rollout_gateway.osmosis_http.body import Hints, RolloutBody
 from rollout_gateway.osmosis_http.conversion import limits, run_request
 from rollout_gateway.settings import GatewaySettings
+
+from tests.support.example_bodies import EXAMPLE
 
 
 def asked(settings: GatewaySettings | None = None, **changes: Any) -> RunRolloutRequest:

@@ -10,9 +10,9 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from rollout_gateway.http.request_boundary import RequestBoundary
-from rollout_gateway.openapi import EXAMPLE
 from starlette.types import Receive, Scope, Send
 
+from tests.support.example_bodies import EXAMPLE
 from tests.support.gateways import Gateway
 from tests.support.scripted_server import Refusal
 from tests.support.transcripts import client_exchange, scenarios

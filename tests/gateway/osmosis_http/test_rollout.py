@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 from osmosis.rollout.v1 import event_pb2, message_pb2, outcome_pb2
-from rollout_gateway.openapi import EXAMPLE
 
+from tests.support.example_bodies import EXAMPLE
 from tests.support.gateways import Gateway
 from tests.support.scripted_server import UID, Refusal, stopped
 from tests.support.transcripts import client_exchange, without_nulls

@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 import httpx
-from rollout_gateway.openapi import EXAMPLE, INIT_EXAMPLE
 
 from tests.hostile.attacks import attack
 from tests.hostile.target import NOWHERE, Target
+from tests.support.example_bodies import EXAMPLE, INIT_EXAMPLE
 
 MIB = 1 << 20
 PLAIN = {"messages": [{"role": "user", "content": "?"}], "completions": {"url": NOWHERE}, "tokenizer": {"name": "toy"}}
