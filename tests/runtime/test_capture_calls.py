@@ -74,8 +74,9 @@ def test_what_every_trainer_does_anyway_is_no_parameter(extra: dict[str, Any]) -
 def test_a_call_without_tools_may_say_that_no_tool_is_to_be_called() -> None:
     asked = Sampling(extra_json='{"tool_choice": "none", "parallel_tool_calls": false}')
     assert call_sampling(asked, a_spec(), client=False, has_tools=False) == ({}, ())
-    with pytest.raises(CallRefused, match="tool_choice"):
+    with pytest.raises(CallRefused) as refused:
         call_sampling(asked, a_spec(), client=False)
+    assert refused.value.field == "sampling.extra_json.tool_choice"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_an_engine_that_renders_can_do_it_and_others_refuse(name: str, value: An
         with pytest.raises(CallRefused) as refused:
             call_sampling(asked, spec, client=True)
         assert (refused.value.reason, refused.value.field) == ("UNSUPPORTED", f"sampling.extra_json.{name}")
-        assert name in refused.value.message
+        assert refused.value.message.startswith("is not supported")  # the gateway puts the name in front
 
 
 def test_the_rollouts_own_extra_parameter_wins() -> None:

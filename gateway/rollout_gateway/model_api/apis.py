@@ -1,7 +1,7 @@
 """The three APIs, each with its requests, responses, streams and errors."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -28,6 +28,7 @@ class ModelShape:
         late: the frames of a reply after `waiting` frames; None: they are the same.
         error: the body of an error.
         failure: the frames that end a stream that fails; the connection is cut behind them. The id is as in `waiting`.
+        paths: paths in the body of the call's fields that have other names there.
     """
 
     path: str
@@ -38,6 +39,7 @@ class ModelShape:
     waiting: Callable[[ApiCall, int, str], Frame]
     error: Callable[[ModelError], Object]
     failure: Callable[[ApiCall, ModelError, str], Sequence[Frame]]
+    paths: Mapping[str, str] = field(default_factory=dict)
     #: Status of a request to a rollout that has ended: clients repeat the request after others.
     over: int = 410
     #: The frames have their type and a number in their data.
@@ -89,6 +91,7 @@ RESPONSES: Final = ModelShape(
     late=responses.frames,
     error=ModelError.openai,
     failure=_responses_failure,
+    paths={"previous": "previous_response_id", "response_format": "text.format", "max_tokens": "max_output_tokens"},
     # Codex repeats 410.
     over=400,
     numbered=True,
@@ -102,6 +105,11 @@ MESSAGES: Final = ModelShape(
     waiting=lambda call, index, reply_id: ("ping", {"type": "ping"}),
     error=ModelError.anthropic,
     failure=lambda call, error, reply_id: [("error", error.anthropic())],
+    paths={
+        "response_format": "output_config.format",
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+        "stop": "stop_sequences",
+    },
 )
 
 

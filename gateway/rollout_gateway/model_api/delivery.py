@@ -156,7 +156,7 @@ class CompletionStream(Response):
             frames = (shape.late if beats and shape.late else shape.frames)(call, reply_of(completion))
             content = self._encoder.encode(frames)
         except FAULTS as error:
-            await self._fail(send, model_error(error, self.exchange.request_id, call.places))
+            await self._fail(send, model_error(error, self.exchange.request_id, call.places, shape.paths))
         except Exception:
             _LOG.exception("request %s: a stream failed", self.exchange.request_id)
             await self._fail(send, _FAILED)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import grpc
@@ -79,10 +80,15 @@ class ModelError:
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def model_error(error: Exception, request_id: str, places: Sequence[str] = ()) -> ModelError:
-    """Translate an exception of `FAULTS`. `places` are the paths in the body of the prompt's messages."""
+def model_error(
+    error: Exception, request_id: str, places: Sequence[str] = (), paths: Mapping[str, str] = MappingProxyType({})
+) -> ModelError:
+    """Translate an exception of `FAULTS`.
+
+    `places` are the paths in the body of the prompt's messages, `paths` those of other fields that have other names there.
+    """
     if isinstance(error, grpc.aio.AioRpcError):
-        return _refusal(error, request_id, places)
+        return _refusal(error, request_id, places, paths)
     match error:
         case InvalidCall():
             found = ModelError(400, str(error), _INVALID, error.place)
@@ -108,7 +114,9 @@ def model_error(error: Exception, request_id: str, places: Sequence[str] = ()) -
     return found
 
 
-def _refusal(error: grpc.aio.AioRpcError, request_id: str, places: Sequence[str]) -> ModelError:
+def _refusal(
+    error: grpc.aio.AioRpcError, request_id: str, places: Sequence[str], paths: Mapping[str, str]
+) -> ModelError:
     problem, failure = logged_problem(error, request_id), failure_of(error, request_id)
     status = _STATUSES.get(error.code(), problem.status)
     headers = {name: value for name, value in problem.headers.items() if name != "www-authenticate"}
@@ -118,15 +126,15 @@ def _refusal(error: grpc.aio.AioRpcError, request_id: str, places: Sequence[str]
     numbers = {"tokens": info.metadata.get("tokens", ""), "maximum": info.metadata.get("maximum", "")}
     text, place = str(problem.detail), ""
     for invalid in failure.fields[:1]:
-        place = _body_path(invalid.field, places)
+        place = _body_path(invalid.field, places, paths)
         text = f"{place}: {invalid.description}"
     return ModelError(status, text, problem.code, place, headers, **numbers)
 
 
-def _body_path(path: str, places: Sequence[str]) -> str:
+def _body_path(path: str, places: Sequence[str], paths: Mapping[str, str]) -> str:
     """Return the path in the body of a field of the call."""
     found = _FIELD.fullmatch(path)
     if found and int(found[1]) < len(places):
         return places[int(found[1])] + found[2].removeprefix(".json")
     shown = path.removeprefix("prompt.").removeprefix("sampling.").removeprefix("extra_json.")
-    return "previous_response_id" if shown == "previous" else shown
+    return paths.get(shown, shown)

@@ -64,7 +64,7 @@ class _ModelRoute(APIRoute):
                 return await handle(request)
             except FAULTS as fault:
                 places = getattr(request.state, "places", ())
-                error = model_error(fault, request.state.request_id, places)
+                error = model_error(fault, request.state.request_id, places, self.shape.paths)
             content = msgspec.json.encode(self.shape.error(error))
             return Response(content, self.shape.status(error), dict(error.headers), _JSON)
 

@@ -213,12 +213,31 @@ async def test_an_invalid_message_is_named_as_in_the_body(endpoint: ModelGateway
     body = BODIES["v1/messages"] | {"messages": [{"role": "user", "content": results}]}
     error = error_of(await endpoint.post("v1/messages", body))
     assert error["message"] == "messages[0].content[1].content: is wrong"
-    refuse("sampling.extra_json.tool_choice")
-    error = error_of(await endpoint.post("v1/responses", BODIES["v1/responses"]))
-    assert error["param"] == "tool_choice"
-    refuse("previous")
-    error = error_of(await endpoint.post("v1/responses", BODIES["v1/responses"]))
-    assert error["param"] == "previous_response_id"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["at once", "stream"])
+@pytest.mark.parametrize(
+    ("api", "field", "path"),
+    [
+        ("chat/completions", "sampling.extra_json.tool_choice", "tool_choice"),
+        ("chat/completions", "sampling.extra_json.response_format", "response_format"),
+        ("responses", "sampling.extra_json.tool_choice", "tool_choice"),
+        ("responses", "sampling.extra_json.response_format", "text.format"),
+        ("responses", "sampling.max_tokens", "max_output_tokens"),
+        ("responses", "previous", "previous_response_id"),
+        ("messages", "sampling.extra_json.tool_choice", "tool_choice"),
+        ("messages", "sampling.extra_json.parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
+        ("messages", "sampling.extra_json.response_format", "output_config.format"),
+        ("messages", "sampling.stop", "stop_sequences"),
+    ],
+)
+async def test_an_invalid_parameter_has_its_name_in_the_api(
+    endpoint: ModelGateway, api: str, field: str, path: str, stream: bool
+) -> None:
+    bad = BadRequest(field_violations=[BadRequest.FieldViolation(field=field, description="is wrong")])
+    endpoint.server.refusals["CallModel"] = Refusal(Code.INVALID_ARGUMENT, "invalid", (bad,))
+    response = await endpoint.post(f"v1/{api}", BODIES[f"v1/{api}"] | {"stream": stream})
+    assert error_of(response)["message"] == f"{path}: is wrong"
 
 
 @APIS

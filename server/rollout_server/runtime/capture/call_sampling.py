@@ -70,8 +70,8 @@ def _extra(asked: Sampling, spec: Spec, has_tools: bool) -> Mapping[str, JSON]:
     if wanted and (spec.completions.dialect not in ENGINES or spec.token_mode == TOKEN_MODE):
         name = next(iter(wanted))
         text = (
-            f"{name} is not supported with this rollout's trainer: it needs an inference engine that applies the chat template "
-            "itself (an engine without TOKEN_MODE_TOKENS)"
+            "is not supported with this rollout's trainer: it needs an inference engine that applies the chat template itself "
+            "(an engine without TOKEN_MODE_TOKENS)"
         )
         raise CallRefused("UNSUPPORTED", f"sampling.extra_json.{name}", text)
     return wanted
