@@ -18,7 +18,6 @@ from rich.console import Console
 from rollout_gateway.rest.proto_json import message_to_json
 from rollout_server.inspection.terminal import ViewOptions, print_transcript
 from rollout_server.inspection.transcript import parting_text, transcript_of
-from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from transformers import AutoTokenizer
@@ -26,6 +25,7 @@ from transformers import AutoTokenizer
 from tests.inspection.conftest import TOY, Invoke, Played, saved
 from tests.support.processes import command, environment
 from tests.support.random_rollouts import outcome_of, span
+from tests.support.trainer_scenarios import SCENARIOS
 
 ADD = (tool_call("c1", "add", '{"a": 5, "b": 3}'),)
 CUT = Script((ScriptedReply(content="Adding.", tool_calls=ADD, cut=True), ScriptedReply(content="8")))

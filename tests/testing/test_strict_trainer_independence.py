@@ -6,7 +6,7 @@ from pathlib import Path
 import rollout_server.testing
 
 TESTING = Path(rollout_server.testing.__file__).parent
-ROOTS = ("trainer", "model.scenarios", "model.script_json", "tokenizer.build")
+ROOTS = ("trainer", "model.script_json", "tokenizer.build")
 PACKAGE = "rollout_server.testing"
 OURS = ("rollout_server", "rollout_gateway", "rollout_client")
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_server.testing.model.scenarios import CALLBACK_KEY, SCENARIOS
 from rollout_server.testing.script import FaultKind, ScriptedReply
 from rollout_server.testing.tokenizer import TOY_TOKENIZER
 from rollout_server.testing.tokenizer.build import build
 from rollout_server.testing.trainer import StrictTrainer
+
+from tests.support.trainer_scenarios import CALLBACK_KEY, SCENARIOS
 
 from .conftest import TOOLS
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Fault, FaultKind, Line, Script, ScriptedReply
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.support.golden import CONFORMANCE
+from tests.support.trainer_scenarios import SCENARIOS
 
 from .recordings import recorded, to_trainer, tools
 

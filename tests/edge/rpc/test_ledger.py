@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from osmosis.rollout.v1 import event_pb2, outcome_pb2, spec_pb2, token_pb2
 from osmosis.rollout.v1 import rollout_service_pb2 as pb
-from rollout_server.testing.model.scenarios import SCENARIOS
 from rollout_server.testing.script import Script, ScriptedReply, tool_call
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.edge.rpc.ledger_laws import lawful, same_sample
 from tests.support.server_client import Caller
 from tests.support.start_requests import json_message, start, target
+from tests.support.trainer_scenarios import SCENARIOS
 
 HEALTHY = (
     "add_then_multiply",

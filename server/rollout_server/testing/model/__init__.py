@@ -1,1 +1,1 @@
-"""The strict trainer's model: scripts as JSON, scenarios, and a model that does arithmetic."""
+"""The strict trainer's model: scripts as JSON, and a model that does arithmetic."""

@@ -21,7 +21,7 @@ class Scenario:
     """A script and the trainer's settings that it needs.
 
     `other_tokenizer`: the trainer must use another vocabulary than the request names, for example one made by
-    ``tokenizer.build.build(directory, trained_tokens=256)``.
+    ``rollout_server.testing.tokenizer.build.build(directory, trained_tokens=256)``.
     """
 
     script: Script
