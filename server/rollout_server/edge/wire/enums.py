@@ -1,6 +1,10 @@
-"""Tables between core enums and proto enums."""
+"""Tables from core enums to proto enums, whose values have the same names behind a prefix."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import TypeVar
 
 from osmosis.rollout.v1 import event_pb2, outcome_pb2, rollout_service_pb2, spec_pb2, token_pb2
 
@@ -10,66 +14,24 @@ from rollout_server.core.spec import Dialect, DriftPolicy, StaleAction
 from rollout_server.runtime.outcome_delivery import DeliveryState
 from rollout_server.runtime.rollout import RolloutState
 
-DIALECTS = {
-    Dialect.GRPC: spec_pb2.DIALECT_GRPC,
-    Dialect.HTTP_MASKED: spec_pb2.DIALECT_HTTP_MASKED,
-    Dialect.HTTP_PLAIN: spec_pb2.DIALECT_HTTP_PLAIN,
-    Dialect.OPENAI: spec_pb2.DIALECT_OPENAI,
-    Dialect.VLLM: spec_pb2.DIALECT_VLLM,
-    Dialect.SGLANG: spec_pb2.DIALECT_SGLANG,
-    Dialect.STREAM: spec_pb2.DIALECT_STREAM,
-    Dialect.MCP: spec_pb2.DIALECT_MCP,
-}
-DRIFT_POLICIES = {
-    DriftPolicy.WARN: spec_pb2.DRIFT_POLICY_WARN,
-    DriftPolicy.FAIL: spec_pb2.DRIFT_POLICY_FAIL,
-}
-STALE_ACTIONS = {
-    StaleAction.CANCEL: spec_pb2.STALE_ACTION_CANCEL,
-    StaleAction.MASK: spec_pb2.STALE_ACTION_MASK,
-    StaleAction.SPLIT: spec_pb2.STALE_ACTION_SPLIT,
-    StaleAction.KEEP: spec_pb2.STALE_ACTION_KEEP,
-}
-STATES = {
-    RolloutState.QUEUED: rollout_service_pb2.ROLLOUT_STATE_QUEUED,
-    RolloutState.RUNNING: rollout_service_pb2.ROLLOUT_STATE_RUNNING,
-    RolloutState.FINISHED: rollout_service_pb2.ROLLOUT_STATE_FINISHED,
-}
-DELIVERY_STATES = {
-    DeliveryState.PENDING: rollout_service_pb2.DELIVERY_STATE_PENDING,
-    DeliveryState.ACKNOWLEDGED: rollout_service_pb2.DELIVERY_STATE_ACKNOWLEDGED,
-    DeliveryState.REFUSED: rollout_service_pb2.DELIVERY_STATE_REFUSED,
-    DeliveryState.EXPIRED: rollout_service_pb2.DELIVERY_STATE_EXPIRED,
-}
-REWARD_RULES = {
-    RewardRule.COPY: outcome_pb2.REWARD_RULE_COPY,
-    RewardRule.SPLIT: outcome_pb2.REWARD_RULE_SPLIT,
-    RewardRule.OWN: outcome_pb2.REWARD_RULE_OWN,
-}
-AUTHORS = {Author.MODEL: token_pb2.AUTHOR_MODEL, Author.OTHER: token_pb2.AUTHOR_OTHER}
-MASK_REASONS = {
-    None: token_pb2.MASK_REASON_UNSPECIFIED,
-    MaskReason.PROMPT: token_pb2.MASK_REASON_PROMPT,
-    MaskReason.ENVIRONMENT: token_pb2.MASK_REASON_ENVIRONMENT,
-    MaskReason.CLOSING: token_pb2.MASK_REASON_CLOSING,
-    MaskReason.AUTHOR: token_pb2.MASK_REASON_AUTHOR,
-    MaskReason.STALE: token_pb2.MASK_REASON_STALE,
-}
-SEGMENT_KINDS = {
-    SegmentKind.MAIN: token_pb2.SEGMENT_KIND_MAIN,
-    SegmentKind.DRIFT: token_pb2.SEGMENT_KIND_DRIFT,
-    SegmentKind.COMPACTION: token_pb2.SEGMENT_KIND_COMPACTION,
-    SegmentKind.SUBAGENT: token_pb2.SEGMENT_KIND_SUBAGENT,
-    SegmentKind.BRANCH: token_pb2.SEGMENT_KIND_BRANCH,
-    SegmentKind.GAP: token_pb2.SEGMENT_KIND_GAP,
-}
-DRIFT_KINDS = {
-    DriftKind.HISTORY_REWRITTEN: event_pb2.DRIFT_KIND_HISTORY_REWRITTEN,
-    DriftKind.RETOKENISED: event_pb2.DRIFT_KIND_RETOKENISED,
-    DriftKind.ENVIRONMENT: event_pb2.DRIFT_KIND_ENVIRONMENT,
-    DriftKind.TRUNCATED: event_pb2.DRIFT_KIND_TRUNCATED,
-    DriftKind.PROMPT: event_pb2.DRIFT_KIND_PROMPT,
-}
-CATEGORIES = {category: outcome_pb2.FailureCategory.Value(f"FAILURE_CATEGORY_{category.name}") for category in Category}
-FAILURE_CLASSES = {each: outcome_pb2.FailureClass.Value(f"FAILURE_CLASS_{each.name}") for each in FailureClass}
+_E = TypeVar("_E", bound=Enum)
+_V = TypeVar("_V")
+
+
+def _table(kind: type[_E], prefix: str, value: Callable[[str], _V]) -> dict[_E, _V]:
+    return {each: value(f"{prefix}_{each.name}") for each in kind}
+
+
+DIALECTS = _table(Dialect, "DIALECT", spec_pb2.Dialect.Value)
+DRIFT_POLICIES = _table(DriftPolicy, "DRIFT_POLICY", spec_pb2.DriftPolicy.Value)
+STALE_ACTIONS = _table(StaleAction, "STALE_ACTION", spec_pb2.StaleAction.Value)
+STATES = _table(RolloutState, "ROLLOUT_STATE", rollout_service_pb2.RolloutState.Value)
+DELIVERY_STATES = _table(DeliveryState, "DELIVERY_STATE", rollout_service_pb2.DeliveryState.Value)
+REWARD_RULES = _table(RewardRule, "REWARD_RULE", outcome_pb2.RewardRule.Value)
+AUTHORS = _table(Author, "AUTHOR", token_pb2.Author.Value)
+MASK_REASONS = {None: token_pb2.MASK_REASON_UNSPECIFIED} | _table(MaskReason, "MASK_REASON", token_pb2.MaskReason.Value)
+SEGMENT_KINDS = _table(SegmentKind, "SEGMENT_KIND", token_pb2.SegmentKind.Value)
+DRIFT_KINDS = _table(DriftKind, "DRIFT_KIND", event_pb2.DriftKind.Value)
+CATEGORIES = _table(Category, "FAILURE_CATEGORY", outcome_pb2.FailureCategory.Value)
+FAILURE_CLASSES = _table(FailureClass, "FAILURE_CLASS", outcome_pb2.FailureClass.Value)
 FAILURE_CLASSES_BY_NUMBER = {number: each for each, number in FAILURE_CLASSES.items()}
