@@ -74,19 +74,7 @@ def outcome_to_proto(
 
 def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
     """Return the proto of a rollout's metrics."""
-    return outcome_pb2.Metrics(
-        total_ms=metrics.total_ms,
-        completion_ms=metrics.completion_ms,
-        tool_ms=metrics.tool_ms,
-        turns=metrics.turns,
-        tool_calls=metrics.tool_calls,
-        tool_failures=metrics.tool_failures,
-        prompt_tokens=metrics.prompt_tokens,
-        generated_tokens=metrics.generated_tokens,
-        max_context_tokens=metrics.max_context_tokens,
-        completion_attempts=metrics.completion_attempts,
-        queued_ms=metrics.queued_ms,
-    )
+    return outcome_pb2.Metrics(**asdict(metrics))
 
 
 def segment_to_proto(segment: Segment, reward: float | None) -> token_pb2.Segment:

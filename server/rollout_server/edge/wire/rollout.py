@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Protocol, TypeAlias
 
 from osmosis.rollout.v1 import group_pb2, outcome_service_pb2, rollout_service_pb2
@@ -131,7 +132,7 @@ def group_to_proto(group: RolloutGroup) -> group_pb2.Group:
         min_usable=group.plan.min_usable,
         refill=group.plan.refill,
         last_sequence=group.last_sequence,
-        result=_group_result(group.result) if group.result is not None else None,
+        result=group_pb2.GroupResult(**asdict(group.result)) if group.result is not None else None,
         create_time=timestamp(group.created),
         caller=utf8(group.caller),
     )
@@ -140,7 +141,7 @@ def group_to_proto(group: RolloutGroup) -> group_pb2.Group:
 def group_item(sequence: int, item: FinishedMember | GroupResult, view: int) -> rollout_service_pb2.WatchGroupResponse:
     """Return an item of WatchGroup. `view` is a RolloutView."""
     if isinstance(item, GroupResult):
-        return rollout_service_pb2.WatchGroupResponse(sequence=sequence, result=_group_result(item))
+        return rollout_service_pb2.WatchGroupResponse(sequence=sequence, result=group_pb2.GroupResult(**asdict(item)))
     outcome = rollout_service_pb2.GroupOutcome(
         index=item.rollout.spec.group_index or 0,
         rollout=rollout_to_proto(item.rollout, view),
@@ -148,18 +149,6 @@ def group_item(sequence: int, item: FinishedMember | GroupResult, view: int) -> 
         replaced=item.replaced,
     )
     return rollout_service_pb2.WatchGroupResponse(sequence=sequence, outcome=outcome)
-
-
-def _group_result(result: GroupResult) -> group_pb2.GroupResult:
-    return group_pb2.GroupResult(
-        asked=result.asked,
-        usable=result.usable,
-        refilled=result.refilled,
-        completed=result.completed,
-        failed=result.failed,
-        cancelled=result.cancelled,
-        early_stop=result.early_stop,
-    )
 
 
 def agent_to_proto(agent: AgentProtocol, *, default: bool) -> rollout_service_pb2.Agent:

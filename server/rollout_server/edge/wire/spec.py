@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
 from urllib.parse import urlsplit
 
 from google.protobuf.duration_pb2 import Duration
@@ -113,26 +115,13 @@ def _staleness_from_proto(proto: spec_pb2.Staleness) -> Staleness:
 
 def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
     """Return the proto of sampling parameters."""
-    return spec_pb2.Sampling(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
-        logprobs=sampling.logprobs,
-        extra_json=sampling.extra_json,
-    )
+    return spec_pb2.Sampling(**asdict(sampling))
 
 
 def sampling_from_proto(proto: spec_pb2.Sampling) -> Sampling:
     """Return the core value of sampling parameters."""
-    return Sampling(
-        temperature=proto.temperature if proto.HasField("temperature") else None,
-        top_p=proto.top_p if proto.HasField("top_p") else None,
-        max_tokens=proto.max_tokens if proto.HasField("max_tokens") else None,
-        stop=tuple(proto.stop),
-        logprobs=proto.logprobs if proto.HasField("logprobs") else None,
-        extra_json=proto.extra_json,
-    )
+    known = _set_fields(proto, "temperature", "top_p", "max_tokens", "logprobs")
+    return Sampling(**known, stop=tuple(proto.stop), extra_json=proto.extra_json)
 
 
 def limits_to_proto(limits: Limits) -> spec_pb2.Limits:
@@ -148,14 +137,13 @@ def limits_to_proto(limits: Limits) -> spec_pb2.Limits:
 
 
 def _limits_from_proto(proto: spec_pb2.Limits) -> Limits:
-    return Limits(
-        turns=proto.turns if proto.HasField("turns") else None,
-        generated_tokens=proto.generated_tokens if proto.HasField("generated_tokens") else None,
-        seconds=seconds(proto.time) if proto.HasField("time") else None,
-        calls_per_turn=proto.calls_per_turn if proto.HasField("calls_per_turn") else None,
-        tool_turns=proto.tool_turns if proto.HasField("tool_turns") else None,
-        bytes=proto.bytes if proto.HasField("bytes") else None,
-    )
+    known = _set_fields(proto, "turns", "generated_tokens", "calls_per_turn", "tool_turns", "bytes")
+    return Limits(**known, seconds=seconds(proto.time) if proto.HasField("time") else None)
+
+
+def _set_fields(proto: Any, *names: str) -> dict[str, Any]:
+    """Return the values of those of the fields that are set."""
+    return {name: getattr(proto, name) for name in names if proto.HasField(name)}
 
 
 def _target_to_proto(target: Target) -> spec_pb2.Target:
