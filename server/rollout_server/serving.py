@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 from rollout_server.agent import Agent
 from rollout_server.app import LAST_SECONDS, Server, tune_interpreter
 from rollout_server.edge.grpc_loop import loop_factory, run_loop
 from rollout_server.edge.tracing.sdk import exporting
+from rollout_server.runtime.aio.stop_signals import StopSignals
 from rollout_server.settings import Settings, load
 from rollout_server.settings.journal import MEMORY, journal_directory
 from rollout_server.workers.link import ParentLink, is_worker, take_link
@@ -60,7 +60,7 @@ async def _serve(
     agents: Sequence[Agent], settings: Settings, link: ParentLink | None, serving: Callable[[Server], None] | None
 ) -> None:
     began = time.monotonic()
-    signals = _Signals()
+    signals = StopSignals()
     async with AsyncExitStack() as stack:
         worker = None
         if link is not None:
@@ -99,7 +99,7 @@ def _log_serving(server: Server, began: float) -> None:
     _log.info("serving %s of %s (started in %.2f s)", ports, settings.host, time.monotonic() - began)
 
 
-async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: _Signals) -> bool:
+async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: StopSignals) -> bool:
     """Start the server. Return False if a signal came first; raise what entering the server raises."""
     entering = asyncio.create_task(stack.enter_async_context(server), name="start of the server")
     stopped = asyncio.create_task(signals.first.wait())
@@ -111,17 +111,3 @@ async def _start_unless_stopped(stack: AsyncExitStack, server: Server, signals: 
         return False
     await entering
     return True
-
-
-class _Signals:
-    """Events for the first SIGTERM or SIGINT, and for the second."""
-
-    def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(NotImplementedError):  # Windows has no signal handlers on the loop
-                loop.add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 
 from rollout_gateway.app import create_app
 from rollout_gateway.certificate_files import KeyPair
@@ -15,6 +13,7 @@ from rollout_gateway.http.protocol import ConnectionLimits
 from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 
+from rollout_server.runtime.aio.stop_signals import StopSignals
 from rollout_server.settings.standalone_gateway import GatewayOptions
 
 _LOG = logging.getLogger(__name__)
@@ -25,7 +24,6 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
 
     Raises ValueError or OSError for addresses, files and ports that cannot be used.
     """
-    stop_requested = asyncio.Event()
     pair = KeyPair.of(options.server_cert, options.server_key)
     async with AsyncExitStack() as stack:
         channels = []
@@ -33,15 +31,8 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
             channel = open_channel(address, options.server_ca, pair, options.server_name)
             channels.append(await stack.enter_async_context(channel))
         http = HttpListener(create_app(channels, _settings(options)), _listening(options))
-
-        def stop() -> None:
-            if stop_requested.is_set():  # the second signal
-                http.hurry()
-            stop_requested.set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, stop)
+        signals = StopSignals()
+        signals.again = http.hurry
         port = await http.start()
         scheme = "http" if options.tls_cert is None else "https"
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -53,7 +44,7 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
         if options.synchronous_key.get_secret_value():
             _LOG.warning("open without an API key: POST /rollout and GET /tools, which use ROLLOUT_SYNCHRONOUS_KEY")
         serving(url, port)
-        await stop_requested.wait()
+        await signals.first.wait()
         _LOG.info("draining: open requests have %g s; a second signal ends them at once", options.drain_seconds)
         await http.stop()
 

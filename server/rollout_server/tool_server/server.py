@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +21,7 @@ from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.listener import RpcListener, RpcSettings
 from rollout_server.edge.tools.pool import ProcessPool
 from rollout_server.network_exposure import is_loopback
+from rollout_server.runtime.aio.stop_signals import StopSignals
 from rollout_server.runtime.run.lifecycle import start_agents
 from rollout_server.runtime.tools.resources import ToolResources
 from rollout_server.tool_server.calls import ServedTools
@@ -63,11 +63,11 @@ class ToolServer:
 
 async def serve_tools(loaded: LoadedTools, settings: ToolServerSettings, serving: Callable[[ToolServer], None]) -> None:
     """Serve tools until SIGTERM or Ctrl-C, and call `serving` once the server accepts requests. Raise as `open_server` does."""
-    stopping = _StopSignals()
+    stopping = StopSignals()
     async with open_server(loaded, settings) as server:
         stopping.again = server.served.cancel
         serving(server)
-        await stopping.requested.wait()
+        await stopping.first.wait()
         _log.info("stopping: running calls have %g s; a second signal cancels them", settings.limits.drain_seconds)
 
 
@@ -102,12 +102,12 @@ async def serve_tools_on_stdio(loaded: LoadedTools, streams: StandardStreams, li
 
     Raises `AgentFailed` if the agent's `start` raises.
     """
-    stopping = _StopSignals()
+    stopping = StopSignals()
     async with open_tools(loaded, limits) as served:
         # The process belongs to one client, so calls without a uid share the state of one session.
         service = McpService(served, loaded.name, loaded.version, session="stdio")
         reading = asyncio.create_task(serve_stdio(service.server, streams, limits.message_bytes), name="stdio")
-        stopped = asyncio.create_task(stopping.requested.wait(), name="stop")
+        stopped = asyncio.create_task(stopping.first.wait(), name="stop")
         await asyncio.wait({reading, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopping.again = served.cancel
         if not reading.done():
@@ -170,19 +170,3 @@ async def _running(manager: StreamableHTTPSessionManager) -> AsyncIterator[None]
     finally:
         stopping.set()
         await task
-
-
-class _StopSignals:
-    """SIGTERM and Ctrl-C. `again` is called at the second signal."""
-
-    def __init__(self) -> None:
-        self.requested = asyncio.Event()
-        self.again: Callable[[], None] = lambda: None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with suppress(NotImplementedError):
-                asyncio.get_running_loop().add_signal_handler(number, self._stop)
-
-    def _stop(self) -> None:
-        if self.requested.is_set():
-            self.again()
-        self.requested.set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +14,7 @@ from rollout_server.cli.flags import accept_flags, pick_flags
 from rollout_server.cli.json_output import JsonOutput, open_output
 from rollout_server.edge.grpc_loop import run_loop
 from rollout_server.inspection.escape import visible
+from rollout_server.runtime.aio.stop_signals import StopSignals
 from rollout_server.testing import TrainerDialect
 
 if TYPE_CHECKING:
@@ -137,13 +136,11 @@ def verdict_line(verdict: Verdict) -> str:
 
 
 async def _serve(trainer_served: StrictTrainer, output: JsonOutput) -> None:
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    signals = StopSignals()
     async with trainer_served:
         typer.echo(
             f"strict trainer on {trainer_served.url}; verdicts at /verdicts; CompletionService at grpc://{trainer_served.grpc_target}",
             err=True,
         )
         output.line({"serving": {"url": trainer_served.url, "grpc_target": trainer_served.grpc_target}})
-        await stopped.wait()
+        await signals.first.wait()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
-import signal
 import webbrowser
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +18,7 @@ from rollout_server.cli.connection import API_KEY
 from rollout_server.cli.errors import quiet_transformers, report_errors
 from rollout_server.cli.flags import accept_flags, pick_flags, tokenizer_directories
 from rollout_server.cli.json_output import AsJson, JsonOutput, open_output
+from rollout_server.runtime.aio.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     import httpx
@@ -109,7 +108,7 @@ class _Viewer:
                     await self.write(client)
                 return
             self._announce(f"{url}{fragment}")
-            await _interrupted()
+            await StopSignals().first.wait()
 
     @property
     def writes(self) -> bool:
@@ -170,15 +169,6 @@ async def _view_server(url: str, viewer: _Viewer) -> None:
             await viewer.write(client, [name] if kind == "rollouts" and name else [])
         else:
             await viewer.show(remote_app(client), f"#{fragment}" if fragment else "")
-
-
-async def _interrupted() -> None:
-    """Wait for Ctrl-C or SIGTERM."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with suppress(NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
 
 
 def _warn(text: str) -> None:
