@@ -50,6 +50,7 @@ from rollout_server.edge.rpc.tls import ClientTls
 from rollout_server.edge.rpc.train_service import TrainerService
 from rollout_server.edge.stream.dispatcher import Dispatcher
 from rollout_server.edge.stream.streams import Streams
+from rollout_server.edge.targets.host_port import url_host
 from rollout_server.edge.targets.resolver import CheckedLookup
 from rollout_server.edge.targets.rules import TargetRules
 from rollout_server.edge.tokens.cache import Tokenizers, later_system
@@ -197,7 +198,7 @@ class Server:
         A worker has a server for each: over the socket come calls that are for its own rollouts, and the public port is opened
         once all workers can be reached.
         """
-        public, worker = f"{_bracket_ipv6(self.settings.host)}:{self.settings.grpc_port}", self._worker
+        public, worker = f"{url_host(self.settings.host)}:{self.settings.grpc_port}", self._worker
         path = self._stack.enter_context(own_socket()) if worker is None else worker.socket
         self.address = f"unix:{path}"
         if worker is None:
@@ -282,7 +283,7 @@ class Server:
         if not url and self.http_port:
             host = _ON_THIS_MACHINE.get(settings.host, settings.host)
             scheme = "http" if settings.tls_cert is None else "https"
-            url = f"{scheme}://{_bracket_ipv6(host)}:{self.http_port}"
+            url = f"{scheme}://{url_host(host)}:{self.http_port}"
         return ModelAccess(f"{url.rstrip('/')}/r/{uid}", self._model_keys.key(uid))
 
     def _watch_loop(self) -> None:
@@ -319,10 +320,6 @@ class Server:
         self._http = EmbeddedGateway(target, listening, gateway, self._metrics.exposition, page)
         self.http_port = await self._http.start()
         self._stack.push_async_callback(self._http.stop)
-
-
-def _bracket_ipv6(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def tune_interpreter() -> None:

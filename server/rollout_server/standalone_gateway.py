@@ -13,6 +13,7 @@ from rollout_gateway.http.protocol import ConnectionLimits
 from rollout_gateway.http.serve import HttpListener, Listening
 from rollout_gateway.settings import GatewaySettings
 
+from rollout_server.edge.targets.host_port import url_host
 from rollout_server.runtime.aio.stop_signals import StopSignals
 from rollout_server.settings.standalone_gateway import GatewayOptions
 
@@ -35,8 +36,7 @@ async def serve(options: GatewayOptions, serving: Callable[[str, int], None]) ->
         signals.again = http.hurry
         port = await http.start()
         scheme = "http" if options.tls_cert is None else "https"
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        url = f"{scheme}://{host}:{port}"
+        url = f"{scheme}://{url_host(options.host)}:{port}"
         _LOG.info("gateway serves %s for %s", url, ", ".join(options.servers))
         _LOG.info(
             "open without an API key even if servers require one: GET /, /docs, /openapi.json, /health, /healthz, /readyz, /metrics"

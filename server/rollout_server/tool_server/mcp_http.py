@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from rollout_server.core.error import Unauthenticated
 from rollout_server.edge.api_keys import Keyring, WrongKeys
+from rollout_server.edge.targets.host_port import url_host
 
 PATH = "/mcp"
 
@@ -57,7 +58,7 @@ def transport_security(host: str, *, loopback: bool) -> TransportSecuritySetting
     """
     if not loopback:
         return TransportSecuritySettings(enable_dns_rebinding_protection=False)
-    names = {"127.0.0.1", "localhost", "[::1]", f"[{host}]" if ":" in host else host}
+    names = {"127.0.0.1", "localhost", "[::1]", url_host(host)}
     return TransportSecuritySettings(
         allowed_hosts=[form for name in names for form in (name, f"{name}:*")],
         allowed_origins=[form for name in names for form in (f"http://{name}", f"http://{name}:*")],

@@ -19,6 +19,7 @@ from rollout_server.edge.programs.runner import ProgramRunner
 from rollout_server.edge.rpc.caller import TOOLS
 from rollout_server.edge.rpc.interceptor import RequestInterceptor
 from rollout_server.edge.rpc.listener import RpcListener, RpcSettings
+from rollout_server.edge.targets.host_port import url_host
 from rollout_server.edge.tools.pool import ProcessPool
 from rollout_server.network_exposure import is_loopback
 from rollout_server.runtime.aio.stop_signals import StopSignals
@@ -81,7 +82,7 @@ async def open_server(loaded: LoadedTools, settings: ToolServerSettings) -> Asyn
     async with open_tools(loaded, settings.limits) as served, AsyncExitStack() as stack:
         keys = Keyring([key_of("default", settings.key)] if settings.key else [])
         http_port = await _open_http(loaded, settings, keys, served, stack)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        host = url_host(settings.host)
         rpc = RpcListener(
             RpcSettings((f"{host}:{settings.grpc_port}",), settings.limits.message_bytes),
             [RequestInterceptor(keys.caller, lambda header: None)],

@@ -28,6 +28,11 @@ LEAST_PORT, MOST_PORT = 1, 65535
 LONGEST_URL = 2048
 
 
+def url_host(host: str) -> str:
+    """Return a host as URLs have it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 class MalformedTarget(ValueError):
     """A host or URL that is not accepted. The text describes the problem without repeating the URL."""
 
@@ -55,8 +60,7 @@ class TargetAddress:
     @property
     def authority(self) -> str:
         """Host and port as in a Host header."""
-        host = self.host_text
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return f"{url_host(self.host_text)}:{self.port}"
 
 
 def read_url(url: str) -> TargetAddress:
