@@ -190,6 +190,11 @@ class ToolReturned:
     cancelled: bool = False
     used_state: bool = False
 
+    @property
+    def key(self) -> str:
+        """The `ToolStarted.key` of the call."""
+        return f"{self.segment_id}/{self.turn}/{self.index}"
+
 
 @dataclass(frozen=True, slots=True)
 class Forked:

@@ -165,8 +165,8 @@ class StepReader:
                 self._asked.pop(turn)
             case ToolStarted():
                 self._calls[step.record.key] = step
-            case ToolReturned(turn=turn, index=index, segment_id=segment_id):
-                self._calls.pop(f"{segment_id}/{turn}/{index}").result = step
+            case ToolReturned():
+                self._calls.pop(step.record.key).result = step
                 if step.record.used_state:
                     self._refuse(f"tool {step.record.call.name} used run.state, which a replay cannot restore")
 
@@ -185,7 +185,7 @@ class StepReader:
         """Return whether a command was issued by a tool; note the calls that did so."""
         start: Input | None = record
         if isinstance(record, ToolReturned):
-            start = self._calls[f"{record.segment_id}/{record.turn}/{record.index}"].record
+            start = self._calls[record.key].record
         caller = by_tool = getattr(start, "by_tool", "")
         while caller:
             self._callers.add(caller)
