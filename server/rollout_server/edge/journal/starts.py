@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 
 from google.protobuf.message import DecodeError
 from osmosis.journal.v1 import journal_pb2 as pb
@@ -77,17 +77,7 @@ def _read_spec(proto: pb.AcceptedStart) -> Spec:
 
 def encode_group(group: FormedGroup) -> bytes:
     """Return a group as bytes."""
-    proto = pb.FormedGroup(
-        uid=group.uid,
-        group_id=group.group_id,
-        request_id=group.request_id,
-        rollout_id=group.rollout_id,
-        min_usable=group.min_usable,
-        refill=group.refill,
-        is_listed=group.is_listed,
-        members=group.members,
-    )
-    return proto.SerializeToString()
+    return pb.FormedGroup(**asdict(group)).SerializeToString()
 
 
 def decode_group(data: bytes) -> FormedGroup:
@@ -96,16 +86,8 @@ def decode_group(data: bytes) -> FormedGroup:
         proto = pb.FormedGroup.FromString(data)
     except DecodeError as error:
         raise ValueError(f"these bytes are not a group that this version can read: {error!r}") from error
-    return FormedGroup(
-        proto.uid,
-        proto.group_id,
-        proto.request_id,
-        proto.rollout_id,
-        proto.min_usable,
-        proto.refill,
-        proto.is_listed,
-        tuple(proto.members),
-    )
+    equal = {field.name: getattr(proto, field.name) for field in fields(FormedGroup)}
+    return FormedGroup(**{**equal, "members": tuple(proto.members)})
 
 
 def encode_credentials(credentials: Credentials) -> bytes:
