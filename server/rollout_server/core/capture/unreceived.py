@@ -16,7 +16,7 @@ UNSEEN: Final = "the server was restarted, and nothing shows that the agent rece
 def unreceived(machine: Machine, records: Sequence[Record]) -> Sequence[int]:
     """Return the turns to mask out: the last completion of each conversation that no call continued.
 
-    None if the calls were settled by their end, or if the agent does not own its loop. `records` is the log, which the machine has.
+    Empty if the calls were settled by their end, or the agent does not own its loop. `records` is the log, which the machine has.
     """
     owns_loop = any(isinstance(record, Forked) and record.origin.kind is SegmentKind.MAIN for record in records)
     if not owns_loop or are_settled(records):

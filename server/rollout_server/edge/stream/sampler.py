@@ -29,7 +29,7 @@ from rollout_server.runtime.ports import Tool
 
 @dataclass(frozen=True, slots=True)
 class StreamTrainers:
-    """Shared by the samplers of all trainers on streams."""
+    """The shared resources of all samplers of trainers on streams."""
 
     streams: Streams
     tokenizers: Tokenizers
