@@ -63,6 +63,7 @@ from rollout_server.runtime.registry.dependencies import Observers, RegistryDepe
 from rollout_server.runtime.registry.registry import RolloutRegistry
 from rollout_server.runtime.run.lifecycle import list_toolsets, start_agents
 from rollout_server.runtime.run.tracer import NoTracer
+from rollout_server.runtime.tools.toolsets import Toolsets
 from rollout_server.settings import Settings
 
 if TYPE_CHECKING:
@@ -262,20 +263,25 @@ class Server:
             ),
             shared=keys.demands,
         )
-        metrics.watch_registry(registry)
         if tracing is not None and tracing.meters is not None:
             tracing.meters.watch(registry)
+        self._watch_metrics(registry, tools.toolsets)
+        return registry
+
+    def _watch_metrics(self, registry: RolloutRegistry, toolsets: Toolsets) -> None:
+        """Fill the metrics that are read when they are asked for, and open their port if they have one."""
+        settings, stack, metrics = self.settings, self._stack, self._metrics
+        metrics.watch_registry(registry)
         metrics.watch("trainer_streams", "Trainer streams, disconnected ones included.", self._streams.__len__)
         metrics.watch("deliveries_pending", "Outcomes not acknowledged yet.", lambda: registry.owed)
-        metrics.watch("toolset_sessions", "Sessions with toolsets.", lambda: tools.toolsets.sessions)
-        metrics.watch("journal_failing", "1 while the journal refuses commits.", lambda: bool(journal.problem))
+        metrics.watch("toolset_sessions", "Sessions with toolsets.", lambda: toolsets.sessions)
+        metrics.watch("journal_failing", "1 while the journal refuses commits.", lambda: bool(registry.journal.problem))
         lag = LoopLag(metrics.families.loop_lag.observe)
         lag.start()
         stack.push_async_callback(lag.stop)
         if settings.metrics_port is not None:
             port = serve_metrics(metrics, settings.metrics_port, settings.host)
             stack.push_async_callback(port.stop)
-        return registry
 
     def _model_access(self, uid: str) -> ModelAccess:
         """Return the access to a rollout's model endpoint. Without a public URL it is that of this process's HTTP port."""
