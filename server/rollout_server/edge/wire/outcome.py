@@ -74,7 +74,7 @@ def outcome_to_proto(
 
 def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
     """Return the proto of a rollout's metrics."""
-    return outcome_pb2.Metrics(**asdict(metrics))
+    return outcome_pb2.Metrics(**{each.name: getattr(metrics, each.name) for each in fields(metrics)})
 
 
 def segment_to_proto(segment: Segment, reward: float | None) -> token_pb2.Segment:

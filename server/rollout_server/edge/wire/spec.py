@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -115,7 +114,15 @@ def _staleness_from_proto(proto: spec_pb2.Staleness) -> Staleness:
 
 def sampling_to_proto(sampling: Sampling) -> spec_pb2.Sampling:
     """Return the proto of sampling parameters."""
-    return spec_pb2.Sampling(**asdict(sampling))
+    # Each turn has one: `asdict` takes several times as long.
+    return spec_pb2.Sampling(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop,
+        logprobs=sampling.logprobs,
+        extra_json=sampling.extra_json,
+    )
 
 
 def sampling_from_proto(proto: spec_pb2.Sampling) -> Sampling:
