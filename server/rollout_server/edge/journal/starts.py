@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 from google.protobuf.message import DecodeError
 from osmosis.journal.v1 import journal_pb2 as pb
@@ -10,7 +10,7 @@ from osmosis.journal.v1 import journal_pb2 as pb
 from rollout_server.core.spec import Spec
 from rollout_server.edge.journal.values import read_messages, write_messages
 from rollout_server.edge.wire.request import credentials_from_proto, credentials_to_proto
-from rollout_server.edge.wire.spec import spec_from_proto, spec_to_proto
+from rollout_server.edge.wire.spec import fields_of, spec_from_proto, spec_to_proto
 from rollout_server.runtime.journal import AcceptedStart, FormedGroup
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.start_request import StartRequest, TraceContext
@@ -77,7 +77,7 @@ def _read_spec(proto: pb.AcceptedStart) -> Spec:
 
 def encode_group(group: FormedGroup) -> bytes:
     """Return a group as bytes."""
-    return pb.FormedGroup(**asdict(group)).SerializeToString()
+    return pb.FormedGroup(**fields_of(group)).SerializeToString()
 
 
 def decode_group(data: bytes) -> FormedGroup:

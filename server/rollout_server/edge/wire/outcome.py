@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 from osmosis.rollout.v1 import outcome_pb2, token_pb2
 
@@ -27,6 +27,7 @@ from rollout_server.core.spec import Spec
 from rollout_server.core.staleness import sample_parts
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.message import messages_to_proto, utf8
+from rollout_server.edge.wire.spec import fields_of
 
 _SEGMENT_KINDS = {value: kind for kind, value in enums.SEGMENT_KINDS.items()}
 
@@ -74,7 +75,7 @@ def outcome_to_proto(
 
 def metrics_to_proto(metrics: Metrics) -> outcome_pb2.Metrics:
     """Return the proto of a rollout's metrics."""
-    return outcome_pb2.Metrics(**{each.name: getattr(metrics, each.name) for each in fields(metrics)})
+    return outcome_pb2.Metrics(**fields_of(metrics))
 
 
 def segment_to_proto(segment: Segment, reward: float | None) -> token_pb2.Segment:
@@ -117,7 +118,7 @@ def origin_from_proto(proto: token_pb2.SegmentOrigin) -> Origin:
 
 def capture_to_proto(report: CaptureReport, segments: Collection[Segment]) -> outcome_pb2.CaptureReport:
     """Return the proto of the counts of a rollout's calls. `segments` are those of the rollout."""
-    return outcome_pb2.CaptureReport(**asdict(report), longest_share=longest_share(segments))
+    return outcome_pb2.CaptureReport(**fields_of(report), longest_share=longest_share(segments))
 
 
 def capture_from_proto(proto: outcome_pb2.CaptureReport) -> CaptureReport:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Protocol, TypeAlias
 
 from osmosis.rollout.v1 import group_pb2, outcome_service_pb2, rollout_service_pb2
@@ -13,7 +12,7 @@ from rollout_server.edge.wire.event import RecordedRollout, timestamp
 from rollout_server.edge.wire.function_tool import function_tool_json
 from rollout_server.edge.wire.message import tool_to_proto, utf8
 from rollout_server.edge.wire.outcome import metrics_to_proto, outcome_to_proto
-from rollout_server.edge.wire.spec import limits_to_proto, spec_to_proto
+from rollout_server.edge.wire.spec import fields_of, limits_to_proto, spec_to_proto
 from rollout_server.runtime.agent_protocol import AgentProtocol
 from rollout_server.runtime.groups.group import FinishedMember, RolloutGroup
 from rollout_server.runtime.groups.state import GroupResult
@@ -132,7 +131,7 @@ def group_to_proto(group: RolloutGroup) -> group_pb2.Group:
         min_usable=group.plan.min_usable,
         refill=group.plan.refill,
         last_sequence=group.last_sequence,
-        result=group_pb2.GroupResult(**asdict(group.result)) if group.result is not None else None,
+        result=group_pb2.GroupResult(**fields_of(group.result)) if group.result is not None else None,
         create_time=timestamp(group.created),
         caller=utf8(group.caller),
     )
@@ -141,7 +140,9 @@ def group_to_proto(group: RolloutGroup) -> group_pb2.Group:
 def group_item(sequence: int, item: FinishedMember | GroupResult, view: int) -> rollout_service_pb2.WatchGroupResponse:
     """Return an item of WatchGroup. `view` is a RolloutView."""
     if isinstance(item, GroupResult):
-        return rollout_service_pb2.WatchGroupResponse(sequence=sequence, result=group_pb2.GroupResult(**asdict(item)))
+        return rollout_service_pb2.WatchGroupResponse(
+            sequence=sequence, result=group_pb2.GroupResult(**fields_of(item))
+        )
     outcome = rollout_service_pb2.GroupOutcome(
         index=item.rollout.spec.group_index or 0,
         rollout=rollout_to_proto(item.rollout, view),
