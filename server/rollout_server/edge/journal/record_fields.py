@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from osmosis.journal.v1 import journal_pb2 as pb
+
 from rollout_server.core.ledger import Drift
-from rollout_server.edge.journal import ends, values
+from rollout_server.core.outcome import Cancellation, End, Failure, RewardResult, Stop
+from rollout_server.edge.journal import values
 from rollout_server.edge.journal.values import decode_text, encode_text
 from rollout_server.edge.wire import enums
 from rollout_server.edge.wire.outcome import capture_from_proto, capture_to_proto, origin_from_proto, origin_to_proto
 from rollout_server.edge.wire.spec import sampling_from_proto, sampling_to_proto
 
+_CATEGORIES = {value: category for category, value in enums.CATEGORIES.items()}
 _DRIFT_KINDS = {value: kind for kind, value in enums.DRIFT_KINDS.items()}
 _REWARD_RULES = {value: rule for rule, value in enums.REWARD_RULES.items()}
 
@@ -63,6 +67,65 @@ def _read_drift(proto: Any, _: str) -> Drift:
     return Drift(_DRIFT_KINDS[proto.kind], proto.index, proto.expected, proto.reported)
 
 
+def _write_end(end: End, proto: pb.Ended, _: str) -> None:
+    match end:
+        case Stop():
+            proto.stop.reason = encode_text(end.reason)
+            proto.stop.truncated = end.truncated
+        case Failure():
+            failure = proto.failure
+            failure.category = enums.CATEGORIES[end.category]
+            failure.message = encode_text(end.message)
+            failure.turn = end.turn
+            if end.http_status is not None:
+                failure.http_status = end.http_status
+            if end.source is not None:
+                failure.source = enums.FAILURE_CLASSES[end.source]
+        case Cancellation():
+            proto.cancellation.reason = encode_text(end.reason)
+
+
+def _read_end(proto: pb.Ended, _: str) -> End:
+    match proto.WhichOneof("end"):
+        case "stop":
+            return Stop(decode_text(proto.stop.reason), proto.stop.truncated)
+        case "failure":
+            return _read_failure(proto.failure)
+        case "cancellation":
+            return Cancellation(decode_text(proto.cancellation.reason))
+        case _:
+            raise ValueError("the record of an end has no end")
+
+
+def _read_failure(proto: pb.Failure) -> Failure:
+    return Failure(
+        category=_CATEGORIES[proto.category],
+        message=decode_text(proto.message),
+        turn=proto.turn,
+        http_status=proto.http_status if proto.HasField("http_status") else None,
+        source=enums.FAILURE_CLASSES_BY_NUMBER[proto.source] if proto.source else None,
+    )
+
+
+def _write_reward(result: RewardResult, proto: pb.RewardResult) -> None:
+    if result.reward is not None:
+        proto.reward = result.reward
+    if result.scores is not None:
+        values.write_numbers(result.scores, proto.scores)
+    proto.extra_json = encode_text(result.extra_json)
+    if result.roles is not None:
+        values.write_numbers(result.roles, proto.roles)
+
+
+def _read_reward(proto: pb.RewardResult) -> RewardResult:
+    return RewardResult(
+        reward=proto.reward if proto.HasField("reward") else None,
+        scores=values.read_numbers(proto.scores) if proto.HasField("scores") else None,
+        extra_json=decode_text(proto.extra_json),
+        roles=values.read_numbers(proto.roles) if proto.HasField("roles") else None,
+    )
+
+
 TEXT: Final = FieldCodec(
     lambda value, proto, name: setattr(proto, name, encode_text(value)),
     lambda proto, name: decode_text(getattr(proto, name)),
@@ -80,7 +143,7 @@ USAGE: Final = _optional(_filled(values.write_usage, values.read_usage))
 WARNINGS: Final = _filled(
     lambda warnings, proto: proto.extend(map(values.warning_to_proto, warnings)), values.read_warnings
 )
-REWARD: Final = _filled(ends.write_reward, ends.read_reward)
+REWARD: Final = _filled(_write_reward, _read_reward)
 REWARD_RULE: Final = FieldCodec(
     lambda rule, proto, name: setattr(proto, name, enums.REWARD_RULES[rule]),
     lambda proto, name: _REWARD_RULES[getattr(proto, name)],
@@ -94,5 +157,5 @@ CAPTURE: Final = _copied(lambda report: capture_to_proto(report, ()), capture_fr
 PARENT: Final = FieldCodec(
     lambda segment_id, proto, _: setattr(proto, "of_segment_id", segment_id), lambda proto, _: proto.of_segment_id
 )
-END: Final = FieldCodec(lambda end, proto, _: ends.write_end(end, proto), lambda proto, _: ends.read_end(proto))
+END: Final = FieldCodec(_write_end, _read_end)
 DRIFT: Final = FieldCodec(_write_drift, _read_drift)
