@@ -192,6 +192,9 @@ class Program(OwnLoopAgent):
             )
         if self.template is not None and not Path(self.template).is_dir():
             raise ValueError(f"{owner}: template is {str(self.template)!r}, which is not a directory")
+        self._check_placeholders(owner)
+
+    def _check_placeholders(self, owner: str) -> None:
         arguments = (*self.prefix, *self.command)
         if any("key" in _PLACEHOLDER.findall(text) for text in arguments):
             raise ValueError(
