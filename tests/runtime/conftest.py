@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
+from rollout_server.runtime.journal import MemoryJournal
 
+from tests.support.group_harness import GroupHarness
+from tests.support.journal import LateJournal
 from tests.support.jumping_loop import JumpingLoop
 from tests.support.runtime_harness import RuntimeHarness
 
@@ -30,6 +33,20 @@ async def new_world() -> AsyncIterator[Callable[..., RuntimeHarness]]:
     yield make
     for world in worlds:
         await world.close()
+
+
+@pytest.fixture(params=[MemoryJournal, LateJournal])
+async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., GroupHarness]]:
+    """A factory for harnesses of groups, with each kind of journal. They are closed at the end."""
+    made: list[GroupHarness] = []
+
+    def make(*agents: object, **settings: object) -> GroupHarness:
+        made.append(GroupHarness(*agents, journal=request.param(), **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.close()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from rollout_server import Agent, RewardResult, Run
@@ -15,7 +15,6 @@ from rollout_server.core.spec import Dialect, Target
 from rollout_server.runtime.errors import RolloutEnded
 from rollout_server.runtime.groups.group import RolloutGroup
 from rollout_server.runtime.groups.state import GroupPlan, GroupResult
-from rollout_server.runtime.journal import MemoryJournal
 from rollout_server.runtime.models import ModelCompletion, ModelEndpoint, ModelLimits
 from rollout_server.runtime.ports import CompletionRequest, Credentials
 from rollout_server.runtime.registry.selection import Selection
@@ -24,7 +23,6 @@ from rollout_server.runtime.start_request import Capacity, StartRequest
 
 from tests.runtime.outcome_receivers import RECEIVER, Receiver
 from tests.support.group_harness import SLOW, GroupHarness, Ranked, finished, items
-from tests.support.journal import LateJournal
 from tests.support.runtime_harness import (
     FOREVER,
     ME,
@@ -39,20 +37,6 @@ from tests.support.runtime_harness import (
 )
 
 BROKEN = Say(failure=Failure(Category.NETWORK, "nobody there"))
-
-
-@pytest.fixture(params=[MemoryJournal, LateJournal])
-async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., GroupHarness]]:
-    """A factory for harnesses, which are closed at the end."""
-    made: list[GroupHarness] = []
-
-    def make(*agents: object, **settings: object) -> GroupHarness:
-        made.append(GroupHarness(*agents, journal=request.param(), **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for each in made:
-        await each.close()
 
 
 def outcomes(group: RolloutGroup) -> list[Outcome]:

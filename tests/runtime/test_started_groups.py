@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,31 +12,15 @@ from rollout_server.core.error import Busy, Conflict, Draining, Gone, InvalidReq
 from rollout_server.core.outcome import Cancellation, Category, End, Failure, FailureClass, Stop
 from rollout_server.runtime.groups.group import EARLY_STOP
 from rollout_server.runtime.groups.state import GroupPlan, GroupResult, GroupState
-from rollout_server.runtime.journal import MemoryJournal
 from rollout_server.runtime.ports import Credentials
 from rollout_server.runtime.registry.selection import Selection
 from rollout_server.runtime.rollout import RolloutState
 from rollout_server.runtime.start_request import Capacity, Quota, StartRequest
 
 from tests.support.group_harness import SLOW, GroupHarness, finished, items
-from tests.support.journal import LateJournal
 from tests.support.runtime_harness import ADMIN, FOREVER, ME, OTHER, Say, a_spec, limits
 
 BROKEN = Say(failure=Failure(Category.NETWORK, "nobody there"))
-
-
-@pytest.fixture(params=[MemoryJournal, LateJournal])
-async def harness(request: pytest.FixtureRequest) -> AsyncIterator[Callable[..., GroupHarness]]:
-    """A factory for harnesses, which are closed at the end."""
-    made: list[GroupHarness] = []
-
-    def make(*agents: object, **settings: object) -> GroupHarness:
-        made.append(GroupHarness(*agents, journal=request.param(), **settings))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for each in made:
-        await each.close()
 
 
 async def test_a_group_has_ids_indices_and_a_result(harness: Callable[..., GroupHarness]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,21 +16,11 @@ from rollout_server.testing.script import Fault, Script
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.support.agents import Idle
+from tests.support.calculator_tools import calculator_tools
 from tests.support.outcome_receiver import Answer, Delivered, GrpcReceiver, grpc_receiver
 from tests.support.server_client import Caller, refusal, serving, until
 from tests.support.start_requests import metadata, start, target
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": json.loads(tool.parameters_json_schema),
-        },
-    }
-    for tool in Calculator().tools
-]
 PENDING = (pb.DELIVERY_STATE_UNSPECIFIED, pb.DELIVERY_STATE_PENDING)
 
 
@@ -40,7 +29,7 @@ async def world(*answers: Answer, **settings: Any) -> AsyncIterator[tuple[Caller
     """A server, a strict trainer of the asynchronous HTTP API, and a receiver. Pauses between attempts are short."""
     async with (
         serving(Calculator(), Idle(), **{"retry_base_seconds": 0.02, **settings}) as caller,
-        StrictTrainer(dialect="plain", tools=TOOLS) as trainer,
+        StrictTrainer(dialect="plain", tools=calculator_tools()) as trainer,
         grpc_receiver(*answers) as receiver,
     ):
         yield caller, trainer, receiver
@@ -171,7 +160,7 @@ async def test_the_synchronous_dialect_has_no_callback_for_outcomes() -> None:
 
 async def test_a_receiver_beside_a_trainer_that_counts_masks() -> None:
     """The outcome target has its own protocol: gRPC here, while completions use the synchronous HTTP API."""
-    async with world() as (caller, _, receiver), StrictTrainer(tools=TOOLS) as masked:
+    async with world() as (caller, _, receiver), StrictTrainer(tools=calculator_tools()) as masked:
         fields: dict[str, Any] = {
             "completions": target(masked.url),
             "tokenizer": spec_pb2.Tokenizer(name="toy"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeAlias
@@ -13,6 +12,7 @@ from rollout_server.calculator import Calculator
 from rollout_server.testing.trainer import StrictTrainer
 
 from tests.support.agents import Gated, Idle, Measured
+from tests.support.calculator_tools import calculator_tools
 from tests.support.server_client import Caller, serving
 
 OpenServer: TypeAlias = Callable[..., Awaitable[Caller]]
@@ -48,16 +48,5 @@ async def caller(open_server: OpenServer, gated: Gated, measured: Measured) -> C
 @pytest.fixture
 async def trainer() -> AsyncIterator[StrictTrainer]:
     """A strict trainer with the calculator's tools."""
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": json.loads(tool.parameters_json_schema),
-            },
-        }
-        for tool in Calculator().tools
-    ]
-    async with StrictTrainer(tools=tools) as strict:
+    async with StrictTrainer(tools=calculator_tools()) as strict:
         yield strict
