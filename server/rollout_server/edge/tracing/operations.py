@@ -72,10 +72,10 @@ class EndedOperations:
         self._meters = meters
         self._captures = captures
         self._guard = guard
-        self._ended: list[Operation] = []
+        self._ended: list[TracedOperation] = []
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: TracedOperation) -> None:
         """Add one that has ended now."""
         self._ended.append(operation)
         if len(self._ended) >= _MOST:
@@ -96,7 +96,7 @@ class EndedOperations:
                 self._guard.log(error)
 
 
-class Operation:
+class TracedOperation:
     """A part of a rollout: a context that yields itself, to be called with the result.
 
     Args:
@@ -198,7 +198,7 @@ def _error_attributes(error: BaseException) -> made.Attributes:
     return {names.ERROR: "cancelled" if isinstance(error, asyncio.CancelledError) else type(error).__name__}
 
 
-class Completion(Operation):
+class TracedCompletion(TracedOperation):
     """A completion with all its attempts. `model` is the name of a further model that is called."""
 
     __slots__ = ("_model", "_request", "_target", "_usage")
@@ -213,33 +213,33 @@ class Completion(Operation):
         self._usage: tuple[int, int] | None = None
 
     def describe(self) -> Description:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         target = self._target
         name = f"{names.CHAT} {target.model}" if target.model else names.CHAT
         return name, self.kind, made.completion_attributes(self.rollout, self._request, target, self._model)
 
     def result_attributes(self, result: Traced) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         if not isinstance(result, tuple | list):
             return {}
         self._usage = made.usage_of(self.rollout, result)
         return made.completed_attributes(result, self._usage)
 
     def input_contents(self) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         request = self._request
         return {names.INPUT_MESSAGES: contents.input_messages(request.messages[: request.asked.messages])}
 
     def output_contents(self, result: Traced) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         return {names.OUTPUT_MESSAGES: contents.output_messages(result)} if isinstance(result, tuple | list) else {}
 
     def count(self, meters: Meters, seconds: float, error: str | None) -> None:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         meters.completion(seconds, self._target, self._usage, error)
 
 
-class ToolCall(Operation):
+class TracedToolCall(TracedOperation):
     """A tool call."""
 
     __slots__ = ("_started",)
@@ -250,28 +250,28 @@ class ToolCall(Operation):
         self._started = started
 
     def describe(self) -> Description:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         found = made.tool_attributes(self.rollout, self._started)
         return f"{names.EXECUTE_TOOL} {found[names.TOOL_NAME]}", self.kind, found
 
     def result_attributes(self, result: Traced) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         return {names.ERROR: "tool_error"} if isinstance(result, ToolResult) and result.failed else {}
 
     def input_contents(self) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         return {names.TOOL_ARGUMENTS: contents.tool_text(self._started.call.arguments)}
 
     def output_contents(self, result: Traced) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         return {names.TOOL_RESULT: contents.tool_text(result.content)} if isinstance(result, ToolResult) else {}
 
     def count(self, meters: Meters, seconds: float, error: str | None) -> None:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         meters.tool(seconds, self.rollout.agent, self._started.call.name, error)
 
 
-class Delivery(Operation):
+class TracedDelivery(TracedOperation):
     """An attempt to deliver an outcome."""
 
     __slots__ = ("_attempt", "_target")
@@ -282,10 +282,10 @@ class Delivery(Operation):
         self._attempt = attempt
 
     def describe(self) -> Description:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         return names.DELIVER, self.kind, made.delivery_attributes(self.rollout, self._target, self._attempt)
 
     def result_attributes(self, result: Traced) -> made.Attributes:
-        """See `Operation`."""
+        """See `TracedOperation`."""
         error = "" if isinstance(result, Sequence | ToolResult) else made.delivery_error(result)
         return {names.ERROR: error} if error else {}

@@ -24,7 +24,14 @@ from rollout_server.core.spec import Target
 from rollout_server.edge.tracing import attributes as made
 from rollout_server.edge.tracing import conventions as names
 from rollout_server.edge.tracing.meters import Meters
-from rollout_server.edge.tracing.operations import Completion, Delivery, EndedOperations, Guard, Operation, ToolCall
+from rollout_server.edge.tracing.operations import (
+    EndedOperations,
+    Guard,
+    TracedCompletion,
+    TracedDelivery,
+    TracedOperation,
+    TracedToolCall,
+)
 from rollout_server.edge.tracing.propagation import is_dropped, remote_context
 from rollout_server.runtime.log import Entry
 from rollout_server.runtime.ports import CompletionRequest
@@ -85,15 +92,15 @@ class Tracing:
 
     def completion(self, rollout: Rollout, request: CompletionRequest, target: Target, model: str = "") -> OpenSpan:
         """See `Tracer`."""
-        return self._opened(Completion(rollout, self._ended, request, target, model))
+        return self._opened(TracedCompletion(rollout, self._ended, request, target, model))
 
     def tool(self, rollout: Rollout, started: ToolStarted) -> OpenSpan:
         """See `Tracer`."""
-        return self._opened(ToolCall(rollout, self._ended, started))
+        return self._opened(TracedToolCall(rollout, self._ended, started))
 
     def delivery(self, rollout: Rollout, target: Target, attempt: int) -> OpenSpan:
         """See `Tracer`. The outcome of an earlier process has no span of a rollout here: its caller's is the parent."""
-        return self._opened(Delivery(rollout, self._ended, target, attempt))
+        return self._opened(TracedDelivery(rollout, self._ended, target, attempt))
 
     def recorded(self, rollout: Rollout, entries: Sequence[Entry]) -> None:
         """End the span of a rollout with its outcome. One that never had a slot gets its span now."""
@@ -127,7 +134,7 @@ class Tracing:
         for rollout in tuple(self._open.values()):
             self._suspend(rollout)
 
-    def _opened(self, operation: Operation) -> OpenSpan:
+    def _opened(self, operation: TracedOperation) -> OpenSpan:
         """Give an operation its span, if it needs one."""
         parent = self._next_parent(operation.rollout)
         if parent is None:
