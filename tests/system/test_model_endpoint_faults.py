@@ -107,6 +107,41 @@ def segment(outcome: dict[str, Any], segment_id: str) -> dict[str, Any]:
     return dict(found)
 
 
+# Requests that the engine refuses
+
+
+def refusal(status: int, text: str) -> web.Response:
+    """An error of the engine."""
+    return web.json_response({"error": {"message": text, "type": "BadRequestError", "code": status}}, status=status)
+
+
+@pytest.mark.parametrize("mode", ["messages", "tokens"])
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_a_request_that_the_engine_refuses_does_not_end_the_rollout(stand: Stand, mode: str, status: int) -> None:
+    rollout = await stand.start(token_mode=mode)
+    said = (await rollout.chat(history("One?")))["content"]
+    stand.engine.first = [refusal(status, "stop cannot contain an empty string.")]
+    body = request_body("chat", "One?", said, "Two?", stop=[""])
+    refused = await rollout.post("chat/completions", body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_call")
+    assert f"the engine answered {status}: stop cannot contain" in refused.json()["error"]["message"]
+    await rollout.chat(history("One?", said, "Two?"))
+    outcome = await rollout.finish(reward=1)
+    assert (outcome["reward"], outcome["capture"]["refused"], len(stand.seen)) == (1, 1, 2)
+    check_each_token_once(outcome, stand.seen)
+
+
+async def test_an_engine_that_has_completed_nothing_yet_may_be_configured_wrongly(stand: Stand) -> None:
+    """The failure then says what the engine's operator has to do."""
+    stand.engine.first = [refusal(400, '"auto" tool choice requires --enable-auto-tool-choice to be set')]
+    rollout = await stand.start(token_mode="messages")
+    refused = await rollout.post("chat/completions", request_body("chat", "One?"))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (410, "rollout_over")
+    failure = await rollout.outcome()
+    assert (failure["category"], failure["failure_class"]) == ("engine_client", "engine")
+    assert "requires --enable-auto-tool-choice" in failure["message"]
+
+
 # Lost answers
 
 

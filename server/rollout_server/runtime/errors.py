@@ -35,6 +35,13 @@ class PromptTooLong(PromptRefused):
         self.maximum = maximum
 
 
+class RequestRefused(PromptRefused):
+    """The engine refused the request: its messages, a parameter or the engine's own configuration may be the cause.
+
+    Once the engine has completed a turn of the rollout, its configuration is not.
+    """
+
+
 class LimitTooLarge(RolloutFailed):
     """The engine generates fewer tokens than `max_tokens` in one completion, so nothing was generated."""
 

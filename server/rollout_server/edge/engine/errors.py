@@ -13,6 +13,7 @@ from rollout_server.edge.trainer.http_client import HttpResponse
 from rollout_server.edge.trainer.http_errors import error_text
 
 _LOOKED_AT: Final = 64 * 1024
+_REFUSALS: Final = (400, 413, 422)
 _CONTEXT: Final = re.compile(
     rb"context[ _-]?(length|window|size)|maximum model length|max_model_len|prompt is too long", re.IGNORECASE
 )
@@ -88,9 +89,14 @@ def is_error(response: HttpResponse) -> bool:
         return False
 
 
+def refuses_request(response: HttpResponse) -> bool:
+    """Return whether the engine refuses this request and may accept another one, with other messages or parameters."""
+    return response.status in _REFUSALS
+
+
 def exceeds_context(response: HttpResponse) -> bool:
     """Return whether the engine refuses because prompt and completion together exceed the model's context."""
-    return response.status in (400, 413, 422) and _CONTEXT.search(response.body[:_LOOKED_AT]) is not None
+    return refuses_request(response) and _CONTEXT.search(response.body[:_LOOKED_AT]) is not None
 
 
 def context_lengths(response: HttpResponse) -> tuple[int | None, int | None]:

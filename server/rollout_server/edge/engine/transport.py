@@ -23,6 +23,7 @@ from rollout_server.edge.engine.errors import (
     exceeds_context,
     exceeds_limit,
     is_error,
+    refuses_request,
 )
 from rollout_server.edge.engine.request import LimitNames
 from rollout_server.edge.offload import offload_response
@@ -30,7 +31,7 @@ from rollout_server.edge.trainer.aborted_parts import ABORTED
 from rollout_server.edge.trainer.http_client import HttpClient, HttpRequest, turn_headers
 from rollout_server.edge.trainer.retry import CompletionFetch, Fetched, RetryPolicy, fetch_with_retries
 from rollout_server.edge.trainer.sampling_parameters import WrongParameter
-from rollout_server.runtime.errors import LimitTooLarge, PromptTooLong, RolloutFailed
+from rollout_server.runtime.errors import LimitTooLarge, PromptTooLong, RequestRefused, RolloutFailed
 from rollout_server.runtime.ports import CompletionRequest
 
 _BROKEN_OFF: Final = (ABORTED, "error")
@@ -78,7 +79,8 @@ def response_body(
 ) -> bytes:
     """Return the body of a successful response. Raises `RolloutFailed` for an error; `hint` says what to do about it.
 
-    The error is `PromptTooLong` if the conversation exceeds the model's context, and `LimitTooLarge` if `max_tokens` is too large.
+    The error is `PromptTooLong` if the conversation exceeds the model's context, `LimitTooLarge` if `max_tokens` is too large, and
+    `RequestRefused` if the engine may accept another request.
     """
     if fetched.response.status != 200 or is_error(fetched.response):
         failure = engine_failure(fetched.response, request.asked.turn, request.credentials.secrets(), hint, names)
@@ -86,7 +88,7 @@ def response_body(
             raise PromptTooLong(failure, *context_lengths(fetched.response))
         if exceeds_limit(fetched.response):
             raise LimitTooLarge(failure)
-        raise RolloutFailed(failure)
+        raise RequestRefused(failure) if refuses_request(fetched.response) else RolloutFailed(failure)
     return fetched.response.body
 
 

@@ -34,7 +34,7 @@ from rollout_server.runtime.agent_protocol import Request
 from rollout_server.runtime.capture.capture import Capture, open_capture
 from rollout_server.runtime.capture.endpoint import FinishedWork
 from rollout_server.runtime.capture.endpoint_tools import EndpointTools
-from rollout_server.runtime.errors import AgentMistake, PromptRefused, RolloutEnded, RolloutFailed
+from rollout_server.runtime.errors import AgentMistake, PromptRefused, RequestRefused, RolloutEnded, RolloutFailed
 from rollout_server.runtime.models import ModelClient
 from rollout_server.runtime.ports import Sampler, Tool
 from rollout_server.runtime.programs import Programs
@@ -178,12 +178,15 @@ class Run:
         """Request a completion as `sample` does, for an agent that owns its loop and can continue elsewhere.
 
         A `max_tokens` that an engine's context cannot hold is lowered. Raises `PromptRefused` if the conversation cannot be
-        rendered, and `PromptTooLong` if it exceeds the context. Then, and if this call is cancelled, the conversation is closed and
-        the rollout continues, also if it is the main one. Every other failure ends the rollout.
+        rendered or the engine refuses the request, and `PromptTooLong` if it exceeds the context. Then, and if this call is
+        cancelled, the conversation is closed and the rollout continues, also if it is the main one. Every other failure ends the
+        rollout, and so does an engine that refuses before it has completed a turn: that is how a wrong configuration looks.
         """
         try:
             return await self._turn(sampling, self._give_up, fits_context=True)
         except PromptRefused as refused:
+            if isinstance(refused, RequestRefused) and not self._machine.metrics.turns:
+                self._context.end(refused.failure)
             self._note(self._conversation.turn, "prompt_refused", refused.failure.message)
             self._give_up(self._conversation.turn)
             raise
